@@ -3,18 +3,19 @@
 `workers.training.packing` builds a `RowLayout` and passes it to the forward method of the module as
 `row_layout`; transformers forwards it to the attention function.
 
-A packed row needs a mask that separates its rows. A dense mask costs the square of all tokens.
-FlashAttention takes the boundaries of the rows instead (`workers.training.varlen`). If
-FlashAttention is not available, or does not support the soft cap of a model's scores, rows of
-similar length are padded on the right to rectangles. Causal attention needs no mask there, because
-the padding comes after all real tokens of its row. The time therefore depends on the number of real
-tokens, on every device.
+A packed row needs a mask that separates its rows. The size of a dense mask is the square of the
+number of tokens. FlashAttention takes the boundaries of the rows instead
+(`workers.training.varlen`). If FlashAttention is not available, or does not support a model's
+soft-capping, rows of similar length are padded on the right and computed as one rectangular batch
+(`Rectangle`). Causal attention needs no mask there, because the padding comes after all real tokens
+of its row. The time therefore depends on the number of real tokens, on every device.
 
 Rows that share a prefix, such as samples of one prompt, can share its tokens: all layers compute it
 once, and only attention sees a copy in every row (`workers.training.prefixes`).
 
 If several ranks share the tokens of a row (`workers.parallel.sequence`), the layout describes the
-whole row and holds the ranks, and every layer attends through them.
+whole row and includes the group of ranks, and the attention of every layer communicates within this
+group.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ PACKED = "row_layout_sdpa"
 Attend = Callable[..., Tensor]
 """(query, key, value, bounds, bounds, longest, longest; scale, left, cap) -> output.
 
-States are [tokens, heads, size]; there may be fewer key heads than query heads. `bounds` are the
-starts of the rows and the end of the last row; `longest` is the length of the longest row. A token
-sees `left` tokens to its left, or its whole row (-1). Scores are capped at `cap`; 0 means no cap.
+Query, key, value and output are [tokens, heads, size]; there may be fewer key heads than query
+heads. `bounds` are the starts of the rows and the end of the last row; `longest` is the length of
+the longest row. A token attends to itself and to the `left` tokens before it, or to all tokens
+before it if `left` is -1. Scores are soft-capped at `cap`; 0 means no cap.
 """
 LARGEST_HEAD = 256
-"""Largest head size that FlashAttention supports; sizes are multiples of 8."""
+"""Largest head size that FlashAttention supports. Head sizes must also be multiples of 8."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class LocalMask:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Neighbouring rows of a packed row with `num_tokens` in total, padded to `width` tokens."""
+    """Neighboring rows of a packed row, `num_tokens` in total, each padded to `width` tokens."""
 
     num_tokens: int
     num_rows: int
@@ -102,7 +104,7 @@ class RowLayout:
 
     @cached_property
     def rectangles(self) -> list[Rectangle]:
-        """Rectangles of neighbouring rows, in the order of the rows."""
+        """Rectangles of neighboring rows, in the order of the rows."""
         runs = _runs(self.lengths)
         return [_rectangle(self.lengths[first:last], self.device) for first, last in runs]
 
@@ -119,9 +121,9 @@ class RowLayout:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of neighbouring rows that share a rectangle.
+    """Yield ranges of neighboring rows that share a rectangle.
 
-    At most a fifth of its width, or 8 tokens, is padding.
+    Of each row, at most 8 tokens or a fifth of the width, whichever is more, are padding.
     """
     first, shortest, longest = 0, lengths[0], lengths[0]
     for row, length in enumerate(lengths):
@@ -149,7 +151,7 @@ def _rectangle(lengths: Sequence[int], device: torch.device) -> Rectangle:
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A library function for rows of any length, in one 16-bit type."""
+    """A library's attention function for packed rows, called in a 16-bit dtype."""
 
     name: str
     attend: Attend
@@ -202,11 +204,11 @@ def packed_attention(
     kernel: VarlenKernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: each row separately, by `kernel` or by rectangles.
+    """Attention function for transformers: each row by itself, by `kernel` or in rectangles.
 
     [1, heads, tokens, size] -> [1, tokens, heads, size]. The window of the layer comes from its
-    mask, as with sdpa: some models do not pass it as an argument. `s_aux` are the sinks of the
-    heads.
+    mask, as with sdpa: some models do not pass it as an argument. `s_aux` has the attention sink of
+    each head.
     """
     if row_layout is None:
         raise TypeError(f"{type(module).__name__} was not given the packed row's layout")
@@ -283,8 +285,8 @@ def _attend_places(
 ) -> Tensor:
     """Attend from the queries at `places` to the keys of their rows; returns [places, heads, size].
 
-    Keys of every position are present. If a row has two separate spans in `places`, each is
-    computed separately.
+    `key` and `value` have every position of the rows. If `places` has two separate spans of a row,
+    each span is computed separately.
     """
     ends = torch.tensor(layout.lengths).cumsum(0)
     rows = torch.bucketize(places, ends, right=True)
@@ -328,12 +330,12 @@ def _attend(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: _Scores
 ) -> Tensor:
-    """Return causal attention [rows, heads, tokens, size]; queries belong to the last keys."""
+    """Return causal attention [rows, heads, tokens, size]; queries are at the last positions."""
     (num_queries, width), local = (query.shape[2], key.shape[2]), scoring.local
     is_local = min(local.window or width, local.chunk or width) < width
     dtype = value.dtype
     if query.device.type == "cpu" and dtype == torch.bfloat16:
-        # bfloat16 kernels are slower there
+        # bfloat16 attention kernels are slower than float32 ones on a CPU
         query, key, value = query.float(), key.float(), value.float()
     if scoring.softcap is not None or sinks is not None:
         mask = _causal_mask(num_queries, width, local, query.device)
@@ -363,8 +365,8 @@ def eager_attention(
 ) -> Tensor:
     """Return attention by matrix products with float32 scores, for features that sdpa lacks.
 
-    Scores are bounded by tanh, or each head has a sink, which takes its share of every softmax and
-    contributes nothing. States are [rows, heads, tokens, size].
+    Scores are bounded by tanh, or each head has a sink, which takes part in every softmax and
+    contributes no value. Queries, keys and values are [rows, heads, tokens, size].
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
@@ -408,7 +410,7 @@ def _local_mask(
 
 
 def takes_layout(module: Any) -> bool:
-    """True if packed rows use `packed_attention`: under sdpa, or eager where sdpa falls short."""
+    """True if packed rows use `packed_attention`: with sdpa, or eager if sdpa lacks a feature."""
     built_with = module.config.get_text_config()._attn_implementation
     return built_with == "sdpa" or (built_with == "eager" and bool(_beyond_sdpa(module)))
 
@@ -434,7 +436,7 @@ def packed_rows(
 
 @cache
 def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., Any]:
-    """Return one function per kernel: another function object would recompile compiled layers."""
+    """Return one function object per kernel: a new one would recompile compiled layers."""
     attention: Callable[..., Any] = partial(packed_attention, kernel=kernel)
     if compiled:  # no compiled graph includes attention
         attention = torch.compiler.disable(attention)

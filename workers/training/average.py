@@ -25,11 +25,12 @@ from workers.weights.module_writer import ExpectedTensors
 
 
 class WeightAverage:
-    """Exponential moving average of a module's trained weights, in float32; each rank has its
-    shards.
+    """Exponential moving average of a module's trained weights, in float32.
+
+    Each rank stores the average of its shards.
 
     `ActorWorker` updates it after every update and swaps it in for a validation. Frozen weights and
-    buffers are those of the module.
+    buffers are not averaged.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -40,7 +41,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move to decay x average + (1 - decay) x weights."""
+        """Set the average to decay x average + (1 - decay) x weights."""
         for name, weight in self._weights().items():
             average = local_shard(self.tensors[name])
             new = local_shard(weight).to(average.device, average.dtype)
@@ -75,8 +76,8 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
 class MovingAverageEngine(TrainEngine):
     """A frozen engine whose weights move to `decay` x itself + (1 - `decay`) x the policy.
 
-    In a type narrower than float32, a small step would round to zero, so float32 averages are
-    stored next to such weights. Buffers are copied from the policy.
+    In a narrower dtype than float32, a small step would round to zero, so a float32 average is
+    stored next to each such weight. Buffers are copied from the policy.
     """
 
     def __init__(self, *args: Any, decay: float, **settings: Any) -> None:
@@ -85,10 +86,10 @@ class MovingAverageEngine(TrainEngine):
         self.version: int | None = None
         """Version of the weights; None until every rank has confirmed them."""
         self.averages: dict[str, Tensor] = {}
-        """Name -> float32 average of a narrower weight."""
+        """Name -> float32 average of a weight that is stored in a narrower dtype."""
 
     def build(self, worker: Any, total_steps: int = 0) -> None:
-        """Build the model, and copy narrower weights to float32 averages."""
+        """Build the model, and create float32 averages of weights in narrower dtypes."""
         super().build(worker, total_steps)
         for name, parameter in self.module.named_parameters():
             if self.decay > 0 and parameter.dtype != torch.float32:
@@ -96,7 +97,7 @@ class MovingAverageEngine(TrainEngine):
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Move towards these whole tensors; a tensor that does not fit this model is an error."""
+        """Move the weights toward these whole tensors; raise if one does not fit this model."""
         self.version = None
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
@@ -112,7 +113,7 @@ class MovingAverageEngine(TrainEngine):
         expected.verify("frozen model")
 
     def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
-        """Move this rank's rows of one parameter."""
+        """Move this rank's rows of one parameter toward the whole weight."""
         average = local_shard(self.averages.get(name, weight))
         new = local_rows(weight, whole).to(average.device, average.dtype)
         if self.decay == 0:

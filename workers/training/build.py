@@ -1,6 +1,6 @@
-"""Build a model on its ranks in an ordered list of steps.
+"""Build a model on its ranks, in this order:
 
-    empty -> parts -> shard -> load -> rows -> parts
+    empty module -> change by parts -> shard -> load weights -> row layout -> finish parts
 
 The strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp
 without tensor parallelism, the module is plain, so a rollout engine in the same process can read it
@@ -57,7 +57,8 @@ def build_model(model: Model, worker: Worker) -> None:
         part.check(model)
     model.module = empty_model(model.model_config, model.head, model.device)
     if not model.settings.trains:
-        model.module.requires_grad_(False)  # weights that its class freezes stay frozen in training
+        # in training, weights that the model class freezes stay frozen
+        model.module.requires_grad_(False)
     model.whole_module = model.module
     model.support = Support.of(model.module.config)
     for part in model.parts:
@@ -71,7 +72,7 @@ def build_model(model: Model, worker: Worker) -> None:
         model.is_one_unit = shard(model.module, mesh, cast, strategy, efsdp_mesh)
     load_weights(model.module, model.model_config, model.head, model.device, model.whole_module)
 
-    # how rows go through the model, and the attention kernel
+    # the row layout of passes, and the attention kernel
     config, size = model.model_config, head_size(model.module.config)
     model.kernel, why_not = find_kernel(
         config.attn_implementation, model.device, model.precision.compute, size

@@ -1,4 +1,4 @@
-"""One role's folder of a checkpoint, complete or absent.
+"""Save and load the checkpoint folder of one role, which is always complete or absent.
 
     manifest.json       step, schedule, size and checksum of every file; written last
     shards/             weights and optimizer state, each rank's shards (`shards`)
@@ -11,7 +11,7 @@ Everything is first written to `<folder>.part`, which is then renamed. With back
 the folder of the step when everything is on disk. Tensors are stored by parameter name at full
 shape, so another number of ranks, another strategy, or a plain module can load them. With LoRA only
 trained weights are stored: the base comes from the model's path. Ranks agree after each stage, so
-an error on one rank ends all.
+an error on one rank stops the save on all ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 class Checkpointed(BackgroundSaves):
     """Adds saving and loading to a worker with a `TrainEngine`, `self.engine`.
 
-    `self.config` is the section of the worker, with `checkpoint.save_contents`.
+    `self.config` is the worker's config section, which has the key `checkpoint.save_contents`.
     """
 
     engine: TrainEngine
@@ -131,7 +131,7 @@ class Checkpointed(BackgroundSaves):
     def load_checkpoint(self, path: str) -> None:
         """Load the folder `path`, written by any number of ranks.
 
-        A damaged folder, or one of another model, is an error.
+        Raise if the folder is damaged or belongs to another model.
         """
         folder, engine, average = Path(path), self.engine, self.average
         ranks = Ranks(engine.groups.world, f"the checkpoint {folder} was not loaded")
@@ -206,7 +206,7 @@ def averages(average: WeightAverage | None) -> dict[str, Tensor]:
 def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
     """Return the rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`.
 
-    Before its first step the optimizer has none.
+    Before its first step, the optimizer has no tensors.
     """
     state = {}
     for name, parameter in engine.module.named_parameters():
@@ -230,7 +230,7 @@ def _optimizer_of(engine: TrainEngine) -> torch.optim.Optimizer:
 
 
 def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """Return empty tensors to read the saved state into, sharded like their weights."""
+    """Return empty tensors into which the saved state is read, sharded like their weights."""
     parameters = dict(engine.module.named_parameters())
     elsewhere = dict(engine.whole_module.named_parameters()).keys() - parameters.keys()
     groups = _optimizer_of(engine).param_groups

@@ -1,7 +1,7 @@
 """Export a role's folder of a checkpoint as a Hugging Face folder or as a peft adapter.
 
 This runs in one process without a cluster, for a checkpoint of any number of ranks, because weights
-are stored by name at full shape. The whole model is in host memory during the export.
+are stored by name in their full shape. The whole model is in host memory during the export.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def export_checkpoint(
 
 
 def check_checkpoint_model(checkpoint: Path, model_config: ModelConfig, head: Head) -> None:
-    """Reject a role's folder whose weight shapes are not those of the model."""
+    """Reject a role's folder if its weight shapes differ from the model's."""
     try:
         saved = stored_tensors(checkpoint / "shards")
     except CheckpointError:
-        return  # damaged: loading it reports which files
+        return  # damaged: the later load reports which files
     weights = stored_weights(meta_model(model_config, head), model_config.lora_rank > 0)
     reject_other_model(checkpoint, {n: list(weight.shape) for n, weight in weights.items()}, saved)
 

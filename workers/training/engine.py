@@ -78,7 +78,7 @@ class TrainEngine(Model):
         replays_routing: bool = False,
         router_aux_loss_coef: float = 0.0,
     ) -> None:
-        """With `replays_routing`, tokens go to the experts that their rows name."""
+        """Set the options. With `replays_routing`, tokens go to the experts that rows name."""
         super().__init__(
             ModelSettings(
                 model_config,
@@ -97,7 +97,7 @@ class TrainEngine(Model):
         self.has_gradients = False
         self.smaller_passes = SmallerPasses()
         self.names_of_step: list[str] = []
-        """Names of the rows whose gradients go into the next optimizer step, for messages."""
+        """Names of the rows with gradients in the next optimizer step, for messages."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Build the model on the worker's device.
@@ -119,11 +119,10 @@ class TrainEngine(Model):
         wanted: TokenOutputs = DEFAULT,
         names: Sequence[str] = (),
     ) -> RowColumns:
-        """Return for every row `log_probs` (and `entropys`, `sum_pi_squared`), `values`, or
-        `scores`.
+        """Return every row's `log_probs` (and `entropys`, `sum_pi_squared`), `values` or `scores`.
 
-        Each is [rows, R], zero outside the response mask, and ragged if the mask is. The model also
-        gets the columns `names`.
+        Each is [rows, R], zero outside the response mask, and ragged if the mask is. `names` are
+        further columns that the model reads.
         """
         rows = self.take(data, names, self.reading.inputs)
         self.module.eval()
@@ -137,7 +136,7 @@ class TrainEngine(Model):
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
     ) -> dict[str, float]:
-        """Add the gradients of the loss of a mini-batch to the accumulated ones.
+        """Add the gradients of a mini-batch's loss to the accumulated gradients.
 
         Returns the metrics, summed over micro-batches and over the ranks with different rows. The
         outputs of the model are appended to `pass_outputs`, one column per micro-batch.
@@ -161,7 +160,7 @@ class TrainEngine(Model):
             else:
                 totals = self.passes.train(batch, budget, loss, pass_outputs)
         except BaseException:
-            # a partial mini-batch must not reach a step
+            # gradients of an incomplete mini-batch must not reach an optimizer step
             self.optimizer.zero_grad(set_to_none=True)
             raise
         finally:
@@ -184,10 +183,10 @@ class TrainEngine(Model):
         loss: Loss,
         denominators: Mapping[str, int] | None = None,
     ) -> tuple[dict[str, float], RowColumns]:
-        """Run `forward_backward` on a whole batch; also return the model's outputs for every row.
+        """Run `forward_backward` on a batch; return its metrics, and the outputs for every row.
 
-        `denominators` (`num_rows`, `num_tokens`) are the counts of the mini-batch that the batch
-        belongs to. By default the batch is the whole mini-batch.
+        `denominators` (`num_rows`, `num_tokens`) are the counts of the mini-batch to which the
+        batch belongs. By default, the batch is a whole mini-batch.
         """
         rows = self.take(data, loss.columns)
         batch = mini_batch(rows, 0, 1, self.groups.data, self.device)
@@ -202,8 +201,8 @@ class TrainEngine(Model):
     def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> dict[str, float]:
         """Clip the accumulated gradients, take an optimizer step, and clear them.
 
-        A non-finite norm clears them without a step. Returns `grad_norm`, `lr`, and
-        `skipped_steps`, 1 if the step was skipped.
+        If the norm is not finite, the gradients are cleared without a step. Returns `grad_norm`,
+        `lr`, and `skipped_steps`, 1 if the step was skipped.
         """
         assert self.optimizer is not None, "a frozen engine was asked for a step"
         if not self.has_gradients:
@@ -222,7 +221,7 @@ class TrainEngine(Model):
         return {"grad_norm": norm, "lr": lr, "skipped_steps": float(not math.isfinite(norm))}
 
     def sum_gradients(self) -> None:
-        """Sum gradients over the ranks that have partial ones; call it once before a step."""
+        """Sum gradients over the ranks that have partial gradients; called once before a step."""
         if not self.is_sharded:
             add_up_gradients(self.parameters(), self.groups.loss)
         for part in self.parts:
@@ -232,7 +231,7 @@ class TrainEngine(Model):
     def take(
         self, data: DataProto, names: Sequence[str] = (), inputs: Sequence[str] = INPUTS
     ) -> Rows:
-        """Return this rank's real rows of a batch: the columns `inputs` of a pass, and `names`."""
+        """Return this rank's real rows of a batch, with the columns `inputs` and `names`."""
         rows = Rows.take(data, (*inputs, *names), self.dims.data_size)
         check_rows(self.module, rows.columns["input_ids"])
         replay = self.part(RouterReplay)

@@ -3,13 +3,13 @@
 
 The driver calls, on every rank of a role that `BackgroundSaves`:
 
-    start_checkpoint(path, step)     # in the queue: copies; training continues
-    write_checkpoint()               # concurrent with the steps: writes
-    hurry_checkpoint(is_wanted)      # concurrent: finish now, or stop writing
+    start_checkpoint(path, step)     # in order with other calls: copy
+    write_checkpoint()               # concurrent with training: write the copies
+    hurry_checkpoint(is_wanted)      # concurrent: finish soon, or stop writing
 
-A low-priority process writes a file (`workers.training.write_copy`). A thread would hold the
-interpreter's lock from time to time, and at low priority might not release it soon. If the process
-is killed, this process writes the rest.
+A low-priority process writes a file (`workers.training.write_copy`). A thread would hold the GIL
+from time to time, and at low priority it might not release the GIL soon. If the process is killed,
+this process writes the rest.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from workers.parallel.offload import lock_pages
 from workers.training import write_copy
 
 LEAST_BYTES = 16 * 2**20
-"""A smaller file is written directly: that is faster than a copy and a process."""
+"""Smaller files are written directly, which is faster than a copy and a separate process."""
 MOST_OF_FREE = 0.5
-"""Largest fraction of the free host memory for the copies of all ranks."""
+"""Largest fraction of the free host memory that the copies of all ranks may take."""
 LOWEST_PRIORITY = 19
-"""Gets 1.5 % of a core next to busy processes; with SCHED_IDLE a writer could starve."""
+"""Niceness of the writer. It gets 1.5 % of a busy core; with SCHED_IDLE it could starve."""
 Files = dict[str, dict[str, int]]
 """Name within a role's folder -> bytes and crc32."""
 logger = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class BackgroundSaves(Worker):
     background_from_bytes: ClassVar[int] = LEAST_BYTES
     """Smaller files are written immediately, while the caller waits."""
     copies: FileCopies | None = None
-    """Takes files while `start_checkpoint` runs; None means that files are written immediately."""
+    """Copies files while `start_checkpoint` runs; None means that files are written immediately."""
     _own_copies: FileCopies | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_checkpoint(self, path: str, step: int = 0) -> bool:
-        """Run `save_checkpoint` but copy large files; return True if any must be written later."""
+        """Run `save_checkpoint`, but copy large files; return True if any file is written later."""
         if self._own_copies is None:
             self._own_copies = FileCopies(self.background_from_bytes)
         self._own_copies.begin(Path(path))
@@ -84,7 +84,7 @@ class BackgroundSaves(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def hurry_checkpoint(self, is_wanted: bool = True) -> None:
-        """Write the rest as fast as possible, or stop if the checkpoint is no longer wanted."""
+        """Write the rest at normal priority, or stop if the checkpoint is no longer wanted."""
         assert self._own_copies is not None, "start_checkpoint comes first"
         self._own_copies.hurry(is_wanted)
 
@@ -131,7 +131,7 @@ class FileCopies(FileWriter):
         self._files[path] = copy
 
     def _has_room(self, num_bytes: int) -> bool:
-        """True if the host has memory for such a copy on each of its ranks."""
+        """True if the host has memory for a copy of this size on each of its ranks."""
         spare = len(self._spare[0].bytes) if self._spare else 0
         wanted = (num_bytes - spare) / 2**30
         free, num_here = free_memory_gb(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -153,7 +153,7 @@ class FileCopies(FileWriter):
             super().rename(path, name)
 
     def write(self) -> Files:
-        """Write every file to disk, with the contents of the moment of the copy."""
+        """Write every file to disk, with its contents at the time of the copy."""
         files: Files = {}
         for path, copy in self._files.items():
             try:
@@ -163,14 +163,14 @@ class FileCopies(FileWriter):
         return files
 
     def hurry(self, is_wanted: bool = True) -> None:
-        """Make a `write` in another thread stop, or finish at normal priority."""
+        """Make a `write` in another thread finish at normal priority if `is_wanted`, or stop."""
         with self._lock:
             self._is_waited_for, self._is_dropped = True, not is_wanted
             if self._process is not None:
                 self._process.kill()
 
     def _write(self, path: Path, copy: _FileCopy) -> dict[str, int]:
-        """Write in a separate process unless somebody waits; write the rest in this process."""
+        """Write in a separate process unless a caller waits; write what remains in this process."""
         start = 0
         process = self._start(path, copy)
         if process is not None:
@@ -186,7 +186,7 @@ class FileCopies(FileWriter):
         return write_copy.write_file(path, copy.contents, start, go_on)
 
     def _start(self, path: Path, copy: _FileCopy) -> subprocess.Popen[bytes] | None:
-        """Start the process; return None if somebody waits or it cannot start."""
+        """Start the writing process; return None if a caller waits or the process cannot start."""
         program = [sys.executable, "-I", "-S", write_copy.__file__]
         with self._lock:
             if self._is_waited_for:
@@ -232,7 +232,7 @@ class FileCopies(FileWriter):
 
 
 class _FileCopy:
-    """Contents of a file in memory that another process can map and that GPUs can copy into."""
+    """A file's contents in memory, which another process can map and GPUs can copy into."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):

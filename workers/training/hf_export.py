@@ -1,10 +1,11 @@
 """A trained model as a Hugging Face folder for `from_pretrained`.
 
-The export of an actor has the configuration, tokenizer and type of the model it was loaded from,
-and new weights, with LoRA merged, under the names that `save_pretrained` writes. A buffer keeps its
-type in the module, such as float32 for a router. A critic or reward model becomes a sequence
-classifier with one label: the body under its usual names and the head as `score.weight`.
-`AutoModelForSequenceClassification` loads all of it, `AutoModel` only the body.
+The export of an actor has the configuration, tokenizer and dtype of the model from which the actor
+was loaded. Its weights are the new ones, with LoRA merged, under the names that `save_pretrained`
+writes. A buffer keeps the dtype that it has in the module, such as float32 for a router. A critic
+or reward model becomes a sequence classifier with one label: the body under its usual names and the
+head as `score.weight`. `AutoModelForSequenceClassification` loads both, `AutoModel` loads only the
+body.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def export_huggingface(
     shard_bytes: int = SHARD_BYTES,
     writer: FileWriter = WRITE_NOW,
 ) -> None:
-    """Gather the weights tensor by tensor on all ranks; the rank that `writes` stores them."""
+    """Gather the weights one by one on all ranks; the rank with `writes` writes the folder."""
     tensors = engine.named_full_tensors()
     try:
         if writes:
@@ -56,7 +57,7 @@ def export_huggingface(
                 writer,
             )
     finally:
-        # The other ranks run the same collectives: finish them.
+        # All ranks must run the same collectives, also after an error: run the remaining ones.
         deque(tensors, maxlen=0)
 
 
@@ -124,7 +125,7 @@ def _write_weights(
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield dicts of tensors that fit into a shard; a larger tensor has its own."""
+    """Yield dicts of tensors that fit into a shard; a tensor that is larger gets its own dict."""
     shard: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors:

@@ -3,7 +3,7 @@
 Every role with a token head calls `token_columns`. If the logits of a pass are larger than
 `CHUNK_BYTES`, the head runs over one chunk of positions at a time, in the forward pass and again in
 the backward pass, which accumulates the gradients of the chunks. Only the hidden states and the
-gradient of the head's weights are in memory as a whole.
+gradient of the head's weights are in memory for all positions.
 
 A chunk goes through the model's own `forward`, with its hidden states instead of the body. The
 model's own code therefore computes a bias, a scale, soft-capping, tied embeddings or an adapter at
@@ -48,7 +48,7 @@ LARGEST_ERROR = 1e-5
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs to compute for every response token in addition to log-probs, and the temperature."""
+    """The temperature, and the outputs per response token in addition to log-probs."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -70,8 +70,8 @@ def token_columns(
 ) -> Columns:
     """Return `log_probs` of the labels, and the other wanted columns, at the positions of `feed`.
 
-    `vocab` is this rank's part of the vocabulary if ranks share it. `fused` columns are computed by
-    compiled functions.
+    `vocab` is this rank's shard of the vocabulary if it is split over ranks. `fused` columns are
+    computed by compiled functions.
     """
     compute = functools.partial(columns_of_logits, wanted=wanted, vocab=vocab, fused=fused)
     num_words = None if vocab is None else vocab.most
@@ -119,8 +119,7 @@ def positions_per_chunk(
 ) -> int:
     """Return the number of positions whose logits exist at the same time in a pass.
 
-    If ranks share the vocabulary, `num_words` is the largest number of vocabulary
-    entries on a rank.
+    If the vocabulary is split over ranks, `num_words` is the largest number of entries on one rank.
     """
     num_rows = rows_per_chunk(config, num_words, device_type)
     if may_chunk and num_positions > num_rows and not chunking_blocker(config):
@@ -129,7 +128,7 @@ def positions_per_chunk(
 
 
 def rows_per_chunk(config: Any, num_words: int | None = None, device_type: str = "cpu") -> int:
-    """Return the positions whose logits take CHUNK_BYTES, at least ROWS_ON_GPU on GPUs."""
+    """Return how many positions fit in CHUNK_BYTES of logits; at least ROWS_ON_GPU on GPUs."""
     vocabulary: int = num_words or config.get_text_config().vocab_size
     return max(ROWS_ON_GPU if device_type == "cuda" else 1, CHUNK_BYTES // (4 * vocabulary))
 
@@ -167,7 +166,7 @@ class _Head:
             if id(weight) not in inside:
                 outside[id(weight)] = weight
         self.weights = [weight for weight in outside.values() if weight.requires_grad]
-        """The trained weights: those of the output layer (with tied ones) first."""
+        """Trained weights outside the body, after those of the output layer (even tied ones)."""
         self.linear_names: list[str] = []
         """Names of the output layer's trained weights, if it is a plain linear layer."""
         if type(self.layer) is nn.Linear:
@@ -200,7 +199,7 @@ class _Head:
 
 
 class _Chunks(torch.autograd.Function):
-    """Run `compute(logits, labels)` in chunks of positions, without a graph of the whole.
+    """Run `compute(logits, labels)` in chunks of positions, without one graph of all chunks.
 
     `names` receives the names of the returned columns.
     """
@@ -264,7 +263,7 @@ class _Chunks(torch.autograd.Function):
 class _AccumulatingLinear(torch.autograd.Function):
     """A linear layer that adds the gradients of its weights to sums that the caller owns.
 
-    Returned gradients would need the same memory again for every chunk.
+    If it returned the gradients instead, every chunk would need the same memory again.
     """
 
     @staticmethod
@@ -355,7 +354,7 @@ def head_in_chunks(model: Any) -> str:
     for expected, actual in zip(*numbers, strict=True):
         size = expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
         errors.append(float((actual - expected).norm() / size))
-    error = max(errors)  # of values and gradients, against whole logits
+    error = max(errors)  # the largest error of values and gradients, compared with unchunked logits
     if error <= LARGEST_ERROR:
         return ""
     return f"in a small model of its class they are off by {error:.0e}"

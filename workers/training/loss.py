@@ -1,13 +1,13 @@
-"""A named loss that a training engine computes gradients of.
+"""A named loss, whose gradients a training engine computes.
 
     loss = Loss("lm", compute, columns=("weights",))
     engine.forward_backward(batch, budget, loss)
 
 `compute(outputs, columns, batch)` gets the model's outputs of a micro-batch, the columns of the
-micro-batch, and the counts of the whole mini-batch. It returns the micro-batch's share of the loss
-and of every metric. Shares are sums divided by counts of the whole mini-batch. They add up over
-micro-batches and ranks, so neither the split nor the number of ranks changes a result beyond float
-rounding.
+micro-batch, and the counts of the whole mini-batch. It returns the micro-batch's contribution to
+the loss and to every metric: sums divided by counts of the whole mini-batch. Contributions are
+added up over micro-batches and ranks, so neither the split nor the number of ranks changes a result
+beyond float rounding.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Loss:
     wanted: TokenOutputs = DEFAULT
     """Outputs of the model that it reads in addition to log-probs."""
     measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
-    """Return the metrics that gauges measured during the passes, over the ranks of a group."""
+    """Returns the metrics measured during the passes, combined over the ranks of a group."""
     of_stage: Callable[[RowColumns], list[Tensor]] | None = None
     """Returns the terms that layers before the last stage add to the loss of a micro-batch."""
     is_balanced: bool = True
-    """True if a mixture of experts adds its load-balancing loss."""
+    """True if the load-balancing loss of a mixture of experts is added."""
 
 
 def lm_loss(coef: float = 1.0, metric: str = "loss", **settings: Any) -> Loss:

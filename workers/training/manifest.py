@@ -1,7 +1,7 @@
 """Read, check and compare `manifest.json` of a role's folder in a checkpoint.
 
-The result always has the form that `workers.training.checkpoint` writes; otherwise the error says
-what is wrong with the file.
+A manifest that `workers.training.checkpoint` did not write in this form raises an error that says
+what is wrong with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def add_files(folder: Path, files: dict[str, Any]) -> None:
-    """Add files that were written after the manifest, by name; a folder may have no manifest."""
+    """Add the entries of files that were written later; does nothing without a manifest."""
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         write_manifest(folder, manifest | {"files": manifest["files"] | files})

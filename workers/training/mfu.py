@@ -4,11 +4,11 @@
         metrics = update(engine, data, ...)
     metrics |= mfu                              # {"perf/mfu/actor": 0.41}, or nothing
 
-It counts the floating-point operations that the rows need, however they are computed: two per token
-for every weight that multiplies it, and the attention of every token to its whole row; each
-gradient needs the same again. A prefix that rows share counts once. Repeated work (gradient
-checkpointing) and useless work (padding, dummy passes) do not count. A loss needs the head only at
-responses, so only these positions count.
+It counts the floating-point operations that the rows need, however they are computed: per token,
+two for every weight that multiplies it, and its attention to the whole row. Each gradient needs the
+same again. A prefix that rows share counts once. Repeated work (gradient checkpointing) and useless
+work (padding, dummy passes) do not count. A loss needs the head only at responses, so only these
+positions count.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ PEAKS = {
     "L4": 121e12,
     "MI300X": 1307e12,
 }
-"""Words of a GPU's name -> dense bfloat16 operations per second according to its data sheet."""
+"""Words in a GPU's name -> dense bfloat16 operations per second, from its data sheet."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak of the longest matching name; nan if unknown, None on a CPU."""
+    """Return the device's peak, by the longest matching name; nan if unknown, None on a CPU."""
     if device.type != "cuda":
         return None
     name = " ".join(re.split(r"[\s-]+", torch.cuda.get_device_name(device)))
@@ -73,10 +73,11 @@ def peak_flops(device: torch.device) -> float | None:
 def utilization(
     name: str, engine: TrainEngine, data: DataProto, *, passes: int = 1, trains: bool = True
 ) -> Iterator[dict[str, float]]:
-    """Context in which the engine processes these rows `passes` times; yields `perf/mfu/<name>`.
+    """Context in which the engine processes these rows `passes` times; yields a dict for the
+    metric.
 
-    The ratio covers all ranks. The dict is filled at the end, and stays empty if the peak of the
-    device is unknown, as on a CPU.
+    `perf/mfu/<name>`, the ratio over all ranks, is set at the end. The dict stays empty if the peak
+    of the device is unknown, as on a CPU.
     """
     metrics: dict[str, float] = {}
     began = time.perf_counter()
@@ -86,7 +87,8 @@ def utilization(
         return
 
     seconds = time.perf_counter() - began
-    shared = engine.dims.model_size  # ranks of a model group hold the same rows and share the work
+    # the ranks of a model group have the same rows and divide the work
+    shared = engine.dims.model_size
     here = [passes * needed_flops(engine, data, trains) / shared, peak * seconds]
     sums = torch.tensor(here, dtype=torch.float64, device=engine.device)
     done, possible = all_reduce(sums, engine.groups.world).tolist()
@@ -119,7 +121,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
 
 
 def _factor(weight: nn.Parameter, trains: bool) -> int:
-    """Operations per weight and token: forward, gradient of the input, of the weight."""
+    """Operations per weight and token: 2 for the output, 2 for each gradient (input and weight)."""
     return 2 + (2 + 2 * weight.requires_grad if trains else 0)
 
 

@@ -1,11 +1,11 @@
-"""Split a rank's chunk of a batch into mini- and micro-batches, without an effect on results.
+"""Split a rank's chunk of a batch into mini- and micro-batches; the split does not affect results.
 
 - The real rows of the chunk are stored without padding, and pad rows of the dispatch are dropped
   (`Rows.take`). Results return to their rows, with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
   (`mini_batch`); `workers.training.update` permutes the rows.
 - Micro-batches are limited by rows or by tokens (`PassBudget`), longest rows first, so that the
-  rows of a pass have similar lengths. Rows without a token that is read are in none (`cut`).
+  rows of a pass have similar lengths. Rows in which no token is read are in no micro-batch (`cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank
   with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
 - Denominators are counts over the whole mini-batch on all ranks (`MiniBatch.num_rows`,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from workers.losses.aggregate import Denominators
 
 Columns = dict[str, Tensor]
-"""Rectangles by name, as losses read them."""
+"""Padded columns by name, as losses read them."""
 RowColumns = dict[str, Any]
 """Columns of rows: a `Ragged` for token columns, a tensor for the others."""
 
@@ -93,7 +93,7 @@ class Rows:
     """Rows of the whole batch."""
     names: list[str]
     mask: Column
-    """The response mask (or the first column) as it arrived, with pad rows."""
+    """The response mask (or the first column) as this rank received it, with pad rows."""
 
     @classmethod
     def take(cls, data: DataProto, names: Sequence[str], num_ranks: int = 1) -> Rows:
@@ -124,9 +124,10 @@ class Rows:
         return len(next(iter(self.columns.values())))
 
     def restore(self, chunks: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
-        """Return results of the micro-batches `order` as one float32 column on the CPU.
+        """Return the results `chunks` as one float32 column on the CPU, in the order of the rows.
 
-        It is ragged if the chunk's response mask is. Rows that are in no micro-batch are zero.
+        `order` has the row numbers of each chunk's micro-batch; rows that are in none are zero.
+        Ragged results become a column of the same kind as the response mask.
         """
         rows = torch.tensor([row for numbers in order for row in numbers], dtype=torch.int64)
         if isinstance(chunks[0], Tensor):
@@ -151,8 +152,8 @@ class Rows:
 def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowColumns:
     """Return token columns as ragged columns; error messages call the rows `names`.
 
-    In columns as wide as `attention_mask`, the tokens that it marks remain. In columns as wide as
-    `response_mask`, those of these tokens remain that are in the last columns.
+    A column that is as wide as `attention_mask` keeps the tokens that this mask marks. A column
+    that is as wide as `response_mask` keeps those of them that are in the response.
     """
     mask = columns.get("attention_mask")
     if mask is None:
@@ -182,7 +183,7 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
 
 
 def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
-    """Return the spans of a mask [..., T]; reject a row with a gap, by its name."""
+    """Return the span of real tokens per row of a mask [..., T]; reject a row with a gap."""
     flat = mask.flatten(0, -2)
     begins = flat & ~flat.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
     gaps = (begins.sum(dim=1) > 1).nonzero()
@@ -201,7 +202,7 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:
-    """Return names of rows for messages: uid and sample index, or a number."""
+    """Return the names of rows in messages: uid and sample index, or the row number."""
     uids, index = data.non_tensor_batch.get("uid"), data.columns.get("sample_index")
     if uids is None:
         return [f"row {start + row}" for row in range(len(data))]
@@ -221,14 +222,14 @@ class MiniBatch:
 
     @property
     def denominators(self) -> Denominators:
-        """The divisors of losses: response tokens, and rows that have any."""
+        """The divisors of losses: the number of response tokens, and of rows with such tokens."""
         return {"batch_num_tokens": self.num_tokens, "global_batch_size": self.num_rows}
 
 
 def count_mini_batches(total: int, mini_batch_size: int) -> int:
     """Return the number of mini-batches of `total` samples; the size must divide it.
 
-    A smaller batch, the last one of `data.total_prompts`, is one mini-batch.
+    A smaller batch is one mini-batch: the last batch under `data.total_prompts` can be smaller.
     """
     if 0 < total < mini_batch_size:
         return 1
@@ -252,7 +253,7 @@ def mini_batch(
 ) -> MiniBatch:
     """Return mini-batch `index` of `count` on this rank.
 
-    Collective over `group`, whose ranks sum their counts on `device`.
+    Collective over `group`: its ranks add up their row and token counts, on `device`.
     """
     mine = (rows.places % count == index).nonzero().squeeze(1)
     columns = {name: column.index_select(0, mine) for name, column in rows.columns.items()}
@@ -276,8 +277,9 @@ def cut(
 ) -> list[list[int]]:
     """Return the row numbers of every micro-batch, without rows of length 0.
 
-    The `order` of the rows is by default the longest first. `saved` is the number of tokens of the
-    budget that each row in this order need not take if the row before it is in its micro-batch.
+    By default, the `order` of the rows is longest first. `saved` has, for each row in this order,
+    the number of tokens by which it uses less of the budget if the row before it is in the same
+    micro-batch.
 
     With `rectangles`, a row uses as many tokens of the budget as the longest row of its
     micro-batch. Rows of more than `border` tokens never share a micro-batch with shorter rows. With
@@ -338,10 +340,11 @@ def micro_batches(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[tuple[RowColumns, int]]:
-    """Return the columns and the number of real rows of every micro-batch, then dummies.
+    """Return the columns and the number of real rows of every micro-batch, followed by dummy ones.
 
-    Every rank has as many as the rank with the most, and at least one. A dummy is a row without
-    tokens, which no loss counts. Collective over `group`, through `device`.
+    Every rank gets as many micro-batches as the rank with the most, and at least one. A dummy is
+    one row without tokens, which no loss counts. Collective over `group`, through tensors on
+    `device`.
     """
     count = max(1, len(cuts))
     if group is not None:
@@ -365,7 +368,7 @@ def _dummy(column: Column) -> Column:
 
 
 def detached(column: Column) -> Column:
-    """Return the column without its gradient, in the same memory."""
+    """Return the column detached from the autograd graph, in the same memory."""
     if isinstance(column, Ragged):
         return column.with_values(column.values.detach())
     return column.detach()

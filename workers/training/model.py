@@ -86,10 +86,10 @@ class ModelPart:
         return nullcontext()
 
     def fed(self, feed: Feed) -> None:
-        """See the arguments of a forward pass before it runs."""
+        """Called with the arguments of each forward pass before it runs."""
 
     def sum_gradients(self) -> None:
-        """Sum gradients over the ranks that have partial ones; called before an optimizer step."""
+        """Sum gradients over the ranks with partial gradients; called before an optimizer step."""
 
 
 class Model:
@@ -108,7 +108,7 @@ class Model:
     is_one_unit = False
     """True if FSDP2 gathers the whole module together."""
     cast: torch.dtype | None = None
-    """The type that a pass casts the weights to; None if FSDP casts them or nothing does."""
+    """Dtype to which a pass casts the weights; None if FSDP casts them or no cast is needed."""
     kernel: VarlenKernel | None = None
     """The attention kernel for packed rows."""
 
@@ -173,7 +173,7 @@ class Model:
         return resident(self.module, optimizer, self.sharding, self.device, self.host_blocks)
 
     def feed(self, columns: RowColumns, reads: Ragged) -> Feed:
-        """Return the arguments of one forward pass; parts of the model see them first."""
+        """Return the arguments of one forward pass, after showing them to the model's parts."""
         feed = self.row_passes.feed(columns, reads, self.device)
         for part in self.parts:
             part.fed(feed)
@@ -188,11 +188,11 @@ class Model:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, by its Hugging Face name, on the device; collective.
 
-        Parameters come first, in `dtype` or their own type, then persistent buffers, always in
-        their own type, because passes read them so. LoRA is `merged` into its base weights;
-        otherwise base and factors come separately, in their own types. Every rank must exhaust the
-        iterator; unless `on_all_ranks`, it is empty on all ranks except rank 0. On one rank these
-        are the live weights: do not write.
+        Parameters come first, in `dtype` or their own dtype. Persistent buffers follow, always in
+        their own dtype, because passes read them in it. If `merged`, LoRA is merged into the base
+        weights; otherwise base and factors come separately, in their own dtypes. Every rank must
+        exhaust the iterator; unless `on_all_ranks`, it is empty on all ranks except rank 0. With a
+        single rank, the tensors are the live weights: do not modify them.
         """
         fixed_dtype = {name for name, _ in persistent_buffers(self.module)}
         if not merged:
@@ -212,7 +212,7 @@ class Model:
         return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
 
     def without_copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes, without copies that belong to another stage."""
+        """Return the tensors without copies of weights that belong to another stage."""
         copies = tuple(f".{name}" for name in self.layers.copies)
         return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
 
@@ -227,7 +227,7 @@ def whole_tensors(
     arrange: Arrange = iter,
     on_all_ranks: bool = True,
 ) -> Named:
-    """Yield these weights of all stages when they are whole, arranged; collective."""
+    """Yield these weights of all stages as whole tensors, converted by `arrange`; collective."""
     copies, is_first = model.layers.copies, model.groups.is_first_of_stage
     mine = [(name, weight) for name, weight in named if name not in copies]
     with model.resident():

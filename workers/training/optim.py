@@ -36,7 +36,7 @@ SETTINGS = ("lr", "eps", "weight_decay", "betas")
 
 
 def _check(cls: Any, subject: str) -> None:
-    """Reject a constructor that needs more than parameters and settings."""
+    """Reject a constructor with required parameters besides the weights and `SETTINGS`."""
     check_call(cls, subject, CallSignature("params", by_name=_settings_taken(cls)))
 
 
@@ -54,7 +54,7 @@ class MatrixDecayAdamW(torch.optim.AdamW):
     """AdamW without weight decay on norms, biases and other vectors."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add one group of the matrices and one of the vectors."""
+        """Add the matrices and the vectors as separate groups, the latter without weight decay."""
         matrices: list[Tensor] = []
         vectors: list[Tensor] = []
         for parameter in param_group["params"]:
@@ -86,8 +86,8 @@ def build_optimizer(
     if "betas" in settings:
         settings["betas"] = (config.betas[0], config.betas[1])
     if isinstance(cls, type) and issubclass(cls, torch.optim.Adam):
-        # One pass over memory, with the same bits for every sharding. Fused steps of other
-        # optimizers do not support sharded weights.
+        # A fused step is a single pass over memory, with bit-identical results for every sharding.
+        # Fused steps of other optimizers do not support sharded weights.
         settings["fused"] = True
     optimizer: torch.optim.Optimizer = cls(parameters, **settings)
     return optimizer
@@ -102,7 +102,7 @@ class OptimStepSettings:
     eps: float | None = None
     weight_decay: float | None = None
     grad_clip: float | None = None
-    """The largest gradient norm."""
+    """Gradients are clipped to this norm."""
     ends_update: bool = True
     """True if the learning-rate schedule advances after the step."""
 
@@ -131,7 +131,10 @@ CONFIGURED = OptimStepSettings()
 
 
 class Schedule:
-    """Sets the learning rate of each of `total_steps` update calls; the first at construction."""
+    """Sets the learning rate of each of `total_steps` update calls.
+
+    The constructor sets the rate of the first call.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
@@ -160,10 +163,11 @@ def guarded_step(
     groups: RankGroups | None = None,
     copies: Sequence[nn.Parameter] = (),
 ) -> float:
-    """Clip by the global norm, step, and clear the gradients; return the norm.
+    """Clip gradients by the global norm, take a step, and clear them. Return the norm.
 
-    A non-finite norm clears the gradients without a step. `groups` are the ranks of the module;
-    None means only this rank. Other ranks count the gradients of `copies`.
+    If the norm is not finite, the gradients are cleared without a step. `groups` are the groups of
+    the module's ranks; None means only this rank. The norm omits the gradients of `copies` here,
+    because other ranks count them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if groups is None or (groups.model is None and groups.dims.ep == 1):
@@ -193,7 +197,7 @@ def guarded_step(
 
 
 def _num_shards(tensor: Tensor) -> int:
-    """Return the number of shards of a tensor; further ranks hold copies."""
+    """Return the number of ranks with different shards of a tensor; other ranks have copies."""
     from torch.distributed.tensor import DTensor, Replicate
 
     count = 1
@@ -205,11 +209,11 @@ def _num_shards(tensor: Tensor) -> int:
 
 
 MOST_IN_A_ROW = 5
-"""Consecutive steps that are skipped; one more ends the run."""
+"""Maximum number of consecutive skipped steps; one more ends the run."""
 
 
 class NonfiniteGuard:
-    """Counts skipped steps, names their samples, and ends the run if too many come in a row.
+    """Counts skipped steps, logs their samples, and ends the run if too many are consecutive.
 
     Both counts are stored in checkpoints.
     """

@@ -5,9 +5,9 @@
     numbers = read(module, feed)                    # [positions read, vocabulary or 1]
 
 Position t of a row predicts token t + 1. The head is computed only at positions that a loss reads,
-and a row ends at the last of them, since later tokens cannot change it. In a rectangle every row
-starts at the first column, so padding comes after all real tokens, and neither a state nor a count
-of positions can include it.
+and each row is cut off after its last such position, since later tokens cannot change the output
+there. In a rectangle every row starts at the first column, so padding comes after all real tokens
+and affects neither recurrent states nor position counts.
 
 `workers.training.row_proof` chooses between the two.
 """
@@ -40,7 +40,7 @@ def response_reads(columns: RowColumns) -> Ragged:
     places = torch.arange(len(mask.values)) + shifts.repeat_interleave(mask.lengths.flatten())
     inside = mask.values != 0
     first = (ids.lengths <= mask.lengths).flatten().nonzero().squeeze(1)
-    if len(first):  # rows without a prompt: nothing predicts their first token
+    if len(first):  # rows without a prompt: no earlier token predicts their first token
         lengths = mask.lengths.flatten()
         begins = (lengths.cumsum(0) - lengths)[first]
         if inside[begins[lengths[first] > 0]].any():
@@ -81,9 +81,9 @@ def split_segments(columns: RowColumns, reads: Ragged) -> Ragged:
 
 
 def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
-    """Return the number of tokens of each row up to the last one that is read, 0 without reads.
+    """Return the length of each row up to its last token that is read; 0 if none is read.
 
-    `whole` rows keep the tokens after it.
+    With `whole`, rows keep the tokens after that token.
     """
     lengths, rows = reads.lengths.flatten(), reads.value_rows()
     if whole:
@@ -109,21 +109,21 @@ class Feed:
     """Padded: the first column that any row reads."""
     packed: bool = True
     split: Split | None = None
-    """Packed: this rank's part of the row, if ranks share it."""
+    """Packed: this rank's tokens of the row, if the row is split over ranks."""
     is_real: Tensor | None = None
     """True for tokens that are not padding; None if all are real."""
     routed: Tensor | None = None
     """[tokens, layers, choices]: the experts of each token.
 
-    None, and -1 for padding, mean that the routers choose.
+    The routers choose if it is None, and for padding, which has -1.
     """
 
     def of_rank(self, column: Tensor) -> Tensor:
-        """Return this rank's part of a column with one number per position that all ranks read."""
+        """Return this rank's part of a column that has one number per position read on any rank."""
         return column if self.split is None else self.split.of_rank(column)
 
     def gathered(self, columns: Columns) -> Columns:
-        """Gather columns of this feed's reads into columns of the reads of all ranks of the row."""
+        """Gather columns over the positions read here into columns over those read on all ranks."""
         if self.split is None:
             return columns
         together = self.split.gather(torch.stack(list(columns.values()), dim=-1))
@@ -141,10 +141,10 @@ def packed_feed(
 ) -> Feed:
     """Return a feed of all needed tokens, concatenated in the order of the rows.
 
-    If it `shares` prefixes, a prefix that neighbouring rows share is computed once.
+    With `shares`, a prefix that neighboring rows have in common is computed once.
 
-    If `ranks` share the tokens, it contains this rank's part; a row of padding makes the parts
-    equal.
+    With `ranks`, the feed contains this rank's part of the tokens; a row of padding at the end
+    makes all parts equally long.
     """
     tokens, lengths = _needed(columns, reads, whole)
     rows = [length for length in lengths.tolist() if length]
@@ -204,7 +204,7 @@ def padded_feed(
 
 
 def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Return columns of the needed tokens of all rows, and the number of tokens of each row.
+    """Return columns with the needed tokens of all rows, and the number of such tokens per row.
 
     Each segment is a separate row. If no row is read, there is one dummy token, which is not read.
     """
@@ -222,7 +222,7 @@ def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, 
 
 
 def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
-    """Return those arguments of the feed that this module's `forward` accepts."""
+    """Return the arguments of the feed that this module's `forward` accepts."""
     body = body_of(module)
     inputs = {**feed.inputs, "use_cache": False}
     attention = body.config.get_text_config()._attn_implementation
@@ -245,7 +245,7 @@ def read(module: Any, feed: Feed) -> Tensor:
 
     output: Tensor
     if feed.packed:
-        # indexing would copy the gradient, which may be stored in the memory of the logits
+        # indexing the logits would copy their gradient, which can reuse the logits' memory
         output = module(**inputs, logits_to_keep=feed.reads).logits.squeeze(0)
     else:
         width = feed.reads.shape[1] - feed.first
@@ -259,7 +259,7 @@ def picked(output: Tensor, feed: Feed) -> Tensor:
 
 
 def check_rows(module: Any, ids: Ragged) -> None:
-    """Reject rows longer than the model's positions, and unknown tokens."""
+    """Reject rows that are longer than the model supports, and unknown token ids."""
     config = body_of(module).config.get_text_config()
     if not len(ids.values):
         return
