@@ -4,7 +4,7 @@ Example:
 
     passes = Passes(model, reading)
     columns = passes.forward(rows, budget, wanted)      # inside `model.running()`
-    shares = passes.train(mini_batch, budget, loss)     # gradients add up
+    totals = passes.train(mini_batch, budget, loss)     # adds to the gradients
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Passes:
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
     ) -> dict[str, Tensor]:
-        """Run forward and backward passes; return this rank's shares of the metrics.
+        """Run forward and backward passes; return this rank's contributions to the metrics.
 
-        The outputs of the passes are appended to `pass_outputs`. Columns stay ragged until the
-        loss, whose arguments are rectangles [rows, R] as in verl. Token ids, their mask and
-        positions become rectangles only if the loss declares them.
+        The outputs of the passes are appended to `pass_outputs`. Columns stay ragged until they
+        reach the loss, whose arguments are padded [rows, R] as in verl. Token ids, their mask and
+        their positions are padded only if the loss declares them.
         """
         totals: dict[str, Tensor] = {}
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
@@ -106,7 +106,7 @@ class Passes:
             rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
             inputs = {n: to_device(rectangle_of(columns[n]), self.model.device) for n in names}
             for name, values in inputs.items():
-                # infinity becomes NaN, which formulas do not clamp: the step is skipped
+                # infinity becomes NaN, which no formula clamps, so the step will be skipped
                 if values.is_floating_point():
                     inputs[name] = values.masked_fill(values.isinf(), torch.nan)
             total, shares = loss.compute(rectangles, inputs, batch)
@@ -127,7 +127,8 @@ class Passes:
     def cut(self, columns: RowColumns, budget: PassBudget) -> Cuts:
         """Return the rows of every micro-batch."""
         cuts, lengths = self.reading.cut(columns, budget)
-        # by tokens, at least as many micro-batches as stages, so that all stages have work
+        # with a token budget, at least as many micro-batches as stages, so that all stages have
+        # work
         return cuts if budget.tokens is None else spread(cuts, lengths, self.model.dims.pp)
 
     def begin_backward(self, is_last: bool, waits: bool = False) -> None:
@@ -157,14 +158,14 @@ class AllLayers:
 
     Example:
 
-        layers.train(passes, micro_batches, compute, loss)     # gradients add up
+        layers.train(passes, micro_batches, compute, loss)     # adds to the gradients
         metrics = layers.from_last(metrics)                     # from the rank with the last layer
     """
 
     has_last = True
-    """True if this rank has the last layer and therefore the model's outputs."""
+    """True if this rank has the last layer, and with it the model's outputs."""
     copies: frozenset[str] = frozenset()
-    """Names of weights on this rank that belong to another rank."""
+    """Names of weights on this rank that are copies of another rank's weights."""
 
     def forward(
         self,
@@ -173,9 +174,9 @@ class AllLayers:
         compute: Callable[[RowColumns, int], object],
         after: Callable[[int], None] | None = None,
     ) -> None:
-        """Run forward passes; `compute` gets each micro-batch and its number of real rows.
+        """Run forward passes. `compute` gets each micro-batch and its number of real rows.
 
-        `after` gets that number after each pass, on ranks without the last layer, too.
+        `after` is called with that number after each pass, also on ranks without the last layer.
         """
         for columns, num_real in micro_batches:
             compute(columns, num_real)
@@ -202,7 +203,7 @@ class AllLayers:
         return result
 
     def sum_tied_gradients(self) -> None:
-        """Sum the gradient of a weight that the first and the last rank share: none here."""
+        """Do nothing: no weight is split over ranks here."""
 
     def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
         """Yield the tensors of all stages; here, of this rank."""
@@ -212,7 +213,7 @@ class AllLayers:
 def backward(total: Tensor) -> None:
     """Add the gradients of a loss.
 
-    A non-finite loss has a gradient of NaN, even if its formula clamps.
+    The gradient of a non-finite loss is NaN, even if the formula clamps it.
     """
     total.backward(1 + (total - total).detach())
 
@@ -223,8 +224,8 @@ logger = logging.getLogger(__name__)
 class SmallerPasses:
     """Repeats a mini-batch in smaller passes if the GPU runs out of memory.
 
-    It remembers the budgets that did not fit, and the smaller ones that did. Only a rank that
-    trains alone uses it: other ranks would wait in the collectives of its passes.
+    It remembers which smaller budget fitted in place of one that did not. Only a rank that trains
+    alone uses it: other ranks would wait in the collectives of the repeated passes.
     """
 
     def __init__(self) -> None:
@@ -238,8 +239,8 @@ class SmallerPasses:
     ) -> dict[str, Tensor]:
         """Return the result of `train` with this budget, or with a smaller one that fits.
 
-        `clear` drops the gradients of the passes that ran before the error. The gradients of the
-        repeated mini-batch are the same sums over more passes.
+        `clear` drops the gradients of the passes that ran before the error. Repeating the
+        mini-batch computes the same gradients, as sums over more passes.
         """
         while True:
             fitting = self._fitting.get(budget, budget)
@@ -250,7 +251,8 @@ class SmallerPasses:
                 if smaller is None:
                     raise
                 message = str(error).partition(". ")[0]
-            # the error no longer exists, so the frames that hold the activations are freed
+            # outside the handler, the error is gone, and with it the frames that reference
+            # activations
             clear()
             torch.cuda.empty_cache()
             logger.warning(

@@ -1,9 +1,9 @@
 """Compute a prefix that several rows of a pass share only once.
 
 Samples of one prompt begin with the same tokens, and so do the two sides of a pair, or trajectories
-with one system prompt. If nothing but attention looks beyond a token, equal prefixes have equal
-hidden states, so layers compute them once. Attention sees a copy in every row, and the gradients of
-the copies add up. A token at which the head is read is never shared.
+with one system prompt. If attention is the only operation that mixes tokens, equal prefixes have
+equal hidden states, so layers compute them once. Attention sees a copy in every row, and the
+gradients of the copies add up. A token at which the head is read is never shared.
 
     order = prefix_order(ids, reads, lengths)           # equal prefixes are neighbours
     shared = share_prefixes(tokens, lengths, device)    # what a pass computes, and its layout
@@ -24,9 +24,9 @@ from workers.parallel.offload import to_device
 from workers.training.attention import Copies, RowLayout
 
 COST_OF_COPY = 0.25
-"""Tokens of a pass's budget that a copy of a shared token takes: attention stores its states."""
+"""Cost of a copy of a shared token, in tokens of the budget: attention stores its states."""
 SMALLEST_SHARE = 0.1
-"""Smallest share of the tokens for which prefixes are shared; copying costs about 2 % of a pass."""
+"""Prefixes are shared if this fraction of the tokens is shared; copying costs 2 % of a pass."""
 
 
 class SharedPrefixes(NamedTuple):
@@ -55,9 +55,9 @@ def prefix_order(ids: Ragged, reads: Ragged, lengths: Sequence[int]) -> PrefixOr
 
 
 def shared_lengths(rows: Sequence[Tensor], reads: Sequence[Tensor]) -> list[int]:
-    """Return how many tokens each row shares with the row before it, up to its first read.
+    """Return how many tokens each row shares with the previous row, up to the first token read.
 
-    Rows are [tokens, numbers], and equal tokens have equal numbers.
+    Rows are [tokens, numbers]; two tokens are equal if all their numbers are.
     """
     lengths = [0]
     for before, row, read in zip(rows, rows[1:], reads[1:], strict=False):
@@ -70,10 +70,11 @@ def shared_lengths(rows: Sequence[Tensor], reads: Sequence[Tensor]) -> list[int]
 def share_prefixes(
     tokens: dict[str, Tensor], lengths: Sequence[int], device: torch.device
 ) -> SharedPrefixes | None:
-    """Return how a pass over these neighbouring rows shares prefixes; None if it does not pay.
+    """Return how a pass over these rows shares the prefixes of neighbors; None if it does not pay
+    off.
 
-    `tokens` are the columns input_ids, position_ids and reads of all rows, end to end. If rows name
-    the experts of their tokens, equal tokens have equal experts.
+    `tokens` has the columns input_ids, position_ids and reads of all rows, concatenated. If rows
+    name the experts of their tokens, tokens are equal only if their experts are.
     """
     places = torch.cat([torch.arange(length) for length in lengths])
     if len(lengths) < 2 or not torch.equal(tokens["position_ids"], places):
@@ -86,13 +87,14 @@ def share_prefixes(
     if sum(shared) <= SMALLEST_SHARE * sum(lengths):
         return None
 
-    # [rows, longest]: the position of the computed token, which is that of the last row with one
+    # [rows, longest]: the index of the computed token, which is in the last row so far that has its
+    # own
     columns = np.arange(max(lengths))
     owns = (columns >= np.array(shared)[:, None]) & (columns < np.array(lengths)[:, None])
     numbers = np.where(owns, owns.cumsum().reshape(owns.shape) - 1, -1)
     numbers = np.maximum.accumulate(numbers, axis=0)
 
-    # attention is computed for rows of like length
+    # attention is computed for rows of similar length
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     sources = torch.from_numpy(np.concatenate([numbers[row, : lengths[row]] for row in order]))
     is_own = np.concatenate([owns[row, : lengths[row]] for row in order])

@@ -2,7 +2,7 @@
 
 Example:
 
-    reading.outputs(columns, wanted)     # of one micro-batch; its passes run here
+    reading.outputs(columns, wanted)     # runs the passes of one micro-batch
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INPUTS = (*TOKENS, "responses", "response_mask")
 
 
 class Reading:
-    """Reads a token head's log-probs, or a scalar head's values, of the response tokens."""
+    """Reads the log-probs (token head) or the values (scalar head) of the response tokens."""
 
     inputs: Sequence[str] = INPUTS
     """Columns that a forward pass reads."""
@@ -92,8 +92,9 @@ class RowScores(Reading):
     def __init__(self, score_at: str | None = None) -> None:
         """Set the position of the score.
 
-        `score_at` is last_token (the head's number at the last real token of a row), legacy_mean
-        (its mean over all of them), or None for the setting in the model's folder.
+        `score_at` is last_token (the head's output at the last real token of a row), legacy_mean
+        (the mean of its outputs over all real tokens), or None to use the setting in the model's
+        folder.
         """
         self.score_at = score_at
 
@@ -133,7 +134,7 @@ SIDES = ("chosen", "rejected")
 
 
 class Pairs(Reading):
-    """Reads both rows of pairs, which a loss compares.
+    """Reads both rows of each pair, which a loss compares.
 
     A pair is one row of the batch, so neither the dispatch nor a pass can separate the two. Its
     columns are [pairs, 2, T]; passes run [2 * pairs, T], and the outputs are [pairs, 2, ...].
@@ -144,7 +145,7 @@ class Pairs(Reading):
         self.inputs = of_rows.inputs
 
     def begin(self, model: Model) -> None:
-        """Pass the loaded model to the reading of rows."""
+        """Pass the loaded model to the reading of single rows."""
         super().begin(model)
         self.of_rows.begin(model)
         self.folder_settings = self.of_rows.folder_settings
@@ -163,7 +164,7 @@ class Pairs(Reading):
         rows = self.model.row_passes
         of_pairs = torch.tensor(rows.lengths(self.reads(columns))).view(-1, 2)
         are_padded = rows.kind == "padded"
-        # with padding, a pair costs twice its longer side
+        # with padding, the cost of a pair is twice the length of its longer side
         tokens = 2 * of_pairs.amax(dim=1) if are_padded else of_pairs.sum(dim=1)
         lengths = tokens.tolist()
         budget = rows.of_all_ranks(budget)

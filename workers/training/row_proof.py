@@ -5,11 +5,11 @@
     feed = row_passes.feed(columns, reads, device)
 
 Packed rows are faster, but wrong for a model that counts positions, carries a state from token to
-token or looks at neighbouring tokens. So each layout is tested on a small model of the class, with
-rows longer than its windows, chunks and original length, against transformers' pass over each row
-separately.
+token or looks at neighboring tokens. Therefore each layout is tested on a small model of the class
+and compared with transformers' pass over each row separately. The test rows are longer than the
+model's windows, chunks and original context length.
 
-Ranks can share a packed row's tokens only if nothing but attention looks beyond a token.
+The tokens of a packed row can be split over ranks only if no operation but attention mixes tokens.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ SPLITS = (
     "environment.history_tokens=sampled."
 )
 LARGEST_SQUARE = 2048
-"""Largest pass, in tokens, if attention grows with their square; a longer single row is allowed."""
+"""Largest pass, in tokens, if attention is quadratic in them; a single row may be longer."""
 PADDED_BY_USER = "use_remove_padding=false in the model's section"
 """Reason for padded rows when the user chose them."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
-"""Lengths of the test rows: together more than the positions of a stand-in model."""
+"""Lengths of the test rows; their sum exceeds the number of positions of a small model."""
 
 
 @dataclass(frozen=True)
 class RowPasses:
-    """The layout of rows: splits them into passes and feeds them."""
+    """Splits rows into passes and builds the arguments of each pass, in one layout of the rows."""
 
     kind: Kind = "padded"
     border: int | None = None
-    """Longer rows have different rotary factors, and a pass has one set of factors (longrope)."""
+    """Row length beyond which rotary factors change (longrope); a pass has one set of them."""
     is_square: bool = False
-    """True if packed rows use one mask over all tokens of a pass, which grows with their square."""
+    """True if packed rows use a dense mask over all tokens of a pass."""
     ranks: SequenceRanks | None = None
-    """The ranks that share the tokens of every pass."""
+    """The ranks over which the tokens of every pass are split."""
     shares: bool = False
-    """True if a prefix that rows of a pass share is computed once."""
+    """True if a prefix that several rows of a pass have in common is computed once."""
 
     @property
     def apart(self) -> bool:
@@ -100,12 +100,12 @@ class RowPasses:
         return cut(lengths, budget, rectangles=self.kind == "padded", border=self.border)
 
     def num_shared(self, ids: Ragged, reads: Ragged) -> int:
-        """Return the number of tokens that passes over all these rows need not compute."""
+        """Return the number of tokens in these rows that passes skip because of shared prefixes."""
         order = prefix_order(ids, reads, self.lengths(reads)) if self.shares else None
         return 0 if order is None else sum(order.shared)
 
     def of_all_ranks(self, budget: PassBudget) -> PassBudget:
-        """Return the token budget of a rank times the number of ranks that share a pass."""
+        """Return a rank's token budget, multiplied by the number of ranks that share a pass."""
         if self.ranks is None or budget.tokens is None:
             return budget
         return PassBudget(tokens=budget.tokens * self.ranks.size)
@@ -127,7 +127,7 @@ def prove_rows(
 ) -> RowPasses:
     """Return the layout of this model's rows; log a warning if they are not packed.
 
-    If the ranks of a `group` share a pass, rows must be packed.
+    Rows must be packed if there is a `group`, whose ranks share every pass.
     """
     kind, reason = row_kind(support, may_pack)
     ranks = None
@@ -232,11 +232,11 @@ def _find_fault(kind: Kind, model: Any, shares: bool = False) -> str:
 
 
 SLICES = (slice(0, 12), slice(12, 140), slice(140, None))
-"""Test parts of a packed row: before every limit, across rows, and the rest."""
+"""Slices of the packed test row: one below every limit, one that crosses rows, and the rest."""
 
 
 class _RecordedRank:
-    """Stands in for ranks: records inputs and outputs of attention, then returns parts of them."""
+    """Simulates ranks: records the inputs and outputs of attention, then returns slices of them."""
 
     def __init__(self) -> None:
         self.noted: list[list[Tensor]] = []
@@ -261,7 +261,7 @@ class _RecordedRank:
 
 
 def find_split_fault(model: Any) -> str:
-    """Return the fault of computing a packed row in parts, or ""; attention is recorded."""
+    """Return what goes wrong if a packed row is computed in slices, with recorded attention."""
     columns, reads = probe_rows()
     feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
     ranks = _RecordedRank()
@@ -282,7 +282,7 @@ def find_split_fault(model: Any) -> str:
 
 
 def probe_rows() -> tuple[RowColumns, Ragged]:
-    """Return some rows, and marks where they are read, which excludes their last tokens.
+    """Return test rows, and the positions that are read; their last tokens are not read.
 
     All rows begin with the same tokens.
     """

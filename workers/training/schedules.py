@@ -3,8 +3,8 @@
     @LR_SCHEDULES.register("mine")
     def mine(progress: float, min_lr_ratio: float) -> float: ...
 
-A schedule gets the progress after the warm-up, from 0 to 1, and returns a factor for the peak rate.
-Its other parameters are filled by name from the section `optim`.
+A schedule gets the progress after the warm-up, from 0 to 1, and returns a factor of the peak rate.
+Its other parameters get their values from the keys of the same name in the section `optim`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Return the factor of the peak rate in update call `step` (from 0): warm-up, then the
     schedule.
 
-    The warm-up is above 0 from the first call on.
+    During the warm-up, the factor is above 0, also in the first call.
     """
     warmup = config.lr_warmup_steps
     if warmup < 0:

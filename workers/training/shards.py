@@ -3,12 +3,12 @@
     <folder>/<rank>.safetensors      shards by name; the header has the offset of each
     <folder>/<rank>-1.safetensors    second shards, of packed weights under tensor parallelism
 
-If several ranks have the same shard of a tensor, one of them writes it. Any number of ranks, and
-`torch.distributed.checkpoint.HuggingFaceStorageReader` anywhere, can read a folder that any other
-number wrote. Nothing is pickled, so reading the folder never runs code.
+If several ranks have the same shard of a tensor, one of them writes it. A folder can be read by any
+number of ranks, and by `torch.distributed.checkpoint.HuggingFaceStorageReader` anywhere. Nothing is
+pickled, so reading the folder never runs code.
 
-torch's writer is not used: it needs a rank's file twice in host memory (three times in the
-background), five times the processor time, and has no lower priority than the steps.
+torch's writer is not used: it keeps a rank's file twice in host memory (three times in the
+background), takes five times the CPU time, and has the same priority as the training steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_shards(
 ) -> None:
     """Write this rank's file.
 
-    It is one of `num_ranks` neighbours that have the same names in the same order.
+    All `num_ranks` ranks call this with the same names in the same order.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, contents in enumerate(contents_to_write(tensors, rank, num_ranks)):
@@ -60,7 +60,7 @@ FileContents = dict[str, tuple[tuple[range, ...], Tensor]]
 def contents_to_write(
     tensors: Mapping[str, Tensor], rank: int, num_ranks: int
 ) -> list[FileContents]:
-    """Return what this rank writes, by file; together the ranks write every element once."""
+    """Return what this rank writes, by file; together, ranks write every element once."""
     bytes_of = [0] * num_ranks
     files: list[FileContents] = [{}]
     for name, tensor in tensors.items():
@@ -121,7 +121,7 @@ def _damaged(folder: Path, error: BaseException) -> DamagedCheckpointError:
 
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill this rank's part of every tensor; other tensors in the folder are not read."""
+    """Read this rank's shard of every tensor in place; other tensors in the folder are not read."""
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     stored = stored_tensors(folder)
     missing = [name for name in wanted if not _is_covered(wanted[name].shape, stored.get(name))]
@@ -134,7 +134,7 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Read this rank's parts from a file, and nothing else."""
+    """Read only this rank's shards from a file."""
     with safe_open(path, framework="pt") as opened:
         places = json.loads(opened.metadata()[PLACES])
         for name in tensors.keys() & {*opened.keys()}:

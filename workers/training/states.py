@@ -1,4 +1,4 @@
-"""Several trained states of one engine: adapters of several clients, or copies of a model.
+"""Several trained states in one engine, such as adapters of several clients or copies of a model.
 
     states = TrainedStates(engine)
     states.add("alice", rank=8)         # new adapters; without adapters, a copy of the model
@@ -8,8 +8,9 @@
 
 A state consists of weights, gradients, optimizer moments and counts. Only one state is in the
 module at a time, so computations for different states are independent. If this rank has all
-weights, tensors are exchanged without copying, and adapters may differ in rank. In a sharded module
-the shards are overwritten. The state `BASE` is the model as loaded, and is never trained.
+weights, tensors are exchanged without copying, and adapters may have different LoRA ranks. In a
+sharded module, the shards are overwritten. The state `BASE` is the model as loaded and is never
+trained.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TrainedStates:
     def add(
         self, name: str, rank: int, seed: int | None = None, frozen: frozenset[str] = frozenset()
     ) -> None:
-        """Add a state with the base's weights; new adapters have this rank and seed."""
+        """Add a state with the base's weights; new adapters have this LoRA rank and seed."""
         if name in self.states:
             raise ConfigError(f"there is a state {name!r} already.")
         if (rank == 0) != (self.rank == 0):
@@ -90,7 +91,7 @@ class TrainedStates:
             self.states.pop(name, None)
 
     def use(self, name: str) -> None:
-        """Put a state into the module, and store the previous one."""
+        """Load a state into the module, and store the previous one."""
         state, before = self._state(name), self.states[self.current]
         if name == self.current:
             return
@@ -117,12 +118,12 @@ class TrainedStates:
             engine.model_config = replace(engine.model_config, lora_rank=state.rank)
             for layer in adapted_layers(engine.module).values():
                 layer.r[NAME], layer.scaling[NAME] = state.rank, self.alpha / state.rank
-        # a second reference would keep replaced tensors alive
+        # another reference would keep the replaced tensors alive
         state.weights, state.gradients, state.moments = {}, {}, {}
         self.current = name
 
     def clear_gradients(self, forget_moments: bool = False) -> None:
-        """Drop the gradients of the state in use; with `forget_moments` its moments, too."""
+        """Drop the gradients of the state in use, and its moments if `forget_moments`."""
         optimizer = self.engine.optimizer
         assert optimizer is not None, "a frozen engine has no states"
         optimizer.zero_grad(set_to_none=True)

@@ -40,9 +40,9 @@ def update(
 ) -> Metrics:
     """Take one optimizer step per mini-batch and epoch, then advance the learning-rate schedule.
 
-    With a seed the samples are reshuffled for every epoch. Each step also adds the gradient of its
-    share of the `extra_batches`, each with its own loss. The metrics are means over the steps that
-    were not skipped.
+    With a seed, the samples are reshuffled for every epoch. Each step also adds the gradient of its
+    part of each of the `extra_batches`, which have their own losses. The metrics are means over the
+    steps that were not skipped.
     """
     columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
     rows = engine.take(data, columns)
@@ -78,10 +78,11 @@ def epoch_rows(rows: Rows, epochs: int, seed: int | None, update_call: int) -> l
     """Return the rows of each epoch of an update; without a seed all epochs are the same.
 
     Mini-batch k of K contains the samples whose position is k mod K. The position of a sample in
-    the batch depends on the number of ranks, since ranks are balanced by tokens. So the driver
-    numbers the samples before balancing (`sample_number`), and an order is a permutation of these
-    numbers: the mini-batches contain the same samples at every number of ranks. The order follows
-    from the seed, the update call and the epoch, so no state has to be saved.
+    the batch depends on the number of ranks, since ranks are balanced by tokens. Therefore the
+    driver numbers the samples before it balances them (`sample_number`), and each order is a
+    permutation of these numbers. The mini-batches then contain the same samples at every number of
+    ranks. The order follows from the seed, the update call and the epoch, so checkpoints need no
+    shuffling state.
     """
     if seed is None:
         return [rows] * epochs

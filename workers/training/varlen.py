@@ -8,7 +8,7 @@ Without one, `workers.training.attention` arranges rows in rectangles.
     flash-attn      flash_attn: Ampere and newer
     torch           torch.nn.attention.varlen.varlen_attn
 
-All support windows and grouped heads; all except torch's support soft-capping.
+All support sliding windows and grouped heads; all except torch's support soft-capping.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from workers.models.attention import INSTALL_FLASH, kernel_blocker, warn_once
 from workers.training.attention import Attend, RowLayout, VarlenKernel, packed_attention
 
 LARGEST_ERROR = 0.05
-"""Largest allowed error of 16-bit outputs and gradients, relative to the largest of them."""
+"""Largest allowed error of 16-bit outputs and gradients, relative to the largest value."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A package of FlashAttention."""
+    """A package that provides FlashAttention."""
 
     package: str
     module: str
@@ -41,7 +41,7 @@ class Library:
     """Compute capabilities: the first that it supports, and the first that it does not."""
     install: str
     unbounded: int | None = -1
-    """Value of a window without a left limit."""
+    """Window size that means "no left limit"."""
 
     def load(self, dtype: torch.dtype) -> VarlenKernel:
         """Load the kernel of the package; raise if it is not installed."""
@@ -66,7 +66,7 @@ LIBRARIES = {
     ),
     "flash_attention_2": Library("flash-attn", "flash_attn", ((8, 0), (99, 0)), INSTALL_FLASH),
 }
-"""By `model.attn_implementation`, the fastest first."""
+"""Libraries by the value of `model.attn_implementation`, the fastest first."""
 
 
 def flash_attn_kernel(function: Callable[..., Any], unbounded: int | None = -1) -> Attend:
@@ -96,7 +96,7 @@ def flash_attn_kernel(function: Callable[..., Any], unbounded: int | None = -1) 
 def torch_varlen_kernel(function: Callable[..., Any]) -> Attend:
     """Return attention by torch's `varlen_attn`.
 
-    Its first versions need as many key heads as query heads.
+    Its first versions need equally many key heads and query heads.
     """
     is_grouped = "enable_gqa" in inspect.signature(function).parameters
 
@@ -116,7 +116,7 @@ def torch_varlen_kernel(function: Callable[..., Any]) -> Attend:
 def find_kernel(
     wanted: str, device: torch.device, dtype: torch.dtype, head_size: int = 64
 ) -> tuple[VarlenKernel | None, str]:
-    """Return the kernel for `model.attn_implementation`, or None, and why no better one runs."""
+    """Return the kernel for `model.attn_implementation` or None, and why no preferred one runs."""
     if wanted != "auto" and wanted not in LIBRARIES:
         return None, f"model.attn_implementation={wanted}"
     reason = kernel_blocker(device, dtype)
@@ -180,7 +180,7 @@ def _checked(
 def largest_error(
     kernel: VarlenKernel, device: torch.device, head_size: int = 64, softcap: float | None = None
 ) -> float:
-    """Return the largest error of outputs and gradients of short rows, compared with rectangles."""
+    """Return the largest error of outputs and gradients on short rows, relative to rectangles."""
     layout, heads = RowLayout([3, 1, 40], device), (4, 2, 2)
     generator = torch.Generator().manual_seed(0)
     states = [

@@ -5,7 +5,7 @@ This file is a program without torch:
     python -I -S write_copy.py <descriptor of the memory> <number of bytes> <file>
 
 It prints the fingerprint as JSON when everything is on disk, or `{"error": ...}`. It exits early if
-its standard input closes, because then the worker that wanted the file is gone.
+its standard input closes, because the worker that started it has then ended.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 BLOCK_BYTES = 16 * 2**20
-"""Bytes per block; each is flushed here, at low priority, not later by a kernel thread."""
+"""Bytes per block; each is flushed by this low-priority process, not later by a kernel thread."""
 REST = 4.0
-"""Seconds of rest per second of work: the training steps share caches and memory."""
+"""Seconds of rest per second of work: training uses the same caches and memory bandwidth."""
 LONGEST_REST_S = 0.25
 
 

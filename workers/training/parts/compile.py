@@ -1,11 +1,11 @@
 """Layers, and the log-probs of the head, compiled by torch.compile: `model.compile`.
 
-They are used if a short pass runs through them on every rank.
+The compiled code is used only if a short pass runs through it on every rank.
 
-Each layer is a separate graph, split at attention. Collectives therefore stay outside: FSDP's are
-hooks around a layer, and those of sequence parallelism are in attention. Checkpointing runs a
-compiled layer again. Layers of one class share the compiled code; other row lengths do not cause
-new graphs.
+Each layer is a separate graph, split at attention. Collectives therefore stay outside: FSDP's
+collectives are in hooks around a layer, and those of sequence parallelism in attention.
+Checkpointing runs a compiled layer again. Layers of one class share the compiled code; other row
+lengths do not cause new graphs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workers.training.model import Model, ModelPart
 from workers.training.packing import read
 
 MOST_GRAPHS = 64
-"""Maximum graphs per layer class: roles of a process share it, with and without gradients."""
+"""Maximum number of graphs per layer class, for all roles of a process together."""
 
 
 class Compile(ModelPart):
@@ -59,7 +59,7 @@ class Compile(ModelPart):
             self._switch(model, is_on=True)
 
     def _failure(self, model: Model) -> str:
-        """Return why the compiled layers cannot be used; "" if a short pass runs."""
+        """Return why a short pass through the compiled layers fails; "" if it runs."""
         if model.settings.replays_routing:
             return "replayed routing changes layers from pass to pass"
         try:
@@ -73,7 +73,7 @@ class Compile(ModelPart):
         return ""
 
     def _compile(self, device: torch.device) -> None:
-        """Prepare the graphs; first compile a small function, which fails without a compiler."""
+        """Wrap the layers in `torch.compile`; first compile a small function, to test the compiler."""
         import torch._dynamo.config
 
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
@@ -85,7 +85,7 @@ class Compile(ModelPart):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Context in which passes go through the compiled layers, if they are on."""
+        """Context in which passes use the compiled layers, if compilation works on all ranks."""
         with ExitStack() as stack:
             if self.is_on:
                 for layer, compiled in zip(self.layers, self.compiled, strict=True):

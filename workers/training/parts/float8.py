@@ -1,12 +1,12 @@
-"""Linear layers that multiply in float8 in training, two of three products: `model.fp8_linear`.
+"""Training with float8 products in linear layers, for two of their three: `model.fp8_linear`.
 
-Outputs and input gradients are products of e4m3 numbers, with one scale for every row of either
-factor, so the result of a token does not depend on its neighbours. The weight gradient is a product
-in the compute type, and weights and moments keep their types. Micikevicius et al., "FP8 Formats for
-Deep Learning" (arXiv 2209.05433).
+Outputs and input gradients are products of e4m3 numbers, with one scale per row of each factor, so
+the result of a token does not depend on its neighbors. The weight gradient is a product in the
+compute dtype, and weights and moments keep their dtypes. Micikevicius et al., "FP8 Formats for Deep
+Learning" (arXiv 2209.05433).
 
-Rollout engines do not round, so the trainer's policy differs slightly from theirs:
-`training/rollout_probs_diff_mean` measures by how much.
+Rollout engines do not round to float8, so the trainer's policy differs slightly from theirs. The
+metric `training/rollout_probs_diff_mean` shows by how much.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from workers.training.model import Model, ModelPart
 KIND = torch.float8_e4m3fn
 LARGEST = torch.finfo(KIND).max
 STEP = 16
-"""The kernels need input and output sizes that are multiples of this."""
+"""Input and output sizes must be multiples of this for the kernels."""
 FIRST_CARD = (8, 9)
 LARGEST_ERROR = 0.1
-"""Largest relative error of products of random numbers; rounding causes 0.04."""
+"""Largest allowed relative error of products of random numbers; rounding causes 0.04."""
 
 
 class _Float8Function(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _Float8Function(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right.t(), of numbers that are rounded row by row."""
+    """Return left @ right.t(), with both factors rounded to float8 row by row."""
     (a, of_a), (b, of_b) = _rounded(left), _rounded(right)
     result: Tensor = torch._scaled_mm(
         a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=left.dtype, use_fast_accum=left.is_cuda
@@ -72,8 +72,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [rows, size] in float8, where the largest number of each row is LARGEST, and the
-    scales [rows, 1].
+    """Scale each row so that its largest number is LARGEST; return it in float8, and scales [rows,
+    1].
     """
     scale = numbers.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
     rounded = (numbers / scale).clamp(-LARGEST, LARGEST).to(KIND)

@@ -1,10 +1,11 @@
 """The load-balancing loss of a mixture of experts: `actor.router_aux_loss_coef`.
 
-For one layer with E experts it is E x the sum over experts of f x p: f is the share of tokens that
-chose the expert (no gradient), p the mean over tokens of the router's softmax. Layers are averaged.
-Both are means over the tokens of the whole mini-batch on all ranks. A separate forward pass without
-gradients therefore counts f first. Then every micro-batch adds its tokens' share of p, and neither
-the split nor the number of ranks changes the loss.
+For one layer with E experts, it is E times the sum over experts of f times p. Here f is the
+fraction of the tokens that chose the expert (without gradient), and p is the mean over tokens of
+the router's probability for it. The loss is averaged over layers. Both f and p are means over the
+tokens of the whole mini-batch on all ranks, so a separate forward pass without gradients counts f
+first. Then every micro-batch adds the contribution of its tokens to p, and neither the split nor
+the number of ranks changes the loss.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LoadBalancing(ModelPart):
         """The arguments of the last pass."""
 
     def check(self, model: Model) -> None:
-        """Reject schedules in which transformers does not report the routers of all stages."""
+        """Reject pipeline schedules with which transformers does not report all routers."""
         _reject_interleaved(model.sharding.pp, model.sharding.pp_schedule)
 
     def finish(self, model: Model) -> None:
@@ -68,11 +69,11 @@ class LoadBalancing(ModelPart):
     def added_to(
         self, loss: Loss, passes: Passes, batch: MiniBatch, budget: PassBudget
     ) -> BalancedLoss:
-        """Count the expert choices of a mini-batch; return its loss with the new term added."""
+        """Count the expert choices of a mini-batch; return `loss` plus the load-balancing loss."""
         return BalancedLoss(self, loss, self.count_choices(passes, batch, budget))
 
     def count_choices(self, passes: Passes, batch: MiniBatch, budget: PassBudget) -> ExpertLoad:
-        """Count the choices of all ranks' tokens of the mini-batch.
+        """Count the expert choices for the tokens of the mini-batch on all ranks.
 
         A token counts once for every expert that it chose.
         """
@@ -106,17 +107,17 @@ class LoadBalancing(ModelPart):
 
 
 class ExpertLoad(NamedTuple):
-    """Choices of the tokens of a mini-batch, in the layers of this rank."""
+    """Expert choices for the tokens of a mini-batch, in the layers of this rank."""
 
     shares: Tensor | None
     """[layers, experts]: fraction of the tokens that chose each expert; None without layers."""
     num_tokens: int
     num_layers: int
-    """Number of layers of all ranks."""
+    """Number of layers with experts, over all ranks."""
 
 
 class BalancedLoss:
-    """A loss plus the load-balancing loss of the last pass."""
+    """Adds the load-balancing loss of the last pass to a loss."""
 
     def __init__(self, part: LoadBalancing, loss: Loss, choices: ExpertLoad) -> None:
         self.part, self.plain, self.choices = part, loss, choices
@@ -126,7 +127,7 @@ class BalancedLoss:
     def compute(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of both losses."""
+        """Return the micro-batch's contribution to the sum of both losses."""
         loss, metrics = self.plain.compute(outputs, columns, batch)
         for auxiliary in self._of_pass(bool(columns["response_mask"].any())):
             loss = loss + auxiliary
@@ -137,7 +138,7 @@ class BalancedLoss:
         return self._of_pass(bool((columns["response_mask"].values != 0).any()))
 
     def _of_pass(self, is_real: bool) -> list[Tensor]:
-        """Return the loss of this rank's layers; none for a dummy pass, whose token is not real."""
+        """Return the loss of this rank's layers; an empty list for a dummy pass."""
         part, choices = self.part, self.choices
         if choices.shares is None or not is_real:
             return []
@@ -156,8 +157,8 @@ class BalancedLoss:
 
 
 def _ask_routers(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Request router logits from the body: the whole model would compute its own large loss,
-    too.
+    """Request router logits from the body: the whole model would also compute its own auxiliary
+    loss.
     """
     return args, {**kwargs, "output_router_logits": True}
 
@@ -165,12 +166,12 @@ def _ask_routers(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
 def load_balancing_loss(
     logits: list[Tensor], shares: Tensor, num_tokens: int, num_layers: int
 ) -> Tensor:
-    """Return the share of these tokens in the loss of a mini-batch of `num_tokens`.
+    """Return the contribution of these tokens to the loss of a mini-batch of `num_tokens` tokens.
 
     `logits` are [tokens, experts] for some of the `num_layers` layers. `shares` [layers, experts]
     is the fraction of the tokens of the mini-batch that chose each expert.
 
-    Source: Switch Transformer, arXiv 2101.03961, section 2.2, with every choice of a token counted
+    Source: Switch Transformer, arXiv 2101.03961, section 2.2, where every choice of a token counts
     """
     total = logits[0].new_zeros(())
     for layer, share in zip(logits, shares.to(logits[0].dtype), strict=True):
@@ -189,7 +190,7 @@ def _reject_interleaved(pp: int, schedule: str) -> None:
 
 
 def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
-    """Reject a model class without a load-balancing loss, or a schedule that hides routers."""
+    """Reject a model class without such a loss, or a schedule that hides routers."""
     if parallel is not None:
         _reject_interleaved(parallel.pp, parallel.pp_schedule)
     config = read_hf_config(model_folder(path, weights=False))

@@ -1,12 +1,13 @@
-"""Pipeline parallelism (`parallel.pp`): a rank has the layers of some stages.
+"""Pipeline parallelism (`parallel.pp`): each rank has the layers of one or more stages.
 
 `StagePlan` divides the layers while the module is whole. `StageSelection` removes the layers of
 other ranks. After that, passes go through `PipelineLayers`, in the order of the schedule
 (`workers.parallel.pipeline`).
 
-`check_stages` runs before a device is taken. A class may scale embeddings in its forward pass, add
-positions to them, or have layers that read the states of other layers. So a small model of the
-class is split after every layer, in one process, and must compute the same as the whole model.
+`check_stages` runs before a device is taken. A model class may scale embeddings in its forward
+pass, add positions to them, or have layers that read the states of other layers. Therefore a small
+model of the class is split after every layer, in one process, and must compute the same outputs as
+the whole model.
 """
 
 from __future__ import annotations
@@ -86,20 +87,20 @@ class StageSelection(ModelPart):
         model.layers = PipelineLayers(model, pipeline)
 
     def finish(self, model: Model) -> None:
-        """Make FSDP aware of the units of all stages of this rank."""
+        """Register the FSDP units of all stages of this rank."""
         if model.is_sharded:
             note_all_units(model.module)
 
 
 class PipelineLayers:
-    """A rank with some of the layers; it has the methods of `AllLayers`."""
+    """Runs passes on a rank that has some of the layers, with the methods of `AllLayers`."""
 
     def __init__(self, model: Model, pipeline: Pipeline) -> None:
         self.model, self.pipeline = model, pipeline
         can_recompute = getattr(model.module, "supports_gradient_checkpointing", True)
         again = recomputes(model.model_config, model.device.type, can_recompute)
         self.runs_again = again and model.settings.replays_routing
-        """True if a backward pass runs layers again with experts that the rows name."""
+        """True if layers are recomputed in a backward pass with the experts that the rows name."""
 
     @property
     def has_last(self) -> bool:
@@ -108,7 +109,7 @@ class PipelineLayers:
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of weights here that belong to another rank: embeddings tied to the head."""
+        """Names of weights here that are copies of another rank's: embeddings tied to the head."""
         tied = self.pipeline.stages.tied_to
         return frozenset() if tied is None or not self.has_last else frozenset((tied,))
 
@@ -164,7 +165,7 @@ class PipelineLayers:
     def _states(
         self, passes: Passes, columns: RowColumns, loss: Loss | None = None
     ) -> list[Tensor]:
-        """Return the states for the next stage, and the term that this stage adds to the loss."""
+        """Return the states for the next stage, and the terms that this stage adds to the loss."""
         module = self.model.module
         states = [module(**model_inputs(module, feed)) for feed in passes.reading.feeds(columns)]
         if loss is not None and loss.of_stage is not None:
@@ -203,7 +204,7 @@ class PipelineLayers:
 
 
 def stages_of_a_layer(model: Any) -> str:
-    """Return what is wrong with the model when each layer is a separate stage."""
+    """Return what goes wrong when each layer is a separate stage; "" if nothing does."""
     try:
         num_layers = len(StageParts.of(model).layers)
     except NoStages as error:
