@@ -20,7 +20,7 @@ from verl_like.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INSTALL_FLASH = 'pip install torch, then pip install -e ".[flash-attn]" --no-build-isolation'
-"""Command for a checkout; flash-attn is built against the installed torch."""
+"""Command to run in a checkout. It builds flash-attn against the installed torch."""
 
 
 def resolve_attention(
@@ -33,7 +33,7 @@ def resolve_attention(
 ) -> str:
     """Return sdpa, or eager if the model has no sdpa or sdpa would omit part of its computation.
 
-    `dtype` is the compute type of the passes; `key` is the name of `wanted` in messages.
+    `dtype` is the compute dtype of the passes; `key` is the config key of `wanted`, for messages.
     """
     if wanted == "eager":
         return wanted
@@ -81,7 +81,7 @@ def head_size(hf_config: Any) -> int:
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
-    """Return (query heads, key-value heads, head size); without attention, there are no heads."""
+    """Return (query heads, key-value heads, head size); the numbers are 0 without attention."""
     heads: int = getattr(config, "num_attention_heads", None) or 0
     size: int = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     return heads, getattr(config, "num_key_value_heads", None) or heads, size
@@ -90,8 +90,7 @@ def heads_of(config: Any) -> tuple[int, int, int]:
 def has_sinks(module: Any) -> bool:
     """True if heads have a sink, which takes part in every softmax, as in gpt-oss.
 
-    A model that also selects tokens by an index (`index_topk`, hy_v4) returns False: it needs a
-    mask.
+    False for a model that also selects tokens by an index (`index_topk`, hy_v4): it needs a mask.
     """
     if hasattr(module.config.get_text_config(), "index_topk"):
         return False

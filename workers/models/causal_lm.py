@@ -1,8 +1,8 @@
 """Build a Hugging Face causal LM with a token head or a scalar head, without weights.
 
 A training engine calls `empty_model`, shards the result, and lets `workers.models.load` fill it, so
-no rank ever stores the whole model. Dropout is always off: with dropout the log-probs of one policy
-would differ between two passes, and PPO's ratio would be noise before the first step.
+no rank ever stores the whole model. Dropout is always off. With dropout, the log-probs of one
+policy would differ between two passes, and PPO's ratio would be noisy even before the first step.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 Head = Literal["token", "scalar", "score"]
 """The head of a model.
 
-token: the model's head. scalar: one number per position, with the folder's `score.weight` if it is
-a sequence classifier with one label, otherwise zeros. score: like scalar, but the folder must be
-such a classifier.
+- token: the model's language-model head.
+- scalar: one number per position. The head's weight is the folder's `score.weight` if the folder is
+  a sequence classifier with one label, otherwise zeros.
+- score: like scalar, but the folder must be such a classifier.
 """
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that computes and returns float32, whatever type its weights are cast to.
+    """A linear layer that computes and returns float32, to whatever dtype its weights are cast.
 
-    A value rounded to bfloat16 is off by up to 0.4 %.
+    Rounding a value to bfloat16 would change it by up to 0.4 %.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
@@ -81,14 +82,14 @@ class ScalarHeadModel(nn.Module):
 
 
 def body_of(module: Any) -> Any:
-    """Return the base model under either head."""
+    """Return the base model, without its token head or scalar head."""
     return module.body if isinstance(module, ScalarHeadModel) else module.base_model
 
 
 def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
-    """Return the module that `config.path` describes, in evaluation mode.
+    """Return the module for the model in `config.path`, in evaluation mode.
 
-    Its parameters are on the meta device; its buffers are real.
+    Its parameters are on the meta device; its buffers are on `device`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -153,8 +154,8 @@ def recomputes(config: ModelConfig, device_type: str, can_recompute: bool) -> bo
 def set_training_mode(module: nn.Module) -> None:
     """Set training mode for checkpointed layers only.
 
-    The modules inside them stay in evaluation mode: under `module.train()`, jitter and sampled
-    routing of experts would make the log-probs of an update differ from the old log-probs.
+    The modules inside them stay in evaluation mode: with `module.train()`, noise and sampling in
+    the routing of experts would make the log-probs of an update differ from the old log-probs.
     """
     module.eval()
     for part in module.modules():
@@ -174,7 +175,7 @@ def _parameters_on_meta() -> Iterator[None]:
         empty._is_hf_initialized = True  # type: ignore[attr-defined]
         return empty
 
-    # torch declares that hooks return nothing, but uses what they return
+    # torch's annotation says that hooks return None, but torch uses the returned value
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         with free_immediately():
@@ -185,7 +186,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Context in which the module computes by `forward`, inside its hooks."""
+    """Context in which the module calls this `forward` instead of its own; hooks still run."""
     attributes = vars(module)
     before = attributes.get("forward")
     attributes["forward"] = forward

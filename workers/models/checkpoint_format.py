@@ -1,9 +1,10 @@
 """Convert between the weights of a module and the tensors in its checkpoints.
 
-transformers computes a mixture of experts from one tensor of all experts' weights, but checkpoints
-and their readers (`from_pretrained`, vLLM) have one tensor per expert. transformers can convert the
-weights of every model type, but only whole models. Here its conversions run on a few weights at a
-time, as they arrive: for exports, for vLLM, and for loading without the whole model.
+transformers computes a mixture of experts with one tensor for the weights of all experts, but
+checkpoints and their readers (`from_pretrained`, vLLM) use one tensor per expert. transformers can
+convert the weights of every model type, but only for a whole model at once. This module applies its
+conversions to a few weights at a time, as they arrive. Exports, vLLM and loading use it, so that
+none of them needs the whole model in memory.
 
     checkpoint = checkpoint_format(model_path)
     for name, tensor in checkpoint.stored(named_tensors): ...     # as `save_pretrained` writes
@@ -38,7 +39,7 @@ class WeightGroup:
 
     @property
     def is_same(self) -> bool:
-        """True if the checkpoint has the same tensor under the same name."""
+        """True if the checkpoint has the module's tensor under the same name."""
         return self.names == tuple(self.stored)
 
     def read(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -48,7 +49,7 @@ class WeightGroup:
 
     @property
     def stacked(self) -> list[list[str]] | None:
-        """Return the stored names per expert if the weight is a stack of experts, otherwise None.
+        """Return the stored names per expert if the weight stacks all experts, otherwise None.
 
         The tensors of one expert are concatenated. The layout is detected by converting small
         tensors.
@@ -87,7 +88,7 @@ class _Conversions:
         self.converters = [t for t in transforms if isinstance(t, WeightConverter)]
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """Return the first name after renaming, and the pattern of its converter, or None."""
+        """Return the new name, and the pattern of the converter that takes the tensor, or None."""
         from transformers.core_model_loading import rename_source_key
 
         renamed: tuple[str, str | None] = rename_source_key(
@@ -117,12 +118,12 @@ class _Conversions:
 
 
 def conversions_of(model: Any) -> tuple[_Conversions, _Conversions]:
-    """Return the conversions to the module's weights, and those to the checkpoint's tensors."""
+    """Return the conversions from and to the tensors of a checkpoint, in this order."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     forward = get_model_conversion_mapping(model, add_legacy=False)
-    # the prefix of a folder's names is determined at lookup
+    # the prefix of names in a folder is handled when they are looked up
     forward = [c for c in forward if not isinstance(c, PrefixChange)]
     backward = [c.reverse_transform() for c in reversed(forward)]
     return _Conversions(model, forward, False), _Conversions(model, backward, True)
@@ -152,10 +153,10 @@ class CheckpointFormat:
         """Names under which module and checkpoint have the same tensor."""
 
     def stored(self, tensors: Named) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a checkpoint, each group when all of its weights have arrived.
+        """Yield the tensors of a checkpoint; those of a group when all its weights have arrived.
 
-        A tensor that must wait is copied. The memory of all other tensors is read before the next
-        tensor arrives.
+        A tensor that waits for others of its group is copied. Other tensors are yielded before the
+        next one is read, so the caller may reuse their memory.
         """
         waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""A model's files, in a folder or in this machine's cache of the hub, and its configuration.
+"""Locate a model's files, in a folder or in the local hub cache, and read its configuration.
 
 `model_folder` resolves a `model.path`. Every node downloads once, so no folder has to be shared.
 """
@@ -21,17 +21,17 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 """Configuration, tokenizer, templates, code."""
 PARSED = ("config.json", "generation_config.json", "tokenizer_config.json")
 LARGEST_FILE = 64 * 2**20
-"""Largest size of a small file in bytes; the largest tokenizers have 30 MB."""
+"""Maximum size of a small file in bytes; the largest tokenizers have 30 MB."""
 
 
 def is_on_hub(path: str) -> bool:
-    """Return whether a missing path has the form of a hub name, `organisation/model`."""
+    """True if the path does not exist and looks like a hub name, `organization/model`."""
     return bool(HUB_NAME.fullmatch(path)) and not Path(path).parent.exists()
 
 
 @functools.cache
 def model_folder(path: str, weights: bool = True) -> Path:
-    """Return the folder of this path; if it does not exist, `organisation/model` is a hub name.
+    """Return the folder of this path, after downloading `organization/model` if needed.
 
     Without `weights` only the small files are guaranteed to be there.
     """
@@ -89,15 +89,15 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads"),
 )
 LARGEST_SIZE = 10**8
-"""Upper limit of a size in a model."""
+"""Maximum plausible value of a size in a model's configuration."""
 
 
 def read_hf_config(folder: str | Path) -> Any:
     """Return the transformers configuration, as a copy that the caller may change.
 
-    Code in the folder is never run. The file is parsed once, which takes transformers longer than
-    building a small model: the roles of a process, the memory plan and the checks before it usually
-    need the same configuration.
+    Code in the folder is never run. The file is parsed only once per process, because parsing takes
+    longer than building a small model, and roles, memory plan and checks usually need the same
+    configuration.
     """
     return copy.deepcopy(shared_hf_config(folder))
 
@@ -124,7 +124,7 @@ def _parsed(folder: str, _text: bytes | None) -> Any:
 
 
 def _check_sizes(fields: dict[str, Any], file: Path) -> None:
-    """Reject sizes that no model has, also in the configuration of a sub-model."""
+    """Reject implausible sizes, also in the configurations of sub-models."""
     for name, value in fields.items():
         if isinstance(value, dict):
             _check_sizes(value, file)
@@ -135,8 +135,8 @@ def _check_sizes(fields: dict[str, Any], file: Path) -> None:
 def factor_border(config: Any) -> int | None:
     """Return the length beyond which a longrope model's rotary factors change, or None.
 
-    Rotary factors depend on the length of a row in longrope (Phi-3 128k). That matters where rows
-    are split into passes, and where generation makes a row longer.
+    With longrope (Phi-3 128k), rotary factors depend on the length of the row. This matters when
+    rows are combined into passes, and when generation makes a row longer.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}

@@ -42,7 +42,7 @@ COMPUTED = (
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.(masked_)?bias$",
 )
-"""Entries of older folders that models compute today: rotary tables, positions, causal masks."""
+"""Entries in older folders that models now compute: rotary tables, positions, causal masks."""
 SCORE = "score.weight"
 """The name of the scalar head's weight in sequence classifiers."""
 NO_SCORE = (
@@ -72,7 +72,7 @@ def load_weights(
 ) -> None:
     """Allocate every parameter on `device`, and load every weight.
 
-    If other ranks have other layers, `whole` is the module with all layers, without memory.
+    If other ranks have other layers, `whole` is the module with all layers, on the meta device.
     """
     materialize(module, device)
     whole = module if whole is None else whole
@@ -118,9 +118,9 @@ def load_weights(
 
 
 def check_score_head(key: str, path: str) -> None:
-    """Reject a reward model's folder without a score, before a process loads it.
+    """Reject a reward model's folder without a score head, before any process loads it.
 
-    A model that is not downloaded yet is not checked.
+    A model that has not been downloaded is not checked.
     """
     names = Folder(model_folder(path, weights=False), "").files
     if names and SCORE not in names:
@@ -171,7 +171,7 @@ def materialize(module: Any, device: torch.device) -> None:
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """Like `empty_like`, which would reuse a cached DTensor mesh whose groups may have ended."""
+    """Like `empty_like`, which can reuse a cached DTensor mesh whose groups no longer exist."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
     local = torch.empty_like(tensor.to_local(), device=device)
@@ -222,7 +222,7 @@ class TensorSlice:
 class Folder:
     """The weights of a Hugging Face folder, by tensor name; only requested slices are read.
 
-    They are its safetensors, or its `pytorch_model.bin` where it has no safetensors.
+    The weights are read from safetensors files, or from `pytorch_model.bin` if there are none.
     """
 
     def __init__(self, path: Path, prefix: str) -> None:
@@ -285,7 +285,8 @@ class Folder:
 
 
 def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Folder) -> set[str]:
-    """Fill the weights that the folder splits differently, and remove them from `missing`.
+    """Fill the weights that the folder stores in a different layout, and remove them from
+    `missing`.
 
     Returns the names of the folder's tensors.
     """
@@ -303,7 +304,7 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
 
 
 def _fill_group(missing: dict[str, Tensor], group: WeightGroup, source: Folder) -> None:
-    """Fill the weights of one group, whose tensors are freed before the next group is read.
+    """Fill the weights of one group; its tensors are freed before the next group is read.
 
     If experts are stored separately, a rank reads only the slices that it needs.
     """
@@ -360,8 +361,8 @@ def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
 def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:
     """Reject unused entries of the folder, except those that are known to be superfluous.
 
-    These are entries that the transformers class ignores (layers that predict further tokens),
-    entries that are computed today, and the head of a classifier.
+    Superfluous are entries that the transformers class ignores (such as multi-token prediction
+    layers), entries that models now compute, and the head of a classifier.
     """
     if extra := _describe_unused(module, names):
         raise ConfigError(
@@ -386,7 +387,7 @@ def _copy(weight: Tensor, stored: Any) -> None:
 
 
 def check_weights(key: str, path: str, model: ModelConfig) -> None:
-    """Reject a folder without weights, unless a seed asks for random ones."""
+    """Reject a folder without weights, unless `random_init_seed` is set."""
     if model.random_init_seed is None and is_bare_config(path):
         raise ConfigError(
             f"{key}={path} has a config.json and no weights. Use a folder that save_pretrained "
@@ -395,9 +396,10 @@ def check_weights(key: str, path: str, model: ModelConfig) -> None:
 
 
 def random_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """Return random weights for a folder that has only a config.json, as transformers draws them.
+    """Return random weights, drawn as transformers does, for a folder that has only a config.json.
 
-    All weights of the causal LM by name, equal on every rank; float32 in host memory.
+    The result has all weights of the causal LM by name, in float32 in host memory, and is equal on
+    every rank.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,13 +1,13 @@
-"""Counts of a model's numbers that determine its memory, taken on the meta device.
+"""Count the weights and activations that determine a model's memory, on the meta device.
 
     shapes = model_shapes(path, head="token", compute=torch.bfloat16)
-    shapes.num_weights                            # exact
+    shapes.num_weights                            # exact count
     shapes.trained_pass(num_tokens=8192, head=0, checkpointing=False)    # bytes at its peak
 
-Activations are traced in a pass of the model itself (`workers.models.pass_trace`), so every
-architecture is measured: what autograd saves, and what the passes of a layer need in addition.
+Activations are traced in a pass of the model itself (`workers.models.pass_trace`), so this works
+for every architecture. The trace covers what autograd saves, and what a layer needs temporarily.
 Attention counts as a fused kernel: queries, keys, values, output, their gradients, and one number
-per token and head, never the square of the length.
+per token and head, but nothing that grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassShapes:
-    """Bytes per token of a pass over the body, without the weights."""
+    """Bytes per token that a pass over the body needs, without the weights."""
 
     saved: int
-    """Saved by autograd."""
+    """Bytes that autograd saves."""
     outside_layers: int
     """The part of `saved` that is saved after the last layer."""
     layer: int
-    """Peak of a layer that runs forwards and backwards, without its input."""
+    """Peak of a layer's forward and backward pass, without its input."""
     backward: int
-    """Peak of a layer's backward pass, without the saved tensors."""
+    """Peak of a layer's backward pass, in addition to the saved tensors."""
     unsaved: int
     """Peak of a layer in a pass without gradients, without its input."""
     layer_inputs: int
-    """Further inputs of every layer, such as rotary angles."""
+    """Other inputs that every layer gets, such as rotary angles."""
 
 
 class Moments(NamedTuple):
-    """Bytes at the two moments when a pass may need the most."""
+    """Bytes in use at the two moments of a pass when memory can peak."""
 
     at_head: float
     in_layer: float
@@ -61,40 +61,40 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Counts of a model's weights, and the bytes of a pass over tokens.
+    """Counts of a model's weights, and the bytes that a pass needs.
 
-    If ranks share matrices or layers, these are the counts of one rank.
+    If matrices or layers are split over ranks, these are the counts of one rank.
     """
 
     num_weights: int
     num_trained: int
     num_int8: int
-    """Weights of linear layers, which quantization turns into int8."""
+    """Weights of linear layers that quantization stores as int8."""
     num_scales: int
-    """Their float32 scales."""
+    """Number of float32 scales of the int8 weights."""
     num_layers: int
     num_outside_layers: int
-    """Weights of embeddings, last norm and head: whole throughout a pass of FSDP."""
+    """Weights of embeddings, last norm and head, which FSDP keeps gathered throughout a pass."""
     num_embeddings: int
-    """Weights of embeddings, unless the head shares them."""
+    """Weights of the embeddings; 0 if the head shares them."""
     num_in_experts: int
-    """Weights of routed experts, which ranks can share."""
+    """Weights of routed experts, which expert parallelism can split over ranks."""
     hidden_size: int
     outputs_per_read: int
     """Outputs of the head per position: the size of the vocabulary, or one."""
     key_value_numbers: int
-    """Numbers per token in a KV cache."""
+    """Numbers that a KV cache stores per token."""
     trains_head: bool
     can_recompute: bool
     """True if the model class has gradient checkpointing."""
     compute_bytes: int
     body: PassShapes | None = None
-    """None if a pass cannot be traced."""
+    """Bytes per token of a pass over the body; None if a pass cannot be traced."""
     num_waiting: int = 1
     """Number of forward passes that wait for their backward passes."""
 
     def held(self, dtype: torch.dtype, quantization: str | None = None) -> int:
-        """Return the bytes of the weights in this type, or quantized."""
+        """Return the bytes of the weights in this dtype, or quantized."""
         if not quantization:
             return self.num_weights * dtype.itemsize
         return (self.num_weights - self.num_int8) * dtype.itemsize + (
@@ -104,8 +104,8 @@ class ModelShapes:
     def trained_pass(self, num_tokens: int, head: int, checkpointing: bool) -> Moments | None:
         """Return the bytes of a forward and backward pass: at the head, and in a layer.
 
-        The head needs `head` bytes, which are free again when layers run backwards. None if a pass
-        cannot be traced.
+        The head needs `head` bytes, which are free again when the layers run backward. Return None
+        if a pass cannot be traced.
         """
         if self.body is None:
             return None
@@ -121,7 +121,7 @@ class ModelShapes:
         )
 
     def reading_pass(self, num_tokens: int, head: int) -> Moments | None:
-        """Return the bytes of a pass without gradients; embeddings stay while the layers run."""
+        """Return the bytes of a pass without gradients, at the head and in a layer."""
         if self.body is None:
             return None
         states = self.hidden_size * self.compute_bytes
@@ -130,15 +130,15 @@ class ModelShapes:
 
 
 _known: dict[tuple[Any, ...], ModelShapes] = {}
-"""Shapes by settings, text of config.json, head, compute type and position of the rank.
+"""Shapes by settings, text of config.json, head, compute dtype and position of the rank.
 
-Most roles of a run share them, and tracing a pass takes half a second.
+Most roles of a run have the same shapes, and tracing a pass takes half a second.
 """
 
 
 @dataclass(frozen=True)
 class StageOf:
-    """Position of a rank among the ranks that share the layers."""
+    """Position of a rank in the pipeline."""
 
     rank: int
     num_ranks: int
@@ -159,9 +159,9 @@ def model_shapes(
     tp: int = 1,
     stage: StageOf | None = None,
 ) -> ModelShapes:
-    """Return the shapes of the model in `config.path` for this compute type.
+    """Return the shapes of the model in `config.path` for this compute dtype.
 
-    `tp` and `stage` select the part of one rank.
+    `tp` and `stage` select what one rank has.
     """
     config = replace(config, enable_gradient_checkpointing=None)  # has no effect on shapes
     model = repr(config), described_by(config), head
@@ -180,7 +180,7 @@ def model_shapes(
 
 
 class CountedWeights:
-    """A module's weights by their ids, and the sets that are counted."""
+    """A module's weights by id, and the sets of ids that are counted."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -201,7 +201,7 @@ class CountedWeights:
 
     @cached_property
     def cut(self) -> set[int]:
-        """Weights of which each rank of tp has a part."""
+        """Ids of the weights that tp splits."""
         from workers.parallel import tensor  # with torch's DTensor
 
         return tensor.cut_weights(self.module)
@@ -236,7 +236,7 @@ def _ids(weights: Iterable[Tensor]) -> set[int]:
 def _of_stages(
     whole: ModelShapes, weights: CountedWeights, tp: int, stage: StageOf
 ) -> Iterator[tuple[StageOf, ModelShapes]]:
-    """Yield the shapes of every rank that shares the layers with the rank of `stage`."""
+    """Yield the shapes of every rank in the pipeline that `stage` belongs to."""
     num_stages = stage.num_ranks * num_chunks(stage.schedule)
     ranges = stage_ranges(weights.module, num_stages, stage.ep)
     stages = Stages(weights.module, ranges)
@@ -284,10 +284,10 @@ def _whole(
 
 
 def cached_widths(config: Any) -> tuple[int, int]:
-    """Return the numbers of keys and of values that a layer caches per token.
+    """Return how many numbers a layer caches per token, for keys and for values.
 
-    `config` belongs to a text model. Latent attention caches the inputs of keys and values, and the
-    rotary part of the keys, which all heads share.
+    `config` is that of a text model. Latent attention caches the compressed input of keys and
+    values, and the rotary part of the keys, which all heads share.
     """
     if getattr(config, "kv_lora_rank", None):
         return config.qk_rope_head_dim, config.kv_lora_rank
@@ -300,7 +300,7 @@ def cached_widths(config: Any) -> tuple[int, int]:
 
 
 def meta_model(config: ModelConfig, head: Head) -> Any:
-    """Return the module without any memory, with its adapters."""
+    """Return the module on the meta device, with its adapters."""
     folder = str(model_folder(config.path, weights=False))  # the small files are enough for shapes
     plain = replace(
         config, path=folder, attn_implementation="auto", enable_gradient_checkpointing=False
@@ -312,7 +312,7 @@ def meta_model(config: ModelConfig, head: Head) -> Any:
 
 
 def check_adapter(config: ModelConfig, head: Head) -> None:
-    """Raise if the model has no such `target_modules`; nothing is loaded."""
+    """Raise if the model lacks the configured `target_modules`. No weights are loaded."""
     if config.lora_rank > 0:
         meta_model(config, head)
 
@@ -320,7 +320,7 @@ def check_adapter(config: ModelConfig, head: Head) -> None:
 def pass_shapes(
     config: ModelConfig, body: Any, compute: torch.dtype, tp: int = 1
 ) -> PassShapes | None:
-    """Return the shapes of a pass on a rank of `tp`, which splits heads and the inside of MLPs.
+    """Return the shapes of a pass on one rank of `tp`, which splits heads and MLP hidden sizes.
 
     Hidden states are whole on every rank.
     """

@@ -1,11 +1,11 @@
-"""Bytes of a pass over tokens in addition to the weights, traced on the meta device.
+"""Trace, on the meta device, the bytes that a pass needs in addition to the weights.
 
     trace = trace_pass(body)
     trace.saved.of(tp)                  # bytes per token that autograd saves in the whole body
     trace.layer.most(tp)                # the peak of a layer's forward and backward pass
 
-A layer is traced operation by operation: temporaries, gradients and norms in float32 count while
-they live. Memory inside a kernel does not count.
+A layer is traced operation by operation. Temporaries, gradients and float32 norms count while they
+are alive; memory that a kernel uses internally does not.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from workers.models.attention import override_attention
 COUNTED = "counted_attention"
 """Name of `_attention` in the attention interface of transformers."""
 NUM_TRACED = 257
-"""Tokens of the traced pass. Bytes are proportional to them, and no weight has this size."""
+"""Tokens in the traced pass. Bytes are proportional to it, and no weight has this size."""
 NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-"""Errors of a pass whose operations depend on values, such as a router's."""
+"""Errors that a pass raises if its operations depend on values, such as a router's choices."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of all traced tokens: whole hidden states, and tensors that tp splits."""
+    """Bytes for all traced tokens: of tensors that every rank has whole, and that tp splits."""
 
     whole: int = 0
     cut: int = 0
@@ -44,7 +44,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Bytes that are alive after every operation of a layer's pass, without its input."""
+    """Bytes that are alive after each operation in passes of a layer, without the layer's input."""
 
     forward: Sequence[Bytes]
     backward: Sequence[Bytes]
@@ -53,7 +53,7 @@ class LayerTrace:
 
     @property
     def saved(self) -> Bytes:
-        """Bytes that the backward pass needs, and the output."""
+        """Bytes that are saved for the backward pass, including the output."""
         return self.forward[-1]
 
     def most(self, tp: int = 1) -> int:
@@ -61,7 +61,7 @@ class LayerTrace:
         return _most([*self.forward, *self.backward], tp)
 
     def most_beside_saved(self, tp: int = 1) -> int:
-        """Return the peak of the backward pass, without what the forward pass saved."""
+        """Return the peak of the backward pass in addition to what the forward pass saved."""
         return max(0, _most(self.backward, tp) - self.saved.of(tp))
 
     def most_unsaved(self, tp: int = 1) -> int:
@@ -81,7 +81,7 @@ class PassTrace:
     """Bytes that autograd saves in the whole body."""
     saved_in_layers: Bytes
     layer_inputs: Bytes
-    """Further inputs of every layer, such as rotary angles."""
+    """Other inputs that every layer gets, such as rotary angles."""
     layer: LayerTrace
     """The layer with the highest peak."""
 
@@ -124,7 +124,7 @@ def trace_pass(body: Any) -> PassTrace | None:
 
 
 def _kind(layer: Any) -> Any:
-    """Return a key that is equal for layers that need the same memory."""
+    """Return a key; layers with equal keys need the same memory."""
     weights = tuple((w.shape, w.requires_grad) for w in layer.parameters())
     return type(layer), getattr(layer, "attention_type", None), weights
 
@@ -147,8 +147,8 @@ def _trace_layer(layer: Any, args: Any, kwargs: Mapping[str, Any], hidden_size: 
 class Alive(TorchDispatchMode):
     """Record, after every operation, the bytes of results that are still alive.
 
-    Results with the shape of a weight are gradients. Their number does not depend on the tokens, so
-    they are left out.
+    Results with the shape of a weight are gradients of weights. Their size does not depend on the
+    number of tokens, so they are left out.
     """
 
     def __init__(self, hidden_size: int, weights: Sequence[Tensor]) -> None:

@@ -73,7 +73,7 @@ class Compile(ModelPart):
         return ""
 
     def _compile(self, device: torch.device) -> None:
-        """Wrap the layers in `torch.compile`; first compile a small function, to test the compiler."""
+        """Wrap the layers in `torch.compile`; compile a small function first, as a test."""
         import torch._dynamo.config
 
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
