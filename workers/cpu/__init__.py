@@ -3,6 +3,5 @@
 An engine uses these only on a CPU. On a GPU the kernels are not even imported, and
 `allocator.free_immediately`, which loading and sending weights call everywhere, does nothing.
 
-Nothing here changes a module of another package, and importing it changes no setting of the
-process.
+This package does not patch modules of other packages, and importing it changes no process settings.
 """

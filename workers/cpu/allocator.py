@@ -1,10 +1,10 @@
-"""Make a CPU process reuse memory for its next tensor instead of returning it to the system.
+"""Make a CPU process reuse freed memory for new tensors instead of returning it to the system.
 
 By default glibc takes fresh memory for every tensor of several megabytes: each page is mapped and
 zeroed at its first touch, which takes as long as the arithmetic on it. An update allocates hundreds
-of such tensors per step, the driver dozens. Without reuse, a GRPO step of a small model takes 1.6
-times as long. Reuse needs up to a third more memory at the peak of rows of 16,384 tokens. Set
-`MALLOC_MMAP_THRESHOLD_=4000000` to trade that time for memory.
+of such tensors per step, and the driver dozens. Without reuse, a GRPO step of a small model takes
+1.6 times as long. With rows of 16,384 tokens, reuse raises the peak memory by up to a third. Set
+`MALLOC_MMAP_THRESHOLD_=4000000` to save this memory at the cost of time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import contextmanager
 LARGEST_KEPT = 2**30
 """Largest tensor, in bytes, whose memory is reused; larger tensors get fresh memory."""
 MOST_KEPT = 2**31 - 1
-"""Free bytes at the end of the heap that the process keeps."""
+"""Maximum number of free bytes at the end of the heap that the process keeps."""
 LARGEST_OF_HEAP = 2**20
-"""Largest allocation from the heap, in bytes, while memory must not be reused."""
+"""Largest allocation from the heap, in bytes, inside `free_immediately`."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants in glibc's malloc.h
 _reused = {"largest": 0}
@@ -54,8 +54,8 @@ def keep_freed_memory() -> bool:
 def free_immediately() -> Iterator[None]:
     """Context in which large allocations return to the system as soon as they are freed.
 
-    Otherwise small allocations fill the holes of the heap, so that every large allocation extends
-    it, for example for the buffers of a weight sync.
+    Without this, small allocations would fill the holes in the heap, and every large one, such as a
+    buffer of a weight sync, would extend it.
     """
     if not _reused["largest"]:
         yield

@@ -1,6 +1,6 @@
-"""Linear layers that multiply through oneDNN in training, forwards and backwards.
+"""Linear layers that use oneDNN in training, in the forward and the backward pass.
 
-Only instances inside the given module are changed, never a class or a module of another package.
+Only layer instances inside the given module are changed, never a class or another package.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn import functional
 from workers.cpu import onednn
 
 GRADIENT_ROWS = 1024
-"""Rows to transpose at a time for a weight's gradient, few enough to stay in the cache."""
+"""Rows that are transposed at a time for a weight's gradient; few enough to fit in the cache."""
 MIN_MULTIPLICATIONS = 2**24
-"""Smaller products use torch: building a kernel for their rows would take longer."""
+"""Smaller products use torch, because building a oneDNN kernel would take longer."""
 
 
 class _OnednnFunction(torch.autograd.Function):
@@ -76,7 +76,7 @@ _linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _OnednnFunction.app
 def onednn_linears(module: nn.Module) -> Iterator[None]:
     """Context in which linear layers of the module use oneDNN; run the backward pass inside, too.
 
-    Each layer gets its own `forward`, which hides that of its class and is removed at the end.
+    Each layer gets a `forward` attribute that hides its class's method and is removed at the end.
     """
     with ExitStack() as stack:
         for child in module.modules():

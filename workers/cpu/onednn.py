@@ -1,11 +1,11 @@
-"""Linear layers on CPUs through oneDNN, whose kernels are specialized for the processor.
+"""Linear layers on CPUs with oneDNN, whose kernels are specialized for the processor.
 
 Torch uses MKL for float32 matrix products, which is fastest on one vendor's processors. On others
-with 512-bit vectors, oneDNN takes half the time. From two rows on, its result for a row does not
-depend on the other rows. The weights are read in place; nothing is packed or copied.
+with 512-bit vectors, oneDNN takes half the time. With two or more rows, its result for a row does
+not depend on the other rows. The weights are read in place; nothing is packed or copied.
 
-Every number of rows needs a separate kernel, which costs a third of a millisecond and a quarter MiB
-at its first use. `limit_kernel_caches` bounds their number per process.
+Every number of rows needs a separate kernel. Its first use costs a third of a millisecond and 0.25
+MiB. `limit_kernel_caches` bounds their number per process.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def limit_kernel_caches() -> None:
 
 
 def supports(weight: Tensor) -> bool:
-    """True if oneDNN supports this weight: plain float32, on a CPU, in a torch that has it."""
+    """True if oneDNN can use this weight: plain float32, on a CPU, and torch's calls work."""
     is_plain = type(weight) in (Tensor, nn.Parameter)  # an int8 weight reports float32, too
     return is_plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and _works()
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `functional.linear` for [rows, in] and [out, in]; see `supports`."""
+    """Return `functional.linear` of [rows, in] and a weight [out, in] that `supports` accepts."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
     return result
 
@@ -68,7 +68,7 @@ def linear_binary(
 def _works() -> bool:
     """True if torch has these operations, and they compute correct results.
 
-    They are not public, so a build may lack them or change them.
+    The operations are not public API, so a build may lack or change them.
     """
     states, weight = torch.linspace(-1, 1, 20).view(4, 5), torch.linspace(-1, 1, 15).view(3, 5)
     bias, other = torch.ones(3), states[:, :3] - 0.5

@@ -92,7 +92,7 @@ def _is_taken_for_experts(body: Any, layer: str) -> bool:
     """True if peft treats this layer name as the routed experts of the model's class."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # this version of peft has no such names
+    except ImportError:  # this version of peft does not treat any names specially
         return False
     from peft import LoraConfig
 
@@ -137,11 +137,11 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors with each adapter added to its base, under the base's name.
 
-    The sum is rounded to the base's type, which is what a rollout of that type can store. Inside
-    `adapter_off` the base is returned.
+    The sum is rounded to the base's dtype, which is what a rollout in that dtype can store. Inside
+    `adapter_off`, the base is returned.
     """
     layers = adapted_layers(module)
-    parts: dict[str, Tensor] = {}  # parts of a layer that is not complete yet
+    parts: dict[str, Tensor] = {}  # the parts of a layer that have arrived, until it is complete
     for name, tensor in tensors:
         prefix, kind = _split(name)
         layer = layers.get(prefix)
@@ -184,7 +184,7 @@ def adapter_parts(module: nn.Module) -> set[str]:
 
 
 def adapter_layout(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return, by layer, what is needed to merge an adapter: plain values, for another process."""
+    """Return what another process needs to merge the adapter of each layer, as plain values."""
     layout: dict[str, dict[str, Any]] = {}
     for name, layer in adapted_layers(module).items():
         layout[name] = {
@@ -217,7 +217,7 @@ def save_adapter(
     tensors: Iterable[tuple[str, Tensor]],
     writer: FileWriter = WRITE_NOW,
 ) -> None:
-    """Write the trained weights in the form that `PeftModel.from_pretrained(base, folder)` loads.
+    """Write the trained weights in the format that `PeftModel.from_pretrained(base, folder)` loads.
 
     A model with a scalar head becomes a sequence classifier with one label, and the head is
     included.
@@ -230,7 +230,7 @@ def save_adapter(
     for name, tensor in tensors:
         peft_name = f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
         stored[peft_name] = tensor
-    # peft would treat dense layers of some names as routed experts, and skip their weights
+    # peft would treat dense layers with some names as routed experts, and skip their weights
     body = module.body if has_scalar_head else module
     by_name: dict[str, list[str]] = {}
     for layer in adapted_layers(module):
@@ -279,7 +279,7 @@ def _linear_layers(module: nn.Module) -> list[str]:
 
 
 def _is_linear(child: Any) -> bool:
-    """True for plain linear layers; adapters do not fit other uses of the weight."""
+    """True for plain linear layers; adapters do not fit layers that use a weight differently."""
     from transformers.pytorch_utils import Conv1D
 
     others = ("Router", "GroupedLinear")

@@ -1,7 +1,7 @@
-"""Linear weights as int8: a quarter of float32's memory, and integer products.
+"""Int8 weights in linear layers: a quarter of float32's memory, and integer products.
 
     module = empty_model(config, head, device)
-    quantize_linears(module, device)        # before it has weights: none is ever whole in float32
+    quantize_linears(module, device)        # before weights are loaded, so none is ever float32
     load_weights(module, ...)               # each weight is quantized as it is read
 
 Roles that compute without training can use it: a rollout engine, a frozen reference, teacher or
@@ -10,8 +10,8 @@ and one scale per output channel. The inputs of a layer are quantized row by row
 are integer sums, which are exact: the result of a row does not depend on the other rows.
 
 Embeddings, heads, experts, routers, norms and biases are not quantized. The rounding error differs
-by class: if states decay by exponentials of rounded numbers (jamba, qwen3_next), the logits are
-wrong. So each class is first tested on a small model.
+by class: the logits are wrong for models whose states decay by exponentials of rounded numbers
+(jamba, qwen3_next). Therefore each class is first tested on a small model.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from workers.models.support.stand_in import VOCABULARY
 LARGEST = 127
 """Numbers range from -LARGEST to LARGEST."""
 LARGEST_ERROR = 0.25
-"""Largest relative error of a small model's logits. Most classes have 0.02 to 0.07, experts with
-random routers 0.2, and classes with a decaying state 0.3 to 0.6.
+"""Largest allowed relative error of a small model's logits. Most classes have errors of 0.02 to
+0.07, mixtures with random routers 0.2, and classes with a decaying state 0.3 to 0.6.
 """
 NUM_TOKENS = 40
-"""Tokens of the test row."""
+"""Number of tokens in the test row."""
 ROWS_AT_ONCE = 1024
 """Rows of a weight that are quantized at a time, to bound the memory."""
 
 
 class Int8Weight(Tensor):
-    """A weight [out, in] that reports its float type but is stored as int8.
+    """A weight [out, in] that reports a float dtype but is stored as int8.
 
     `linear` multiplies the int8 numbers, and `copy_` into it quantizes. Any other operation sees
     the dequantized floats, and must not write to them.
@@ -56,7 +56,7 @@ class Int8Weight(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Weight:
-        """Create a wrapper with the weight's shape, type and device, and no memory of its own."""
+        """Create a wrapper with the weight's shape, dtype and device, without memory of its own."""
         shape = (numbers.shape[1], numbers.shape[0])
         weight: Int8Weight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=numbers.device
@@ -109,14 +109,14 @@ class Int8Weight(Tensor):
             return int8_linear(*args, **(kwargs or {}))
         if func is Tensor.detach:
             return args[0]  # it has no gradient; torch raises here under `inference_mode`
-        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
+        with torch._C.DisableTorchFunctionSubclass():  # so that results are plain tensors
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run other operations as the docstring of the class says."""
+        """Handle copies and empty weights; run any other operation on the dequantized floats."""
         kwargs, aten, first = kwargs or {}, torch.ops.aten, args[0]
         if func is aten.detach.default:
             return cls(first.numbers, first.scales, first.dtype)
@@ -244,7 +244,7 @@ def check_device(device_type: str) -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """True if the module has int8 weights; two ways to compute a row then differ noticeably."""
+    """True if the module has int8 weights. Two ways to compute a row then differ noticeably."""
     return any(isinstance(weight, Int8Weight) for weight in module.parameters())
 
 
@@ -252,7 +252,7 @@ def is_quantized(module: nn.Module) -> bool:
 def _is_exact() -> bool:
     """True if the largest numbers are multiplied exactly.
 
-    Processors without an int8 dot product saturate the sums of pairs.
+    On processors without an int8 dot product, sums of pairs of products saturate.
     """
     left = torch.full((5, 96), LARGEST, dtype=torch.int8)
     right = torch.full((96, 40), -LARGEST, dtype=torch.int8)

@@ -3,15 +3,15 @@
     routers = Routers(module)
     with routers.recording() as noted:                 # during a rollout
         module(input_ids=ids)
-    chosen = noted.take()                           # [tokens, layers, choices]
+    chosen = noted.take()                          # [tokens, layers, choices]
 
     with routers.replaying():                       # in training
         routers.replay(chosen)                      # until the next call
         module(input_ids=ids).logits.sum().backward()
 
-The recorded choices are the arguments of the experts. In a replay, the router's `topk` over all
-experts returns the recorded choices and the current scores for them, so the weights of the experts,
-and their gradient, come from the router as it is now.
+The choices are recorded from the arguments of the experts. In a replay, the router's `topk` over
+all experts returns the recorded choices and the current scores for them. The weights of the
+experts, and their gradient, therefore come from the current router.
 
 A model's class is first tested on a tiny stand-in: `check_routers`.
 """
@@ -35,13 +35,13 @@ COLUMN = "routed_experts"
 """Batch column [rows, T, layers, choices]: the choices of the rollout's routers for every token."""
 KEY = "actor_rollout_ref.actor.router_replay.mode=R3"
 ROUTERS = ("gate", "router")
-"""Names that transformers' classes use for the router of a block of experts."""
+"""Attribute names of the router in transformers' classes for blocks of experts."""
 LARGEST_ERROR = 1e-4
-"""Largest relative error of a pass when the order of a token's choices changes."""
+"""Largest allowed relative error of a pass with the choices of each token in another order."""
 
 
 class RecordedChoices:
-    """Choices of the passes since the last `take`."""
+    """The expert choices of all passes since the last `take`."""
 
     def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
         self.layers: list[list[Tensor]] = [[] for _ in range(num_layers)]
@@ -81,7 +81,7 @@ class Routers:
 
     @property
     def no_choices(self) -> Tensor:
-        """Empty choices [0, layers, choices], in the smallest type that can number the experts."""
+        """Empty choices [0, layers, choices], in the smallest dtype that can number the experts."""
         dtype = torch.uint8 if self.num_experts <= 2**8 else torch.int16
         return torch.empty(0, *self.shape, dtype=dtype)
 
@@ -109,9 +109,9 @@ class Routers:
         self.replay(None)
 
     def replay(self, chosen: Tensor | None) -> None:
-        """Set the choices [tokens, layers, choices] of passes from now on; None: the routers' own.
+        """Set the choices [tokens, layers, choices] of all passes until the next call.
 
-        Choices below 0 also mean the routers' own. The choices stay until the next call, because
+        None, or a choice below 0, lets the routers choose. The choices stay in effect because
         gradient checkpointing runs layers again.
         """
         layers = [None] * len(self.modes) if chosen is None else chosen.long().unbind(dim=1)
@@ -135,7 +135,7 @@ class Routers:
 
 
 class _Replay(TorchFunctionMode):
-    """In the forward pass of a router, replaces its choice among all experts by `chosen`."""
+    """Replaces a router's choice among all experts by `chosen` in its forward pass."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _Replay(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk) or chosen is None:
             return func(*args, **(kwargs or {}))
         scores: Tensor = args[0]
-        # groups of experts, which some routers choose first, have other shapes
+        # a `topk` over groups of experts, which some routers run first, has another shape
         if scores.ndim != 2 or scores.shape[1] != self.num_experts:
             return func(*args, **(kwargs or {}))
         assert len(scores) == len(chosen), (
@@ -183,7 +183,7 @@ def check_routers(module: Any) -> None:
 
 
 def replayed_routing(model: Any) -> str:
-    """Return what is wrong with replaying choices: original, reordered and different ones."""
+    """Return what is wrong when original, reordered or different choices are replayed, or ""."""
     routers = Routers(model)
     ids = torch.arange(3, 35)[None]
 

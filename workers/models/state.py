@@ -1,4 +1,4 @@
-"""A model's weights are all of its state: parameters and persistent buffers.
+"""A model's state consists of its parameters and its persistent buffers.
 
 A router's correction bias (deepseek_v3, glm4_moe, lfm2_moe) or gemma4's `layer_scalar` is a buffer:
 no optimizer changes it, but the model needs it. All code that loads, sends, saves or compares
@@ -34,10 +34,10 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert persistent buffers to this type, the trainer's, whatever type the parameters have.
+    """Convert persistent buffers to the trainer's dtype, whatever the dtype of the parameters.
 
-    A router's bias decides between experts with close scores: rounded, it would choose different
-    experts.
+    A router's bias decides between experts with similar scores. If it were rounded, the router
+    would choose other experts.
     """
     for child in module.modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -60,7 +60,7 @@ def local_rows(weight: Tensor, whole: Any) -> Tensor:
 
 
 def _read(whole: Any, ranges: list[list[range]], chosen: tuple[slice, ...]) -> Tensor:
-    """Read the remaining `ranges` of every dimension after the `chosen` ones, concatenated."""
+    """Read and concatenate the `ranges` of the dimensions that `chosen` does not cover."""
     dim = len(chosen)
     if dim == len(ranges):
         selected: Tensor = whole[chosen]

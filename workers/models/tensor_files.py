@@ -1,6 +1,4 @@
-"""Write tensors in the safetensors format, immediately or in the background
-(`workers.training.file_copies`).
-"""
+"""Write safetensors files, immediately or in the background (`workers.training.file_copies`)."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of types in the safetensors format."""
+"""Names of dtypes in the safetensors format."""
 ALIGNMENT = 8
 """Alignment of the first byte after the header."""
 
@@ -38,7 +36,7 @@ class FileWriter:
     """
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
-        """Write or copy a file; the tensors may change afterwards."""
+        """Write a file, or copy it for writing later; the tensors may change afterwards."""
         with path.open("wb") as file:
             file.write(header)
             for tensor in tensors:

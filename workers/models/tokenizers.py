@@ -1,4 +1,4 @@
-"""Check that two models use the same token ids; check a chat template, and set its variables."""
+"""Check that two models use the same token ids; check chat templates and set their variables."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 SECONDS = 10.0
 """Time limit for rendering a message of one letter."""
 MEMORY = 2**30
-"""Memory limit, in bytes, for rendering it."""
+"""Memory limit for rendering a message of one letter, in bytes."""
 
 
 def check_template(tokenizer: Any) -> None:
@@ -99,7 +99,7 @@ def check_template(tokenizer: Any) -> None:
 
 
 def _try(tokenizer: Any, problems: Connection) -> None:
-    """Send a description of a memory problem; other errors are reported later, per row."""
+    """Render the message; describe a memory error. Other errors are reported later, per row."""
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))

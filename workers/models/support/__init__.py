@@ -1,1 +1,1 @@
-"""Determine how models of a class may run; each answer is proven on a small model of the class."""
+"""Determine how models of a class may run; each answer is tested on a small model of the class."""

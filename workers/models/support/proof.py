@@ -29,32 +29,33 @@ NO_MODEL = "there is no small model of its class to prove it on"
 
 
 Proof = Callable[[Any], str]
-"""Test a way to compute something on a small model; return what is wrong with it, or ""."""
+"""Tests a way of computing on a small model; returns what is wrong with it, or ""."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """The answers for models of one config."""
+    """Decides how models with one config may run."""
 
     model_type: str
-    """The model type in messages."""
+    """The model type, for messages."""
     config: Any
-    """The config whose class is tested: of a text model."""
+    """The text model's config; its class is tested."""
     attention: str
     """The attention of the small model, on the CPU: eager or sdpa."""
 
     @classmethod
     def of(cls, config: Any, built_with: str = "") -> Support:
-        """Return the support of a model with this attention; by default its own."""
+        """Return the support for a config, with this attention or by default the config's own."""
         text = config.get_text_config()
         is_eager = (built_with or text._attn_implementation) == "eager"
         return cls(config.model_type, text, "eager" if is_eager else "sdpa")
 
     def why_not(self, proof: Proof, longest: int | None = None) -> str:
-        """Return why this way is wrong, on rows of any length or of up to `longest` tokens.
+        """Return why the tested way is wrong for rows of up to `longest` tokens (None: of any
+        length).
 
-        The text is empty if the way is correct. An answer for one length is valid for all lengths
-        that exceed the same limits.
+        The text is empty if it is correct. An answer for one length is valid for all lengths that
+        exceed the same limits.
         """
         within = None if longest is None else reach(self.config, longest)
         reason = _answer_of(proof, ConfigByContent.of(self.config), self.attention, within)

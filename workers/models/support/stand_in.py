@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 LIMIT = 16
-"""Tokens of every window, chunk and original length of a stand-in."""
+"""Size of every window, chunk and original context length in a stand-in, in tokens."""
 POSITIONS = 128
 """Number of positions of a stand-in."""
 VOCABULARY = 64
@@ -65,16 +65,16 @@ SIZES = {
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_expert_group",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
-"""Field of a width -> its size in a stand-in."""
+"""Config field of a width -> its size in a stand-in."""
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 PERIODS = (
     "period offset interval freq step pattern first_k_dense_replace max_window_layers "
     "num_kv_shared_layers num_dense_layers every_n_layers moe_layer_start_index block_types"
 ).split()
-"""Parts of the names of fields that say which layers are of another kind."""
+"""Parts of field names that define which layers are of another kind."""
 LEFT_OUT = ("dtype", "torch_dtype", "architectures", "quantization_config")
-"""Fields that a stand-in, which is in float32, does not have."""
+"""Fields that are left out of a stand-in's config."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class ConfigByContent:
 
     @classmethod
     def of(cls, config: Any) -> ConfigByContent:
-        """Take everything except the folder and the stored type of the weights."""
+        """Copy the config without its folder and the dtype of the stored weights."""
         content = config.to_dict()
         for name in ("_name_or_path", *LEFT_OUT):
             content.pop(name, None)
@@ -142,7 +142,7 @@ def reach(config: Any, longest: int) -> int:
 
 
 def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
-    """Return the config of the tiny model; without `with_widths` the widths of layers stay."""
+    """Return the config of the tiny model; without `with_widths`, layers keep their widths."""
     fields = copy.deepcopy(config.to_dict())
     count_name = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
     if fields.get("num_layers_per_stack"):
@@ -192,7 +192,7 @@ def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:
             number = len(value) if isinstance(value, (list, str)) else value
             if isinstance(number, int) and number > 0:
                 needed = max(needed, number + 1)
-    if fields.get("num_kv_shared_layers"):  # counted from the last layer
+    if fields.get("num_kv_shared_layers"):  # this field counts from the last layer
         needed = count
     num_layers = min(count, max(needed, 2))
     fields[count_name] = num_layers
@@ -240,7 +240,7 @@ def _shrink_widths(fields: dict[str, Any]) -> None:
 
 
 def _parts(rope: Any) -> list[dict[str, Any]]:
-    """Return the rotary parameters of all layers, and of each kind of layer."""
+    """Return the rotary parameters: the common ones, and those of each kind of layer."""
     if not isinstance(rope, dict):
         return []
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -272,12 +272,13 @@ def _leave_defaults(model: Any) -> None:
     """Set random weights as large as a trained model's, norms other than 1, biases other than 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
-            parameter.sub_(3.0)  # so that some steps of a state space reach their lower limit
+            # so that some step sizes of a state space model reach their lower limit
+            parameter.sub_(3.0)
         spread = 0.1 if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
         parameter.add_(torch.randn_like(parameter) * spread)
     persistent = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in persistent and buffer.is_floating_point():
             noise = 0.1 * torch.randn_like(buffer)
-            # a table of decays keeps its zeros: they are its mask
+            # keep the zeros in a table of decays: they are its mask
             buffer.add_(noise if buffer.ndim < 2 else noise * buffer)
