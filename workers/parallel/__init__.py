@@ -1,1 +1,1 @@
-"""Distribute a module over ranks, and run stages that all ranks share."""
+"""Distribute a module over ranks, and run work that all ranks do together."""

@@ -1,4 +1,4 @@
-"""Stages that all ranks run together: an error on one rank raises on all, and names the rank."""
+"""Run work on all ranks together: an error on one rank is raised on all, with the rank's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives inside layers, whose gradients take the way back."""
+"""Differentiable collectives inside layers: gradients are sent in the opposite direction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Communicate(torch.autograd.Function):
 
 
 def communicate(states: Tensor, send: Send, send_gradient: Send) -> Tensor:
-    """Return `send(states)`; the backward pass sends its gradient by `send_gradient`."""
+    """Return `send(states)`; the backward pass applies `send_gradient` to the gradient."""
     result: Tensor = _Communicate.apply(states, send, send_gradient)  # type: ignore[no-untyped-call]
     return result
 
@@ -38,7 +38,7 @@ def exchange(
 ) -> Tensor:
     """Send `sent[r]` rows to rank r, in rank order; return the `received[r]` rows of each rank.
 
-    Without the numbers, every rank sends and receives equally many.
+    Without these numbers, all ranks send and receive equally many rows.
     """
 
     def send(rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:

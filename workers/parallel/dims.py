@@ -1,15 +1,15 @@
-"""The axes along which a role's ranks share the work on one model, as numbers, without torch.
+"""The parallel axes of a role's ranks, as plain numbers; does not import torch.
 
-    pp         stages of layers
-    replicate  whole copies of the model: other rows
-    shard      FSDP: other rows, and a part of every weight
-    sp         the same rows, a part of their tokens (sequence parallel)
-    tp         the same tokens, a part of every matrix (tensor parallel)
+    pp         different layers (pipeline stages)
+    replicate  a full copy of the model, different rows
+    shard      a shard of every weight, different rows (FSDP)
+    sp         the same rows, different tokens of them (sequence parallel)
+    tp         the same tokens, a shard of every matrix (tensor parallel)
 
-Ranks are numbered with tp fastest. Rows of a batch are divided over replicate x shard. Ranks that
-differ only along pp, sp or tp have the same rows and form one model group. Experts use another
-view: ep neighbouring ranks of shard x sp x tp have different experts, and FSDP shards each expert
-over the efsdp ranks that have the same one.
+Along tp, rank numbers are consecutive; pp is the slowest axis. Rows of a batch are divided over
+replicate x shard. Ranks that differ only along pp, sp or tp have the same rows and form one model
+group. For experts, the axes shard x sp x tp are divided differently: groups of ep consecutive ranks
+have different experts, and FSDP shards each expert over the efsdp ranks that have it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 AXES = ("pp", "replicate", "shard", "sp", "tp")
 """Axes in the order of the mesh, the fastest last."""
 DATA, LOSS, MODEL = ("replicate", "shard"), ("replicate", "shard", "sp"), ("pp", "sp", "tp")
-"""Axes along which ranks have different rows; different tokens; the same rows."""
+"""Axes along which ranks have different rows, different tokens, and the same rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Sizes of the axes."""
+    """Sizes of the parallel axes."""
 
     pp: int = 1
     replicate: int = 1
@@ -44,7 +44,7 @@ class ParallelDims:
         return math.prod(self.axes().values())
 
     def describe(self) -> str:
-        """Return the axes as text, such as `shard 2, tp 4`; empty if FSDP is the only axis."""
+        """Return the axes as text, such as `shard 2, tp 4`; "" if FSDP is the only axis."""
         sizes = {**self.axes(), "ep": self.ep}
         shown = sizes if self.world != self.shard or self.ep > 1 else {}
         return ", ".join(f"{name} {size}" for name, size in shown.items() if size > 1)
@@ -66,7 +66,7 @@ class ParallelDims:
 
     @property
     def efsdp(self) -> int:
-        """Number of ranks that share the weights of the same experts."""
+        """Number of ranks over which the weights of an expert are sharded."""
         return self.shard * self.sp * self.tp // self.ep
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -82,6 +82,6 @@ class ParallelDims:
         return at["replicate"] * self.shard + at["shard"]
 
     def is_collect(self, rank: int) -> bool:
-        """True if a rank returns results for its model group: the first rank of the last stage."""
+        """True for the first rank of a group's last stage, which returns the group's results."""
         at = self.coordinates(rank)
         return at["pp"] == self.pp - 1 and at["sp"] == at["tp"] == 0

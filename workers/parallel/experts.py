@@ -1,14 +1,15 @@
-"""Expert parallelism: each rank has some experts of every layer, and tokens are sent to them.
+"""Expert parallelism: each rank has some experts of every layer; tokens are sent to their experts.
 
     spread_experts(module, mesh)        # mesh has one axis, "ep"
 
-Every rank has different rows. A layer sorts the choices of its tokens by expert and sends each to
-the rank of that expert (one exchange of counts, one of tokens). The experts' class computes them as
-usual. A second exchange returns the results, which are weighted and summed at their origin. A rank
-that receives no token still takes part, forward and backward.
+Every rank has different rows. A layer sorts its (token, expert) choices by expert and sends each
+token to the rank of the expert (one exchange of counts, one of tokens). The experts' class computes
+its outputs as usual. Another exchange returns the outputs, which are weighted and summed on the
+rank of the token. A rank that receives no token still takes part in the forward and the backward
+pass.
 
-The gradients of experts come from the tokens of all ranks, so they are complete and never summed
-over the axis.
+The gradients of experts come from the tokens of all ranks, so they are complete, and they are not
+summed over the axis.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
 
 
 def cut_of_experts(weight: Tensor, size: int) -> Shard:
-    """Return the dimension that FSDP2 shards: inside every expert, into equal parts."""
+    """Return how FSDP2 shards a weight: along a dimension inside each expert, in equal parts."""
     for dim in range(1, weight.ndim):
         if weight.shape[dim] % size == 0:
             return Shard(dim)
@@ -82,7 +83,7 @@ def cut_of_experts(weight: Tensor, size: int) -> Shard:
 
 
 def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep only this rank's experts of every layer; layers then send tokens to the other ranks."""
+    """Keep only this rank's experts of every layer, and make layers send tokens to other ranks."""
     group, size = mesh.get_group(), mesh.size()
     check_experts(module, size)
     for _, experts in experts_of(module):
@@ -95,7 +96,7 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _LocalExperts(nn.Module):
-    """The original forward pass of the experts, for the experts of this rank."""
+    """Runs the original forward pass of the experts with the experts of this rank."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -107,14 +108,16 @@ class _LocalExperts(nn.Module):
 
 
 class _Spread:
-    """Computes the forward pass of experts that are spread over ranks."""
+    """The forward pass of experts that are spread over ranks."""
 
     def __init__(self, experts: nn.Module, group: dist.ProcessGroup) -> None:
         self.local = _LocalExperts(experts)
         self.group = group
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute the experts; `hidden` is [tokens, width], the others are [tokens, choices]."""
+        """Run the experts on `hidden` [tokens, width]; `chosen` and `weights` are [tokens,
+        choices].
+        """
         num_here, num_ranks = int(self.local.experts.num_experts), self.group.size()  # type: ignore[arg-type]
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=num_here * num_ranks)
@@ -128,14 +131,15 @@ class _Spread:
         numbers = torch.arange(num_here, device=chosen.device).repeat(num_ranks)
         numbers = numbers.repeat_interleave(arriving)[:, None]
         weights_here = {name: local_part(weight) for name, weight in self.local.named_parameters()}
-        # outputs are weighted at their origin, in the precision of the weights, as in one process
+        # outputs are weighted on the token's rank, in the precision of the weights, as in one
+        # process
         once = torch.ones_like(numbers, dtype=weights.dtype)
         done = functional_call(self.local, weights_here, (rows, numbers, once))
         if not len(rows):  # otherwise the backward pass of this rank would skip the exchange
             nothing = [part.flatten()[:0].sum() for part in (rows, *weights_here.values())]
             done = done + torch.stack(nothing).sum()
         back = exchange(done, self.group, received, sent)
-        # by index, because index_add sums in another order each time on a GPU
+        # indexing, because on a GPU index_add sums in a different order each time
         in_place = back.index_select(0, order.argsort()).view(*chosen.shape, -1)
         summed: Tensor = (in_place * weights[..., None]).sum(dim=1).to(hidden.dtype)
         return summed
