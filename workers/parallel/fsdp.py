@@ -40,15 +40,15 @@ def shard(
 ) -> bool:
     """Shard with FSDP2: one unit per decoder layer and one for the rest, or one for everything.
 
-    Under shard_grad_op layers stay whole from one pass to the next, like the rest. Experts that are
-    spread over ranks form a separate unit on their `efsdp_mesh`. Each layer prefetches the weights
-    of the next layer.
+    With shard_grad_op, layers stay gathered from one pass to the next, like the unit of the rest.
+    Experts that are spread over ranks form a separate unit on `efsdp_mesh`. Each layer prefetches
+    the weights of the next layer.
 
-    Returns True for one unit, which small models use because there the latency of collectives
-    dominates. The unit of the rest contains the begin and the end of a pass. It is whole
-    throughout, and stays whole until `reshard`. Gradients are summed, not averaged. A weight that
-    no token of a rank reached (an expert) takes part with zeros, otherwise the collectives of the
-    ranks would not match.
+    Return True if the model is one unit. Small models are, because the latency of collectives
+    dominates their time. The unit of the rest is used at the beginning and the end of a pass, so it
+    stays gathered until `reshard`. Gradients are summed, not averaged. If no token of a rank
+    reaches a weight (such as an expert's), its gradient there is zero; otherwise the collectives of
+    the ranks would not match.
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
     one_unit = is_one_unit(num_elements)
@@ -88,7 +88,7 @@ def shard(
 
 
 def _prefetch_layers(module: Any) -> None:
-    """Let each decoder layer prefetch the next one, in lists that a pass runs completely.
+    """Let each decoder layer prefetch the next one, if their list has all layers of the model.
 
     Otherwise a prefetched layer that does not run would return outdated weights to a later pass.
     """
@@ -102,13 +102,13 @@ def _prefetch_layers(module: Any) -> None:
 def begin_pass(
     module: Any, one_unit: bool, last: bool, strategy: str = "fsdp", waits: bool = False
 ) -> None:
-    """Set, before each backward pass of a mini-batch, which weights stay whole after it.
+    """Set which weights stay gathered after the next backward pass of a mini-batch.
 
-    After the last pass, no weights stay whole. Weights that are whole throughout a pass (all
-    weights under shard_grad_op) are gathered once per mini-batch. With one unit, gradients are
-    accumulated over the passes first and reduced over the ranks once. Larger models reduce layer by
-    layer, since no rank may store all gradients. While a forward pass `waits` for its backward
-    pass, FSDP finalizes nothing.
+    After the last pass, no weights stay gathered. Weights that stay gathered throughout a pass
+    (with shard_grad_op, all weights) are gathered once per mini-batch. A model that is one unit
+    first accumulates gradients over the passes, and reduces them over the ranks once. Larger models
+    reduce layer by layer, since a rank cannot store all gradients. If `waits`, other forward passes
+    still wait for their backward passes, so FSDP must not finalize the backward pass.
     """
     module.set_reshard_after_backward(last, recurse=one_unit or strategy == "shard_grad_op")
     module.set_is_last_backward(not waits)
@@ -119,26 +119,26 @@ def begin_pass(
 def note_all_units(module: Any) -> None:
     """Make FSDP register every unit of the module, once it has weights.
 
-    FSDP would do so in the first pass, but a pass of a stage sees only the layers of that stage.
-    Missed units would not be resharded, nor their gradients reduced, at the end of a mini-batch
-    whose last backward pass belongs to another stage.
+    FSDP would do so in the first pass, but a pass of a stage sees only the layers of that stage. If
+    the last backward pass of a mini-batch belongs to another stage, units that are not registered
+    would not be resharded, and their gradients would not be reduced.
     """
     module._get_fsdp_state()._lazy_init()
 
 
 def reshard(module: Any) -> None:
-    """Reshard the weights that forward passes left whole."""
+    """Reshard the weights that stayed gathered after forward passes."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum gradients of unsharded weights over `group`, in buckets, including missing ones.
+    """Sum the gradients of unsharded weights over `group`, in buckets; missing gradients are zero.
 
-    A weight that no token of a rank reached (an expert) gets a gradient of zeros, for every
-    strategy and number of ranks. So the ranks stay in step, and the optimizer treats it equally
-    everywhere.
+    If no token of a rank reaches a weight (such as an expert's), its gradient is zero, for every
+    strategy and number of ranks. The collectives of the ranks then match, and the optimizer treats
+    the weight equally on all of them.
     """
     gradients = []
     for parameter in parameters:
@@ -167,7 +167,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor | None:
     """Return a weight as one tensor on rank 0, None on other ranks; collective if it is sharded.
 
-    `is_first` selects another rank: the first one of a stage.
+    `is_first` selects the receiving rank instead: the first rank of each stage.
     """
     tensor = parameter.detach()
     is_first = dist.get_rank() == 0 if is_first is None else is_first
@@ -176,5 +176,5 @@ def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor |
     if tensor.device.type != "cpu":  # sends with NCCL would need additional connections
         whole = full_tensor(tensor)
         return whole if is_first else None
-    # other replicas do nothing
+    # ranks with other replicas do nothing
     return whole_tensor(tensor, gather_rows) if is_first_replica(tensor) else None

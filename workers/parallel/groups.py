@@ -16,9 +16,9 @@ from workers.parallel.dims import DATA, LOSS, MODEL, ParallelDims
 
 
 class RankGroups:
-    """A mesh, and the process groups that this rank is in; None for a group of one rank.
+    """A mesh, and the process groups that contain this rank; None for a group of one rank.
 
-    `mesh` has "shard" and the axes of more than one rank, in their order.
+    `mesh` has the axis "shard" and all axes of more than one rank, in the order of `AXES`.
     """
 
     def __init__(self, dims: ParallelDims, device: torch.device) -> None:
@@ -32,14 +32,14 @@ class RankGroups:
         self.data = self._along(DATA)
         """Ranks with different rows: counts of rows and tokens are summed over it."""
         self.loss = self._along(LOSS)
-        """Ranks with different tokens: gradients, and shares of a loss, are summed over it."""
+        """Ranks with different tokens: gradients and contributions to a loss are summed over it."""
         self.model = self._along(MODEL)
-        """Ranks that have the same rows, and so run the same passes."""
+        """Ranks that have the same rows and therefore run the same passes."""
         self.sp = self._along(("sp",))
         self.tp = self._along(("tp",))
         self.pp = self._along(("pp",))
         self.batch = self._along(("pp", *DATA))
-        """The first rank of every stage of each model group; the last stage has the metrics."""
+        """The first rank of every stage in every model group; the last stage has the metrics."""
 
     def _along(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         sizes = self.dims.axes()
@@ -57,7 +57,7 @@ class RankGroups:
 
     @property
     def is_first_of_stage(self) -> bool:
-        """True for the first of the ranks with the same layers."""
+        """True for the first of the ranks that have the same layers."""
         return self.world is None or self.world.rank() % self.dims.per_stage == 0
 
     def _flat(self, *axes: str) -> DeviceMesh:

@@ -70,8 +70,8 @@ def resident(
 ) -> Iterator[None]:
     """Context in which offloaded tensors are on the device; afterwards they are in host memory.
 
-    On the CPU both are the same. torch keeps the memory that a call frees, for the next role of the
-    process. An engine that allocates memory outside torch releases it.
+    On the CPU both are the same. torch caches the memory that a call frees, for the next role of
+    the process. An engine that allocates memory outside torch makes torch release the cache.
     """
     moved = module if sharding.param_offload else None
     optimizer = optimizer if sharding.optimizer_offload else None
@@ -99,7 +99,7 @@ def _move(
     weight: Callable[[Tensor], Tensor],
     state: Callable[[Tensor], Tensor],
 ) -> None:
-    """Replace each weight and each state by the result of its function."""
+    """Replace each weight and each optimizer state by the result of the given function for it."""
     if module is not None:
         module._apply(weight)
     for states in optimizer.state.values() if optimizer is not None else ():
@@ -130,7 +130,7 @@ logger = logging.getLogger(__name__)
 
 
 def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:
-    """Lock the pages of these bytes until the result is called or their owner is deleted.
+    """Page-lock these bytes until the returned function is called or their owner is deleted.
 
     Returns None, with a warning, if CUDA fails. torch's `pin_memory` would round up to a power of
     two.
@@ -141,7 +141,7 @@ def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:
         logger.warning("%.2f GiB were not page-locked: CUDA error %d", size, error)
         return None
     unlock = weakref.finalize(owner, cudart.cudaHostUnregister, address)
-    unlock.atexit = False  # CUDA may be gone at exit
+    unlock.atexit = False  # CUDA may already be shut down at exit
     return unlock
 
 

@@ -1,21 +1,21 @@
-"""Pipeline parallelism: the order in which a rank's stages compute passes, and their exchange.
+"""Pipeline parallelism: the order of passes on a rank, and the exchange of states between stages.
 
     for action in pipeline.actions(num_passes):         # one stage: F0 B0 F1 B1 ...
         if action.is_forward:
-            with pipeline.computing(action, shapes) as results:     # after it received its states
-                results += [module(**inputs)]                       # states are sent at the end
+            with pipeline.computing(action, shapes) as results:     # receives states first
+                results += [module(**inputs)]                       # sends them at the end
         else:
             pipeline.backward(action)
 
-The ranks along "pp" form a line. They have the same rows and split them equally, so each knows the
-shapes that it receives, and passes may have different lengths. Gradients are accumulated in the
-order of the passes, as in one process. A send does not block. A receive blocks, on a separate group
-for each direction and neighbour: no two ranks wait for each other, and states arrive in the order
-in which they were sent.
+The ranks along "pp" form a line. They have the same rows and split them into the same passes, so
+each rank knows the shapes that it receives, even if passes have different lengths. Gradients are
+accumulated in the order of the passes, as in one process. A send does not block. A receive blocks.
+Each direction and neighbor has a separate group, so no two ranks wait for each other, and states
+arrive in the order in which they were sent.
 
 gpipe: all forward passes first (arXiv 1811.06965). 1f1b: only as many as keep all ranks busy
-(PipeDream-Flush, arXiv 2006.09503). interleaved: 1f1b over two stages per rank, which are idle for
-half the time (arXiv 2104.04473).
+(PipeDream-Flush, arXiv 2006.09503). interleaved: 1f1b over two stages per rank, which halves the
+idle time (arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Action(NamedTuple):
 
     is_forward: bool
     chunk: int
-    """Number of the stage on this rank."""
+    """Index of the stage among this rank's stages."""
     number: int
-    """Number of the pass in the mini-batch."""
+    """Index of the pass in the mini-batch."""
 
 
 def num_chunks(kind: str) -> int:
@@ -60,7 +60,7 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
     if kind == "gpipe":
         num_waiting = num_passes
 
-    # an incomplete last round keeps its places, which stay empty
+    # the missing passes of an incomplete last round keep their places in the order
     order = [(chunk, place) for chunk in chunks for place in range(num_ranks)]
     forward = [(chunk, number, place) for number, _ in enumerate(rounds) for chunk, place in order]
     actions: list[Action] = []
@@ -82,9 +82,9 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
 
 
 def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
-    """Return the largest number of a rank's passes that wait for their backward passes.
+    """Return how many forward passes of a rank wait for their backward passes, at most.
 
-    Under gpipe all passes of a mini-batch wait; this counts one per rank.
+    Under gpipe, all passes of a mini-batch wait; here a mini-batch has one pass per rank.
     """
     waiting = most = 0
     for action in schedule(kind, rank, num_ranks, 4 * num_ranks if kind != "gpipe" else num_ranks):
@@ -94,7 +94,7 @@ def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
 
 
 class Pipeline:
-    """Computes this rank's stages of a model, and exchanges states with neighbouring ranks."""
+    """Computes this rank's stages of a model, and exchanges states with neighboring ranks."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class Pipeline:
     ) -> None:
         """Create the pipeline of a rank; `links` are groups of the ranks of the `line` (`_link`).
 
-        `dtype` is the type of the states between stages.
+        `dtype` is the dtype of the states between stages.
         """
         self.stages, self.line, self.kind, self.links = stages, line, kind, links
         self.dtype, self.device = dtype, device
         self.rank, self.size = line.rank(), line.size()
         self.last = self.size * num_chunks(kind) - 1
         self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        """Received states and results of a pass, by chunk and number, until its backward pass."""
+        """(chunk, number) -> received states and results of a pass, until its backward pass."""
         self._sent: list[tuple[Any, Tensor]] = []
 
     @property
@@ -127,7 +127,7 @@ class Pipeline:
         return action.chunk * self.size + self.rank
 
     def actions(self, num_passes: int, trains: bool = True) -> Iterator[Action]:
-        """Yield the rank's actions in order; at the end, wait for everything it sent."""
+        """Yield the rank's actions in order; at the end, wait until everything is sent."""
         self.waiting.clear()
         for action in schedule(self.kind, self.rank, self.size, num_passes):
             if trains or action.is_forward:
@@ -165,7 +165,7 @@ class Pipeline:
             self._receive(x.shape, stage + 1, stage) if x.dim() else 1 + (x - x).detach()
             for x in outputs
         ]
-        # outputs before all trained weights have no gradient
+        # outputs of layers below all trained weights have no gradient
         needed = [n for n, x in enumerate(outputs) if x.requires_grad or not x.dim()]
         if needed:
             torch.autograd.backward([outputs[n] for n in needed], [grads[n] for n in needed])
@@ -208,7 +208,7 @@ class Pipeline:
 
 
 def exchange_sum(gradient: Tensor, line: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the first and the last rank of a line, bit for bit equal on both."""
+    """Return the sum over the first and the last rank of a line, bit-identical on both."""
     other = torch.empty_like(gradient)
     peer = line.size() - 1 - line.rank()
     ways = [
@@ -231,10 +231,10 @@ def gather_stage_tensors(
     is_first: bool,
     device: torch.device,
 ) -> Named:
-    """Yield the tensors of all ranks of a line, the first rank's first; collective.
+    """Yield the tensors of all ranks of a line, in rank order; collective.
 
-    `layouts` are names, shapes and types of this rank's `tensors`. Unless `on_all_ranks`, only the
-    first rank of the line that `is_first` receives them.
+    `layouts` has the names, shapes and dtypes of this rank's `tensors`. Unless `on_all_ranks`, only
+    the first rank of the line for which `is_first` is true receives the tensors.
     """
     for rank in range(line.size()):
         received: list[Any] = [layouts if rank == line.rank() else None]
@@ -258,5 +258,5 @@ def gather_stage_tensors(
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a view as bytes, which every backend can send; a copy if the memory has gaps."""
+    """Return a view as bytes, which every backend can send, or a copy if the memory has gaps."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -2,7 +2,8 @@
 
 Tensor parallelism splits a weight first, over the last axis of the mesh. FSDP2 then splits the rows
 of the result, which it marks as a `_StridedShard`. A packed weight is a concatenation of several
-weights, each split separately. torch's rules support neither packed weights nor uneven rows.
+weights, each of which is split separately. torch's rules support neither packed weights nor uneven
+rows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 Gather = Callable[[Tensor, int, dist.ProcessGroup], Tensor | None]
-"""(a rank's rows, the number of all rows, the ranks that have them) -> all rows, or None on ranks
-that do not get them.
+"""(this rank's rows, number of rows on all ranks, their group) -> all rows, or None on ranks that
+do not get them.
 """
 
 
@@ -33,7 +34,7 @@ class AxisSplit:
     axis: int
     dim: int
     packed: int
-    """Number of concatenated weights along the dimension, each of which is split."""
+    """Number of weights that are concatenated along the dimension; each of them is split."""
     num_ranks: int
 
     def part(self, ranges: Sequence[range], rank: int) -> list[range]:
@@ -47,7 +48,7 @@ class AxisSplit:
         return part
 
     def as_rows(self, tensor: Tensor) -> Tensor:
-        """Move the split dimension first, with packed weights next to each other."""
+        """Return the tensor with the split dimension first and its packed weights side by side."""
         size = tensor.shape[self.dim] // self.packed
         rows: Tensor = tensor.unflatten(self.dim, (self.packed, size)).movedim(self.dim + 1, 0)
         return rows
@@ -177,7 +178,7 @@ def whole_tensor(tensor: DTensor, gather: Gather) -> Tensor | None:
 def all_gather_rows(mine: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
     """Return all rows, on every rank; the last ranks may have fewer rows than others, or none.
 
-    It runs a single collective: torch's implementation takes several times as long on tensors of a
+    It runs a single collective; torch's implementation takes several times as long for tensors of a
     few kilobytes.
     """
     most = max(1, -(-num_rows // group.size()))
@@ -191,7 +192,7 @@ def all_gather_rows(mine: Tensor, num_rows: int, group: dist.ProcessGroup) -> Te
 def gather_rows(rows_here: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor | None:
     """Return all rows on the first rank, None on the others.
 
-    Rows arrive directly at their position: half the bytes of an all-gather, and no copies.
+    Rows are received directly in their place: half the bytes of an all-gather, and no copies.
     """
     if group.rank() != 0:
         if rows_here.numel():
@@ -200,7 +201,7 @@ def gather_rows(rows_here: Tensor, num_rows: int, group: dist.ProcessGroup) -> T
 
     whole = rows_here.new_empty(num_rows, *rows_here.shape[1:])
     most = max(1, -(-num_rows // group.size()))
-    mine, *others = whole.split(most)  # the last ranks may have none
+    mine, *others = whole.split(most)  # the last ranks may have no rows
     arriving = [
         dist.irecv(rows, group=group, group_src=rank) for rank, rows in enumerate(others, 1)
     ]

@@ -1,19 +1,20 @@
 """Sequence parallelism: each rank of a group has some of the packed row's tokens.
 
     ranks = SequenceRanks(group, num_heads)
-    split = ranks.split(reads)              # the tokens of each rank, of a row of ranks.padded(n)
-    output = ranks.attend(query, key, value, sinks, attend)     # in each layer, of its own tokens
-    numbers = split.gather(own_numbers)     # of the positions read by all ranks, on each of them
+    split = ranks.split(reads)              # for a row that is padded to ranks.padded(n) tokens
+    output = ranks.attend(query, key, value, sinks, attend)     # in each layer; this rank's tokens
+    numbers = split.gather(own_numbers)     # at the positions read on all ranks
 
-A layer computes token by token, except for attention. There one all-to-all gives each rank all
-tokens of some heads, and a second one returns all heads of its own tokens (Ulysses, arXiv
-2309.14509). If there are more ranks than heads, keys and values are gathered, and each rank attends
-with the queries of its own tokens. It then has two spans of the row, at equal distances from begin
-and end, so that all ranks have equally many keys to attend to (zigzag; Llama 3, arXiv 2407.21783,
-3.3.2).
+A layer computes token by token, except for attention. In attention, one all-to-all gives each rank
+all tokens for some of the heads, and a second one gives it all heads for its own tokens (Ulysses,
+arXiv 2309.14509). If there are more ranks than heads, keys and values are gathered, and each rank
+attends with the queries of its own tokens. Its tokens are then two spans at equal distances from
+the beginning and the end of the row, so that all ranks attend to equally many keys (zigzag; Llama
+3, arXiv 2407.21783, section 3.3.2).
 
-The gathered outputs, and therefore the loss, are equal on all ranks. The backward pass uses each
-rank's part of the gradient, so gradients of weights are shares that must be summed over the ranks.
+The gathered outputs, and therefore the loss, are equal on all ranks. In the backward pass, each
+rank uses its part of the gradient, so the gradients of weights are partial and must be summed over
+the ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from torch import Tensor
 from workers.parallel.communicate import communicate, exchange
 
 AttendRows = Callable[..., Tensor]
-"""(query, key, value, sinks, positions of the queries; None is all) -> output.
+"""(query, key, value, sinks, positions of the queries or None for all) -> output.
 
-States are [tokens, heads, size], `sinks` [heads] or None.
+Query, key, value and output are [tokens, heads, size]; `sinks` is [heads] or None.
 """
 
 
@@ -53,7 +54,7 @@ class SequenceRanks:
         return self.size > self.num_heads
 
     def padded(self, num_tokens: int) -> int:
-        """Return the smallest number of tokens from `num_tokens` on that the ranks can share."""
+        """Round `num_tokens` up to a number that can be split equally over the ranks."""
         multiple = 2 * self.size if self.gathers else self.size
         return -(-num_tokens // multiple) * multiple
 
@@ -65,7 +66,7 @@ class SequenceRanks:
         return torch.cat([fronts, backs.flip(0)], dim=1)
 
     def split(self, reads: Tensor) -> Split:
-        """Return the tokens of each rank and their reads; `reads` has a bool for every token."""
+        """Divide the row. `reads` is True for each token of the row at which the head is read."""
         places = self.places(len(reads))
         is_read = reads[places]
         numbers = (reads.cumsum(0) - 1)[places[is_read]]
@@ -76,7 +77,7 @@ class SequenceRanks:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: AttendRows
     ) -> Tensor:
-        """Return the attention of this rank's tokens; `attend` computes it for whole rows."""
+        """Return the attention of this rank's tokens; `attend` computes that of whole rows."""
         num_own, num_heads, _ = query.shape
         if self.gathers:
             places = self.places(self.size * num_own)
@@ -97,8 +98,7 @@ class SequenceRanks:
         return back.transpose(0, 1).flatten(1, 2)
 
     def _exchanged(self, states: list[Tensor], is_whole: bool = False) -> list[Tensor]:
-        """Exchange [own tokens, heads, size] to [all tokens, heads of the rank, size], in one
-        collective.
+        """Exchange [own tokens, heads, size] for [all tokens, own heads, size], in one collective.
 
         With `is_whole`, every rank gets all heads.
         """
@@ -122,12 +122,12 @@ class Split:
     reads: Tensor
     """Indices of this rank's tokens that are read."""
     numbers: Tensor
-    """For every position read, in rank order: its number in the order of the row."""
+    """Index in the order of the row for every position read, listed in rank order."""
     counts: list[int]
     """Number of positions that each rank reads."""
 
     def of_rank(self, column: Tensor) -> Tensor:
-        """Select this rank's numbers from a column with one number per position read."""
+        """Select this rank's part of a column with one number per position read."""
         rank = self.group.rank()
         return column[self.numbers.split(self.counts)[rank].to(column.device)]
 
@@ -146,7 +146,7 @@ class Split:
         return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
 
     def add_up(self, share: Tensor) -> Tensor:
-        """Return the sum of the ranks' shares, whose gradient is that of this rank's share."""
+        """Return the sum of the ranks' contributions; only this rank's has a gradient."""
         total = share.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total + (share - share.detach())

@@ -1,4 +1,4 @@
-"""Interpret a strategy and its `fsdp_config`, as names and numbers, without torch.
+"""Interpret a strategy and its `fsdp_config` as names and numbers; does not import torch.
 
 `workers.parallel.fsdp` applies the result to a module.
 """
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from workers.config import FrozenFSDPConfig, FSDPConfig, ParallelConfig
 
 SMALL_ELEMENTS = 16 * 2**20
-"""Largest model that is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
+"""Largest model that is one FSDP2 unit, in weights: 64 MiB in float32, plus gradients."""
 
 
 def is_one_unit(num_weights: int) -> bool:
-    """True if FSDP2 gathers such a model at once, not layer by layer."""
+    """True if FSDP2 gathers a model of this size as a whole, not layer by layer."""
     return num_weights <= SMALL_ELEMENTS
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Result of a strategy and an `fsdp_config`."""
+    """The sharding settings that follow from a strategy and an `fsdp_config`."""
 
     strategy: str
     """single, ddp, fsdp or shard_grad_op."""
@@ -47,7 +47,7 @@ def settle(
     section: str = "fsdp_config",
     quantization: str | None = None,
 ) -> Sharding:
-    """Return the sharding that a strategy names; the user's `fsdp_config` must agree with it.
+    """Return the sharding for a strategy; raise if the user's `fsdp_config` contradicts it.
 
     `fsdp_size` and `parallel.shard` are the same setting. Quantized weights are whole on every
     rank.
@@ -91,9 +91,9 @@ def settle(
 
 
 def axes_key(section: str) -> str:
-    """Return the name of the `parallel` section that belongs to this `fsdp_config`."""
+    """Return the key of the `parallel` section that belongs to this `fsdp_config` section."""
     prefix = f".{section.removesuffix('fsdp_config')}"
-    if prefix.endswith(".model."):  # the section is next to the model's section
+    if prefix.endswith(".model."):  # the section is a sibling of the model's section
         prefix = prefix.removesuffix("model.")
     return f"{prefix}parallel".lstrip(".")
 
@@ -136,7 +136,7 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
 
 
 def _check_experts(dims: ParallelDims, strategy: str) -> None:
-    """Reject ranks that cannot share the experts."""
+    """Reject numbers of ranks over which the experts cannot be spread."""
     key = f"parallel.ep={dims.ep}"
     if dims.tp > 1:
         raise ConfigError(

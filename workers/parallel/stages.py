@@ -1,14 +1,14 @@
-"""A model split into stages of layers, each computed by the class's own forward pass.
+"""Split a model into stages of layers, each computed by the model class's own forward pass.
 
     ranges = stage_ranges(module, num_stages)   # the layers of every stage, from shapes
     stages = Stages(module, ranges)
-    stages.keep(own)                            # drops other stages' parts, before weights
-    with stages.computing(stage, received):     # states of the previous stage; none for the first
-        states = module(**inputs)               # of the last stage: the outputs of the model
+    stages.keep(own)                            # drops other stages' parts, before loading weights
+    with stages.computing(stage, received):     # received: states of the previous stage, if any
+        states = module(**inputs)               # in the last stage, the model's outputs
 
 Names and numbers of layers are those of the whole model. Parts of other stages return their inputs
-unchanged, and embeddings return the states that the previous stage sent. A small model of the class
-proves that this is correct (`workers.training.parts.pipeline`).
+unchanged, and embeddings return the states that the previous stage sent. This is first tested on a
+small model of the class (`workers.training.parts.pipeline`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from workers.config import LARGEST_PASS
 from workers.parallel.experts import experts_of
 
 LARGEST_LOGITS = 256 * 2**20
-"""Most bytes that the float32 logits of one chunk of positions take."""
+"""Maximum size of the float32 logits of one chunk of positions, in bytes."""
 TRAINED, FROZEN = 4, 1
 """Numbers stored per weight: with a gradient and two moments, and without."""
 
 
 class NoStages(Exception):
-    """Raised if a model has no stages; the text is the reason."""
+    """Raised if a model cannot be split into stages; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """The parts of stages: for each part, its owner module and its name there."""
+    """The modules that are divided into stages, each as (parent module, attribute name)."""
 
     embeddings: tuple[nn.Module, str]
     layers: nn.ModuleList
@@ -92,9 +92,10 @@ def _has_weights(child: nn.Module) -> bool:
 def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     """Return the layers of every stage, so that the largest stage needs the least memory.
 
-    Weights count with gradients and moments if they are trained; embeddings are in the first stage,
-    and the head in the last, with the logits of its largest chunk. A rank has only a part of the
-    experts. If anything is trained, the tensors that layers save in one pass count, too.
+    Trained weights count with their gradients and moments. The first stage has the embeddings, and
+    the last stage has the head with the logits of its largest chunk. With `ep`, a rank has only
+    some of the experts. If anything is trained, the tensors that layers save in one pass also
+    count.
     """
     parts = StageParts.of(module)
     if num_stages > len(parts.layers):
@@ -113,7 +114,7 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     num_chosen = getattr(config, "num_experts_per_tok", None) or 1
 
     def of_pass(layer: nn.Module) -> int:
-        """Count the inputs and outputs of a layer's matrices; of experts, only the chosen ones."""
+        """Count the inputs and outputs of a layer's matrices, for the experts that a token uses."""
         matrices = [weight.shape for weight in layer.parameters() if weight.ndim > 1]
         per_token = sum(sum(s[-2:]) * (num_chosen if len(s) == 3 else 1) for s in matrices)
         return num_tokens * per_token * trains
@@ -139,7 +140,7 @@ def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> 
         return sums[end] - sums[begin] + ends
 
     def best(limit: float, power: int) -> tuple[float, list[int]]:
-        """Minimize the sum of sizes to this power, or the largest size."""
+        """Minimize the sum of the stages' costs to this power, or the largest cost if it is 0."""
         states: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
         for stage in range(num_stages):
             ended: dict[int, tuple[float, list[int]]] = {}
@@ -159,11 +160,11 @@ def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> 
 
 
 class Pass(nn.Module):
-    """Replaces a part of another stage: returns its inputs unchanged."""
+    """Replaces a module of another stage: returns the states unchanged."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(part).items():  # attributes that the forward pass reads
+        for name, value in vars(part).items():  # attributes that the model's forward pass reads
             if name not in vars(self) and isinstance(value, str | float | int | None):
                 setattr(self, name, value)
 
@@ -211,7 +212,7 @@ class Stages:
         owner, name = parts.embeddings
         self.received = Received(owner._modules[name])
         first, last = frozenset((0,)), frozenset((self.last,))
-        # a head that shares the weights of the embeddings stores them under their name
+        # a head that is tied to the embeddings stores their weights under the embeddings' name
         with_table = first | last if parts.is_tied else first
         self.places = [Place(owner, name, self.received, first, with_table)]
         for stage, numbers in enumerate(ranges):
@@ -223,7 +224,7 @@ class Stages:
             self.places.append(Place(owner, name, other, last, last))
         self.is_tied = parts.is_tied
         self.tied_to: str | None = None
-        """Name of the embeddings' weight, if this rank has a copy of it for the head."""
+        """Name of the embeddings' weight if the head on this rank has a copy of it."""
 
     def weights(self, numbers: Sequence[int]) -> set[int]:
         """Return the ids of the weights of these stages."""
@@ -244,7 +245,7 @@ class Stages:
 
     @contextmanager
     def computing(self, stage: int, received: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Context in which the module computes the stage; all stages but the last return states."""
+        """Context in which the module computes the stage. Only the last one does not return states."""
         before = [place.owner._modules[place.name] for place in self.places]
         for place in self.places:
             if stage not in place.used:

@@ -2,17 +2,18 @@
 
     cut = apply(module, mesh["tp"])     # before FSDP2 shards it over other axes, and before weights
     ...                                 # forward and backward passes of a mini-batch
-    cut.add_up_gradients()              # of weights that saw only some of the heads
+    cut.add_up_gradients()              # of weights that are used with only some of the heads
 
-The plans in transformers' configs and classes say which layers are split, and how. They are read as
-data, because the code that applies them differs between versions. The ranks of the axis have the
-same rows. Hidden states between layers are whole on all of them. A layer that is split by columns
-computes some of its outputs from whole inputs. A layer that is split by rows takes these and sums
-its outputs over the ranks: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053).
+The plans in transformers' configs and classes define which layers are split, and how. Only the
+plans are used, because transformers' code that applies them differs between versions. The ranks of
+the axis have the same rows. Hidden states between layers are whole on all of them. A layer that is
+split by columns computes some of its outputs from whole inputs. A layer that is split by rows takes
+these as inputs and sums its outputs over the ranks: Shoeybi et al., "Megatron-LM" (arXiv
+1909.08053).
 
-Every parameter becomes a DTensor. The layers compute with its local part, so they use the same
-kernels as a plain module. Embeddings and head are split by words, whatever the plan says, and the
-logits of the head stay split (`workers.parallel.vocabulary`).
+Every parameter becomes a DTensor. Layers compute with the local shards, so they use the same
+kernels as in a plain module. Embeddings and head are always split along the vocabulary, whatever
+the plan says, and logits stay split (`workers.parallel.vocabulary`).
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from workers.parallel.placements import local_part
 from workers.parallel.vocabulary import VocabShard
 
 COPY = "_copy_for_cut_layers"
-"""Attribute of hidden states: their copy, shared by layers that are split by columns."""
+"""Attribute of hidden states for a copy that all layers that are split by columns use."""
 HEAD_NORM = re.compile(r"(q|k|v|query|key)_?(norm|layernorm)")
-"""Norms of heads: their weights are whole, but see only the heads of this rank."""
+"""Norms of heads. Every rank has their weights, but applies them only to its own heads."""
 BEFORE_HEADS = re.compile(r"(q|kv)_a_(proj.*|layernorm)")
-"""Layers of latent attention that compute what all heads share."""
+"""Layers of latent attention whose outputs all heads use."""
 
 USE_OTHERS = ("gemma3n", "gemma4")
 """Prefixes of model types whose layers use the weights of other layers."""
 
 
 class Whole:
-    """A layer that every rank computes completely; base class of the other styles."""
+    """A layer that every rank computes completely; the base class of the other styles."""
 
     partial = False
-    """True if a rank's gradients of the weights are only parts of their sum."""
+    """True if the weights' gradients on a rank are partial and must be summed."""
 
     def __init__(self, group: dist.ProcessGroup, config: Any) -> None:
         self.group, self.config = group, config
@@ -62,29 +63,29 @@ class Whole:
         return Replicate()
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the positional arguments that the layer computes with."""
+        """Return the positional arguments for the layer's computation."""
         return inputs
 
     def leave(self, output: Any) -> Any:
-        """Return the layer's output for the other layers."""
+        """Return the output that other layers get."""
         return output
 
     def restore(self, layer: Any) -> None:
-        """Undo the changes of `enter` to the layer, also after an error."""
+        """Undo what `enter` changed in the layer; also called after an error."""
 
     def copied(self, states: Tensor) -> Tensor:
-        """Return a copy that layers with the same states share; its gradient is summed once."""
+        """Return a copy that all layers with this input use, so that its gradient is summed once."""
         if not (torch.is_grad_enabled() and states.requires_grad):
             return states
         copy: Tensor | None = getattr(states, COPY, None)
         if copy is None:
-            # `data`, because a view and the states would keep each other alive
+            # `data`, because a view and the states would reference each other
             copy = communicate(states, lambda whole: whole.data, self._sum)
             setattr(states, COPY, copy)
         return copy
 
     def added_up(self, part: Tensor) -> Tensor:
-        """Return the sum over the ranks; the gradient of each part is that of the sum."""
+        """Return the sum over the ranks; each rank's part gets the gradient of the sum."""
         return communicate(part, self._sum, lambda grad: grad)
 
     def _sum(self, part: Tensor) -> Tensor:
@@ -104,13 +105,13 @@ class Whole:
 
 
 class PartialWeights(Whole):
-    """Weights that see only a part of their inputs: a norm of the rank's heads."""
+    """A layer whose weights are used with only some of the inputs: a norm of the rank's heads."""
 
     partial = True
 
 
 class ColumnLinear(Whole):
-    """A linear layer of which the rank computes some outputs."""
+    """A linear layer of which each rank computes some outputs."""
 
     @classmethod
     def placement(cls, name: str) -> Placement:
@@ -131,9 +132,9 @@ class GatheredColumnLinear(ColumnLinear):
 
 
 class RowLinear(Whole):
-    """A linear layer that takes the rank's columns; its outputs are summed.
+    """A linear layer whose inputs are the rank's columns; its outputs are summed over the ranks.
 
-    The bias is added to the sum. A layer with an adapter is summed together with it.
+    The bias is added to the sum. The output of an adapter is summed together with the layer's.
     """
 
     @classmethod
@@ -158,7 +159,7 @@ class RowLinear(Whole):
 
 
 class SplitRowLinear(RowLinear):
-    """A row layer whose input is unsplit."""
+    """A row layer whose input is not split."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take the rank's columns of whole states."""
@@ -167,15 +168,15 @@ class SplitRowLinear(RowLinear):
 
 
 class VocabularyRows(Whole):
-    """Embeddings of the rank's words; for other ranks' words they are zero before the sum."""
+    """Embeddings of the rank's tokens; those of other ranks' tokens are zero before the sum."""
 
     @classmethod
     def placement(cls, name: str) -> Placement:
-        """Split the words."""
+        """Split the vocabulary."""
         return Shard(0)
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return positions among the rank's words."""
+        """Convert token ids to indices among the rank's tokens."""
         vocab = VocabShard.of(layer.num_embeddings, self.group)
         ids, self.is_other = vocab.local_indices(inputs[0])
         return (ids, *inputs[1:])
@@ -186,10 +187,10 @@ class VocabularyRows(Whole):
 
 
 class Experts(Whole):
-    """Experts of which every rank has a part; their outputs are summed."""
+    """Experts whose matrices are split over the ranks; their outputs are summed."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Take whole states and the router's choices; weights get gradients from all ranks."""
+        """Take whole states and choices; the router's weights get gradients from all ranks."""
         states, choices, weights = inputs
         return self.copied(states), choices, self.copied(weights)
 
@@ -199,10 +200,10 @@ class Experts(Whole):
 
 
 class LatentKeys(Whole):
-    """First layer of latent attention: the rotary part of its output goes to the heads directly."""
+    """First layer of latent attention: all heads use the rotary part of its output directly."""
 
     def leave(self, output: Any) -> Any:
-        """Make the rotary part receive gradients from all heads."""
+        """Let the rotary part get gradients from the heads of all ranks."""
         size = self.config.qk_rope_head_dim
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
         return torch.cat([latent, self.copied(rotary)], dim=-1)
@@ -220,18 +221,18 @@ STYLES: dict[str, type[Whole]] = {
     "mla_kv_a_proj": LatentKeys,
     "moe_tp_experts": Experts,
 }
-"""transformers' names for the styles of layers, over its versions."""
+"""Names of layer styles in the supported versions of transformers."""
 PLACEMENTS: dict[str, Placement] = {
     "colwise": Shard(-2),
     "rowwise": Shard(-1),
     "packed_colwise": _StridedShard(-2, split_factor=2),
 }
-"""The same for single parameters, such as all experts'. Packed parameters are two, concatenated."""
+"""Style names of single parameters, such as all experts'. A packed one is two, concatenated."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The split of a layer: its computation, and the rules of its parameters."""
+    """How a layer is split: its computation, and the placements of its parameters."""
 
     style: type[Whole] = Whole
     placements: Mapping[str, Placement] = field(default_factory=dict)
@@ -250,17 +251,17 @@ class ModuleSplit:
 
     group: dist.ProcessGroup
     partial: list[tuple[nn.Module, str]]
-    """Layers and names of parameters whose gradients are parts of their sums."""
+    """(layer, name) of the parameters whose gradients are partial sums."""
     vocab: VocabShard | None
-    """The words of this rank's head; None if the rank computes logits of all words."""
+    """The tokens of this rank's head; None if the rank computes the logits of all tokens."""
 
     def keep_here(self, module: nn.Module) -> None:
-        """Forget the layers that are no longer in the module."""
+        """Drop the layers that are no longer in the module."""
         here = {id(child) for child in module.modules()}
         self.partial[:] = [pair for pair in self.partial if id(pair[0]) in here]
 
     def add_up_gradients(self) -> None:
-        """Sum partial gradients over the ranks; once per mini-batch."""
+        """Sum partial gradients over the ranks; called once per mini-batch."""
         weights = [getattr(layer, name) for layer, name in self.partial]
         add_up_gradients([weight for weight in weights if weight.requires_grad], self.group)
 
@@ -268,7 +269,7 @@ class ModuleSplit:
 def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
     """Split the module's parameters over the only axis of `mesh`, and hook its layers.
 
-    Adapters must be there already; memory for weights need not be. Call `check` first.
+    Adapters must already be added; weights may still be on the meta device. Call `check` first.
     """
     group, config = mesh.get_group(), module.config.get_text_config()
     layers = layers_of(module)
@@ -291,7 +292,7 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
             _hook(layer, style)
 
     embeddings = _body(module).get_input_embeddings()
-    if getattr(embeddings, "padding_idx", None) is not None:  # its row gets no gradient
+    if getattr(embeddings, "padding_idx", None) is not None:  # the padding row gets no gradient
         vocab, token = VocabShard.of(embeddings.num_embeddings, group), embeddings.padding_idx
         embeddings.padding_idx = token - vocab.first if vocab.has(token) else None
     head = module.get_output_embeddings()
@@ -301,7 +302,7 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
 
 
 def _body(module: Any) -> Any:
-    """Return the base model under its head."""
+    """Return the base model without its head."""
     return getattr(module, module.base_model_prefix)
 
 
@@ -324,7 +325,7 @@ def _hook(layer: nn.Module, style: Whole) -> None:
         return None if output is None else style.leave(output)  # None after an error
 
     layer.register_forward_pre_hook(before)
-    # recomputation of a checkpointed layer stops early, by an exception
+    # recomputation of a checkpointed layer stops early by raising an exception
     layer.register_forward_hook(after, always_call=True)
 
 
@@ -346,7 +347,7 @@ def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
 
 
 def plan_of(module: Any) -> dict[str, str]:
-    """Return transformers' styles by names of layers and parameters; `*` is a number."""
+    """Return transformers' styles by names of layers and parameters; `*` stands for a number."""
     plan = getattr(module, "_tp_plan", None)
     if plan is not None:
         return dict(plan)
@@ -359,7 +360,7 @@ class NoSplit(ValueError):
 
 
 def layers_of(module: Any) -> dict[str, Layer]:
-    """Return how layers are computed, by name; unnamed layers are whole on every rank."""
+    """Return how layers are split, by name; all other layers are whole on every rank."""
     plan = plan_of(module)
     _check_plan(module, plan)
     layers: dict[str, Layer] = {}
@@ -381,7 +382,7 @@ def layers_of(module: Any) -> dict[str, Layer]:
 
 
 def _check_plan(module: Any, plan: Mapping[str, str]) -> None:
-    """Reject a model without a plan, and one whose plan does not suffice."""
+    """Reject a model without a plan, or with an incomplete one."""
     model_type = module.config.model_type
     if not any(name.startswith(f"{module.base_model_prefix}.") for name in plan):
         raise NoSplit(f"transformers has no tensor parallel plan for {model_type}")
@@ -391,7 +392,7 @@ def _check_plan(module: Any, plan: Mapping[str, str]) -> None:
 
 
 def _rule_for(name: str) -> str:
-    """Return the name of the plan's rule for a layer or parameter."""
+    """Return the key of the plan's rule for a layer or parameter."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -427,10 +428,10 @@ def _style_by_plan(
 
 
 def _layers_by_words(module: Any) -> dict[str, Layer]:
-    """Return embeddings and head, which are split by words, if they are usual layers."""
+    """Return embeddings and head if they are plain layers: they are split along the vocabulary."""
     embeddings, head = _body(module).get_input_embeddings(), module.get_output_embeddings()
     ends: list[tuple[Any, type[Whole], type]] = [(embeddings, VocabularyRows, nn.Embedding)]
-    if len(getattr(head, "base_layer", head).weight) > 1:  # a scalar head has no words
+    if len(getattr(head, "base_layer", head).weight) > 1:  # a scalar head has no vocabulary
         ends.append((head, ColumnLinear, nn.Linear))
     if not all(isinstance(getattr(end, "base_layer", end), kind) for end, _, kind in ends):
         return {}
@@ -446,8 +447,9 @@ def _with_adapter(
 ) -> dict[str, Layer]:
     """Return the layer, or with LoRA its base and factors.
 
-    B has the base's outputs, and A its inputs. If the inputs are split, the adapter's part of the
-    sum joins the base's, so B sees only a part of A's outputs.
+    B is split like the base's outputs, and A like its inputs. If the inputs are split, the rank's
+    outputs of the adapter and the base are summed over ranks together, so B gets partial outputs of
+    A.
     """
     if not hasattr(layer, "base_layer"):
         return {path: Layer(style, placements)}
@@ -464,7 +466,7 @@ def _with_adapter(
 def _reject_unused(module: Any, plan: Mapping[str, str], layers: Mapping[str, Layer]) -> None:
     """Reject rules for layers that the model does not have, unless other layers replace them.
 
-    Layers are of different kinds: some rules of a mixture are for layers without experts.
+    Some rules may apply to no layer: those of a mixture can be for layers without experts.
     """
     paths, used = [], set()
     for path, layer in module.named_modules():
@@ -491,7 +493,7 @@ def _siblings_without_rule(
 ) -> dict[str, Layer]:
     """Return the layers next to column-split layers for which the plan has no rule.
 
-    They may see only a part of the states: without summing, their gradient would be silently wrong.
+    Such layers may get only a part of the states; without summing, their gradients would be wrong.
     """
     others = {}
     for name, _ in module.get_submodule(parent).named_parameters():

@@ -1,7 +1,7 @@
-"""A vocabulary that is split over the ranks of a group, and statistics of its logits.
+"""Split a vocabulary over the ranks of a group, and compute statistics of its logits.
 
-Logits are never gathered. Each rank has the logits of its tokens. After one maximum, four numbers
-per row are summed over the ranks. Gradients need no further communication.
+Logits are never gathered: each rank has the logits of its tokens. The ranks exchange one maximum
+per row, and then sum four numbers per row. Gradients need no further communication.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from verl_like.tensor_ops.logprobs import gradient_of_logits, row_chunks, scaled
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The tokens of this rank, divided like rows of a DTensor: the last ranks may have fewer."""
+    """This rank's tokens, divided like rows of a DTensor: the last ranks may have fewer."""
 
     first: int
     count: int
     most: int
-    """Number of tokens of the rank with the most."""
+    """Largest number of tokens on a rank."""
     group: dist.ProcessGroup
 
     @classmethod
@@ -34,7 +34,7 @@ class VocabShard:
         return cls(first, min(most, vocabulary - first), most, group)
 
     def local_indices(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions among the rank's tokens, and a mask of the tokens of other ranks."""
+        """Return indices among the rank's tokens, and a mask that marks tokens of other ranks."""
         places = ids - self.first
         is_other = (places < 0) | (places >= self.count)
         return places.masked_fill(is_other, 0), is_other
@@ -45,10 +45,10 @@ class VocabShard:
 
 
 class _Stats(torch.autograd.Function):
-    """Log-prob of the label, entropy and sum of squared probabilities of every row of logits.
+    """Computes the label's log-prob, entropy and sum of squared probabilities per row of logits.
 
-    It works on chunks of rows, like `verl_like.tensor_ops.logprobs`. Each rank sums relative to the
-    maximum of its own logits; a factor then makes the sum relative to the global maximum.
+    It processes chunks of rows, like `verl_like.tensor_ops.logprobs`. Each rank sums relative to
+    the maximum of its own logits; a factor then makes the sum relative to the global maximum.
     """
 
     @staticmethod
