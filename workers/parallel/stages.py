@@ -245,7 +245,7 @@ class Stages:
 
     @contextmanager
     def computing(self, stage: int, received: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Context in which the module computes the stage. Only the last one does not return states."""
+        """Context in which the module computes the stage; only the last does not return states."""
         before = [place.owner._modules[place.name] for place in self.places]
         for place in self.places:
             if stage not in place.used:

@@ -74,7 +74,7 @@ class Whole:
         """Undo what `enter` changed in the layer; also called after an error."""
 
     def copied(self, states: Tensor) -> Tensor:
-        """Return a copy that all layers with this input use, so that its gradient is summed once."""
+        """Return a copy for all layers with this input, so that its gradient is summed once."""
         if not (torch.is_grad_enabled() and states.requires_grad):
             return states
         copy: Tensor | None = getattr(states, COPY, None)
