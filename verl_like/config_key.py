@@ -107,8 +107,8 @@ def when(name: str, *values: Any, otherwise: str = "") -> When:
     values = values or (True,)
     words = " or ".join(map(str, values))
     says, lacks = {
-        "True": (f"`{name}`", "is false"),
-        "False": (f"not `{name}`", "is true"),
+        "True": (f"`{name}` is true", "is false"),
+        "False": (f"`{name}` is false", "is true"),
         "None": (f"`{name}` is null", "is set"),
     }.get(words, (f"`{name}` is {words}", f"is not {words}"))
     return When(

@@ -57,19 +57,19 @@ class AsyncSettings(Section):
     """Generators, trainers, and the buffer between them."""
 
     topology: str | None = key(None, allows="a name such as 2m1t")
-    """Generators and trainers in one name, as in ColossalChat; in place of the next two keys."""
+    """Generators and trainers in one name, as in ColossalChat; replaces the next two keys."""
     generators: int = key(1, above=0, read_when=BY_NUMBERS)
     """Generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Ranks that train."""
     sample_routes: list[list[int]] | None = key(None, allows="a list of [generator, trainer]")
-    """Pairs in which the generator sends samples to the trainer rank. Null distributes evenly."""
+    """Each generator sends its samples to these trainer ranks; null: evenly distributed."""
     weight_routes: list[list[int]] | None = key(None, allows="a list of [trainer, generator]")
-    """Pairs in which the trainer rank sends weights to the generator. Null distributes evenly."""
+    """Each trainer rank sends weights to these generators; null: evenly distributed."""
     generator_settings: dict[Any, GeneratorSettings] = key(
         factory=dict, allows=f"number of a generator: {{{', '.join(vars(GeneratorSettings()))}}}"
     )
-    """Settings of a generator that differ from `actor_rollout_ref.rollout`."""
+    """Settings of single generators that override `actor_rollout_ref.rollout`."""
     prompts_per_call: int | None = key(None, above=0, hint="or null to divide a batch evenly")
     """Prompts per call of a generator; null divides each batch among the generators."""
     max_inflight_samples: int | None = key(
@@ -85,13 +85,13 @@ class AsyncSettings(Section):
     )
     """Versions after which buffered samples are dropped."""
     max_staleness: int = key(1, at_least=0)
-    """Largest staleness of a sample in weight versions; 0 is the synchronous run."""
+    """Maximum staleness of a sample, in weight versions; 0: a synchronous run."""
     score_on: str = key("trainer", choices=("trainer", "generator"))
     """Run reference, reward models and critic with the trainers, or with each generator."""
     weight_update: str = key("between_batches", choices=("between_batches", "immediate"))
     """A generator takes new weights between calls, or within one."""
     update_steps: int = key(1, above=0)
-    """Batches trained on per weight version."""
+    """Batches of training per weight version."""
     train_epochs: int = key(1, above=0)
     """Passes over these batches, reshuffled from the second pass on."""
     on_generator_failure: str = key(

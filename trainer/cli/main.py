@@ -21,7 +21,10 @@
   eval MODEL [key=value ...]    validate a model or a run's model
   chat MODEL                    talk to a model or a run's model
   export CHECKPOINT OUT         write a trained model as a Hugging Face folder
-Also: COMMAND --help; COMMAND --cfg all: all keys (ppo to best-of-n); --version
+more help:
+  COMMAND --help                help for one command
+  RECIPE --cfg all              every key with its meaning (ppo to best-of-n)
+  --version                     the version of verl-like
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class TrainerConfig(Section):
     async_save: bool = key(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
-    """Write large checkpoints in the background."""
+    """Write checkpoint files of 16 MiB or more in the background."""
     max_restarts: int = key(3, at_least=0)
     """Automatic restarts after a worker is lost."""
     resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
@@ -158,7 +158,7 @@ class RayConfig(Section):
     runtime_env: dict[str, Any] = key(
         factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"
     )
-    """Passed to `ray.init`."""
+    """Runtime environment that is passed to `ray.init`."""
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import TrainerConfig
-from verl_like.config_key import Section, When, key, unless, when
+from verl_like.config_key import Section, When, key, when
 from workers.config import UserCodeConfig
 from workers.config.conditions import VALIDATION_IS_ON
 
@@ -52,7 +52,6 @@ class DataConfig(Section):
         None,
         above=0,
         hint="or null for a run of steps or epochs",
-        read_when=unless("total_prompts"),
         may_change_on_resume=True,
     )
     """Prompts of the whole run; null: as many as its steps or epochs need."""
@@ -64,7 +63,7 @@ class DataConfig(Section):
         True, read_when=when("sampler", None, otherwise="data.sampler sets the order")
     )
     """Shuffle each epoch by `trainer.seed`."""
-    sampler: str | None = key(None, allows="a dotted path", read_when=unless("sampler"))
+    sampler: str | None = key(None, allows="a dotted path")
     """Dotted path of your function that orders the prompts of an epoch."""
     filter_overlong_prompts: bool = key(False)
     """Drop prompts longer than `max_prompt_length`."""

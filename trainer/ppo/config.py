@@ -41,7 +41,7 @@ class KLControlConfig(Section):
     kl_coef: float = key(0.001, at_least=0)
     """Coefficient; with `adaptive`, its first value."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
-    """Samples over which the controller adapts."""
+    """Number of samples over which the coefficient adapts; more adapt it more slowly."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
     """KL that the controller aims at."""
 
@@ -59,7 +59,7 @@ class FilterGroupsConfig(Section):
     )
     """Number that must differ within a group; seq_reward is the score."""
     max_num_gen_batches: int = key(10, above=0, read_when=when("enable"))
-    """Largest number of batches generated per step; after that, groups with equal scores fill the
+    """Maximum number of batches generated per step; after that, groups with equal scores fill the
     batch.
     """
 

@@ -59,11 +59,11 @@ class EnvironmentConfig(Section):
     """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.
     """
     max_turns: int = key(8, above=0)
-    """Largest number of turns per trajectory."""
+    """Maximum number of turns per trajectory."""
     max_tokens_per_turn: int | None = key(
         None, above=0, hint="or null for what is left of the response"
     )
-    """Largest number of tokens per turn; null: what is left of the response."""
+    """Maximum number of tokens per turn; null: what is left of the response."""
     history_tokens: str = key("sampled", choices=("sampled", "retokenized"))
     """How a turn reads older turns. `sampled`: the sampled tokens; `retokenized`: the whole chat,
     rendered by the chat template and tokenized again.

@@ -84,7 +84,9 @@ class ShardedConfig(Section):
         elsewhere=STRATEGIES_ELSEWHERE,
         may_change_on_resume=True,
     )
-    """How the model is distributed over ranks."""
+    """How the model is distributed over ranks. `single`, `ddp`: whole on every rank;
+    `shard_grad_op`: ZeRO-2; `fsdp`: ZeRO-3; `+offload`: in host memory between calls.
+    """
 
 
 @dataclass(kw_only=True)
@@ -99,7 +101,7 @@ class OptimConfig(Section):
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
     """Warm-up as a fraction of all update calls."""
     optimizer: str = key("AdamW", registry="optimizer")
-    """Optimizer; it gets those of the following settings that it accepts."""
+    """Optimizer. It gets those settings of this section that it accepts."""
     args: dict[str, Any] = key(
         factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"
     )
@@ -107,19 +109,19 @@ class OptimConfig(Section):
     betas: tuple[float, float] = key(
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )
-    """Decay rates of the two moments."""
+    """Adam's decay rates of the first and the second moment."""
     eps: float = key(1e-8, at_least=0, read_when=optimizer_takes("eps"))
     """Adam's epsilon, which is added to the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
     """Decoupled weight decay."""
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
-    """Schedule after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
     """Final learning rate as a fraction of `lr`."""
     wsd_decay_ratio: float = key(
         0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
     )
-    """Fraction of the update calls after warm-up in which `wsd` decays."""
+    """Fraction of the update calls after the warm-up in which `wsd` decays."""
 
 
 @dataclass(kw_only=True)
@@ -177,9 +179,9 @@ class FrozenModelConfig(Section):
     quantization: str | None = key(None, choices=QUANTIZATIONS)
     """`int8`: store linear weights as int8, unsharded on each rank; null: no quantization."""
     fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
-    """Sharding settings that override those of `strategy`."""
+    """FSDP settings that override `strategy`."""
     parallel: dict[str, Any] = role_axes()
-    """Axes of this role that differ from the run's `parallel`."""
+    """Parallel axes of this role that override the run's `parallel`."""
 
 
 @dataclass(kw_only=True)
@@ -196,9 +198,9 @@ class ModelConfig(Section):
     )
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)
-    """Seed of random weights for a folder without weights; null rejects such a folder."""
+    """Seed of random weights, if the folder has no weights; null rejects such a folder."""
     enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
-    """Recompute activations in the backward pass; null: on CUDA."""
+    """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
     attn_implementation: str = key(
         "auto",
         choices=ATTENTIONS,
@@ -215,11 +217,11 @@ class ModelConfig(Section):
     )
     """Compute a prefix only once if several rows of a pass share it, such as a prompt."""
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
-    """Compute large logits in chunks."""
+    """Compute large logits in chunks, to save memory."""
     dtype: str = key(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )
-    """Dtype of weights and optimizer state; bfloat16 loses small updates."""
+    """Dtype of weights and optimizer state. bfloat16 rounds small updates away."""
     compute_dtype: str | None = key(None, choices=DTYPES)
     """Dtype of the forward and backward passes; null: bfloat16 on GPUs, otherwise `dtype`."""
     compile: str = key("auto", choices=COMPILES, may_change_on_resume=True)

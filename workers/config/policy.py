@@ -71,7 +71,7 @@ class PolicyLossConfig(Section):
     """The choice of a policy loss, and its arguments."""
 
     loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
-    """Policy loss."""
+    """Name of the policy loss."""
     args: dict[str, Any] = key(
         factory=dict,
         arguments_of="loss_mode",
@@ -138,38 +138,41 @@ class ActorConfig(ShardedConfig):
     """The update of the policy: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
-    """Prompts per optimizer step, over all ranks; a divisor of `data.train_batch_size` (by default,
-    the largest one up to 64).
+    """Size of a mini-batch (one optimizer step, over all ranks) in prompts: it has
+    this number times `rollout.n` samples. A divisor of `data.train_batch_size`; by default, the
+    largest one up to 64.
     """
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per pass and rank."""
+    """Samples per micro-batch and rank."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
-    """Size micro-batches by tokens. Setting a `…micro_batch_size_per_gpu` turns this off."""
+    """Limit micro-batches by tokens instead of samples. Setting a `…micro_batch_size_per_gpu` turns
+    this off.
+    """
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         allows="at least prompt and response",
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
-    """Tokens per pass and rank; null: as many as fit, at most 16,384."""
+    """Tokens per micro-batch and rank; null: as many as fit in memory, at most 16,384."""
     ppo_epochs: int = key(1, above=0)
-    """Passes over the batch per update."""
+    """Number of times that an update goes through the batch."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
-    """Reshuffle the mini-batches of actor and critic in each pass."""
+    """Reshuffle the mini-batches of actor and critic in each epoch of `ppo_epochs`."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
-    """Clip range on both sides."""
+    """Clip range of the probability ratio, below and above 1."""
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
-    """Lower clip range; null: `clip_ratio`."""
+    """Clip range below 1; null: `clip_ratio`."""
     clip_ratio_high: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
-    """Upper clip range; null: `clip_ratio`."""
+    """Clip range above 1; null: `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
     """Dual clip. For A < 0, the largest loss is this number times -A."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """Choice of the policy loss, and its arguments."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
-    """How token losses are reduced to one number."""
+    """How token losses are reduced to a scalar."""
     loss_scale_factor: float | None = key(
         None, above=0, read_when=when("loss_agg_mode", "seq-mean-token-sum-norm")
     )
@@ -191,15 +194,15 @@ class ActorConfig(ShardedConfig):
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts."""
     router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
-    """Rollout routing replay."""
+    """Rollout routing replay, for mixtures of experts."""
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     optim: OptimConfig = key(factory=OptimConfig)
     """Optimizer."""
     fsdp_config: dict[str, Any] = role_sharding()
-    """Sharding settings that override those of `strategy`."""
+    """FSDP settings that override `strategy`."""
     parallel: dict[str, Any] = role_axes()
-    """The actor's axes that differ from the run's `parallel`."""
+    """Parallel axes of the actor that override the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """Contents of checkpoints."""
 
@@ -230,7 +233,7 @@ class RefConfig(FrozenModelConfig):
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per pass and rank."""
+    """Samples per forward pass and rank."""
     model: RefModelConfig = key(factory=RefModelConfig)
     """Model of the reference."""
     update_every: int | None = key(None, above=0)
@@ -250,7 +253,7 @@ class ActorRolloutRefConfig(Section):
     rollout: RolloutConfig = key(factory=RolloutConfig)
     """Generation."""
     ref: RefConfig = key(factory=RefConfig, read_when=HAS_REFERENCE)
-    """Reference log-probs."""
+    """Model whose log-probs the KL compares with the policy's."""
 
 
 @dataclass(kw_only=True)
@@ -280,7 +283,7 @@ class DistillationConfig(Section):
     """The policy learns from a teacher: log p(teacher) - log p(policy) is a token's reward."""
 
     teacher_model: TeacherModelConfig = key(factory=TeacherModelConfig)
-    """Teacher; it gets its own role."""
+    """The teacher, which has its own role."""
     gamma: float = key(0.0, at_least=0, at_most=1)
     """Discount of later tokens' rewards; 1 minimizes the KL of whole responses."""
     use_task_rewards: bool = key(False, verl="distillation.distillation_loss.use_task_rewards")
@@ -305,7 +308,7 @@ class CriticModelConfig(Section):
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: dict[str, Any] = role_sharding()
-    """Sharding settings that override those of `critic.strategy`."""
+    """FSDP settings that override `critic.strategy`."""
 
 
 @dataclass(kw_only=True)
@@ -315,28 +318,28 @@ class CriticConfig(ShardedConfig):
     model: CriticModelConfig = key(factory=CriticModelConfig)
     """Value model. The head of a reward model is reused; otherwise it starts at zero."""
     parallel: dict[str, Any] = role_axes()
-    """The critic's axes that differ from the run's `parallel`."""
+    """Parallel axes of the critic that override the run's `parallel`."""
     optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)
-    """Settings that differ from the actor's `optim`."""
+    """Optimizer settings that override the actor's `optim`."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
-    """Prompts per optimizer step, over all ranks; null: the actor's."""
+    """Size of the critic's mini-batches in prompts; null: the actor's."""
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per pass and rank."""
+    """Samples per micro-batch and rank."""
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         allows="at least prompt and response",
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
-    """Tokens per pass and rank; null: the actor's."""
+    """Tokens per micro-batch and rank; null: the actor's."""
     ppo_epochs: int | None = key(None, above=0, hint="or null for the actor's")
-    """Passes over the batch per update; null: the actor's."""
+    """Number of times that an update goes through the batch; null: the actor's."""
     cliprange_value: float = key(0.5, above=0)
-    """Clip range of values."""
+    """Clip range around the old values, in the value loss."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
-    """How token losses are reduced to one number; null: the actor's."""
+    """How token losses are reduced to a scalar; null: as for the actor."""
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)

@@ -74,7 +74,9 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
-    """Samples per pass and rank; null: sized by tokens, like the actor's passes."""
+    """Samples per forward pass and rank; null: as many as fit in the actor's
+    `ppo_max_token_len_per_gpu`.
+    """
 
 
 REWARD_KINDS = ("function", "model", "remote")
@@ -123,7 +125,9 @@ class RewardConfig(Section):
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
     """`int8`: store linear weights as int8; null: no quantization."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
-    """Samples per pass and rank; null: sized by tokens, like the actor's passes."""
+    """Samples per forward pass and rank; null: as many as fit in the actor's
+    `ppo_max_token_len_per_gpu`.
+    """
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
     """Server address."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)

@@ -90,7 +90,7 @@ class RolloutConfig(Section):
     name: str = key(AUTO, registry="rollout engine")
     """Engine. `auto`: vllm on GPUs if it is installed, otherwise native."""
     dtype: str | None = key(None, choices=DTYPES)
-    """Dtype of the engine's weights; null: that of the trainer's passes."""
+    """Dtype of the engine's weights; null: the trainer's `model.compute_dtype`."""
     quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
     """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm on GPUs; null:
     no rounding.
@@ -98,7 +98,7 @@ class RolloutConfig(Section):
     n: int = key(1, above=0)
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)
-    """Temperature of sampling and of log-prob passes."""
+    """Sampling temperature. Log-probs are computed at the same temperature."""
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
     """Sample from the k most likely tokens; -1: from all."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
@@ -106,7 +106,7 @@ class RolloutConfig(Section):
     do_sample: bool = key(True)
     """Sample; false: decode greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
-    """Samples decoded together per rank; with vLLM on GPUs the default is 1024."""
+    """Samples that a rank decodes together; with vLLM on GPUs, the default is 1024."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
     """GiB of KV cache per rank, for native and for vllm on CPUs."""
     keep_kv_cache: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
@@ -114,7 +114,7 @@ class RolloutConfig(Section):
     max_new_tokens_per_call: int | None = key(
         None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
     )
-    """Tokens per response and call; later calls continue the response; null: whole responses."""
+    """Tokens that a call adds to a response, which later calls continue; null: whole responses."""
     sampling_kwargs: dict[str, Any] = key(
         factory=dict,
         allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",
@@ -131,7 +131,7 @@ class RolloutConfig(Section):
     copy of the weights in host memory).
     """
     merge_lora: bool = key(False, read_when=VLLM_TAKES_ADAPTERS)
-    """Send a LoRA policy's merged weights; false: vLLM loads the base and gets the adapter."""
+    """Send merged weights of a LoRA policy; false: vLLM loads the base model and gets adapters."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",
@@ -146,15 +146,15 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = key(
         1, above=0, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """Ranks per vLLM engine; divides the rollout's pool."""
+    """Ranks per vLLM engine; must divide the number of ranks in the rollout's pool."""
     gpu_memory_utilization: float = key(
         0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """Fraction of device memory that vLLM takes."""
+    """Fraction of device memory that vLLM uses."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per rank and forward pass when old log-probs are computed."""
+    """Samples per forward pass and rank when old log-probs are computed."""
     val_kwargs: dict[str, Any] = key(
         factory=dict,
         options=ValidationSamplingConfig,

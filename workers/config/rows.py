@@ -44,18 +44,18 @@ class RowDataConfig(Section):
     on_bad_row: str = key("error", choices=("error", "skip"))
     """Invalid rows. `error`: reject them; `skip`: leave them out and count them."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
-    """Size passes by tokens, not by rows."""
+    """Limit micro-batches by tokens instead of rows."""
     max_token_len_per_gpu: int = key(
         16384,
         allows="max_length, or more",
         read_when=when("use_dynamic_bsz"),
         may_change_on_resume=True,
     )
-    """Tokens per pass and rank, without padding."""
+    """Tokens per micro-batch and rank, without padding."""
     micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=when("use_dynamic_bsz", False), may_change_on_resume=True
     )
-    """Rows per pass and rank."""
+    """Rows per micro-batch and rank."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class TrainedModelConfig(ModelConfig, ShardedConfig):
     SECTION = "model"
 
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
-    """Sharding."""
+    """FSDP settings that override `strategy`."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class RowWorkerConfig(Section):
     model: TrainedModelConfig = key(factory=TrainedModelConfig)
     """Model."""
     parallel: ParallelConfig = key(factory=ParallelConfig)
-    """Axes."""
+    """Sizes of the parallel axes."""
     optim: OptimConfig = key(factory=lambda: OptimConfig(lr=1e-5))
     """Optimizer."""
     grad_clip: float = key(1.0, above=0)
@@ -95,7 +95,7 @@ class RewardTrainingConfig(RowWorkerConfig):
     """The model, and the loss of its scores."""
 
     loss: str = key("log_sigmoid", registry="pairwise loss")
-    """Loss of the gap between a pair's scores."""
+    """Loss, as a function of the difference between a pair's scores."""
     center_coef: float = key(0.0, at_least=0)
     """Weight of (chosen score + rejected score)², which keeps scores near zero."""
     score_at: str | None = key(None, choices=SCORE_AT)
@@ -153,7 +153,7 @@ class ReferenceConfig(Section):
     model: ReferenceModelConfig = key(factory=ReferenceModelConfig)
     """The model."""
     fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig, read_when=REFERENCE_IS_APART)
-    """Sharding."""
+    """FSDP settings that override `strategy`."""
 
 
 @dataclass(kw_only=True)

@@ -84,5 +84,5 @@ def test_every_rule_of_a_field_stands_at_its_key() -> None:
 def test_a_range_a_condition_and_the_name_in_verl_are_said() -> None:
     text, _ = shown()
     (found,) = [line for line in text.splitlines() if "kl_loss_coef:" in line]
-    assert found.strip() == "kl_loss_coef: 0.001  # 0 or more; read when `use_kl_loss`"
+    assert found.strip() == "kl_loss_coef: 0.001  # 0 or more; read when `use_kl_loss` is true"
     assert "; in verl: " in text
