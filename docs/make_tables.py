@@ -622,10 +622,10 @@ def migration_list(
     rows: Callable[[], list[list[str]]],
     beside: Callable[[], list[list[str]]] = list,
 ) -> str:
-    """The `COMMON` keys or flags of another system, then those rejected.
+    """The `COMMON` keys or flags of another system, then those rejected, by reason.
 
     Flags of which the list `beside` says the same are left out, and so are those that training
-    does not need. `verl-like migrate` gives the reason and the way out for each name.
+    does not need. `verl-like migrate` gives the way out for each name.
     """
     common = COMMON[system].split()
     known = {(name, OF_POLICY.sub("", said)) for name, said in beside()}
@@ -633,21 +633,45 @@ def migration_list(
     for name, said in rows():
         outcomes.setdefault(name.partition(" (")[0], set()).add(said)
     renamed: dict[str, list[str]] = {}
-    rejected = list[str]()
+    rejected: dict[str, str] = {}
     for name, said in _of_any_role(rows()):
         flag = name.partition(" (")[0]
         if (flag, OF_POLICY.sub("", said)) in known or NOT_NEEDED.fullmatch(said):
             continue
         name = name if len(outcomes.get(flag, ())) > 1 else flag
         if REJECTED.fullmatch(said):
-            rejected.append(name)
+            rejected[name] = reason_of(said)
         elif flag.strip("`") in common:
             renamed.setdefault(said, []).append(name)
     lines = [f"- {_joined(names)}: {said}" for said, names in renamed.items()]
-    return (
-        "\n".join(lines)
-        + f"\n\n**Rejected**, unless the value changes nothing: {_joined(_most_general(rejected))}."
-    )
+    general = _most_general([*rejected])
+    by_reason = {
+        reason: _joined([name for name in general if rejected[name] == reason])
+        for reason in dict.fromkeys([*REASONS.values(), NOT_SUPPORTED])
+    }
+    lines += ["", "**Rejected**, unless the value changes nothing:", ""]
+    lines += [f"- {reason}: {names}" for reason, names in by_reason.items() if names]
+    return "\n".join(lines)
+
+
+NOT_SUPPORTED = "no equivalent"
+REASONS = {
+    r"multimodal": "images and videos are not supported",
+    r".*\bnot (supported|quantized|trained)\b": NOT_SUPPORTED,
+    r"rename|use (a|one) file|convert rows|rows have|apply the template": "change the data file",
+    r"set |.*; set |list |divide |rewrite |use `verl-like|.*seed": (
+        "set another key, or use another command"
+    ),
+    r"merge |.*(folder|config.json|chat template)": "change the model folder",
+}
+"""Start of a message, as a pattern -> its reason, in the order of the list; others have none."""
+
+
+def reason_of(said: str) -> str:
+    """Return why a key or flag is rejected, in a few words."""
+    message = re.sub(r".*?not here: ", "", said)
+    matching = (reason for start, reason in REASONS.items() if re.match(start, message))
+    return next(matching, NOT_SUPPORTED)
 
 
 def _of_any_role(rows: list[list[str]]) -> list[list[str]]:
