@@ -647,19 +647,20 @@ def migration_list(
     general = _most_general([*rejected])
     by_reason = {
         reason: _joined([name for name in general if rejected[name] == reason])
-        for reason in dict.fromkeys([*REASONS.values(), NOT_SUPPORTED])
+        for reason in sorted(dict.fromkeys(REASONS.values()), key=NO_EQUIVALENT.__eq__)
     }
-    lines += ["", "**Rejected**, unless the value changes nothing:", ""]
+    title = "**Rejected**, unless the value changes nothing; the error names the way out:"
+    lines += ["", title, ""]
     lines += [f"- {reason}: {names}" for reason, names in by_reason.items() if names]
     return "\n".join(lines)
 
 
-NOT_SUPPORTED = "no equivalent"
+NO_EQUIVALENT = "no equivalent"
 REASONS = {
-    r"multimodal": "images and videos are not supported",
-    r".*\bnot (supported|quantized|trained)\b": NOT_SUPPORTED,
+    r"multimodal": "no images and videos",
+    r".*\bnot (supported|quantized|trained)\b": NO_EQUIVALENT,
     r"rename|use (a|one) file|convert rows|rows have|apply the template": "change the data file",
-    r"set |.*; set |list |divide |rewrite |use `verl-like|.*seed": (
+    r"set |.*; set |list |divide |rewrite |use (`verl-like|the built-in)|.*seed": (
         "set another key, or use another command"
     ),
     r"merge |.*(folder|config.json|chat template)": "change the model folder",
@@ -671,7 +672,7 @@ def reason_of(said: str) -> str:
     """Return why a key or flag is rejected, in a few words."""
     message = re.sub(r".*?not here: ", "", said)
     matching = (reason for start, reason in REASONS.items() if re.match(start, message))
-    return next(matching, NOT_SUPPORTED)
+    return next(matching, NO_EQUIVALENT)
 
 
 def _of_any_role(rows: list[list[str]]) -> list[list[str]]:

@@ -158,9 +158,9 @@ class ActorConfig(ShardedConfig):
     )
     """Tokens per micro-batch and rank; null: as many as fit in memory, at most 16,384."""
     ppo_epochs: int = key(1, above=0)
-    """Number of times that an update goes through the batch."""
+    """Epochs over the batch in each update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
-    """Reshuffle the mini-batches of actor and critic in each epoch of `ppo_epochs`."""
+    """Reshuffle the mini-batches of actor and critic in each of the `ppo_epochs`."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """Clip range of the probability ratio, below and above 1."""
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
@@ -335,7 +335,7 @@ class CriticConfig(ShardedConfig):
     )
     """Tokens per micro-batch and rank; null: the actor's."""
     ppo_epochs: int | None = key(None, above=0, hint="or null for the actor's")
-    """Number of times that an update goes through the batch; null: the actor's."""
+    """Epochs over the batch in each update; null: the actor's."""
     cliprange_value: float = key(0.5, above=0)
     """Clip range around the old values, in the value loss."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
