@@ -13,9 +13,8 @@ raise, tries the reward on a few rows, and prints who runs where and what fits.
   --measured RUN_DIR   with async: predict the time of a step from the seconds of a PPO run
                        (implies --full)
 
-  verl-like check algorithm=grpo data.train_files=x actor_rollout_ref.model.path=y
-  verl-like check --gpus 8xH100 --full placement=split \
-      data.train_files=x actor_rollout_ref.model.path=y
+  verl-like check data.train_files=x actor_rollout_ref.model.path=y
+  verl-like check --gpus 8xH100 --full placement=split data.train_files=x ...
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""usage: verl-like COMMAND ...
+"""usage: verl-like COMMAND ...   (also: COMMAND --help, --version)
 
   ppo [key=value ...]           train with PPO, GRPO and more
   async [key=value ...]         PPO that generates and trains at the same time
@@ -21,10 +21,7 @@
   eval MODEL [key=value ...]    validate a model or a run's model
   chat MODEL                    talk to a model or a run's model
   export CHECKPOINT OUT         write a trained model as a Hugging Face folder
-more help:
-  COMMAND --help                help for one command
-  RECIPE --cfg all              every key with its meaning (ppo to best-of-n)
-  --version                     the version of verl-like
+RECIPE --cfg all prints every key with its meaning (RECIPE: ppo to best-of-n)
 """
 
 from __future__ import annotations
