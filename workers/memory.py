@@ -343,7 +343,7 @@ class _Rank:
         shapes, model = self.shapes, self.role_model.model
         if shapes.outputs_per_read == 0:  # the head is on another stage
             return 0
-        if shapes.outputs_per_read == 1:  # it reads every token, in float32
+        if shapes.outputs_per_read == 1:  # the head reads every token, in float32
             return largest.tokens * (4 + (shapes.compute_bytes < 4) * 4 * shapes.hidden_size)
         at_once = _positions_at_once(
             model_folder(model.path, weights=False),
@@ -365,7 +365,7 @@ class _Rank:
             return of_logits + max(of_all + states, states * (at_once < largest.reads) + softmax)
 
         weight = shapes.trains_head * shapes.hidden_size * shapes.outputs_per_read
-        if at_once < largest.reads:  # `workers.training.lm_head`: the weight's gradient is float32
+        if at_once < largest.reads:  # in chunks (`workers.training.lm_head`), float32 gradient
             return 2 * states + 4 * weight + of_logits + softmax
         gradient = weight * shapes.compute_bytes * (self.shards == 1)
         return states + of_logits + max(softmax, states + gradient)

@@ -35,7 +35,7 @@ Parser = Callable[[str], tuple[list[ToolCall], str]]
 
 @dataclass(frozen=True)
 class Form:
-    """The strings around a call."""
+    """A format of calls: the strings around a call."""
 
     opening: str
     closing: str = ""

@@ -52,9 +52,9 @@ class TurnRenderer:
             return
 
         name = self._tools[0]["function"]["name"]
-        given, self._tools = self._tools, []
+        all_tools, self._tools = self._tools, []
         plain = self._written(self._asked()[:1], begins=True)
-        self._tools = given
+        self._tools = all_tools
         if plain == self._written(self._asked()[:1], begins=True):
             raise ConfigError(
                 f"tools: the chat template of {self._tokenizer.name_or_path} does not write tools "

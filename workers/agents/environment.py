@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import numpy.random  # loaded before trajectories are forked: numpy itself loads it when it is used
+import numpy.random  # numpy would load it lazily, and so in every forked process again
 
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox

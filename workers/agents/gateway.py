@@ -256,14 +256,14 @@ class AgentSession:
         if rest:
             problem = f"the agent gave a reward for {next(iter(rest))!r:.80}, "
             raise ValueError(problem + "which is neither the id of a completion nor a player")
-        if not any(one.has_requests for one in self._conversations.values()):
+        if not any(c.has_requests for c in self._conversations.values()):
             raise RuntimeError("the agent ended without a request to the policy")
         self._put_end(ends)
 
     def fail(self, error: BaseException) -> None:
         """End the session with the agent's error; once turns are used up, the reward is just 0."""
         conversations = self._conversations
-        if any(one.is_cut for one in conversations.values()):
+        if any(c.is_cut for c in conversations.values()):
             self._put_end({player: {"end": True, "reward": 0.0} for player in conversations})
         else:
             self.is_over = True
@@ -313,7 +313,7 @@ class Conversation:
 
     def end(self, total: float, rewards: Mapping[str, Any]) -> dict[str, Any]:
         """Return the event that ends the trajectory; `rewards` are by name of a completion."""
-        turns = {int(name.rpartition("-")[2]): _number(one) for name, one in rewards.items()}
+        turns = {int(name.rpartition("-")[2]): _number(value) for name, value in rewards.items()}
         end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
         return end | self._take_calls()
 
@@ -674,7 +674,7 @@ def open_to_others(session: AgentSession) -> None:
 class _AgentHandler(BaseHTTPRequestHandler):
     server: AgentEndpoint
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or a response waits 40 ms for the header's acknowledgement
+    disable_nagle_algorithm = True  # otherwise a response's body waits 40 ms for an ACK of its head
 
     def do_GET(self) -> None:  # noqa: N802 - name in the standard library
         self._serve(self._models)
@@ -763,4 +763,4 @@ class _AgentHandler(BaseHTTPRequestHandler):
 
 
 class _OuterHandler(_AgentHandler):
-    disable_nagle_algorithm = False  # a Unix socket has none
+    disable_nagle_algorithm = False  # Unix sockets do not use this algorithm

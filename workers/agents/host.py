@@ -233,9 +233,9 @@ class EnvironmentHost:
             if line is not None:
                 yield number, line
         now = time.monotonic()
-        for number, one in list(self._open.items()):
-            if one.is_busy and now >= one.until:
-                if one.has_ended:
+        for number, process in list(self._open.items()):
+            if process.is_busy and now >= process.until:
+                if process.has_ended:
                     self._fail(number, "its process has ended")
                 else:
                     late = f"no answer within environment.step_timeout_s={self._step_timeout_s:g} s"

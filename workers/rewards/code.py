@@ -207,7 +207,7 @@ class _Runner:
         self._channel: DriverEnd | None = None
 
     def results(self, program: Program) -> dict[int, tuple[str, str | None]]:
-        """Return the output and the problem of every test that ran."""
+        """Return the output, and the problem or None, of every test that ran, by its number."""
         deadline = time.monotonic() + program.total_s + START_S
         results: dict[int, tuple[str, str | None]] = {}
         try:

@@ -74,7 +74,10 @@ def math(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    r"""1 if math-verify finds the ground truth as the solution's answer (`\boxed{}` first)."""
+    r"""Return 1 if math-verify finds the ground truth as the solution's answer; else 0.
+
+    A `\boxed{}` in the solution is read first.
+    """
     from math_verify import parse, verify
 
     # no timeouts of math-verify: they use signals, which work only in main threads, and the

@@ -48,7 +48,7 @@ class RemoteScorer:
         self._config, self._batch_deadline = config, batch_deadline
         self._protocol = PROTOCOLS[config.protocol]
         self._token = _token(config.token_env)
-        self._random = random.Random(0)  # only for the waits between retries
+        self._random = random.Random(0)  # varies the waits between retries
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="remote reward")
         self._given_up = threading.Event()
 

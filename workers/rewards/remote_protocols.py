@@ -87,7 +87,7 @@ class JudgeProtocol:
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """Return the filled template as a user message, with greedy decoding."""
-        prompt = "Reply with 0."  # for the test at the start
+        prompt = "Reply with 0."  # without samples, a test of the server (`RemoteScorer.start`)
         for sample in samples:
             fields = {**sample, "prompt": prompt_text(sample)}
             prompt = (config.template or JUDGE_TEMPLATE).format_map(fields)

@@ -67,7 +67,7 @@ class Submission:
 
 
 Replace = Callable[[LostSamplesError, Submission], Any]
-"""Returns the group that replaces a lost one, or raises the error if there is none."""
+"""A function that returns a new group instead of the lost one, or raises the error."""
 
 
 class RolloutClient:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from verl_like.errors import ConfigError, nearest
 from workers.rollout.base import SamplingParams
-from workers.rollout.sample import noise_key as noise_key  # documented import path of the name
+from workers.rollout.sample import noise_key as noise_key  # the documented path of this name
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig

@@ -53,9 +53,9 @@ END = -1
 """Sent instead of a bucket's size, after the last bucket."""
 HOST = torch.device("cpu")
 Finish = Callable[[], None]
-"""Waits until an operation is done."""
+"""A function that waits until an operation is done."""
 AllocateBuffer = Callable[[int, int], Tensor]
-"""Returns a buffer for a bucket, given its number and its size."""
+"""A function that returns a buffer for a bucket, given the bucket's number and size."""
 _LENGTHS = Struct("<qq")
 """The first bytes of a header: the size of the bucket, and the length of the header's JSON."""
 
@@ -348,9 +348,9 @@ def receiving(
 
 
 def allocate_buffer(num_bytes: int, device: torch.device = HOST, locked: bool = False) -> Tensor:
-    """Allocate memory that returns to the system when freed; every sync allocates its own.
+    """Allocate memory that goes back to the system when freed, since every sync allocates its own.
 
-    Copies from a GPU into `locked` host memory are several times as fast.
+    With `locked`, host memory is page-locked; copies from a GPU are then several times as fast.
     """
     from workers.cpu.allocator import free_immediately
 

@@ -35,7 +35,7 @@ JOIN_TIMEOUT = timedelta(seconds=20)
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """Time limit of one broadcast, including the gathering of its tensors."""
 LOOK_S = 0.5
-"""How often a rank that joins the store or creates its groups checks that the sync continues."""
+"""Seconds between a joining rank's checks that the sync has not been given up."""
 GIVEN_UP = "given up"
 """A rank's message instead of its info, so that the others do not wait for it."""
 Manifest = dict[str, list[Any]]

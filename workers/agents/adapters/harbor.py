@@ -38,13 +38,13 @@ class Harbor(EnvironmentAdapter):
         """Find the tasks: the folder itself, or each folder in it."""
         folder = Path(cls.id)
         folders = [folder, *sorted(folder.glob("*/"))]
-        cls.tasks = {each.name: each for each in folders if (each / "instruction.md").is_file()}
+        cls.tasks = {task.name: task for task in folders if (task / "instruction.md").is_file()}
         tested = {name for name, task in cls.tasks.items() if (task / "tests/test.sh").is_file()}
         if not tested or tested != {*cls.tasks}:
             missing = sorted({*cls.tasks} - tested)
-            what = f"{missing[0]} has no tests/test.sh" if missing else "no folder in it is a task"
+            why = f"{missing[0]} has no tests/test.sh" if missing else "no folder in it is a task"
             raise ConfigError(
-                f"environment=harbor:{cls.id}: {what}. A task has instruction.md and tests/test.sh."
+                f"environment=harbor:{cls.id}: {why}. A task has instruction.md and tests/test.sh."
             )
         cls.program = container_program(str(cls.kwargs.get("runtime", "auto")))
         if cls.program:

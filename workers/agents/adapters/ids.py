@@ -10,7 +10,7 @@ from verl_like.errors import ConfigError, nearest
 
 
 def imported(module: str, setting: str, install: str) -> Any:
-    """Import a module of another package; `install` is the argument of pip in the error."""
+    """Import a module of another package; on failure, suggest `pip install` with `install`."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

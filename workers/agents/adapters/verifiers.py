@@ -56,7 +56,7 @@ def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
         for trace in episode.traces:
             if trace.agent.name in rewards:
                 rewards[trace.agent.name].append(trace.reward)
-        means = {player: sum(each) / max(len(each), 1) for player, each in rewards.items()}
+        means = {player: sum(values) / max(len(values), 1) for player, values in rewards.items()}
         return means if len(players) > 1 else means[players[0]]
 
     run.players = players if len(players) > 1 else ()  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ class SlotTable:
     ) -> None:
         """Put a sample into a slot; `length` tokens of its response are already fed."""
         if sample.kept is not None:
-            sample = replace(sample, kept=KeptStates())  # outdated once a token is sampled
+            sample = replace(sample, kept=KeptStates())  # its states are outdated from now on
         count = len(sample.tokens)
         self.numbers[slot], self.samples[slot], self.keys[slot] = number, sample, sample.key
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), length

@@ -263,8 +263,8 @@ class WorkerExtension:
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of the weights, with names as in a checkpoint; do not change them afterwards.
 
-        The first load loads tensors one by one, to find those without a place. Later loads load
-        them together, because vLLM searches all its parameters in each call.
+        The first time, tensors are loaded one by one, to find those without a place. Later they are
+        loaded together, because vLLM searches all its parameters in each call.
         """
         are_placed = len(tensors) > 1 and self._placed.issuperset(name for name, _ in tensors)
         if are_placed and self._why_not_placed(tensors) is None:
