@@ -110,7 +110,7 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
 
     for number in range(MOST_TRIES * options.rounds):
         begun = core_ticks()
-        # every other round in the other order: a machine that gets slower favours neither
+        # every other round in the other order: a machine that gets slower favors neither
         facts_of, of_round = one_round(sides, list(sides)[:: 1 if number % 2 else -1])
         stolen = share_stolen(begun)
         counts = stolen <= options.most_stolen

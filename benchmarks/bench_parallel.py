@@ -5,7 +5,7 @@
 Updates of the 1M-parameter Qwen2: seconds on rows of 4,096 tokens, peak memory of a rank on rows of
 16,384; for tp also what a log-prob pass with whole logits of 151,936 words needs. A pass is a row;
 pp, of which no limit is asked, needs several, and one process gets as many. Sides run in turn, with
-one thread a process; a figure is the median over rounds, of ratios of neighbours. Prints JSON, with
+one thread a process; a figure is the median over rounds, of ratios of neighbors. Prints JSON, with
 the limits that are missed. `floor` of a peak is what would be left if all but the process before
 its first call (Python, torch, the weights) were halved.
 """

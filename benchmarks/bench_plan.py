@@ -25,7 +25,7 @@ import torch
 from trainer.cli.plan import job_of
 from trainer.planner.job import sizes_of
 from workers.config.model import FSDPConfig, ModelConfig, ParallelConfig
-from workers.memory import GIB, LargestPass, RoleModel, memory_of
+from workers.memory import GIB, LargestPass, RoleModelSpec, memory_of
 
 PUBLISHED = Path(__file__).with_name("published")
 NEAR = 1.15
@@ -100,7 +100,7 @@ def steps(published: Case, root: Path) -> list[Case]:
             lora_rank=case.get("lora_rank", 0),
         )
         fsdp, parallel = FSDPConfig(), ParallelConfig(**axes)
-        role_model = RoleModel("model.path", model, fsdp, parallel=parallel, trains=True)
+        role_model = RoleModelSpec("model.path", model, fsdp, parallel=parallel, trains=True)
         tokens = int(case["rows"] * case["tokens"] // axes["sp"])
         largest = LargestPass(tokens, tokens)
         memory = memory_of(role_model, "model", "all", case["gpus"], "cuda", largest)

@@ -178,7 +178,7 @@ class Meter:
 
 
 def report(of_mode: dict[str, list[tuple[float, ...]]]) -> None:
-    """Ratios of lower quartiles, since neighbours only add; and the ratio within a round."""
+    """Ratios of lower quartiles, since neighbors only add; and the ratio within a round."""
     on = of_mode["all on"]
     on_cpu = [sum(cpu) for _, *cpu in on]
     on_wall = lower_quartile([wall for wall, *_ in on])

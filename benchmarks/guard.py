@@ -13,7 +13,7 @@
     start   a run up to its first step                     imports of torch and transformers
 
 Ours and the floor take turns, and the least time of each counts, so neither the machine nor its
-neighbours matter. A ratio fails above 1.25 times the one in guard.json, in three tries. Where the
+neighbors matter. A ratio fails above 1.25 times the one in guard.json, in three tries. Where the
 floor itself varies by more than a factor of two, the machine is too loaded to tell: that is a
 warning.
 """

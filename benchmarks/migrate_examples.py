@@ -7,7 +7,7 @@ prints a line for every script, and how many are of a kind:
 - translated: every training of it is a command that composes here; for verl its sizes, rates,
   losses and lengths are those that verl's own Hydra composes of the same words, key by key;
 - refused: for a reason that is named, which the line begins with;
-- not recognised: nothing that trains was found in it;
+- not recognized: nothing that trains was found in it;
 - wrong: a value is another one than verl's.
 
 Of TRL, whose examples are Python, the commands in their docstrings are read. A script that asks for
@@ -140,7 +140,7 @@ def outcome(system: str, source: str) -> tuple[str, str]:
             results = migrate(system, source, arguments)
     except ConfigError as err:
         words = " ".join(str(err).split("\n\nverl-like")[0].split())
-        kind = "not recognised" if words.startswith("no command runs") else "refused"
+        kind = "not recognized" if words.startswith("no command runs") else "refused"
         return kind, words[:300]
 
     wrong = [line for done in results for line in (differences(done) if system == "verl" else [])]

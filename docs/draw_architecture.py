@@ -1,6 +1,6 @@
 """Draw docs/images/architecture.svg: `python docs/draw_architecture.py`.
 
-Boxes are filled and have white text. Lines and labels outside of boxes have a grey that is readable
+Boxes are filled and have white text. Lines and labels outside of boxes have a gray that is readable
 on a light and on a dark page, so one file serves both.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parent / "images" / "architecture.svg"
 WIDTH, HEIGHT = 900, 368
-GREY = "#76808b"
+GRAY = "#76808b"
 DRIVER, TRAINED, FROZEN, ROLLOUT = "#3d4f91", "#1d6f8c", "#5b6472", "#8a4b9c"
 GPU_WIDTH, ROW_HEIGHT, GAP, PADDING = 58, 40, 8, 14
 TOP = 168
@@ -21,7 +21,7 @@ TOP = 168
 
 @dataclass(frozen=True)
 class Pool:
-    """A set of GPUs, and the worker groups on it: name and colour of each role."""
+    """A set of GPUs, and the worker groups on it: name and color of each role."""
 
     name: str
     x: int
@@ -47,7 +47,7 @@ POOLS = (
 )
 
 
-def text(x: float, y: float, words: str, size: int = 13, color: str = GREY, **style: str) -> str:
+def text(x: float, y: float, words: str, size: int = 13, color: str = GRAY, **style: str) -> str:
     """A line of text around a point."""
     more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
     anchor = "" if "text_anchor" in style else ' text-anchor="middle"'
@@ -60,7 +60,7 @@ def box(x: float, y: float, width: float, height: float, color: str) -> str:
     return f'<rect x="{x}" y="{y}" {size} fill="{color}"/>'
 
 
-def arrow(path: str, color: str = GREY, both: bool = False) -> str:
+def arrow(path: str, color: str = GRAY, both: bool = False) -> str:
     """A line that ends in an arrow head."""
     start = ' marker-start="url(#head)"' if both else ""
     line = f'fill="none" stroke="{color}" stroke-width="2"'
@@ -70,7 +70,7 @@ def arrow(path: str, color: str = GREY, both: bool = False) -> str:
 def draw_pool(pool: Pool) -> Iterator[str]:
     """A frame around the GPUs, with a row for each worker group."""
     height = 2 * ROW_HEIGHT + GAP + 2 * PADDING + 18
-    frame = f'width="{pool.width}" height="{height}" rx="10" fill="none" stroke="{GREY}"'
+    frame = f'width="{pool.width}" height="{height}" rx="10" fill="none" stroke="{GRAY}"'
     yield f'<rect x="{pool.x}" y="{TOP}" {frame} stroke-width="1.5" stroke-dasharray="5 4"/>'
     for column in range(pool.num_gpus):
         x = pool.x + PADDING + column * (GPU_WIDTH + GAP) + GPU_WIDTH / 2
@@ -109,7 +109,7 @@ def draw() -> str:
     parts += [text(WIDTH / 2, bottom + 46, "weight sync: the hash of every tensor is checked")]
     head = (
         '<marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" '
-        f'orient="auto-start-reverse"><path d="M0 0 L8 4 L0 8 z" fill="{GREY}"/></marker>'
+        f'orient="auto-start-reverse"><path d="M0 0 L8 4 L0 8 z" fill="{GRAY}"/></marker>'
     )
     font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
     lines = "\n".join(f"  {part}" for part in parts)

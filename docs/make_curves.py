@@ -151,7 +151,7 @@ def _curve(axes: Any, own: list[float], scores: dict[str, list[float]]) -> None:
 
 @contextlib.contextmanager
 def figure(path: Path, inches: tuple[float, float], dpi: int) -> Iterator[Any]:
-    """A figure that becomes a PNG of few colours, and so of few bytes."""
+    """A figure that becomes a PNG of few colors, and so of few bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image

@@ -11,6 +11,8 @@ import pytest
 from tests import ROOT
 from tests.import_graph import PACKAGES
 
+PUBLIC = ("verl_like", "verl_like.extend")
+"""The modules that users of runs import, and authors of extensions."""
 DOCUMENTED = (
     "trainer.PPOConfig",
     "trainer.PPOTrainer",
@@ -32,7 +34,7 @@ def find(path: str) -> object:
         return getattr(find(package), name)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, "verl_like.extend"])
 def test_public_names_are_sorted_and_exist(package: str) -> None:
     module = importlib.import_module(package)
     names = list(module.__all__)
@@ -74,37 +76,41 @@ def test_every_path_on_the_pages_of_the_interface_can_be_imported() -> None:
 
 
 def test_every_name_that_a_page_imports_is_on_a_page_of_the_interface() -> None:
-    documented = set(re.findall(r"^::: verl_like\.(\w+)$", interface(), re.M))
-    errors = set(vars(find("verl_like.errors")))  # the page shows the whole module
     imported = set[str]()
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text(encoding="utf-8")
-        for names in re.findall(r"^\s*from verl_like import ([\w, ]+)$", text, re.M):
-            imported |= {name.strip() for name in names.split(",")}
+        found = re.findall(rf"^\s*from ({'|'.join(PUBLIC)}) import ([\w, ]+)$", text, re.M)
+        imported |= {
+            f"{module}.{name.strip()}" for module, names in found for name in names.split(",")
+        }
     assert len(imported) >= 20
-    assert imported - documented - errors == set()
+    assert imported - documented() == set()
 
 
 def documented() -> set[str]:
-    """Return the names on the page of the interface."""
-    return {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", interface(), re.M)}
+    """Return the paths of the names on the pages of the interface."""
+    errors = {f"verl_like.{name}" for name in vars(find("verl_like.errors"))}  # a whole module
+    return {*re.findall(r"^::: (\S+)$", interface(), re.M)} | errors
 
 
 def test_the_pages_of_the_interface_have_every_name_that_the_docs_import() -> None:
-    imported, modules = set[str](), set[str]()
+    imported = set[str]()
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and node.module:
                     if node.module.split(".")[0] in PACKAGES:
-                        modules.add(node.module)
-                        imported |= {alias.name for alias in node.names}
-    errors = {name for name in imported if hasattr(find("verl_like.errors"), name)}
-    assert modules == {"verl_like"}
-    assert imported - documented() - errors == set()
+                        imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    assert {path.rpartition(".")[0] for path in imported} == {*PUBLIC}
+    assert imported - documented() == set()
 
 
-def test_the_pages_of_the_interface_have_every_name_of_verl_like() -> None:
-    names = set(find("verl_like").__all__)
-    errors = {name for name in names if hasattr(find("verl_like.errors"), name)}
-    assert names - documented() - errors == set()
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_pages_of_the_interface_have_every_name(module: str) -> None:
+    assert {f"{module}.{name}" for name in find(module).__all__} - documented() == set()
+
+
+def test_each_name_is_in_one_of_the_public_modules() -> None:
+    users, authors = (set(find(module).__all__) for module in PUBLIC)
+    assert users & authors == set()
+    assert [name for name in authors if hasattr(find("verl_like"), name)] == []

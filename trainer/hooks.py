@@ -14,7 +14,7 @@ called whenever a validation is due, which may be before the first step:
     on_train_begin
         on_step_begin
         on_stage_begin  on_stage_end            (around every stage)
-            on_sample_begin  on_samples  on_sample_end     (in the stage that generates)
+            on_sample_begin  on_generated  on_sample_end     (in the stage that generates)
             on_filter  on_update                           (in the stage that trains on them)
         on_validate_begin  on_validate_end
         on_step_end
@@ -76,8 +76,8 @@ class Hooks:
     def on_sample_begin(self) -> None:
         """Called before the samples of a step are generated."""
 
-    def on_samples(self, batch: DataProto) -> None:
-        """Called with newly generated samples; a step may generate several times."""
+    def on_generated(self, batch: DataProto) -> None:
+        """Called after each generation, with its samples; a step may generate several times."""
 
     def on_sample_end(self, batch: DataProto) -> None:
         """Called with all samples of the step before the score stage."""

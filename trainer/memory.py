@@ -18,7 +18,7 @@ from workers.memory import (
     GIB,
     LargestPass,
     RoleMemory,
-    RoleModel,
+    RoleModelSpec,
     memory_of,
     pool_bytes,
     usable_bytes,
@@ -31,7 +31,7 @@ HEAD = (
 )
 
 
-def role_models(config: RunConfig) -> dict[str, RoleModel]:
+def role_models(config: RunConfig) -> dict[str, RoleModelSpec]:
     """Return role -> the model that its class declares, for the roles that have one."""
     models = {}
     for role in expand_roles(config.role_mapping):
@@ -41,7 +41,7 @@ def role_models(config: RunConfig) -> dict[str, RoleModel]:
     return models
 
 
-def describe_axes(config: RunConfig, models: Mapping[str, RoleModel]) -> dict[str, str]:
+def describe_axes(config: RunConfig, models: Mapping[str, RoleModelSpec]) -> dict[str, str]:
     """Describe the axes of every role whose ranks have several."""
     pools = expand_roles(config.role_mapping)
     words = {
@@ -52,7 +52,7 @@ def describe_axes(config: RunConfig, models: Mapping[str, RoleModel]) -> dict[st
 
 
 def model_memory(
-    config: RunConfig, role: str, model: RoleModel, device_type: str, largest: LargestPass
+    config: RunConfig, role: str, model: RoleModelSpec, device_type: str, largest: LargestPass
 ) -> RoleMemory:
     """Return the memory that a role with this model needs on each device of its pool."""
     pool, trainer = expand_roles(config.role_mapping)[role], config.trainer

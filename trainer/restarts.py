@@ -25,7 +25,7 @@ from trainer.run_folder.signals import StopSignals
 from verl_like.calls.diagnose import Deadlines, WaitClock
 from verl_like.config_key import changed
 from verl_like.errors import (
-    NoRoomError,
+    InsufficientResourcesError,
     PlacementError,
     VerlLikeError,
     WaitTimeoutError,
@@ -112,9 +112,9 @@ class Restarts:
     def wait_for_capacity(self, start: Callable[[], Result], since: float) -> Result:
         """Return the result of `start` once the cluster has room, possibly on another node.
 
-        Raise NoRoomError if there is no room within `timeouts.placement_s` after the failure, which
-        was noticed at `since`, or immediately if this is not a restart. A request to stop ends the
-        wait.
+        If this is a restart, wait for room until `timeouts.placement_s` after `since`, when the
+        failure was noticed; a request to stop ends the wait. Raise InsufficientResourcesError if
+        there is no room.
         """
         if not self._count:
             return start()
@@ -191,7 +191,7 @@ def restart_groups(
                     groups.restart(pool)
                 else:
                     groups.construct_again(pool)
-    except NoRoomError:
+    except InsufficientResourcesError:
         raise  # a full restart would find no room either
     except (WorkerError, PlacementError) as error:
         logger.warning(
@@ -220,7 +220,7 @@ def replace_within_step(
     try:
         for pool in lost:
             restarts.wait_for_capacity(partial(groups.restart, pool), since)
-    except NoRoomError:
+    except InsufficientResourcesError:
         raise
     except PlacementError as problem:
         error.add_note(str(problem))
@@ -242,17 +242,17 @@ def wait_for_room(
 ) -> Result:
     """Return the result of `start` once the cluster has room for it.
 
-    Raise NoRoomError if that takes until `timeouts.placement_s` after `since`. `summary` names the
-    wait in messages. `look_again` takes a moment, or raises to end the wait.
+    Raise InsufficientResourcesError if that takes until `timeouts.placement_s` after `since`.
+    `summary` names the wait in messages. `look_again` takes a moment, or raises to end the wait.
     """
     limit_s = Deadlines.of(config.timeouts).placement_s
     clock = WaitClock(summary, limit_s, FIRST_WORD_S, since)
     while True:
         try:
             return start()
-        except NoRoomError as error:
+        except InsufficientResourcesError as error:
             if clock.is_over():
-                raise NoRoomError(
+                raise InsufficientResourcesError(
                     f"{error} After {clock.age_s:.0f} s without another node "
                     f"(timeouts.placement_s={limit_s:g}) the run ends. Restore the node or add "
                     "another one, and run the same command: it resumes from the last checkpoint."

@@ -1,7 +1,8 @@
-"""The names that users import: `GRPO`, `Environment`, `Worker`, `DataProto`, `register`, ...
+"""The names that users of runs import: `GRPO`, `Environment`, `Worker`, `DataProto`, ...
 
-Each name is imported on first use, so `import verl_like` is quick and loads neither torch nor ray.
-This is the only module of the package that names `trainer` and `workers`, which are above it.
+`verl_like.extend` has the names for authors of roles, engines, losses and recipes. Each name is
+imported on first use, so `import verl_like` is quick and loads neither torch nor ray. Only these
+two modules of the package name `trainer` and `workers`, which are above it.
 """
 
 from __future__ import annotations
@@ -16,32 +17,15 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from trainer.api.recipes import SFT as SFT
     from trainer.api.recipes import AsyncPPO as AsyncPPO
     from trainer.api.recipes import RewardModel as RewardModel
-    from trainer.async_training.samplers import BatchSampler as BatchSampler
-    from trainer.async_training.samplers import BufferView as BufferView
-    from trainer.async_training.samplers import SampleChunk as SampleChunk
-    from trainer.async_training.samplers import SelectedBatch as SelectedBatch
-    from trainer.async_training.samplers import select_chunks as select_chunks
-    from trainer.async_training.samplers import urgent_chunks_first as urgent_chunks_first
     from trainer.check_loss import check_loss as check_loss
-    from trainer.config.recipe import Recipe as Recipe
-    from trainer.config.recipe import placement_presets as placement_presets
-    from trainer.config.schema import TRACKERS as TRACKERS
-    from trainer.config.schema import RunConfig as RunConfig
     from trainer.hooks import Hooks as Hooks
     from trainer.launch import run as run
-    from trainer.loop import Trainer as Trainer
     from trainer.migrate.systems import migrate as migrate
     from trainer.ppo.config import PPOConfig as PPOConfig
     from trainer.ppo.recipe import load_config as load_config
-    from trainer.ppo.stages import PPOTrainer as PPOTrainer
     from trainer.report.page import write_report as write_report
-    from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
-    from trainer.run_folder.metrics import reached_goal as reached_goal
-    from trainer.run_folder.metrics import reduce_metrics as reduce_metrics
     from trainer.run_folder.result import RunResult as RunResult
     from trainer.run_folder.signals import RunInterrupted as RunInterrupted
-    from trainer.run_folder.tracking import Tracker as Tracker
-    from trainer.sft.step import SFTTrainer as SFTTrainer
     from verl_like.backends.local import LocalWorkerGroup as LocalWorkerGroup
     from verl_like.backends.ray import RayClassWithInitArgs as RayClassWithInitArgs
     from verl_like.backends.ray import RayResourcePool as RayResourcePool
@@ -79,16 +63,15 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from verl_like.calls.result import CallMetrics as CallMetrics
     from verl_like.calls.result import CallResult as CallResult
     from verl_like.calls.verl_surface import scatter_lists as scatter_lists
-    from verl_like.config_key import KeyRules as KeyRules
     from verl_like.errors import BatchError as BatchError
     from verl_like.errors import CallbackError as CallbackError
     from verl_like.errors import CheckpointError as CheckpointError
     from verl_like.errors import ConfigError as ConfigError
     from verl_like.errors import DamagedCheckpointError as DamagedCheckpointError
     from verl_like.errors import DispatchError as DispatchError
+    from verl_like.errors import InsufficientResourcesError as InsufficientResourcesError
     from verl_like.errors import LostSamplesError as LostSamplesError
     from verl_like.errors import MissingColumnError as MissingColumnError
-    from verl_like.errors import NoRoomError as NoRoomError
     from verl_like.errors import PlacementError as PlacementError
     from verl_like.errors import RewardError as RewardError
     from verl_like.errors import RolloutError as RolloutError
@@ -115,60 +98,19 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from workers.agents import EnvironmentAdapter as EnvironmentAdapter
     from workers.agents import TrajectoryEnd as TrajectoryEnd
     from workers.agents import Turn as Turn
-    from workers.columns import read_columns as read_columns
-    from workers.columns import write_columns as write_columns
-    from workers.config import FSDPConfig as FSDPConfig
-    from workers.config import ModelConfig as ModelConfig
-    from workers.config import OptimConfig as OptimConfig
-    from workers.losses.aggregate import agg_loss as agg_loss
-    from workers.losses.registry import declare_loss_keys as declare_loss_keys
-    from workers.memory import RoleModel as RoleModel
-    from workers.models.load import load_model as load_model
     from workers.rewards.functions import default_compute_score as default_compute_score
-    from workers.rewards.weighted import place_at_last_token as place_at_last_token
-    from workers.rollout.base import EngineLimits as EngineLimits
-    from workers.rollout.base import RolloutEngine as RolloutEngine
-    from workers.rollout.base import SamplingParams as SamplingParams
-    from workers.rollout.hf import HFEngine as HFEngine
-    from workers.rollout.native.engine import NativeEngine as NativeEngine
-    from workers.rollout.sample import Sample as Sample
-    from workers.rollout.sampling import noise_key as noise_key
-    from workers.training.checkpoint import Checkpointed as Checkpointed
-    from workers.training.microbatch import MiniBatch as MiniBatch
-    from workers.training.microbatch import PassBudget as PassBudget
-    from workers.training.optim import OptimStepSettings as OptimStepSettings
-    from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
-    from workers.training.schedules import lr_factor as lr_factor
-    from workers.training.score_engine import ScoreEngine as ScoreEngine
-    from workers.weights.module_writer import ModuleWriter as ModuleWriter
 
 _NAMES = {
     "trainer.api.recipes": ("AsyncPPO", "DPO", "GRPO", "PPO", "RewardModel", "SFT"),
-    "trainer.async_training.samplers": (
-        "BatchSampler",
-        "BufferView",
-        "SampleChunk",
-        "SelectedBatch",
-        "select_chunks",
-        "urgent_chunks_first",
-    ),
     "trainer.check_loss": ("check_loss",),
-    "trainer.config.recipe": ("Recipe", "placement_presets"),
-    "trainer.config.schema": ("RunConfig", "TRACKERS"),
     "trainer.hooks": ("Hooks",),
     "trainer.launch": ("run",),
-    "trainer.loop": ("Trainer",),
     "trainer.migrate.systems": ("migrate",),
     "trainer.ppo.config": ("PPOConfig",),
     "trainer.ppo.recipe": ("load_config",),
-    "trainer.ppo.stages": ("PPOTrainer",),
     "trainer.report.page": ("write_report",),
-    "trainer.reward_model.step": ("RewardModelTrainer",),
-    "trainer.run_folder.metrics": ("reached_goal", "reduce_metrics"),
     "trainer.run_folder.result": ("RunResult",),
     "trainer.run_folder.signals": ("RunInterrupted",),
-    "trainer.run_folder.tracking": ("Tracker",),
-    "trainer.sft.step": ("SFTTrainer",),
     "verl_like.backends.local": ("LocalWorkerGroup",),
     "verl_like.backends.ray": (
         "RayClassWithInitArgs",
@@ -204,7 +146,6 @@ _NAMES = {
     "verl_like.calls.group": ("ClassWithInitArgs", "WorkerGroup", "create_colocated_worker_cls"),
     "verl_like.calls.result": ("CallMetrics", "CallResult"),
     "verl_like.calls.verl_surface": ("scatter_lists",),
-    "verl_like.config_key": ("KeyRules",),
     "verl_like.errors": (
         "BatchError",
         "CallbackError",
@@ -214,7 +155,7 @@ _NAMES = {
         "DispatchError",
         "LostSamplesError",
         "MissingColumnError",
-        "NoRoomError",
+        "InsufficientResourcesError",
         "PlacementError",
         "RewardError",
         "RolloutError",
@@ -235,25 +176,7 @@ _NAMES = {
         "get_seqlen_balanced_partitions",
     ),
     "workers.agents": ("Environment", "EnvironmentAdapter", "TrajectoryEnd", "Turn"),
-    "workers.columns": ("read_columns", "write_columns"),
-    "workers.config": ("FSDPConfig", "ModelConfig", "OptimConfig"),
-    "workers.losses.aggregate": ("agg_loss",),
-    "workers.losses.registry": ("declare_loss_keys",),
-    "workers.memory": ("RoleModel",),
-    "workers.models.load": ("load_model",),
     "workers.rewards.functions": ("default_compute_score",),
-    "workers.rewards.weighted": ("place_at_last_token",),
-    "workers.rollout.base": ("EngineLimits", "RolloutEngine", "SamplingParams"),
-    "workers.rollout.hf": ("HFEngine",),
-    "workers.rollout.native.engine": ("NativeEngine",),
-    "workers.rollout.sample": ("Sample",),
-    "workers.rollout.sampling": ("noise_key",),
-    "workers.training.checkpoint": ("Checkpointed",),
-    "workers.training.microbatch": ("MiniBatch", "PassBudget"),
-    "workers.training.optim": ("OptimStepSettings",),
-    "workers.training.schedules": ("LR_SCHEDULES", "lr_factor"),
-    "workers.training.score_engine": ("ScoreEngine",),
-    "workers.weights.module_writer": ("ModuleWriter",),
 }
 """The public names of each module."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

@@ -6,10 +6,10 @@ VerlLikeError
 ├── DispatchError (TypeError)          a call that a group cannot split or collect
 ├── ConfigError (ValueError)           a setting that cannot work
 ├── PlacementError (ValueError)        pools, roles and devices that do not fit together
-│   └── NoRoomError                    the available nodes lack resources for a pool
+│   └── InsufficientResourcesError the available nodes lack resources for a pool
 ├── WorkerError (RuntimeError)         something went wrong in or around a worker process
 │   ├── WorkerDiedError                the process is gone
-│   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
+│   └── WaitTimeoutError (TimeoutError) a wait passed its deadline
 ├── RewardError (RuntimeError)         a reward failed too often, or its scores are NaN
 ├── CallbackError (RuntimeError)       a user's callback has raised
 ├── RolloutError (RuntimeError)        generation was rejected or failed
@@ -54,7 +54,7 @@ class PlacementError(VerlLikeError, ValueError):
     """Pools, roles and devices do not fit together."""
 
 
-class NoRoomError(PlacementError):
+class InsufficientResourcesError(PlacementError):
     """The available nodes lack resources for a pool; another node would help."""
 
 

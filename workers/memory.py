@@ -2,7 +2,7 @@
 
     class TeacherWorker(Worker):
         @classmethod
-        def role_model(cls, config, role) -> RoleModel: ...     # its engine is built from it, too
+        def role_model(cls, config, role) -> RoleModelSpec: ...  # it also builds the role's engine
 
     memory = memory_of(model, role, pool, ranks, device_type, LargestPass(tokens, reads))
 
@@ -48,7 +48,7 @@ EngineT = TypeVar("EngineT")
 
 
 @dataclass(frozen=True)
-class RoleModel:
+class RoleModelSpec:
     """Description of a role's model, from which its engine is built and its memory estimated."""
 
     key: str
@@ -208,7 +208,7 @@ class LargestPass:
 
 
 def memory_of(
-    model: RoleModel,
+    model: RoleModelSpec,
     role: str,
     pool: str,
     ranks: int,
@@ -234,7 +234,7 @@ class _Rank:
     """Estimates the memory of one rank of a training engine, from the shapes of its model."""
 
     def __init__(
-        self, role_model: RoleModel, dims: ParallelDims, device_type: str, stage: StageOf | None
+        self, role_model: RoleModelSpec, dims: ParallelDims, device_type: str, stage: StageOf | None
     ) -> None:
         self.role_model, self.dims, self.device_type = role_model, dims, device_type
         precision = precision_of(role_model.model, device_type)
@@ -384,7 +384,7 @@ def hf_config_of(model: ModelConfig) -> Any:
     return shared_hf_config(model_folder(model.path, weights=False))
 
 
-def sync_bytes(model: RoleModel, memory: RoleMemory, device_type: str) -> float:
+def sync_bytes(model: RoleModelSpec, memory: RoleMemory, device_type: str) -> float:
     """Return the peak of extra device bytes while weights are copied to a colocated engine.
 
     It consists of the actor's offloaded weights, which are loaded back, and of the largest weight,

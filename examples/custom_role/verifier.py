@@ -14,17 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from verl_like import (
-    DataProto,
-    Dispatch,
-    FSDPConfig,
-    PPOTrainer,
-    ScoreEngine,
-    Worker,
-    read_columns,
-    reduce_metrics,
-    register,
-)
+from verl_like import DataProto, Dispatch, Worker, register
+from verl_like.extend import FSDPConfig, PPOTrainer, ScoreEngine, read_columns, reduce_metrics
 from workers.config import critic_model, critic_optim
 from workers.roles.critic import value_budget
 from workers.training.loss import Loss

@@ -23,7 +23,7 @@ from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from tests.waiting import wait_until_ended
 from trainer import PPOTrainer, launch, load_config, restarts, run
-from verl_like.errors import NoRoomError
+from verl_like.errors import InsufficientResourcesError
 
 PPO_POOLS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [1]}",
@@ -122,7 +122,7 @@ def lose_role(folder: Path, role: str, waits: type, *here: str) -> dict[str, Any
     found: dict[str, Any] = {}
     try:
         run(load_config(more, REGRESSION), LosesRole)
-    except NoRoomError as error:
+    except InsufficientResourcesError as error:
         found = {"error": str(error), "seconds": time.monotonic() - Losing.lost_at[0]}
     return found | {"pids": LosesRole.pids}
 

@@ -27,7 +27,12 @@ from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import RunInterrupted, StopSignals
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.config_key import changed
-from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDiedError
+from verl_like.errors import (
+    ConfigError,
+    InsufficientResourcesError,
+    WeightSyncError,
+    WorkerDiedError,
+)
 
 
 @dataclass(kw_only=True)
@@ -324,11 +329,11 @@ def test_a_restart_waits_for_room_and_a_first_start_does_not(
     def start() -> str:
         tries.append(1)
         if len(tries) < 3:
-            raise NoRoomError("node 7 is gone.")
+            raise InsufficientResourcesError("node 7 is gone.")
         return "started"
 
     since = time.monotonic()
-    with pytest.raises(NoRoomError, match=r"^node 7 is gone\.$"):
+    with pytest.raises(InsufficientResourcesError, match=r"^node 7 is gone\.$"):
         restarts.Restarts(config(tmp_path)).wait_for_capacity(start, since)
     with caplog.at_level("WARNING"):
         assert with_a_restart(tmp_path).wait_for_capacity(start, since) == "started"
@@ -339,10 +344,12 @@ def test_a_restart_waits_for_room_and_a_first_start_does_not(
 
 def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path: Path) -> None:
     def start() -> None:
-        raise NoRoomError("node 7 is gone.")
+        raise InsufficientResourcesError("node 7 is gone.")
 
     since = time.monotonic() - 9
-    with pytest.raises(NoRoomError, match=r"gone\. After \d+ s .* \(timeouts\.placement_s=8\)"):
+    with pytest.raises(
+        InsufficientResourcesError, match=r"gone\. After \d+ s .* \(timeouts\.placement_s=8\)"
+    ):
         with_a_restart(tmp_path, placement_s=8.0).wait_for_capacity(start, since)
     with StopSignals() as stop, stop.held():
         made = with_a_restart(tmp_path, stop)

@@ -13,10 +13,10 @@ from workers.parallel.fsdp import full_tensor
 from workers.training.engine import INPUTS
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import PassBudget, Rows, mini_batch
+from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
 
 Gradients = dict[str, torch.Tensor]
-THREE_ROWS = PassBudget(rows=3)
+THREE_ROWS = MicroBatchBudget(rows=3)
 ACTOR_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
 FAMILIES = {
     "LlamaConfig": {"num_key_value_heads": 2, "intermediate_size": 64},
@@ -31,7 +31,7 @@ def gradients(
     worker: Any,
     data: DataProto,
     names: Sequence[str],
-    budget: PassBudget = THREE_ROWS,
+    budget: MicroBatchBudget = THREE_ROWS,
     of: tuple[str, ...] = ("",),
 ) -> Gradients:
     """Return full gradients of one mini-batch, by name, of trained weights that begin like `of`."""

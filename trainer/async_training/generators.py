@@ -34,7 +34,12 @@ from trainer.report.accounts import describe_log
 from trainer.restarts import LOOK_AGAIN_S, wait_for_room
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
+from verl_like.errors import (
+    InsufficientResourcesError,
+    PlacementError,
+    RolloutError,
+    WorkerDiedError,
+)
 from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
 
@@ -178,7 +183,7 @@ class LostGenerators:
                 if self._ranks_without(generator):
                     raise
                 return False
-            except NoRoomError:
+            except InsufficientResourcesError:
                 raise
             except PlacementError as problem:
                 error.add_note(str(problem))

@@ -152,14 +152,14 @@ def chosen(sampler: BatchSampler, view: BufferView) -> SelectedBatch:
     if batch.selected and num_samples != view.num_samples:
         raise SamplerError(
             f"the sampler {name} took {num_samples} samples for a batch of {view.num_samples}: "
-            "verl_like.select_chunks selects exactly one batch, or nothing."
+            "verl_like.extend.select_chunks selects exactly one batch, or nothing."
         )
     oldest = min((chunk.version for chunk in batch.selected), default=view.version)
     if view.version - oldest > view.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
             f"{view.version}, and async_training.max_staleness={view.max_staleness}: it "
-            "held these samples back too long. verl_like.urgent_chunks_first "
+            "held these samples back too long. verl_like.extend.urgent_chunks_first "
             "puts the samples that a batch must contain first."
         )
     return batch
@@ -169,7 +169,8 @@ def _check(sampler: Any, subject: str) -> None:
     """Reject an object that is not a sampler class, or that needs arguments."""
     if not (isinstance(sampler, type) and issubclass(sampler, BatchSampler)):
         raise ConfigError(
-            f"{subject} is not a sampler class: make it a subclass of verl_like.BatchSampler."
+            f"{subject} is not a sampler class: make it a subclass of "
+            "verl_like.extend.BatchSampler."
         )
     check_methods(sampler, BatchSampler, subject)
     check_call(sampler, subject, CallSignature())

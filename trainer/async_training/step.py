@@ -88,7 +88,7 @@ class AsyncTrainer(PPOTrainer):
         if has_environment(self.config):
             for generator, rows in self.origins.rows_by_generator(batch).items():
                 self.rollouts.note_environments(batch[rows], generator_role(generator), "gen")
-        self.call_hook("on_samples", batch)
+        self.call_hook("on_generated", batch)
         return batch
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:

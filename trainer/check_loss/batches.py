@@ -19,7 +19,7 @@ from workers.losses.preference.registry import COLUMNS
 Batch = dict[str, Any]
 """Columns: tensors [rows, ...], and `index`, an array [rows]."""
 PAIRED = (*COLUMNS, "gap")
-"""Columns that preference losses read; rows are pairs or labelled responses."""
+"""Columns that preference losses read; rows are pairs or labeled responses."""
 MASKS = (
     "..1",
     "..11 ..11",

@@ -205,7 +205,7 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
 
     def call(batch: Batch) -> Any:
-        if "desirable" in reads:  # labelled rows, not pairs
+        if "desirable" in reads:  # labeled rows, not pairs
             batch = {k: v[:, 0] if getattr(v, "ndim", 0) > 1 else v for k, v in batch.items()}
         known = {**DEFAULTS, **batch, **settings, "loss_agg_mode": batch["loss_agg_mode"]}
         arguments = {name: known[key] for name, key in filled.items()}

@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.config.flat import NAMES_OF_A_RUN
 from trainer.report import figures
-from trainer.report.figures import COLOURS, Panel, panels_of
+from trainer.report.figures import COLORS, Panel, panels_of
 from trainer.report.page import page_of
 from trainer.report.read import STOPPED, RunData, metric_names, phase_shares, read_run
 from trainer.run_folder.folder import CONFIG_FILE, saved_config
@@ -263,7 +263,7 @@ def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     drawn = {metric: curves_of(runs, metric) for metric in metrics_shown(runs)}
     return {
         "names": [run.name for run in runs],
-        "num_drawn": min(len(runs), len(COLOURS)),
+        "num_drawn": min(len(runs), len(COLORS)),
         "curves": {metric: Markup(svg) for metric, svg in drawn.items() if svg},
         "overview": overview(runs),
         "differences": differences(runs),
@@ -276,9 +276,9 @@ def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
-    """Return one metric of the runs on one axis, as SVG; as many runs as there are colours."""
+    """Return one metric of the runs on one axis, as SVG; as many runs as there are colors."""
     lines: list[dict[str, float]] = []
-    shown = [run for run in runs if run.data.series(metric)[0]][: len(COLOURS)]
+    shown = [run for run in runs if run.data.series(metric)[0]][: len(COLORS)]
     for run in shown:
         for step, value in zip(*run.data.series(metric), strict=True):
             lines.append({"step": step, run.name: value})

@@ -23,7 +23,7 @@ from verl_like.registry import registry_of
 from workers.parallel.sharding import Sharding, dims_of
 
 if TYPE_CHECKING:
-    from workers.memory import RoleModel
+    from workers.memory import RoleModelSpec
 
 
 def check_fields(config: RunConfig) -> None:
@@ -108,7 +108,7 @@ def _pool_of(config: RunConfig, role: str) -> tuple[str, int]:
     return pool, sum(config.resource_pool_spec.get(pool, []))
 
 
-def check_axes_of(config: RunConfig, role: str, model: RoleModel) -> None:
+def check_axes_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
     """Reject axes over which the role's model cannot be split."""
     _, ranks = _pool_of(config, role)
     if ranks == 0:
@@ -119,7 +119,7 @@ def check_axes_of(config: RunConfig, role: str, model: RoleModel) -> None:
         raise ConfigError(f"role {role!r}: {error}") from error
 
 
-def check_checkpoint_of(config: RunConfig, role: str, model: RoleModel) -> None:
+def check_checkpoint_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
     """Reject a resume from a checkpoint of another model; the load rejects a damaged checkpoint."""
     trainer = config.trainer
     if trainer.resume_mode != "resume_path" or trainer.resume_from_path is None:
@@ -134,7 +134,7 @@ def check_checkpoint_of(config: RunConfig, role: str, model: RoleModel) -> None:
 def check_passes(
     config: RunConfig,
     role: str,
-    model: RoleModel,
+    model: RoleModelSpec,
     mini_batch: tuple[str, int],
     at_once: tuple[str, int | None],
 ) -> None:

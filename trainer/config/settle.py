@@ -166,10 +166,10 @@ def _with_roles(recipe: Recipe[C], config: C, inactive: Collection[str]) -> C:
     mapping = {role: pool for role, pool in config.role_mapping.items() if role not in inactive}
     workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
     pools = expand_roles(mapping)
-    for role, (worker, neighbour) in recipe.extra_roles(config).items():
+    for role, (worker, neighbor) in recipe.extra_roles(config).items():
         workers.setdefault(role, worker)
-        if neighbour in pools:
-            mapping.setdefault(role, pools[neighbour])
+        if neighbor in pools:
+            mapping.setdefault(role, pools[neighbor])
     return changed(config, {"role_mapping": mapping, "role_workers": workers})
 
 

@@ -53,7 +53,7 @@ def load_hub_split(name: str, key: str) -> Any:
     match = NAME.fullmatch(name.removeprefix(SCHEME))
     if match is None:
         raise ConfigError(
-            f"{key}={name} names no data set; write {SCHEME}organisation/name, then /folder and "
+            f"{key}={name} names no data set; write {SCHEME}organization/name, then /folder and "
             ":split where it has several."
         )
     try:

@@ -11,7 +11,7 @@ chosen response is:
 - `chosen` and `rejected` as chats, with the prompt's messages at the start of both or in `prompt`.
 - `chosen` and `rejected` as texts: whole dialogues with a common beginning, as in Anthropic-HH.
 
-For KTO, each response is labeled as good or bad (`read_labelled`). A row has a `prompt`, a
+For KTO, each response is labeled as good or bad (`read_labeled`). A row has a `prompt`, a
 `completion` (or `response`), which is a text or messages, and a `label`, which is true (or 1) if
 the response is good. A pair makes two rows. Each row also has a second sequence: its own prompt,
 followed by the response to another prompt. The seed chooses that response once per run, so a
@@ -175,7 +175,7 @@ LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
-class LabelledRow:
+class LabeledRow:
     """A response after its prompt, and a response to another prompt after the same prompt."""
 
     response: LMRow
@@ -188,7 +188,7 @@ class LabelledRow:
         return {"response": self.response, "mismatched": self.mismatched}
 
 
-def read_labelled(
+def read_labeled(
     key: str,
     files: Any,
     tokenizer: Any,
@@ -196,14 +196,14 @@ def read_labelled(
     seed: int,
     on_bad_row: str = "error",
     limit: int | None = None,
-) -> list[LabelledRow]:
+) -> list[LabeledRow]:
     """Return the rows of the files that the configuration's `key` names, in order.
 
     A bad row is an error, or skipped and counted. Rows of more than `max_length` tokens are cut at
     their end; a row that is left without a response is dropped. A log line reports both numbers.
     """
     rows, num_bad = encode_rows(
-        key, files, "labelled", _encode_labelled_row, tokenizer, on_bad_row, limit
+        key, files, "labelled", _encode_labeled_row, tokenizer, on_bad_row, limit
     )
     responses = [
         EncodedRow([side], [label])
@@ -211,20 +211,20 @@ def read_labelled(
         for side, label in zip(row.sides, row.numbers, strict=True)
     ]
     responses, story = cut_rows(key, "responses", responses, num_bad, max_length, "the response")
-    labelled = [(row.sides[0], bool(row.numbers[0])) for row in responses]
-    num_good = sum(label for _, label in labelled)
-    if num_good in (0, len(labelled)):
+    labeled = [(row.sides[0], bool(row.numbers[0])) for row in responses]
+    num_good = sum(label for _, label in labeled)
+    if num_good in (0, len(labeled)):
         raise ConfigError(
             f"{story}. Of the remaining rows, {num_good} are good and "
-            f"{len(labelled) - num_good} are bad; KTO needs both."
+            f"{len(labeled) - num_good} are bad; KTO needs both."
         )
     logger.info("%s; %d of the remaining rows are good", story, num_good)
 
     # The seed gives an order in which rows with the same prompt are adjacent. Each row gets the
     # response of the row that is `shift` places after it, where `shift` is the size of the largest
     # group. So that row has another prompt, unless more than half of the rows have the same prompt.
-    order = np.random.default_rng([seed, len(labelled)]).permutation(len(labelled)).tolist()
-    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labelled]
+    order = np.random.default_rng([seed, len(labeled)]).permutation(len(labeled)).tolist()
+    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labeled]
     groups: dict[bytes, list[int]] = {}
     for number in order:
         groups.setdefault(prompts[number], []).append(number)
@@ -232,19 +232,19 @@ def read_labelled(
     shift = max(map(len, groups.values())) if len(groups) > 1 else 1
     others = dict(zip(together, np.roll(together, -shift).tolist(), strict=True))
     result = []
-    for number, (response, label) in enumerate(labelled):
-        other, _ = labelled[others[number]]
+    for number, (response, label) in enumerate(labeled):
+        other, _ = labeled[others[number]]
         mismatched = _spliced(response, other, max_length)
-        result.append(LabelledRow(response, mismatched, label))
+        result.append(LabeledRow(response, mismatched, label))
     return result
 
 
-def _encode_labelled_row(row: Row, tokenizer: Any) -> EncodedRow:
-    responses, labels = zip(*encode_labelled(row, tokenizer), strict=True)
+def _encode_labeled_row(row: Row, tokenizer: Any) -> EncodedRow:
+    responses, labels = zip(*encode_labeled(row, tokenizer), strict=True)
     return EncodedRow(responses, labels)
 
 
-def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
+def encode_labeled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
     """Return the responses of a row with their labels; a ValueError says what is wrong."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         pair = encode_pair(row, tokenizer)
@@ -272,9 +272,7 @@ def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
     return LMRow(ids, in_loss).cut(max_length)
 
 
-def labelled_batch(
-    rows: Sequence[LabelledRow], uids: Sequence[str], pad_token_id: int
-) -> DataProto:
+def labeled_batch(rows: Sequence[LabeledRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
     """Return a batch of responses with the column `desirable`."""
     batch = lm_batch([row.response for row in rows], uids, pad_token_id)
     return write_columns(batch, desirable=torch.tensor([row.desirable for row in rows]))

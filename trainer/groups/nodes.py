@@ -15,7 +15,7 @@ from trainer.config.devices import devices_of
 from trainer.config.schema import PoolResources, RunConfig
 from trainer.config.user_modules import modules_of_the_user
 from verl_like.calls.diagnose import Deadlines
-from verl_like.errors import NoRoomError, PlacementError
+from verl_like.errors import InsufficientResourcesError, PlacementError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node, ProcessNeeds
 
@@ -65,8 +65,8 @@ def living_nodes(config: RunConfig) -> list[Node]:
 def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Placement:
     """Return the plan with this pool on living nodes, or the same plan if it has lost none.
 
-    Raise NoRoomError if another node would help, and PlacementError if the pools would fit when
-    planned again from scratch.
+    Raise InsufficientResourcesError if another node would help, and PlacementError if the pools
+    would fit when planned again from scratch.
     """
     if config.trainer.backend != "ray":
         return placement
@@ -77,7 +77,7 @@ def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Pl
     nodes = living_nodes(config)
     try:
         moved = placement.moved(pool, nodes)
-    except NoRoomError as error:
+    except InsufficientResourcesError as error:
         try:
             plan_on(config, nodes)
         except PlacementError:

@@ -42,7 +42,7 @@ class PoolStarter:
         """Raise if this backend cannot run one of the pools."""
         self.config, self.placement = config, placement
         self.limits = Deadlines.of(config.timeouts)
-        self._neighbours: dict[str, Worker] = {}
+        self._neighbors: dict[str, Worker] = {}
         self._ray_pools: dict[str, RayResourcePool] = {}
         for plan in placement.pools.values():
             is_on_gpus = plan.device_kind == "cuda"
@@ -84,7 +84,7 @@ class PoolStarter:
         from verl_like.backends.local import LocalWorkerGroup
 
         options["device_name"] = plan.device_kind
-        options["neighbours"] = self._neighbours
+        options["neighbors"] = self._neighbors
         options["own_processes"] = plan.name in self.config.child_pools
         return LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
 
@@ -196,9 +196,9 @@ class WorkerGroups:
     def restart(self, pool: str) -> None:
         """Restart the processes of one pool on its places, while other pools continue.
 
-        A lost node is replaced by another, or `NoRoomError` is raised. The pool's remaining
-        processes are ended, so calls that wait for them fail. The roles are only constructed, and
-        `groups[role]` is a new group from now on.
+        A lost node is replaced by another, or `InsufficientResourcesError` is raised. The pool's
+        remaining processes are ended, so calls that wait for them fail. The roles are only
+        constructed, and `groups[role]` is a new group from now on.
         """
         if pool not in self.placement.pools:
             hint = nearest(pool, self.placement.pools)

@@ -6,7 +6,7 @@
 
 A table is a YAML file in this folder, such as `trl.yaml`, with a row for each flag:
 
-    name other_name: {always: "built-in behaviour, whatever the value"}
+    name other_name: {always: "built-in behavior, whatever the value"}
     name: some.key                                  # the key here with the same meaning
     name: {key: some.key, values: {theirs: ours}}   # a value may become several settings
     name: {set: {some.key: "{}", other.key: "{1}", third.key: "{other}", fourth.key: "{a / b}"}}

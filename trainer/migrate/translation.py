@@ -92,7 +92,7 @@ class Translation:
             ],
             "Part of the above, or without effect in that run": self.joined,
             "Dropped: no effect in this run": self.unread,
-            "Built-in behaviour": self.always,
+            "Built-in behavior": self.always,
             "Not supported": self.absent,
             "Environment variables of the script; export those that you need": self.environment,
             "Notice": self.notices,

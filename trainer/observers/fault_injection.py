@@ -77,7 +77,7 @@ class FaultInjection:
         if rng := self._rng("kill_worker", self._settings.kill_worker, step):
             self._kill(groups, step, rng)
 
-    def on_samples(self, trainer: Any, batch: DataProto) -> None:
+    def on_generated(self, trainer: Any, batch: DataProto) -> None:
         """Record the faults that occurred in the environments of these samples."""
         kinds = Counter[str]()
         for info in batch.non_tensor_batch.get("trajectory", ()):

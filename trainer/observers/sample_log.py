@@ -296,7 +296,7 @@ class SampleWatch:
             self.log.drop_after(trainer.global_step, STEP_AGAIN)
         self._clear()
 
-    def on_samples(self, trainer: Any, batch: DataProto) -> None:
+    def on_generated(self, trainer: Any, batch: DataProto) -> None:
         """Record the samples that come from the rollout."""
         tokens, given_up = tokens_by_sample(batch), tokens_given_up(batch)
         if self._generators_log is None:

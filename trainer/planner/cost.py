@@ -23,7 +23,7 @@ import torch
 
 from trainer.config.devices import GIB_OF_GPUS
 from verl_like.errors import ConfigError, nearest
-from workers.memory import RoleModel, hf_config_of
+from workers.memory import RoleModelSpec, hf_config_of
 from workers.models.memory_shapes import model_shapes
 from workers.parallel.dims import ParallelDims
 from workers.training.mfu import PEAKS, attention_width, expert_share
@@ -128,7 +128,7 @@ class ModelCost:
     """Number of experts per layer that each token is sent to."""
 
     @classmethod
-    def of(cls, model: RoleModel) -> ModelCost:
+    def of(cls, model: RoleModelSpec) -> ModelCost:
         """Read the properties from config.json."""
         shapes = model_shapes(model.model, model.head, torch.bfloat16)
         config: Any = hf_config_of(model.model).get_text_config()

@@ -30,7 +30,7 @@ from trainer.planner.search import (
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.roles import expand_roles
-from workers.memory import RoleMemory, RoleModel
+from workers.memory import RoleMemory, RoleModelSpec
 from workers.models.causal_lm import recomputes
 from workers.parallel.dims import ParallelDims
 from workers.parallel.pipeline import num_chunks
@@ -71,7 +71,7 @@ class Job(ABC):
         """The data of a step in words."""
 
     @abstractmethod
-    def models_in(self, config: Any) -> dict[str, RoleModel]:
+    def models_in(self, config: Any) -> dict[str, RoleModelSpec]:
         """Return the model of every role that has one."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Job(ABC):
         """Return the tokens of the longest row."""
 
     @abstractmethod
-    def pass_tokens(self, config: Any, model: RoleModel) -> int:
+    def pass_tokens(self, config: Any, model: RoleModelSpec) -> int:
         """Return the tokens of a pass of this model."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Job(ABC):
         """Return keys of smaller passes to try for a trained model."""
 
     @abstractmethod
-    def role_memory(self, config: Any, role: str, model: RoleModel) -> RoleMemory:
+    def role_memory(self, config: Any, role: str, model: RoleModelSpec) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Job(ABC):
         """Raise the errors that the run would raise before it allocates a device."""
 
     @functools.cached_property
-    def models(self) -> dict[str, RoleModel]:
+    def models(self) -> dict[str, RoleModelSpec]:
         """The model of every role that has one, as configured."""
         return self.models_in(self.config)
 
@@ -294,7 +294,7 @@ class Job(ABC):
         return [{f"{self.models[role].axes_key}.{axis}": size} for size in sizes]
 
     def call_seconds(
-        self, config: Any, role: str, method: str, model: RoleModel, gpus: Gpus
+        self, config: Any, role: str, method: str, model: RoleModelSpec, gpus: Gpus
     ) -> float:
         """Return the seconds of one call of the role with this configuration."""
         return pass_seconds(

@@ -19,7 +19,7 @@ from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memori
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
 from workers.config import ActorRolloutRefConfig, model_rewards, tokens_per_pass
-from workers.memory import RoleMemory, RoleModel, hf_config_of, rollout_memory
+from workers.memory import RoleMemory, RoleModelSpec, hf_config_of, rollout_memory
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_SIZES = (1, 2, 4, 8)
@@ -59,7 +59,7 @@ class PPOJob(Job):
         """Seconds of every stage in which the driver itself works, in parallel with the roles."""
         return tuple(self.rewards * (stage == "score") for stage in self.stages)
 
-    def models_in(self, config: PPOConfig) -> dict[str, RoleModel]:
+    def models_in(self, config: PPOConfig) -> dict[str, RoleModelSpec]:
         """Return the model of every role that has one."""
         return models_of(config, without_users=True)
 
@@ -101,7 +101,7 @@ class PPOJob(Job):
         """Return the tokens of the longest row."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
-    def pass_tokens(self, config: PPOConfig, model: RoleModel) -> int:
+    def pass_tokens(self, config: PPOConfig, model: RoleModelSpec) -> int:
         """Return the tokens of a pass of this model."""
         return model.tokens or tokens_per_pass(config)
 
@@ -114,7 +114,7 @@ class PPOJob(Job):
         sizes = {max(width, now // 4), width} - {now}
         return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
 
-    def role_memory(self, config: PPOConfig, role: str, model: RoleModel) -> RoleMemory:
+    def role_memory(self, config: PPOConfig, role: str, model: RoleModelSpec) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
         return model_memory(config, role, model, "cuda", largest_pass(config, role))
 

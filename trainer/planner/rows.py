@@ -19,7 +19,7 @@ from trainer.rows.preflight import (
     preflight,
     role_memories,
 )
-from workers.memory import RoleMemory, RoleModel
+from workers.memory import RoleMemory, RoleModelSpec
 from workers.parallel.sharding import dims_of
 
 
@@ -48,7 +48,7 @@ class RowsJob(Job):
         sides: int = trainer_class(self.config).num_sides(self.config)  # type: ignore[attr-defined]
         return sides
 
-    def models_in(self, config: RowConfig) -> dict[str, RoleModel]:
+    def models_in(self, config: RowConfig) -> dict[str, RoleModelSpec]:
         """Return the model of every role; a reference is called only before the first step."""
         return role_models(config)
 
@@ -65,7 +65,7 @@ class RowsJob(Job):
         """Return the tokens of the longest row."""
         return longest_row(self.config)
 
-    def pass_tokens(self, config: RowConfig, model: RoleModel) -> int:
+    def pass_tokens(self, config: RowConfig, model: RoleModelSpec) -> int:
         """Return the tokens of a pass of this model."""
         if config.data.use_dynamic_bsz:
             return config.data.max_token_len_per_gpu
@@ -82,7 +82,7 @@ class RowsJob(Job):
         sizes = {max(tokens // 4, fewest), fewest} - {tokens}
         return [{"data.max_token_len_per_gpu": size} for size in sizes]
 
-    def role_memory(self, config: RowConfig, role: str, model: RoleModel) -> RoleMemory:
+    def role_memory(self, config: RowConfig, role: str, model: RoleModelSpec) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
         dims = dims_of(sum(config.resource_pool_spec["pool"]), model.sharding)
         largest = largest_pass(config, model, self.num_sides, dims)

@@ -45,7 +45,7 @@ class GapMeasurements:
 def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
     """Return the first cause that explains the measurements, as (name, sentence).
 
-    The causes: none, staleness, sampling semantics, quantisation, dtype, unknown.
+    The causes: none, staleness, sampling semantics, quantization, dtype, unknown.
     """
     gap, rounding = measured.gap, TOLERANCES["float32"]
     is_cut = gap > 10 * max(measured.plain_gap, rounding)
@@ -63,7 +63,7 @@ def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
             f"it is {measured.plain_gap:.3g} without truncation, so the engine reports log-probs "
             "of another distribution than the whole one at the temperature",
         ),
-        ("quantisation", measured.quantization, f"quantization={measured.quantization} rounds"),
+        ("quantization", measured.quantization, f"quantization={measured.quantization} rounds"),
         ("dtype", is_narrow, f"rounding of {measured.dtype}; float32 would close it"),
         (
             "unknown",

@@ -20,7 +20,7 @@ from verl_like.calls.dispatch import registered_methods
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
 from workers.columns import columns_of
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig
@@ -48,7 +48,7 @@ def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
     return None if recipes_own is None else load_object(recipes_own, role)
 
 
-def models_of(config: Any, without_users: bool = False) -> dict[str, RoleModel]:
+def models_of(config: Any, without_users: bool = False) -> dict[str, RoleModelSpec]:
     """Map each role to the model that it declares; rollouts are not included."""
     models = {}
     for role in expand_roles(config.role_mapping):

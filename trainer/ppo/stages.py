@@ -113,7 +113,7 @@ class PPOTrainer(Trainer):
     def sample_prompts(self, attempt: int = 0) -> DataProto:
         """Return samples of the next prompts; `attempt` counts the calls within a step from 0."""
         batch = self.generate(next(self.prompts), attempt)
-        self.call_hook("on_samples", batch)
+        self.call_hook("on_generated", batch)
         return batch
 
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:

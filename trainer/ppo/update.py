@@ -251,12 +251,12 @@ def correct_rollout(
     if not columns_of_correction(config):
         return batch, {}
     correction = RolloutCorrection.of(config)
-    behaviour = sampled_log_probs_column(batch.columns)
-    columns = read_columns(batch, "old_log_probs", behaviour, "response_mask")
+    behavior = sampled_log_probs_column(batch.columns)
+    columns = read_columns(batch, "old_log_probs", behavior, "response_mask")
     mask = columns["response_mask"]
 
     gauge = correction.gauge()
-    weights, accepted = correction(columns["old_log_probs"], columns[behaviour], mask, gauge)
+    weights, accepted = correction(columns["old_log_probs"], columns[behavior], mask, gauge)
     metrics = gauge.metrics()
     batch = batch.select()
     if weights is not None:

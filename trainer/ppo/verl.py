@@ -192,7 +192,7 @@ def translate_key(
     if name := _first_match(key, table.changes_nothing_at):
         texts = table.changes_nothing_at[name]["at"]
         if _plain(value) in [_value_of(text, settings) for text in texts]:
-            return KeyTranslation(nothing=f"{_plain(value)} is the built-in behaviour")
+            return KeyTranslation(nothing=f"{_plain(value)} is the built-in behavior")
         return KeyTranslation(rejected=table.changes_nothing_at[name]["else"], lays_out=lays_out)
     if name := _first_match(key, table.not_here):
         return KeyTranslation(rejected=table.not_here[name], lays_out=lays_out)

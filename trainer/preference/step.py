@@ -19,11 +19,11 @@ from torch import Tensor
 from trainer.data.files import row_limit
 from trainer.data.lm_rows import LMRow, stop_tokens, without_blanks
 from trainer.data.pairs import (
-    LabelledRow,
+    LabeledRow,
     PairRow,
-    labelled_batch,
+    labeled_batch,
     pair_batch,
-    read_labelled,
+    read_labeled,
     read_pairs,
 )
 from trainer.preference.recipe import PreferenceConfig
@@ -38,7 +38,7 @@ from workers.losses.preference.measures import measures
 
 logger = logging.getLogger(__name__)
 
-NumberedRow = tuple[int, PairRow | LabelledRow]
+NumberedRow = tuple[int, PairRow | LabeledRow]
 """(row number, row); the number selects the reference's log-probs."""
 
 
@@ -71,7 +71,7 @@ def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
     """Replace each row's response with the response to a different prompt."""
     result: list[NumberedRow] = []
     for number, row in rows:
-        assert isinstance(row, LabelledRow), "pairs have no mismatched response"
+        assert isinstance(row, LabeledRow), "pairs have no mismatched response"
         result.append((number, replace(row, response=row.mismatched)))
     return result
 
@@ -82,7 +82,7 @@ def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
         yield from row.sides.values()
 
 
-def labelled_columns(
+def labeled_columns(
     mismatched: Tensor, ref_mismatched: Tensor, desirable: Tensor
 ) -> dict[str, Tensor]:
     """Return the columns for a loss on labeled rows that depend on the whole batch.
@@ -119,8 +119,8 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         length, on_bad_row, limit = longest_row(config), config.data.on_bad_row, row_limit(config)
         if loss_reads(config, "desirable"):
             seed = config.trainer.seed
-            labelled = read_labelled(key, files, tokenizer, length, seed, on_bad_row, limit)
-            return settle_ends(key, list(enumerate(labelled)), tokenizer, config)
+            labeled = read_labeled(key, files, tokenizer, length, seed, on_bad_row, limit)
+            return settle_ends(key, list(enumerate(labeled)), tokenizer, config)
         pairs = read_pairs(key, files, tokenizer, length, on_bad_row, limit)
         if any(pair.margin for pair in pairs) and not loss_reads(config, "margin"):
             logger.info("%s: loss=%s does not read the margins of pairs", key, config.loss)
@@ -132,7 +132,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     ) -> DataProto:
         """Pad rows on the right, each with its `row_number`."""
         numbers, of_files = zip(*rows, strict=True)
-        make = labelled_batch if isinstance(of_files[0], LabelledRow) else pair_batch
+        make = labeled_batch if isinstance(of_files[0], LabeledRow) else pair_batch
         batch = make(of_files, uids, pad_token_id)
         return write_columns(batch, row_number=torch.tensor(numbers))
 
@@ -153,7 +153,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return has_reference(self.config)
 
     @property
-    def is_labelled(self) -> bool:
+    def is_labeled(self) -> bool:
         """True if the loss takes labeled responses, not pairs."""
         return loss_reads(self.config, "desirable")
 
@@ -177,7 +177,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """Return the log-probs [rows, 2] that the workers' method `score` computes."""
         matched = self.scored(rows, name, score)
-        if not self.is_labelled:
+        if not self.is_labeled:
             return matched
         mismatched = self.scored(with_mismatched(rows), name, score)
         return torch.stack([matched, mismatched], dim=1)
@@ -203,13 +203,13 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
         numbers = read_columns(batch, "row_number")["row_number"]
         reference = self.reference["train"][numbers]
-        if not self.is_labelled:
+        if not self.is_labeled:
             return write_columns(batch, ref_log_probs=reference)
         with self.clock("mismatched_kl"):
             rows = with_mismatched([self.loader.rows[number] for number in numbers.tolist()])
             log_probs = self.scored(rows, "mismatched", self.groups[self.role].compute_log_prob)
         desirable = read_columns(batch, "desirable")["desirable"]
-        columns = labelled_columns(log_probs, reference[:, 1], desirable)
+        columns = labeled_columns(log_probs, reference[:, 1], desirable)
         return write_columns(batch, ref_log_probs=reference[:, 0], **columns)
 
     def validation_metrics(self) -> Metrics:
@@ -225,12 +225,12 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         margins = [row.margin for _, row in self.validation if isinstance(row, PairRow)]
         if margins:
             columns["margin"] = torch.tensor(margins)
-        labels = [row.desirable for _, row in self.validation if isinstance(row, LabelledRow)]
+        labels = [row.desirable for _, row in self.validation if isinstance(row, LabeledRow)]
         if labels:
             reference = columns["ref_log_probs"]
             columns |= {"log_probs": log_probs[:, 0], "ref_log_probs": reference[:, 0]}
             desirable = torch.tensor(labels)
-            columns |= labelled_columns(log_probs[:, 1], reference[:, 1], desirable)
+            columns |= labeled_columns(log_probs[:, 1], reference[:, 1], desirable)
 
         metrics = measures(columns, self.config)
         return shown({f"val/{name}": float(rows.mean()) for name, rows in metrics.items()}, "val")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 P = ParamSpec("P")
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c510a")
-METHOD_COLOURS = {
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c510a")
+METHOD_COLORS = {
     "generate_sequences": "#009e73",
     "take": "#009e73",
     "compute_log_prob": "#56b4e9",
@@ -29,9 +29,9 @@ METHOD_COLOURS = {
     "update_critic": "#d55e00",
     "environments": "#cc79a7",
 }
-STATE_COLOURS = {"busy": "#009e73", "waiting": "#d9d9d9", "syncing": "#d55e00"}
-OUTCOME_COLOURS = {SUCCESS: "#009e73", NO_SUCCESS: "#d9d9d9", FAILED: "#d55e00"}
-OTHER_COLOUR, OVERLAP_COLOUR = "#9a9a9a", "#222222"
+STATE_COLORS = {"busy": "#009e73", "waiting": "#d9d9d9", "syncing": "#d55e00"}
+OUTCOME_COLORS = {SUCCESS: "#009e73", NO_SUCCESS: "#d9d9d9", FAILED: "#d55e00"}
+OTHER_COLOR, OVERLAP_COLOR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
 ABOVE: Mapping[str, Any] = {
     "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3, "handlelength": 1.4,
@@ -114,28 +114,28 @@ def curves(metrics: MetricLines, panel: Panel) -> str:
     # two names of more characters are wider than the figure
     columns = 1 if max(map(len, names)) > 24 else 2
     # axes of one size for every panel, with room above for the lines of a legend
-    lines = -(-min(len(names), len(COLOURS)) // columns)
+    lines = -(-min(len(names), len(COLORS)) // columns)
     height = 2.3 + 0.17 * lines
     edges = {"bottom": 0.42 / height, "top": 1 - (0.1 + 0.17 * lines) / height}
     figure = new_figure(4.4, height, {"left": 0.16, "right": 0.98, **edges})
     axes = figure.add_subplot()
     if panel.band and f"{panel.band}/min" in known:
         low, high = (_thin(*series(metrics, f"{panel.band}/{end}")) for end in ("min", "max"))
-        axes.fill_between(low[0], low[1], high[1], color=COLOURS[0], alpha=0.12, linewidth=0)
+        axes.fill_between(low[0], low[1], high[1], color=COLORS[0], alpha=0.12, linewidth=0)
 
     drawn: list[Any] = []
-    for name, colour in zip(names, COLOURS, strict=False):
+    for name, color in zip(names, COLORS, strict=False):
         steps, values = _thin(*series(metrics, name))
         if values in drawn:  # rewards equal the scores if nothing is subtracted
             continue
         drawn.append(values)
         if len(steps) > SMOOTHED_FROM:
-            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             steps, values = _thin(*running_mean(*series(metrics, name)))
         axes.plot(
             steps,
             values,
-            color=colour,
+            color=color,
             label=name,
             marker="." if len(steps) < 30 else "",
             linewidth=1.4,
@@ -154,7 +154,7 @@ class Bar(NamedTuple):
     row: float
     start: float
     length: float
-    colour: str
+    color: str
     title: str = ""
     """Text of the tooltip."""
     text: str = ""
@@ -177,13 +177,13 @@ def bars(
 ) -> str:
     """Return bars in rows from top to bottom, as SVG.
 
-    `rows` are positions and names, `legend` names and colours; `lines` separate rows, `cuts` times.
+    `rows` are positions and names, `legend` names and colors; `lines` separate rows, `cuts` times.
     """
     figure = new_figure(9.5, height)
     axes = figure.add_subplot()
     titles = {}
     for number, bar in enumerate(drawn):
-        shape = axes.barh(bar.row, bar.length, left=bar.start, height=bar.height, color=bar.colour)[
+        shape = axes.barh(bar.row, bar.length, left=bar.start, height=bar.height, color=bar.color)[
             0
         ]
         if bar.title:
@@ -204,7 +204,7 @@ def bars(
     axes.set_xlabel(x_label)
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=colour, label=name) for name, colour in legend.items()]
+    patches = [Patch(color=color, label=name) for name, color in legend.items()]
     axes.legend(handles=patches, **ABOVE, ncols=4)
     return as_svg(figure, description, titles)
 
@@ -221,9 +221,9 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
     for call in calls:
         row = row_of.get((call.pool, call.lane))
         if row is not None:
-            seconds, colour = call.end - call.start, METHOD_COLOURS.get(call.method, OTHER_COLOUR)
+            seconds, color = call.end - call.start, METHOD_COLORS.get(call.method, OTHER_COLOR)
             title = f"{call.lane}: {call.method}, {1000 * seconds:.1f} ms{call.about}"
-            drawn.append(Bar(row, call.start - origin, seconds, colour, title, height=0.74))
+            drawn.append(Bar(row, call.start - origin, seconds, color, title, height=0.74))
     pools = [pool for pool, _ in shown]
     ends = [row + 0.5 for row, pool in enumerate(pools) if pools[row + 1 : row + 2] != [pool]]
     rows: dict[float, str] = {row: f"{pool}  {lane}" for row, (pool, lane) in enumerate(shown)}
@@ -231,13 +231,13 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
         rows[under] = "2 or more pools at work"
         for start, end, number in pools_at_work(calls):
             if number > 1:
-                drawn.append(Bar(under, start - origin, end - start, OVERLAP_COLOUR, height=0.5))
+                drawn.append(Bar(under, start - origin, end - start, OVERLAP_COLOR, height=0.5))
     return bars(
         drawn,
         rows,
         1.3 + 0.3 * len(rows),
         "seconds",
-        {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls},
+        {c.method: METHOD_COLORS.get(c.method, OTHER_COLOR) for c in calls},
         "Timeline of the last steps, a lane for each pool, role and rank",
         lines=ends,
         cuts=[cut - origin for cut in cuts],
@@ -247,9 +247,9 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
 def shares(rows: Sequence[tuple[str, float, float]]) -> str:
     """Return phase shares as one bar of 100 per cent."""
     left, drawn, legend = 0.0, [], {}
-    for (name, _, share), colour in zip(rows, COLOURS, strict=False):
-        drawn.append(Bar(0, left, share, colour, height=0.6))
-        legend[f"{name} {share:.1f} %"] = colour
+    for (name, _, share), color in zip(rows, COLORS, strict=False):
+        drawn.append(Bar(0, left, share, color, height=0.6))
+        legend[f"{name} {share:.1f} %"] = color
         left += share
     words = ", ".join(f"{name} {share:.1f} %" for name, _, share in rows)
     return bars(
@@ -268,14 +268,14 @@ def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
         for state, spent in seconds[role].items():
             share = 100 * spent / whole
             text = f"{share:.0f} %" if share >= 5 else ""
-            drawn.append(Bar(row, left, share, STATE_COLOURS[state], text=text))
+            drawn.append(Bar(row, left, share, STATE_COLORS[state], text=text))
             left += share
     return bars(
         drawn,
         dict(enumerate(roles)),
         0.9 + 0.35 * len(roles),
         "% of the wall time",
-        STATE_COLOURS,
+        STATE_COLORS,
         "Share of the time in which each role was busy, waiting, syncing",
         x_end=100,
     )
@@ -286,10 +286,10 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
     drawn = []
     for row, counts in enumerate(by_turns.values()):
         left, whole = 0, sum(counts.values())
-        for outcome, colour in OUTCOME_COLOURS.items():
+        for outcome, color in OUTCOME_COLORS.items():
             if number := counts.get(outcome, 0):
                 title = f"{outcome}: {number} of {whole}"
-                drawn.append(Bar(row, left, number, colour, title))
+                drawn.append(Bar(row, left, number, color, title))
                 left += number
     words = "; ".join(
         f"{turns} turns: {counts.get(SUCCESS, 0)} of {sum(counts.values())}"
@@ -300,7 +300,7 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
         {row: f"{turns} turn{'' if turns == '1' else 's'}" for row, turns in enumerate(by_turns)},
         0.9 + 0.3 * len(by_turns),
         "trajectories",
-        OUTCOME_COLOURS,
+        OUTCOME_COLORS,
         f"Success by turns: {words}",
     )
 

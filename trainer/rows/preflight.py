@@ -10,7 +10,7 @@ from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config.rows import LONGEST_ROW
-from workers.memory import LargestPass, RoleMemory, RoleModel
+from workers.memory import LargestPass, RoleMemory, RoleModelSpec
 from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
 from workers.parallel.dims import ParallelDims
@@ -71,7 +71,7 @@ def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[R
 
 
 def largest_pass(
-    config: RowConfig, model: RoleModel, num_sides: int, dims: ParallelDims
+    config: RowConfig, model: RoleModelSpec, num_sides: int, dims: ParallelDims
 ) -> LargestPass:
     """Return the largest pass of a rank, which never has more than the rank's rows of a step."""
     data = config.data

@@ -68,7 +68,7 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
     return numbers
 
 
-def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
+def goal_message(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
     """Return a description of the first `trainer.stop_at` metric that was reached, or "".
 
     Validation metrics may be missing from a step; other metrics must exist.

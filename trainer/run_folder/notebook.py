@@ -96,7 +96,7 @@ class NotebookConsole:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """Return a line of the values as SVG, in the text's colour; non-finite values are left out."""
+    """Return a line of the values as SVG, in the text's color; non-finite values are left out."""
     every = len(values) // MOST_POINTS + 1
     points = [(at, value) for at, value in enumerate(values) if math.isfinite(value)][::every]
     low, high = min((v for _, v in points), default=0.0), max((v for _, v in points), default=0.0)

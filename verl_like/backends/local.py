@@ -49,14 +49,14 @@ class LocalWorkerGroup(WorkerGroup):
         log_dir: str | None = None,
         master_port: int = 0,
         device_name: str = "cpu",
-        neighbours: dict[str, Worker] | None = None,
+        neighbors: dict[str, Worker] | None = None,
         own_processes: bool = False,
         detached: bool = False,
     ) -> None:
         """The arguments are those of `RayWorkerGroup`.
 
         With `own_processes`, a pool of one process is a child process, too. Inline groups with the
-        same `neighbours` are siblings.
+        same `neighbors` are siblings.
         """
         if detached:
             raise PlacementError(
@@ -75,7 +75,7 @@ class LocalWorkerGroup(WorkerGroup):
                     "worker_env: a local pool of one process runs in the driver's process; set "
                     "os.environ instead."
                 )
-            siblings = {} if neighbours is None else neighbours
+            siblings = {} if neighbors is None else neighbors
             transport = InlineTransport(recipes, processes[0], limits, siblings)
         else:
             if device_name != "cpu":
@@ -143,12 +143,12 @@ class InlineTransport(_LocalTransport):
         recipes: Recipes,
         process_info: ProcessInfo,
         deadlines: Deadlines,
-        neighbours: dict[str, Worker],
+        neighbors: dict[str, Worker],
     ):
-        """Construct the roles at once. `neighbours` holds the roles of every inline pool."""
+        """Construct the roles at once. `neighbors` holds the roles of every inline pool."""
         super().__init__([process_info], deadlines)
-        self.process_key = id(neighbours)
-        self.host = WorkerHost(recipes, process_info, neighbours)
+        self.process_key = id(neighbors)
+        self.host = WorkerHost(recipes, process_info, neighbors)
         self._construct(lambda: self.host.start(None))
 
     def _construct(self, work: Callable[[], Header]) -> None:

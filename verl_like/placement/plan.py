@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from verl_like.errors import NoRoomError, PlacementError, few
+from verl_like.errors import InsufficientResourcesError, PlacementError, few
 from verl_like.placement.pools import Node, ProcessNeeds, ResourcePool, cpu_share
 from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
@@ -114,8 +114,8 @@ class Placement:
         sizes = {pool: plan.process_on_nodes}
         try:
             chosen = _choose_nodes(pool, sizes, pool_nodes_first, plan.needs)
-        except NoRoomError as error:
-            raise NoRoomError(f"node {', '.join(lost)} is gone: {error}") from None
+        except InsufficientResourcesError as error:
+            raise InsufficientResourcesError(f"node {', '.join(lost)} is gone: {error}") from None
         return Placement({**self.pools, pool: replace(plan, nodes=chosen)})
 
     @property
@@ -193,7 +193,7 @@ def _needs_with_cpus(
     if cpus is None and num_others:
         cpus = cpu_share(left, num_others)
         if cpus <= 0:
-            raise NoRoomError(
+            raise InsufficientResourcesError(
                 f"pool_resources leaves {left:g} of {sum(node.cpus for node in nodes):g} CPUs for "
                 f"the {num_others} processes of the other pools. Lower "
                 "pool_resources.<pool>.cpus, or set it for every pool."
@@ -254,7 +254,7 @@ def _choose_nodes(
             needs = [f"{need.cpus:g} CPU"]
             needs += [f"{amount:g} {name}" for name, amount in need.resources.items()]
             way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
-            raise NoRoomError(
+            raise InsufficientResourcesError(
                 f"pool '{pool}' needs {len(per_node)} node(s), and none has room for {count} of "
                 f"its processes, with {' and '.join(needs)} each: "
                 f"{_describe_rooms(rooms, chosen)}. To fix it, {way_out}."

@@ -1,14 +1,14 @@
 """Correct for samples that another policy generated: `algorithm.rollout_correction` as a function.
 
-An update involves three policies. The *behaviour* policy sampled the tokens (the rollout engine, or
+An update involves three policies. The *behavior* policy sampled the tokens (the rollout engine, or
 older weights). The *proximal* policy is the reference of the clip in the policy loss (the trainer's
 weights when the update begins, which give the old log-probs). The *current* policy is being
 trained.
 
-- Decoupled: `RolloutCorrection` compares the proximal with the behaviour policy before the update.
+- Decoupled: `RolloutCorrection` compares the proximal with the behavior policy before the update.
   The driver calls it on the whole batch (`trainer.ppo.update`).
-- Bypass: the proximal policy is the behaviour policy, and `RolloutCorrection` compares the current
-  with the behaviour policy during the update (`workers.roles.actor`).
+- Bypass: the proximal policy is the behavior policy, and `RolloutCorrection` compares the current
+  with the behavior policy during the update (`workers.roles.actor`).
 
 It returns importance weights, and the mask without the rejected tokens.
 """
@@ -117,7 +117,7 @@ class RolloutCorrection:
 
     @torch.no_grad()
     def __call__(
-        self, log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor, gauge: CorrectionGauge
+        self, log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor, gauge: CorrectionGauge
     ) -> tuple[Tensor | None, Tensor]:
         """Return (weights or None, the mask without rejected tokens) for rows [rows, R].
 
@@ -126,12 +126,12 @@ class RolloutCorrection:
         """
         weights = None
         if self.level is not None:
-            dtype = torch.result_type(log_probs, behaviour_log_probs)
+            dtype = torch.result_type(log_probs, behavior_log_probs)
             weights = torch.empty_like(log_probs, dtype=dtype)
         accepted = torch.empty_like(mask)
         for rows in row_blocks(mask):
             part = MaskedRows(mask[rows].bool())
-            log_ratio = zero_outside(log_probs[rows] - behaviour_log_probs[rows], part.inside)
+            log_ratio = zero_outside(log_probs[rows] - behavior_log_probs[rows], part.inside)
             if weights is not None:
                 weights[rows] = self._weights(log_ratio, part, gauge)
             accepted[rows] = self._accepted(log_ratio, part, gauge)

@@ -128,7 +128,7 @@ class Int8Weight(Tensor):
             write(first, args[1])
             return first
         if func._schema.is_mutable and isinstance(first, Int8Weight):
-            raise TypeError(f"{func} would write to a weight that is quantised to int8")
+            raise TypeError(f"{func} would write to a weight that is quantized to int8")
 
         plain = [arg.floats() if isinstance(arg, Int8Weight) else arg for arg in args]
         return func(*plain, **kwargs)

@@ -182,7 +182,7 @@ class Pipeline:
         return received[0]
 
     def _link(self, source: int, target: int) -> dist.ProcessGroup:
-        """Return the group on which one stage sends to its neighbour."""
+        """Return the group on which one stage sends to its neighbor."""
         is_forward = target > source
         goes_round = (max(source, target) % self.size) == 0
         return self.links[2 * goes_round + is_forward]

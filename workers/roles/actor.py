@@ -13,14 +13,14 @@ from workers.config import FSDPConfig, replays_routing, shuffle_seed
 from workers.config.conditions import policy_loss_of
 from workers.losses.correction import RolloutCorrection
 from workers.losses.registry import get_policy_loss
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.models.precision import rollout_dtype
 from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build import takes_adapter
 from workers.training.average import WeightAverage
-from workers.training.checkpoint import Checkpointed
+from workers.training.checkpoint import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss
@@ -39,7 +39,7 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-class ActorWorker(Checkpointed, WeightSender, ModelWorker):
+class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     """Computes log-probs under the current policy, and trains the policy with PPO."""
 
     engine: TrainEngine
@@ -73,10 +73,10 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         )
 
     @classmethod
-    def role_model(cls, config: WorkersConfig, role: str = "actor") -> RoleModel:
+    def role_model(cls, config: WorkersConfig, role: str = "actor") -> RoleModelSpec:
         """Describe the policy's model, which is trained."""
         policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-        return RoleModel(
+        return RoleModelSpec(
             "actor_rollout_ref.model.path",
             policy.model,
             FSDPConfig(**actor.fsdp_config),

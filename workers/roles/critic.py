@@ -17,15 +17,15 @@ from workers.columns import SEQUENCES, batch_columns
 from workers.config import CriticConfig, FSDPConfig, critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_value_loss
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
 from workers.training.average import MovingAverageEngine
-from workers.training.checkpoint import Checkpointed
+from workers.training.checkpoint import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import utilization
-from workers.training.microbatch import Columns, MiniBatch, PassBudget, pass_budget
+from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch, pass_budget
 from workers.training.update import update
 from workers.weights.receiver import WeightReceiver
 from workers.weights.sender import WeightSender
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-def value_budget(config: WorkersConfig) -> PassBudget:
+def value_budget(config: WorkersConfig) -> MicroBatchBudget:
     """Return the micro-batch budget of the critic, which its copies share."""
     critic = config.critic
     return pass_budget(
@@ -42,7 +42,7 @@ def value_budget(config: WorkersConfig) -> PassBudget:
     )
 
 
-class CriticWorker(Checkpointed, WeightSender, ModelWorker):
+class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
     """Predicts the return before each response token, and trains on observed returns."""
 
     engine: TrainEngine
@@ -68,10 +68,10 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         )
 
     @classmethod
-    def role_model(cls, config: WorkersConfig, role: str = "critic") -> RoleModel:
+    def role_model(cls, config: WorkersConfig, role: str = "critic") -> RoleModelSpec:
         """Describe the value model, which is trained."""
         critic = config.critic
-        return RoleModel(
+        return RoleModelSpec(
             "critic.model.path",
             critic_model(config),
             FSDPConfig(**critic.model.fsdp_config),
@@ -162,7 +162,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         self.engine = self.engine_of(self.role_model(config), MovingAverageEngine, decay=0.0)
 
     @classmethod
-    def role_model(cls, config: WorkersConfig, role: str = "critic_copy") -> RoleModel:
+    def role_model(cls, config: WorkersConfig, role: str = "critic_copy") -> RoleModelSpec:
         """Describe the critic's model, but frozen and without the critic's parallel axes."""
         model = CriticWorker.role_model(config)
         fsdp = replace(model.fsdp, fsdp_size=-1)

@@ -31,11 +31,11 @@ from verl_like.process.worker import Worker
 from workers.parallel.sharding import dims_of
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import CONFIGURED, OptimStepSettings
 
 if TYPE_CHECKING:
-    from workers.memory import EngineT, RoleModel
+    from workers.memory import EngineT, RoleModelSpec
 
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -65,9 +65,9 @@ class ModelWorker(Worker):
     """Base of all workers with a model: runs passes over rows with `self.engine`."""
 
     engine: Any
-    budget: PassBudget
+    budget: MicroBatchBudget
     """Micro-batch budget of `forward_backward`."""
-    log_prob_budget: PassBudget | None = None
+    log_prob_budget: MicroBatchBudget | None = None
     """Micro-batch budget of `forward`, if it differs."""
     temperature = 1.0
     """Divisor of the logits."""
@@ -75,7 +75,7 @@ class ModelWorker(Worker):
     """Columns with the experts that the rollout chose for each token, if they are replayed."""
 
     def engine_of(
-        self, model: RoleModel, engine_class: Callable[..., EngineT], **settings: Any
+        self, model: RoleModelSpec, engine_class: Callable[..., EngineT], **settings: Any
     ) -> EngineT:
         """Return a training engine of the role's model, and split the role's calls to match it."""
         engine = model.engine(engine_class, **settings)

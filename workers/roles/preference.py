@@ -15,13 +15,13 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
 from workers.config.rows import PreferenceWorkerConfig, has_reference, loss_reads
-from workers.losses.preference.measures import LABELLED_COLUMNS, measures
-from workers.memory import RoleModel
+from workers.losses.preference.measures import LABELED_COLUMNS, measures
+from workers.memory import RoleModelSpec
 from workers.models.lora import adapter_off
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
-from workers.training.microbatch import Columns, MiniBatch, PassBudget
+from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.readings import SIDES, Pairs, Reading
 
 
@@ -38,7 +38,7 @@ class ComputesReference(ModelWorker):
     """
 
     engine: TrainEngine
-    budget: PassBudget
+    budget: MicroBatchBudget
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -61,8 +61,8 @@ class PreferenceWorker(RowWorker, ComputesReference):
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         columns = ["ref_log_probs"] if has_reference(config) else []
-        is_labelled = loss_reads(config, "desirable")
-        self.loss_columns = [*columns, *(LABELLED_COLUMNS if is_labelled else ("margin",))]
+        is_labeled = loss_reads(config, "desirable")
+        self.loss_columns = [*columns, *(LABELED_COLUMNS if is_labeled else ("margin",))]
         super().__init__(config)
 
     def reading(self) -> Reading:
@@ -96,18 +96,18 @@ class PreferenceReferenceWorker(ComputesReference):
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         super().__init__()
-        self.budget = PassBudget.of(config.data)
+        self.budget = MicroBatchBudget.of(config.data)
         self.engine = self.engine_of(
             self.role_model(config), TrainEngine, reading=reading_of(config)
         )
 
     @classmethod
-    def role_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> RoleModel:
+    def role_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> RoleModelSpec:
         """Describe the model in the reference's folder, which is frozen."""
         path = config.ref.model.path
         assert path is not None, "the role is inactive without a folder"
         model = replace(config.model, path=path, lora_rank=0)
-        return RoleModel(
+        return RoleModelSpec(
             "ref.model.path",
             model,
             config.ref.fsdp_config,
@@ -116,7 +116,7 @@ class PreferenceReferenceWorker(ComputesReference):
         )
 
 
-def response_log_probs(engine: TrainEngine, data: DataProto, budget: PassBudget) -> DataProto:
+def response_log_probs(engine: TrainEngine, data: DataProto, budget: MicroBatchBudget) -> DataProto:
     """Return the log-prob of every response of the batch under the engine's model."""
     log_probs = rectangle_of(engine.forward_rows(data, budget)["log_probs"])
     sums = sum_responses(log_probs)

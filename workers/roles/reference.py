@@ -17,7 +17,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FrozenFSDPConfig, is_actors_module, reference_model
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
@@ -51,12 +51,12 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         self.engine = self.engine_of(self.role_model(config), engine_cls, **settings)
 
     @classmethod
-    def role_model(cls, config: WorkersConfig, role: str = "ref") -> RoleModel:
+    def role_model(cls, config: WorkersConfig, role: str = "ref") -> RoleModelSpec:
         """Describe the reference's model: the initial policy, or another model."""
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
         follows = ref.update_every is not None
         is_apart = ref.model.path is not None
-        return RoleModel(
+        return RoleModelSpec(
             "actor_rollout_ref.ref.model.path" if is_apart else "actor_rollout_ref.model.path",
             reference_model(policy),
             FrozenFSDPConfig(**ref.fsdp_config),

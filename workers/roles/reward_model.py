@@ -15,10 +15,10 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.tensor_ops.masked import last_places
 from workers.columns import SEQUENCES, as_responses, batch_columns
 from workers.config import ModelConfig, RewardConfig, model_rewards
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
-from workers.training.microbatch import PassBudget, budget_of_actor
+from workers.training.microbatch import MicroBatchBudget, budget_of_actor
 from workers.training.score_engine import ScoreEngine
 
 if TYPE_CHECKING:
@@ -38,17 +38,19 @@ class RewardModelWorker(ModelWorker):
         self.config = _reward_of(config, self.role)
         self.policy_path = config.actor_rollout_ref.model.path
         rows = self.config.micro_batch_size_per_gpu
-        self.budget = budget_of_actor(config) if rows is None else PassBudget(rows=rows)
+        self.budget = budget_of_actor(config) if rows is None else MicroBatchBudget(rows=rows)
         self.engine = self.engine_of(self.role_model(config, self.role), ScoreEngine)
 
     @classmethod
-    def role_model(cls, config: WorkersConfig, role: str) -> RoleModel:
+    def role_model(cls, config: WorkersConfig, role: str) -> RoleModelSpec:
         """Describe the role's classifier, which is frozen."""
         reward, policy = _reward_of(config, role), config.actor_rollout_ref.model
         model = ModelConfig(
             path=reward.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
-        return RoleModel("reward.model.path", model, head="score", quantization=reward.quantization)
+        return RoleModelSpec(
+            "reward.model.path", model, head="score", quantization=reward.quantization
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:

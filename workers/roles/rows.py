@@ -19,19 +19,19 @@ from verl_like.calls.result import CallMetrics
 from workers.config.rows import RewardTrainingConfig, RowWorkerConfig
 from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
-from workers.training.checkpoint import Checkpointed
+from workers.training.checkpoint import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization
-from workers.training.microbatch import Columns, MiniBatch, PassBudget
+from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.readings import Pairs, Reading, RowScores
 from workers.training.update import update
 
 
-class RowWorker(Checkpointed, ModelWorker):
+class RowWorker(CheckpointMixin, ModelWorker):
     """Base of these workers."""
 
     head: ClassVar[Head] = "token"
@@ -43,7 +43,7 @@ class RowWorker(Checkpointed, ModelWorker):
     def __init__(self, config: RowWorkerConfig) -> None:
         super().__init__()
         self.config = config
-        self.budget = PassBudget.of(config.data)
+        self.budget = MicroBatchBudget.of(config.data)
         self.engine = self.engine_of(
             self.role_model(config),
             TrainEngine,
@@ -53,10 +53,10 @@ class RowWorker(Checkpointed, ModelWorker):
         )
 
     @classmethod
-    def role_model(cls, config: RowWorkerConfig, role: str = "") -> RoleModel:
+    def role_model(cls, config: RowWorkerConfig, role: str = "") -> RoleModelSpec:
         """Describe the model, which is trained."""
         model = config.model
-        return RoleModel(
+        return RoleModelSpec(
             "model.path",
             model,
             model.fsdp_config,

@@ -8,7 +8,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from workers.columns import SEQUENCES, Column, batch_columns
 from workers.config import FrozenFSDPConfig, teacher_model
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
@@ -32,10 +32,10 @@ class TeacherWorker(ModelWorker):
         self.engine = self.engine_of(self.role_model(config), TrainEngine)
 
     @classmethod
-    def role_model(cls, config: WorkersConfig, role: str = "teacher") -> RoleModel:
+    def role_model(cls, config: WorkersConfig, role: str = "teacher") -> RoleModelSpec:
         """Describe the teacher's model, which is frozen."""
         teacher = config.distillation.teacher_model
-        return RoleModel(
+        return RoleModelSpec(
             "distillation.teacher_model.model_path",
             teacher_model(config),
             FrozenFSDPConfig(**teacher.fsdp_config),

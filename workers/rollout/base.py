@@ -129,11 +129,14 @@ class RolloutEngine(ABC):
     """
 
     version: int | None = None
-    asleep: bool = False
+    is_asleep: bool = False
+    """True between `sleep` and `wake_up`."""
     owns_weights: bool = True
-    follows: bool = False
+    """False if the engine generates with the trainer's module."""
+    is_follower: bool = False
     """True if another rank of this engine leads, that is, schedules and returns the samples."""
     num_bytes: int = 0
+    """Size of all weights, for the metric `perf/weight_sync_mb`."""
     vocab_size: int
 
     def __init__(
@@ -157,9 +160,9 @@ class RolloutEngine(ABC):
 
         All samples that run together have the same sampling parameters.
         """
-        if self.version is None or self.asleep:
+        if self.version is None or self.is_asleep:
             state = "has no verified weights (it is new, was asleep, or a sync failed)"
-            if self.asleep:
+            if self.is_asleep:
                 state = "is asleep"
             raise RolloutError(
                 f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
@@ -193,7 +196,7 @@ class RolloutEngine(ABC):
         """
         if not self._running:
             return {}
-        if self.version is None or self.asleep:
+        if self.version is None or self.is_asleep:
             num_lost = self.num_running
             self.abort()
             raise RolloutError(
@@ -260,19 +263,19 @@ class RolloutEngine(ABC):
                 f"rollout: cannot sleep while {self.num_running} samples are in flight. Call "
                 "abort() first; it returns them."
             )
-        if not self.asleep and self.owns_weights:
+        if not self.is_asleep and self.owns_weights:
             self.version = None
             self._free()
-        self.asleep = True
+        self.is_asleep = True
 
     def wake_up(self) -> None:
         """Allocate the memory again; without effect if the engine is awake.
 
         Next, an engine that owns its weights must load them.
         """
-        if self.asleep and self.owns_weights:
+        if self.is_asleep and self.owns_weights:
             self._allocate()
-        self.asleep = False
+        self.is_asleep = False
 
     def leading(self) -> AbstractContextManager[None]:
         """Context of a call on the engine's first rank; the other ranks `follow` until its end."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Checkpointed(BackgroundSaves):
+class CheckpointMixin(BackgroundSaves):
     """Adds saving and loading to a worker with a `TrainEngine`, `self.engine`.
 
     `self.config` is the worker's config section, which has the key `checkpoint.save_contents`.

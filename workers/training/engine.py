@@ -4,8 +4,8 @@ Every role that has a model (actor, critic, reference, reward model) owns one `T
 
     engine = TrainEngine(model_config, fsdp_config, head="token", optim_config=optim)
     engine.build(worker, total_steps)           # opens the process group, shards, loads
-    columns = engine.forward_rows(data, PassBudget(tokens=16384))    # {"log_probs": [rows, R]}
-    metrics, outputs = engine.forward_backward_rows(data, PassBudget(rows=8), loss)
+    columns = engine.forward_rows(data, MicroBatchBudget(tokens=16384))  # {"log_probs": [rows, R]}
+    metrics, outputs = engine.forward_backward_rows(data, MicroBatchBudget(rows=8), loss)
     metrics |= engine.optim_step()
 
 `workers.training.update` composes the last two into an update: epochs over mini-batches. A
@@ -32,8 +32,8 @@ from workers.training.build import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import (
+    MicroBatchBudget,
     MiniBatch,
-    PassBudget,
     RowColumns,
     Rows,
     all_reduce,
@@ -115,7 +115,7 @@ class TrainEngine(Model):
     def forward_rows(
         self,
         data: DataProto,
-        budget: PassBudget,
+        budget: MicroBatchBudget,
         wanted: TokenOutputs = DEFAULT,
         names: Sequence[str] = (),
     ) -> RowColumns:
@@ -132,7 +132,7 @@ class TrainEngine(Model):
     def forward_backward(
         self,
         batch: MiniBatch,
-        budget: PassBudget,
+        budget: MicroBatchBudget,
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
     ) -> dict[str, float]:
@@ -179,7 +179,7 @@ class TrainEngine(Model):
     def forward_backward_rows(
         self,
         data: DataProto,
-        budget: PassBudget,
+        budget: MicroBatchBudget,
         loss: Loss,
         denominators: Mapping[str, int] | None = None,
     ) -> tuple[dict[str, float], RowColumns]:

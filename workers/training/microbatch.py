@@ -4,7 +4,7 @@
   (`Rows.take`). Results return to their rows, with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
   (`mini_batch`); `workers.training.update` permutes the rows.
-- Micro-batches are limited by rows or by tokens (`PassBudget`), longest rows first, so that the
+- Micro-batches are limited by rows or by tokens (`MicroBatchBudget`), longest rows first, so that the
   rows of a pass have similar lengths. Rows in which no token is read are in no micro-batch (`cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank
   with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
@@ -40,45 +40,45 @@ RowColumns = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class PassBudget:
-    """The size of a forward pass on one rank: a number of rows, or a number of real tokens."""
+class MicroBatchBudget:
+    """The maximum size of a micro-batch on one rank: in rows, or in tokens without padding."""
 
     rows: int | None = None
     tokens: int | None = None
 
     @classmethod
-    def of(cls, data: RowDataConfig) -> PassBudget:
+    def of(cls, data: RowDataConfig) -> MicroBatchBudget:
         """Return the budget of a recipe's passes: tokens if `use_dynamic_bsz`, otherwise rows."""
         if data.use_dynamic_bsz:
             return cls(tokens=data.max_token_len_per_gpu)
         return cls(rows=data.micro_batch_size_per_gpu)
 
-    def halved(self) -> PassBudget | None:
+    def halved(self) -> MicroBatchBudget | None:
         """Return half of this budget, or None if it is one row or one token."""
         rows = None if self.rows is None else self.rows // 2
         tokens = None if self.tokens is None else self.tokens // 2
-        return PassBudget(rows, tokens) if rows or tokens else None
+        return MicroBatchBudget(rows, tokens) if rows or tokens else None
 
     def __str__(self) -> str:
         return f"{self.rows} rows" if self.tokens is None else f"{self.tokens} tokens"
 
 
-def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> PassBudget:
+def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> MicroBatchBudget:
     """Return the budget of a PPO role: `rows` if the actor counts rows, otherwise tokens.
 
     `tokens` is the role's own limit; the default is the limit of the actor.
     """
     if not config.actor_rollout_ref.actor.use_dynamic_bsz:
-        return PassBudget(rows=rows)
-    return PassBudget(tokens=tokens or tokens_per_pass(config))
+        return MicroBatchBudget(rows=rows)
+    return MicroBatchBudget(tokens=tokens or tokens_per_pass(config))
 
 
-def budget_of_actor(config: WorkersConfig) -> PassBudget:
+def budget_of_actor(config: WorkersConfig) -> MicroBatchBudget:
     """Return the budget of the actor's passes; tokens if the policy is not trained."""
     actor = getattr(config.actor_rollout_ref, "actor", None)
     if actor is None:
         width = config.data.max_prompt_length + config.data.max_response_length
-        return PassBudget(tokens=max(LARGEST_PASS, width))
+        return MicroBatchBudget(tokens=max(LARGEST_PASS, width))
     return pass_budget(config, actor.ppo_micro_batch_size_per_gpu)
 
 
@@ -267,7 +267,7 @@ def mini_batch(
 
 def cut(
     lengths: Sequence[int],
-    budget: PassBudget,
+    budget: MicroBatchBudget,
     *,
     rectangles: bool = False,
     border: int | None = None,

@@ -24,8 +24,8 @@ from workers.parallel.offload import to_device
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import (
+    MicroBatchBudget,
     MiniBatch,
-    PassBudget,
     RowColumns,
     Rows,
     detached,
@@ -50,7 +50,9 @@ class Passes:
     def __init__(self, model: Model, reading: Reading) -> None:
         self.model, self.reading = model, reading
 
-    def forward(self, rows: Rows, budget: PassBudget, wanted: TokenOutputs = DEFAULT) -> RowColumns:
+    def forward(
+        self, rows: Rows, budget: MicroBatchBudget, wanted: TokenOutputs = DEFAULT
+    ) -> RowColumns:
         """Return the outputs for every row, without gradients."""
         pass_outputs: PassOutputs = {}
 
@@ -85,7 +87,7 @@ class Passes:
     def train(
         self,
         batch: MiniBatch,
-        budget: PassBudget,
+        budget: MicroBatchBudget,
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
     ) -> dict[str, Tensor]:
@@ -124,7 +126,7 @@ class Passes:
             model.layers.train(self, batches, compute, loss)
         return totals
 
-    def cut(self, columns: RowColumns, budget: PassBudget) -> Cuts:
+    def cut(self, columns: RowColumns, budget: MicroBatchBudget) -> Cuts:
         """Return the rows of every micro-batch."""
         cuts, lengths = self.reading.cut(columns, budget)
         # with a token budget, at least as many micro-batches as stages, so that all stages have
@@ -229,12 +231,12 @@ class SmallerPasses:
     """
 
     def __init__(self) -> None:
-        self._fitting: dict[PassBudget, PassBudget] = {}
+        self._fitting: dict[MicroBatchBudget, MicroBatchBudget] = {}
 
     def run(
         self,
-        train: Callable[[PassBudget], dict[str, Tensor]],
-        budget: PassBudget,
+        train: Callable[[MicroBatchBudget], dict[str, Tensor]],
+        budget: MicroBatchBudget,
         clear: Callable[[], None],
     ) -> dict[str, Tensor]:
         """Return the result of `train` with this budget, or with a smaller one that fits.

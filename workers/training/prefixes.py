@@ -5,7 +5,7 @@ with one system prompt. If attention is the only operation that mixes tokens, eq
 equal hidden states, so layers compute them once. Attention sees a copy in every row, and the
 gradients of the copies add up. A token at which the head is read is never shared.
 
-    order = prefix_order(ids, reads, lengths)           # equal prefixes are neighbours
+    order = prefix_order(ids, reads, lengths)           # equal prefixes are neighbors
     shared = share_prefixes(tokens, lengths, device)    # what a pass computes, and its layout
 """
 
@@ -38,7 +38,7 @@ class SharedPrefixes(NamedTuple):
 
 
 class PrefixOrder(NamedTuple):
-    """An order of rows in which equal prefixes are neighbours."""
+    """An order of rows in which equal prefixes are neighbors."""
 
     rows: list[int]
     shared: list[int]

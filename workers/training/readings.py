@@ -18,7 +18,7 @@ from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
 from workers.training.lm_head import DEFAULT, TokenOutputs, token_columns
-from workers.training.microbatch import PassBudget, RowColumns, cut
+from workers.training.microbatch import MicroBatchBudget, RowColumns, cut
 from workers.training.packing import Feed, last_token_reads, read, response_reads
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class Reading:
         """Return the arguments of the forward passes over a micro-batch: one pass."""
         return [self.model.feed(columns, self.reads(columns))]
 
-    def cut(self, columns: RowColumns, budget: PassBudget) -> tuple[list[list[int]], list[int]]:
+    def cut(
+        self, columns: RowColumns, budget: MicroBatchBudget
+    ) -> tuple[list[list[int]], list[int]]:
         """Return the rows of every micro-batch, and the number of tokens per row."""
         reads = self.reads(columns)
         rows = self.model.row_passes
@@ -159,7 +161,9 @@ class Pairs(Reading):
         parts = self._passes(columns)
         return [self.model.feed(part, self.of_rows.reads(part)) for part in parts]
 
-    def cut(self, columns: RowColumns, budget: PassBudget) -> tuple[list[list[int]], list[int]]:
+    def cut(
+        self, columns: RowColumns, budget: MicroBatchBudget
+    ) -> tuple[list[list[int]], list[int]]:
         """Return the pairs of every micro-batch, and the number of tokens per pair."""
         rows = self.model.row_passes
         of_pairs = torch.tensor(rows.lengths(self.reads(columns))).view(-1, 2)

@@ -29,7 +29,7 @@ from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import AttendRows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
-from workers.training.microbatch import PassBudget, RowColumns, cut
+from workers.training.microbatch import MicroBatchBudget, RowColumns, cut
 from workers.training.packing import (
     Feed,
     model_inputs,
@@ -52,7 +52,7 @@ Rounding in float32 causes 1e-6, and 1e-4 where decays multiply up (minimax, gem
 """
 SPLITS = (
     "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope, or "
-    "it looks at its neighbours), so the segments of a trajectory may not, either. Set "
+    "it looks at its neighbors), so the segments of a trajectory may not, either. Set "
     "environment.history_tokens=sampled."
 )
 LARGEST_SQUARE = 2048
@@ -87,12 +87,12 @@ class RowPasses:
         lengths: list[int] = needed_lengths(reads, whole=self.border is not None).tolist()
         return lengths
 
-    def cut(self, ids: Ragged, reads: Ragged, budget: PassBudget) -> list[list[int]]:
+    def cut(self, ids: Ragged, reads: Ragged, budget: MicroBatchBudget) -> list[list[int]]:
         """Return the row numbers of every micro-batch."""
         lengths, budget = self.lengths(reads), self.of_all_ranks(budget)
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
-            budget = PassBudget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
+            budget = MicroBatchBudget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
         order = prefix_order(ids, reads, lengths) if self.shares else None
         if order is not None:
             saved = [int((1 - COST_OF_COPY) * shared) for shared in order.shared]
@@ -104,11 +104,11 @@ class RowPasses:
         order = prefix_order(ids, reads, self.lengths(reads)) if self.shares else None
         return 0 if order is None else sum(order.shared)
 
-    def of_all_ranks(self, budget: PassBudget) -> PassBudget:
+    def of_all_ranks(self, budget: MicroBatchBudget) -> MicroBatchBudget:
         """Return a rank's token budget, multiplied by the number of ranks that share a pass."""
         if self.ranks is None or budget.tokens is None:
             return budget
-        return PassBudget(tokens=budget.tokens * self.ranks.size)
+        return MicroBatchBudget(tokens=budget.tokens * self.ranks.size)
 
     def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
         """Return the arguments of a pass over these rows, with each segment as a separate row."""
@@ -313,7 +313,7 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
     columns, reads = probe_rows()
     cpu = torch.device("cpu")
     with packed_rows(model) if way.kind == "packed" else torch.no_grad():
-        for rows in way.cut(columns["input_ids"], reads, PassBudget(rows=len(LENGTHS))):
+        for rows in way.cut(columns["input_ids"], reads, MicroBatchBudget(rows=len(LENGTHS))):
             index = torch.tensor(rows)
             picked = {name: column.index_select(0, index) for name, column in columns.items()}
             try:

@@ -2,7 +2,7 @@
 
     engine = ScoreEngine(model_config, fsdp_config, head="score")
     engine.build(worker)
-    scores = engine.score_rows(data, PassBudget(rows=8))        # [rows]
+    scores = engine.score_rows(data, MicroBatchBudget(rows=8))        # [rows]
 
 `score_at` in `config.json` of the model's folder sets the position of the score.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from workers.training.engine import TrainEngine
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.readings import RowScores
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ScoreEngine(TrainEngine):
     def __init__(self, *args: Any, score_at: str | None = None, **settings: Any) -> None:
         super().__init__(*args, reading=RowScores(score_at), **settings)
 
-    def score_rows(self, data: DataProto, budget: PassBudget) -> Tensor:
+    def score_rows(self, data: DataProto, budget: MicroBatchBudget) -> Tensor:
         """Return scores [rows]; zero for a row without tokens."""
         scores: Tensor = self.forward_rows(data, budget)["scores"]
         return scores

@@ -2,7 +2,7 @@
 
 Example:
 
-    metrics = update(engine, data, loss, mini_batch_size=64, budget=PassBudget(rows=8), epochs=2)
+    metrics = update(engine, data, loss, mini_batch_size=64, budget=MicroBatchBudget(rows=8))
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from verl_like.errors import BatchError
 from workers.training.loss import Loss
-from workers.training.microbatch import PassBudget, Rows, count_mini_batches, mini_batch
+from workers.training.microbatch import MicroBatchBudget, Rows, count_mini_batches, mini_batch
 from workers.training.optim import OptimStepSettings
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def update(
     loss: Loss,
     *,
     mini_batch_size: int,
-    budget: PassBudget,
+    budget: MicroBatchBudget,
     epochs: int = 1,
     shuffle_seed: int | None = None,
     extra_batches: Sequence[tuple[DataProto, Loss]] = (),

@@ -229,7 +229,7 @@ def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Pat
         "on_step_begin 1",
         "on_stage_begin 1",
         "on_sample_begin 1",
-        "on_samples 1",
+        "on_generated 1",
         "on_sample_end 1",
         "on_stage_end 1",
         *["on_stage_begin 1", "on_stage_end 1"] * 2,

@@ -18,7 +18,12 @@ from trainer.async_training.generators import LostGenerators
 from trainer.async_training.recipe import ASYNC
 from trainer.loop import Loop, StopRequested
 from trainer.run_folder.signals import RunInterrupted
-from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
+from verl_like.errors import (
+    InsufficientResourcesError,
+    PlacementError,
+    RolloutError,
+    WorkerDiedError,
+)
 
 LOST = WorkerDiedError("node 7 is lost")
 
@@ -89,7 +94,7 @@ def losses(
 
 
 def no_room(times: int) -> list[Exception]:
-    return [NoRoomError("no living node has room for generator_0_pool.")] * times
+    return [InsufficientResourcesError("no living node has room for generator_0_pool.")] * times
 
 
 def test_it_comes_back_when_there_is_a_node(
@@ -126,7 +131,7 @@ def test_losses_between_which_the_run_got_further_do_not_add_up(
 def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_of(tiny_dir, tmp_path, "timeouts.placement_s=0.01")
     with pytest.raises(
-        NoRoomError, match=r"room for generator_0_pool\. After .*placement_s=0\.01\)"
+        InsufficientResourcesError, match=r"room for generator_0_pool\. After .*placement_s=0\.01\)"
     ):
         losses(config, Cluster(1, *no_room(1000)))(0, LOST, num_lost=2)
 

@@ -54,8 +54,8 @@ def another_tensor(log_prob, mask):
 
 def whitened_in_the_loss(log_prob, advantages, mask, batch_num_tokens):
     inside = advantages.expand_as(log_prob).where(mask > 0, 0)
-    centred = inside - inside.sum() / mask.sum().clamp(1)
-    return -(log_prob * centred).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+    centered = inside - inside.sum() / mask.sum().clamp(1)
+    return -(log_prob * centered).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
 
 
 def local_baseline(vpreds, returns, mask, batch_num_tokens):

@@ -14,7 +14,7 @@ import pytest
 from trainer.data import lm_rows, prompt_table
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import digest_of_rows
-from trainer.data.pairs import read_labelled, read_pairs
+from trainer.data.pairs import read_labeled, read_pairs
 from trainer.data.prompt_table import cache_folder
 from trainer.data.prompts import load_tokenizer
 
@@ -23,11 +23,11 @@ LM = [{"text": "a" * (number + 1)} for number in range(7)] + [{"prompt": "b", "r
 PAIRS = [
     {"prompt": "ab", "chosen": "c" * (n + 2), "rejected": "d", "margin": n / 3} for n in range(8)
 ]
-LABELLED = [{"prompt": f"{n}", "completion": "ab" * n, "label": n % 2} for n in range(1, 7)]
+LABELED = [{"prompt": f"{n}", "completion": "ab" * n, "label": n % 2} for n in range(1, 7)]
 KINDS: dict[str, tuple[Callable[..., list[Any]], list[Row]]] = {
     "lm": (read_lm_rows, LM),
     "pairs": (read_pairs, PAIRS),
-    "labelled": (partial(read_labelled, seed=1), LABELLED + PAIRS),
+    "labeled": (partial(read_labeled, seed=1), LABELED + PAIRS),
 }
 
 
@@ -121,7 +121,7 @@ def test_other_files_settings_and_tokens_make_other_entries(
 def test_pairs_are_not_taken_for_responses_with_a_label(tokenizer: Any, tmp_path: Path) -> None:
     files = write(tmp_path, PAIRS)
     read_pairs("data.train_files", files, tokenizer, 16)
-    assert len(read_labelled("data.train_files", files, tokenizer, 16, seed=1)) == 2 * len(PAIRS)
+    assert len(read_labeled("data.train_files", files, tokenizer, 16, seed=1)) == 2 * len(PAIRS)
 
 
 def test_a_damaged_entry_is_made_again(

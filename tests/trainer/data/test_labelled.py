@@ -1,4 +1,4 @@
-"""Labelled responses: valid rows, errors, and mismatched rows."""
+"""Labeled responses: valid rows, errors, and mismatched rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.data.lm_rows import LMRow
-from trainer.data.pairs import LabelledRow, encode_labelled, labelled_batch, read_labelled
+from trainer.data.pairs import LabeledRow, encode_labeled, labeled_batch, read_labeled
 from verl_like.errors import ConfigError
 
 GOOD = {"prompt": "say a", "completion": "aa", "label": True}
@@ -32,9 +32,9 @@ def said(row: LMRow, tokenizer: Any) -> tuple[str, str]:
 
 def read(
     tokenizer: Any, folder: Path, *rows: Any, length: int = 32, on_bad_row: str = "error"
-) -> list[LabelledRow]:
+) -> list[LabeledRow]:
     files = written(folder, *rows)
-    return read_labelled("data.train_files", files, tokenizer, length, 1, on_bad_row)
+    return read_labeled("data.train_files", files, tokenizer, length, 1, on_bad_row)
 
 
 def test_a_pair_is_a_good_and_a_bad_response(tokenizer: Any, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_rows_of_a_prompt_do_not_lend_each_other_their_responses(
 def test_messages_are_read_as_those_of_pairs(tokenizer: Any) -> None:
     asked = [{"role": "user", "content": "say a"}]
     reply = [{"role": "assistant", "content": "aa"}]
-    ((row, label),) = encode_labelled(
+    ((row, label),) = encode_labeled(
         {"prompt": asked, "completion": reply, "label": False}, tokenizer
     )
     assert label is False
@@ -112,7 +112,7 @@ def test_labels_are_read_from_numbers_and_from_csv(tokenizer: Any, tmp_path: Pat
 
     file = tmp_path / "rows.csv"
     file.write_text("prompt,completion,label\nsay a,aa,True\nsay b,xyz,false\n", encoding="utf-8")
-    rows = read_labelled("data.train_files", str(file), tokenizer, 32, seed=1)
+    rows = read_labeled("data.train_files", str(file), tokenizer, 32, seed=1)
     assert [row.desirable for row in rows] == [True, False]
 
 
@@ -134,7 +134,7 @@ def test_what_the_limit_cuts_away_is_counted(
 
 def test_a_batch_says_which_rows_are_desirable(tokenizer: Any, tmp_path: Path) -> None:
     rows = read(tokenizer, tmp_path, GOOD, BAD)
-    batch = labelled_batch(rows, ["p", "q"], tokenizer.pad_token_id)
+    batch = labeled_batch(rows, ["p", "q"], tokenizer.pad_token_id)
     assert batch.batch["desirable"].tolist() == [True, False]
     assert batch.batch["response_mask"].sum(-1).tolist() == [3, 4]
 

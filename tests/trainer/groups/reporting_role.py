@@ -44,7 +44,7 @@ class Reporter(Worker):
         return self.device.type
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def neighbours(self) -> list[str]:
+    def neighbors(self) -> list[str]:
         return sorted(self.fused_worker_dict)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

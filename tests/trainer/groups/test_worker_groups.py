@@ -64,8 +64,8 @@ def test_a_pool_of_one_beside_the_driver_is_a_child_process(tmp_path: Path) -> N
         assert pids["actor"] == os.getpid()
         assert len(set(pids.values())) == 3
         assert not groups["rollout"].shares_processes_with(groups["actor"])
-        assert groups["rollout"].neighbours() == [["rollout"]]
-        assert groups["actor"].neighbours() == [["actor"]]
+        assert groups["rollout"].neighbors() == [["rollout"]]
+        assert groups["actor"].neighbors() == [["actor"]]
 
 
 def test_roles_come_in_the_order_in_which_they_are_made_whatever_their_pools(

@@ -168,7 +168,7 @@ def test_the_command_prints_what_became_of_each_flag(
     printed = capsys.readouterr().out
     assert printed.startswith("verl-like ppo \\\n")
     defaults = "Defaults of the other framework that differ"
-    for title in ("Renamed", defaults, "Built-in behaviour", "Not supported"):
+    for title in ("Renamed", defaults, "Built-in behavior", "Not supported"):
         assert f"\n{title}:\n" in printed
 
     for flags in ("--pretrain x --advantage_estimator rloo", "--prompt_data x"):

@@ -152,7 +152,7 @@ def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = N
     """Return the metrics of a step whose update gets this batch, and the log's totals."""
     watch, trainer, metrics = SampleWatch(), Trainer(), dict[str, float]()
     watch.on_init_end(trainer)
-    watch.on_samples(trainer, batch)
+    watch.on_generated(trainer, batch)
     batch = batch if to_update is None else to_update
     watch.on_stage_begin(trainer, "update", batch)
     for each in filters(config, 1, lambda rows: (rows, {})):

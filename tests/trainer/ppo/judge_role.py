@@ -9,7 +9,7 @@ from trainer.ppo.config import PPOConfig
 from verl_like import DataProto, Dispatch, Worker, register
 from verl_like.config_key import key
 from workers.columns import SEQUENCES, Column, batch_columns
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 
@@ -43,10 +43,10 @@ class JudgeWorker(Worker):
         self.engine = self.role_model(config, self.role).engine(TrainEngine)
 
     @classmethod
-    def role_model(cls, config: Any, role: str) -> RoleModel:
+    def role_model(cls, config: Any, role: str) -> RoleModelSpec:
         """Return the folder's model, in the policy's layout."""
         model = replace(config.actor_rollout_ref.model, path=config.judge.path)
-        return RoleModel("judge.path", model, rows=config.judge.rows)
+        return RoleModelSpec("judge.path", model, rows=config.judge.rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

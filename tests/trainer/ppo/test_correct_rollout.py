@@ -42,7 +42,7 @@ BYPASS = REJECTING | {
 
 
 def sampled(num_rows: int = 8) -> DataProto:
-    """Rows whose behaviour policy is a little off, and one row that is far off."""
+    """Rows whose behavior policy is a little off, and one row that is far off."""
     batch = make_batch(num_rows)
     noise = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(1))
     noise[0] -= 9.0
@@ -86,7 +86,7 @@ def test_without_a_correction_or_under_a_bypass_the_batch_stays(settings: dict[s
 
 
 def test_the_objective_of_three_policies_worked_by_hand() -> None:
-    """The weight is proximal over behaviour, the clipped ratio current over proximal."""
+    """The weight is proximal over behavior, the clipped ratio current over proximal."""
     half, third = math.log(0.5), math.log(0.75)
     columns = {
         "rollout_log_probs": torch.tensor([[-1.0, -1.0, -1.0, 7.0], [-2.0, -2.0, -2.0, -2.0]]),

@@ -178,7 +178,7 @@ def test_calls_said_to_overlap_do_and_calls_of_one_pool_take_turns(
             assert overlapping(spans[one], spans[other]), (one, other)
 
     for one, other in combinations(Recorded.calls_of_step, 2):
-        if one["pid"] == other["pid"]:  # a process takes turns, its neighbour may be ahead of it
+        if one["pid"] == other["pid"]:  # a process takes turns, its neighbor may be ahead of it
             assert not overlapping(one, other), (one["method"], other["method"])
 
 

@@ -25,7 +25,7 @@ from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
 from workers.config import LARGEST_PASS, tokens_per_pass
-from workers.memory import GIB, LargestPass, RoleMemory, RoleModel, pool_bytes, usable_bytes
+from workers.memory import GIB, LargestPass, RoleMemory, RoleModelSpec, pool_bytes, usable_bytes
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
 CARD = 80 * GIB
@@ -300,8 +300,8 @@ class Verifier(Worker):
     """A frozen model of a user's role."""
 
     @classmethod
-    def role_model(cls, config: PPOConfig, role: str) -> RoleModel:
-        return RoleModel("verifier.path", config.actor_rollout_ref.model)
+    def role_model(cls, config: PPOConfig, role: str) -> RoleModelSpec:
+        return RoleModelSpec("verifier.path", config.actor_rollout_ref.model)
 
 
 def test_a_role_of_ones_own_is_counted_by_the_model_that_its_class_says_it_holds(

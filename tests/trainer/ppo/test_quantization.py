@@ -35,7 +35,7 @@ def load(*settings: str) -> PPOConfig:
     return load_config([*NEEDED, *settings])
 
 
-def test_a_quantised_rollout_is_corrected_for_as_the_preset_does_and_a_notice_says_so(
+def test_a_quantized_rollout_is_corrected_for_as_the_preset_does_and_a_notice_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -76,7 +76,7 @@ def test_fp8_is_vllms_on_gpus_and_is_corrected_for(caplog: pytest.LogCaptureFixt
     assert "rollout.quantization=fp8 rounds the rollout's weights, so" in caplog.text
 
 
-def test_vllms_own_quantisation_is_corrected_for_too() -> None:
+def test_vllms_own_quantization_is_corrected_for_too() -> None:
     config = load(
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.engine_kwargs.quantization=fp8",

@@ -33,7 +33,7 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
     assert moments.std == pytest.approx(statistics.stdev(numbers), rel=1e-9)
 
 
-def test_scores_are_normalised_by_all_samples_so_far() -> None:
+def test_scores_are_normalized_by_all_samples_so_far() -> None:
     norm, seen = RunningNorm(["rewards"]), []
     for seed in range(3):
         batch = batch_of(seed)
@@ -51,7 +51,7 @@ def test_scores_are_normalised_by_all_samples_so_far() -> None:
         assert metrics["critic/rewards/running_std"] == pytest.approx(std)
 
 
-def test_advantages_are_normalised_by_all_tokens_so_far() -> None:
+def test_advantages_are_normalized_by_all_tokens_so_far() -> None:
     norm, seen = RunningNorm(["advantages"]), []
     for seed in range(3):
         batch = batch_of(seed)

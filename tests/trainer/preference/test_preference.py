@@ -18,7 +18,7 @@ from trainer import run
 from trainer.cli.main import main
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import LMRow
-from trainer.data.pairs import read_labelled, read_pairs
+from trainer.data.pairs import read_labeled, read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.preference.recipe import DPO
 from trainer.preference.reference import FILE
@@ -307,7 +307,7 @@ def test_ktos_kl_is_that_of_mismatched_responses(
     last = trained(*settings_of(tiny_dir, files, tmp_path, *more))[-1]
 
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
-    rows = read_labelled("data.train_files", str(files["train"]), tokenizer, 32, 1)
+    rows = read_labeled("data.train_files", str(files["train"]), tokenizer, 32, 1)
     responses = [row.mismatched for row in rows]
     model = tmp_path / "global_step_2" / "preference" / "huggingface"
     before, after = (log_probs_by_hand(folder, responses) for folder in (tiny_dir / "model", model))

@@ -109,7 +109,7 @@ def test_a_module_of_a_reward_is_the_file_that_it_is_imported_from() -> None:
     path = resume._path_of("trainer.run_folder.resume")
     assert path == Path(resume.__file__)
     assert resume._path_of("no.such.module") is None
-    assert resume._path_of("organisation/model") is None
+    assert resume._path_of("organization/model") is None
 
 
 def test_of_a_large_file_size_beginning_and_end_are_read(

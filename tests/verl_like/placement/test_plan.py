@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_like import Placement
-from verl_like.errors import NoRoomError, PlacementError
+from verl_like.errors import InsufficientResourcesError, PlacementError
 from verl_like.placement.pools import Node, ProcessNeeds
 
 NODES = [Node("a", devices=4, cpus=4.0), Node("b", devices=2, cpus=2.0)]
@@ -177,7 +177,7 @@ def test_a_pool_that_has_lost_a_node_moves_alone_and_only_as_far_as_it_must() ->
 def test_a_pool_moves_to_no_node_that_others_fill_or_that_holds_another_part_of_it() -> None:
     before = cluster(node("a", 2), node("b", 1), node("c", 1))
     wide = node("c", 3)  # it holds the other part, and has room for two more
-    with pytest.raises(NoRoomError) as error:
+    with pytest.raises(InsufficientResourcesError) as error:
         before.moved("generators", [node("a", 2), wide])
     said = str(error.value)
     assert "node b (b) is gone: pool 'generators' needs 2 node(s)" in said

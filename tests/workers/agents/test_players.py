@@ -86,7 +86,7 @@ def test_each_player_has_its_own_texts_and_rewards(play: Play, tokenizer: Any, b
             assert observed == f"<user>{expected}<assistant>"
 
 
-def test_the_bits_of_a_game_do_not_depend_on_its_neighbours(play: Play) -> None:
+def test_the_bits_of_a_game_do_not_depend_on_its_neighbors(play: Play) -> None:
     together = [player for game in play() for player in game]
     alone = [player for game in play(num_open=1) for player in game]
     same_bits(together, alone)

@@ -33,7 +33,7 @@ from workers.rollout.batches import check_sample_hashes
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.training.engine import INPUTS
-from workers.training.microbatch import PassBudget, Rows
+from workers.training.microbatch import MicroBatchBudget, Rows
 from workers.training.packing import last_token_reads, packed_feed, response_reads
 from workers.training.row_proof import RowPasses
 
@@ -168,7 +168,7 @@ def test_one_turn_or_more_learn_as_rows_of_their_own_would(play: Play, folder: P
     batch = batch.union(actor.compute_log_prob(batch)[0])
     lead = torch.tensor([[0.5], [-0.5]]) * batch.padded("response_mask")
     batch = batch.set_columns({"advantages": lead, "returns": lead})
-    found = gradients(actor, batch, ("old_log_probs", "advantages"), PassBudget(rows=2))
+    found = gradients(actor, batch, ("old_log_probs", "advantages"), MicroBatchBudget(rows=2))
 
     module = actor.engine.module
     module.zero_grad()

@@ -51,7 +51,7 @@ def test_types_and_descriptions_are_those_of_transformers_schemas() -> None:
                 two lines, with a colon: here.
             b: b
 
-            c: A colour (choices: ["red", "blue"])
+            c: A color (choices: ["red", "blue"])
             d: d
             e: e (in brackets)
             f: f

@@ -63,14 +63,14 @@ def changed_by_engines(tiny_dir: Path) -> list[Any]:
     from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeEngine
     from workers.rollout.sample import Sample
-    from workers.training.microbatch import PassBudget
+    from workers.training.microbatch import MicroBatchBudget
 
     linear.MIN_MULTIPLICATIONS = 1
     before, vars_before = foreign.snapshot(), dict(vars(modeling_llama))
     actor = started(ActorWorker, tiny_config(tiny_dir), 1)
     with actor.engine.running():
         inside = [foreign.changed(before), vars(modeling_llama) == vars_before]
-    gradients(actor, make_batch(4), ACTOR_COLUMNS, PassBudget(rows=2))
+    gradients(actor, make_batch(4), ACTOR_COLUMNS, MicroBatchBudget(rows=2))
     engine = NativeEngine(actor.engine.module, EngineLimits(8, 4), owns_weights=False)
     engine.commit(0)
     engine.generate([Sample([1, 2, 3])], SamplingParams(max_tokens=4, stop_token_ids=(0,)))

@@ -18,7 +18,7 @@ from workers.cpu import linear
 from workers.cpu.allocator import keep_freed_memory
 from workers.cpu.linear import onednn_linears
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 SIZES = {
     "hidden_size": 32,
@@ -61,7 +61,10 @@ def test_an_update_through_onednn_has_the_gradients_of_the_models_own_code(
             monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", min_multiplications)
         found.append(
             gradients(
-                started(ActorWorker, config, 1), make_batch(8), ACTOR_COLUMNS, PassBudget(rows=3)
+                started(ActorWorker, config, 1),
+                make_batch(8),
+                ACTOR_COLUMNS,
+                MicroBatchBudget(rows=3),
             )
         )
     for name, gradient in found[0].items():

@@ -1,4 +1,4 @@
-"""oneDNN's linear layers against torch's own; a row's bits do not depend on its neighbours."""
+"""oneDNN's linear layers against torch's own; a row's bits do not depend on its neighbors."""
 
 from __future__ import annotations
 

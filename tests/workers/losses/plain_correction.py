@@ -23,12 +23,12 @@ def threshold_of(name: str) -> str:
 
 
 def corrected(
-    log_prob: Tensor, behaviour: Tensor, mask: Tensor, **settings: Any
+    log_prob: Tensor, behavior: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """Return (weights, mask, figures) for the configuration's settings."""
     correction = RolloutCorrection.of(RolloutCorrectionConfig(**settings))
     gauge = correction.gauge()
-    weights, kept = correction(log_prob, behaviour, mask, gauge)
+    weights, kept = correction(log_prob, behavior, mask, gauge)
     return weights, kept, gauge.metrics()
 
 

@@ -137,22 +137,22 @@ def test_a_token_without_weight_stays_in_the_denominator() -> None:
 
 
 def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected() -> None:
-    behaviour = torch.tensor([[0.0, math.nan, -math.inf, 0.0]])
+    behavior = torch.tensor([[0.0, math.nan, -math.inf, 0.0]])
     mask, zeros = torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4)
     for name in CRITERIA:
         threshold = "0.5_2.0" if name.endswith("k1") else "0.5"
         _, kept, _ = corrected(
-            zeros, behaviour, mask, rollout_rs=name, rollout_rs_threshold=threshold
+            zeros, behavior, mask, rollout_rs=name, rollout_rs_threshold=threshold
         )
         assert kept.tolist() == [[1, 0, 0, 1] if name.startswith("token") else [0] * 4], name
 
     weighed = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
-    weights, _, _ = corrected(zeros, behaviour, mask, **weighed)
+    weights, _, _ = corrected(zeros, behavior, mask, **weighed)
     assert weights.tolist() == [[1.0, 0.0, 0.0, 1.0]]
     for level in LEVELS:
-        weights, _, _ = corrected(zeros, behaviour, mask * 0, rollout_is=level)
+        weights, _, _ = corrected(zeros, behavior, mask * 0, rollout_is=level)
         assert weights.sum() == 0, "what lies outside the mask reaches nothing"
-    _, kept, _ = corrected(zeros, behaviour, mask, rollout_token_veto_threshold=0.1)
+    _, kept, _ = corrected(zeros, behavior, mask, rollout_token_veto_threshold=0.1)
     assert kept.sum() == 0
 
 

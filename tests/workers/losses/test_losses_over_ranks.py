@@ -12,7 +12,7 @@ from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from workers.losses.registry import POLICY_LOSSES
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 ROWS = 7
 HEADS = ("lm_head", "score")
@@ -24,7 +24,7 @@ def gradients_by_loss(one_layer_dir: Path, rows_of_a_pass: int) -> dict[str, Gra
         one_layer_dir, ppo_mini_batch_size=ROWS, loss_agg_mode="seq-mean-token-mean"
     )
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    batch, budget = make_batch(ROWS), PassBudget(rows=rows_of_a_pass)
+    batch, budget = make_batch(ROWS), MicroBatchBudget(rows=rows_of_a_pass)
     batch.batch["chosen_tokens"] = batch.batch["advantages"] > 0.5
 
     found = {}

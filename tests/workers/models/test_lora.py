@@ -31,7 +31,7 @@ from workers.roles.critic import CriticWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.rollout import RolloutWorker
 from workers.training.engine import TrainEngine
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.weights.module_writer import ModuleWriter
 
 ROWS = 4
@@ -120,9 +120,12 @@ def test_five_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up
         for name, tensor in actor.engine.named_full_tensors():
             sink.write_tensor(name, tensor)
         sink.verify("test")
-        ours = actor.engine.forward_rows(batch, PassBudget(rows=ROWS))["log_probs"]
+        ours = actor.engine.forward_rows(batch, MicroBatchBudget(rows=ROWS))["log_probs"]
         torch.testing.assert_close(
-            copy.forward_rows(batch, PassBudget(rows=ROWS))["log_probs"], ours, atol=1e-5, rtol=0
+            copy.forward_rows(batch, MicroBatchBudget(rows=ROWS))["log_probs"],
+            ours,
+            atol=1e-5,
+            rtol=0,
         )
 
 
@@ -204,9 +207,9 @@ def test_the_adapter_alone_loads_by_peft(one_layer_dir: Path, tmp_path: Path) ->
 
     copy = plain_engine(one_layer_dir / "model")
     PeftModel.from_pretrained(copy.module, tmp_path)
-    ours = actor.engine.forward_rows(batch, PassBudget(rows=ROWS))["log_probs"]
+    ours = actor.engine.forward_rows(batch, MicroBatchBudget(rows=ROWS))["log_probs"]
     torch.testing.assert_close(
-        copy.forward_rows(batch, PassBudget(rows=ROWS))["log_probs"], ours, atol=1e-6, rtol=0
+        copy.forward_rows(batch, MicroBatchBudget(rows=ROWS))["log_probs"], ours, atol=1e-6, rtol=0
     )
 
 

@@ -21,7 +21,7 @@ from verl_like.batch.protocol import DataProto
 from workers.config import ModelConfig, ParallelConfig
 from workers.cpu import linear as cpu_linear
 from workers.cpu.allocator import keep_freed_memory
-from workers.memory import LargestPass, RoleMemory, RoleModel, memory_of
+from workers.memory import LargestPass, RoleMemory, RoleModelSpec, memory_of
 from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
 from workers.models.state import local_shard
@@ -252,7 +252,7 @@ def test_a_pass_gathers_the_experts_of_its_rank_alone(
     def memory(ep: int, strategy: str = "fsdp") -> RoleMemory:
         model = ModelConfig(path=str(tmp_path))
         parallel = ParallelConfig(ep=ep)
-        role_model = RoleModel("", model, strategy=strategy, parallel=parallel, trains=True)
+        role_model = RoleModelSpec("", model, strategy=strategy, parallel=parallel, trains=True)
         return memory_of(role_model, "actor", "pool", 8, "cuda", LargestPass(1, 1))
 
     assert memory(4).weights == memory(1).weights

@@ -113,7 +113,7 @@ def test_other_operations_get_the_floats() -> None:
 
 def test_nothing_but_a_copy_writes_to_it() -> None:
     weight = held(torch.ones(2, 3))
-    with pytest.raises(TypeError, match="mul_.*would write to a weight that is quantised"):
+    with pytest.raises(TypeError, match="mul_.*would write to a weight that is quantized"):
         weight.mul_(2)
     with pytest.raises(ValueError, match=r"\[3, 2\] does not fit a weight of \[2, 3\]"):
         weight.copy_(torch.ones(3, 2))

@@ -25,7 +25,7 @@ from workers.roles.critic import CriticWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout import hf
 from workers.rollout.vllm.setup import expected_weights
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.weights.checksum import checksum_of
 from workers.weights.module_writer import ModuleWriter
 
@@ -116,7 +116,7 @@ def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> No
     config.actor_rollout_ref.actor.checkpoint.save_contents = ["model", "hf_model"]
     actor = started(ActorWorker, config, 10)
     expected = plain_log_probs(tmp_path / "model")
-    ours = actor.engine.forward_rows(make_batch(6), PassBudget(rows=3))["log_probs"]
+    ours = actor.engine.forward_rows(make_batch(6), MicroBatchBudget(rows=3))["log_probs"]
     torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
 
     rollout = RolloutWorker(config)
@@ -133,7 +133,7 @@ def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> No
 
     actor.save_checkpoint(str(tmp_path / "actor"))
     exported = plain_log_probs(tmp_path / "actor" / "huggingface")
-    ours = actor.engine.forward_rows(make_batch(6), PassBudget(rows=3))["log_probs"]
+    ours = actor.engine.forward_rows(make_batch(6), MicroBatchBudget(rows=3))["log_probs"]
     torch.testing.assert_close(ours, exported, atol=3e-5, rtol=0)
     assert (ours - expected).abs().max() > 1e-2  # the buffers count
 

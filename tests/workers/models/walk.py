@@ -35,7 +35,7 @@ from workers.training.engine import INPUTS
 from workers.training.hf_export import export_huggingface
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import PassBudget, Rows, mini_batch
+from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
 
 PROMPT, RESPONSE = 60, 100
 ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))
@@ -137,7 +137,7 @@ def _engine(folder: Path, checkpointing: bool) -> Any:
 def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
     """Return the worst relative error of log-probs, entropies and the gradient, and the layout."""
     data, (pairs, plain) = make_rows(), alone
-    outputs = engine.forward_rows(data, PassBudget(rows=4), TokenOutputs(entropy=True))
+    outputs = engine.forward_rows(data, MicroBatchBudget(rows=4), TokenOutputs(entropy=True))
     inside = data.batch["response_mask"] != 0
     gradient = _gradient(engine, data)
 
@@ -185,7 +185,7 @@ def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
     batch = mini_batch(Rows.take(data, (*INPUTS, "advantages"), 1), 0, 1, None)
     set_training_mode(engine.module)
     with engine.running(engine.optimizer):
-        engine.forward_backward(batch, PassBudget(rows=2), Loss("weighted", loss))
+        engine.forward_backward(batch, MicroBatchBudget(rows=2), Loss("weighted", loss))
     engine.module.eval()
     named = engine.module.named_parameters()
     return {name: each.grad.clone() for name, each in named if each.grad is not None}

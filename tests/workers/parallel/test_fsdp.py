@@ -23,7 +23,7 @@ from workers.parallel.fsdp import full_tensor
 from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import Sharding, dims_of, settle
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 
 class Collectives(TorchDispatchMode):
@@ -46,7 +46,7 @@ def under(one_layer_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
     actor = started(ActorWorker, config, 10)
     data = own_chunk(make_batch(6), actor.rank, actor.world_size)
     with Collectives() as collectives:
-        grads = gradients(actor, data, ACTOR_COLUMNS, PassBudget(rows=1))
+        grads = gradients(actor, data, ACTOR_COLUMNS, MicroBatchBudget(rows=1))
     actor.update_actor(data)
     held = sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters())
     weights = weights_of(actor)

@@ -12,7 +12,7 @@ import torch
 from tests.workers.training.test_sequence_ranks import FAMILIES, SIZES, saved
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
-from workers.memory import LargestPass, RoleModel, memory_of
+from workers.memory import LargestPass, RoleModelSpec, memory_of
 from workers.parallel.pipeline import Action, max_pending_passes, num_chunks, schedule
 from workers.parallel.stages import deal, stage_ranges
 from workers.training.microbatch import spread
@@ -149,11 +149,11 @@ def test_few_passes_are_halved_until_every_rank_has_one() -> None:
     assert spread([[1], [0]], [3, 4], 4) == [[1], [0]]
 
 
-def held(folder: Path, pp: int, **more: Any) -> RoleModel:
+def held(folder: Path, pp: int, **more: Any) -> RoleModelSpec:
     axes = {name: more.pop(name) for name in ("pp_schedule", "shard") if name in more}
     model = ModelConfig(path=str(folder / "model"), **more.pop("model", {}))
     parallel = ParallelConfig(pp=pp, **axes)
-    return RoleModel("model.path", model, parallel=parallel, trains=True, **more)
+    return RoleModelSpec("model.path", model, parallel=parallel, trains=True, **more)
 
 
 def test_models_that_have_no_stages_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from workers.parallel import sharding
 from workers.parallel.sharding import Sharding, settle
 from workers.roles.actor import ActorWorker
 from workers.roles.policy_objective import PolicyObjective
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 NUM_LAYERS, NUM_PASSES = 2, 3
 
@@ -67,7 +67,7 @@ def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
 
     actor.objective = noting
     with Collectives() as collectives:
-        held.full_gradients = gradients(actor, data, ACTOR_COLUMNS, PassBudget(rows=1))
+        held.full_gradients = gradients(actor, data, ACTOR_COLUMNS, MicroBatchBudget(rows=1))
     held.gathers = collectives.counts["_allgather_base_"]
     held.scatters = collectives.counts["_reduce_scatter_base_"]
 

@@ -167,7 +167,7 @@ def test_extras_of_several_rewards_have_their_names_before_them() -> None:
     assert set(alone.non_tensor_batch) == {"reward_extra/acc", "reward_extra/one_score"}
 
 
-def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> None:
+def test_normalized_scores_have_mean_zero_and_spread_one_but_in_validation() -> None:
     sums = [1.0, 3.0, float("nan"), 8.0]
     scored, _ = scores_of(part("a", sums, normalize=True))
     own = scored.batch["token_level_scores"].double().sum(-1)
@@ -179,7 +179,7 @@ def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> 
     assert plain.batch["token_level_scores"].sum(-1).tolist() == [1.0, 3.0, 0.0, 8.0]
 
 
-def test_equal_scores_normalise_to_zero() -> None:
+def test_equal_scores_normalize_to_zero() -> None:
     scores, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
     scored = normalized(TermScores(scores, mask, torch.zeros(2).bool()), mask)
     assert scored.scores.sum(-1).abs().max() < 1e-6

@@ -116,7 +116,7 @@ def test_a_bypass_that_rejects_everything_takes_a_step_of_zero(
 def test_the_gradient_of_a_reinforce_bypass_is_that_of_the_expected_advantage(level: str) -> None:
     """Its weights have no gradient of their own: w A grad(log p) = grad(w) A, by differences."""
     generator = torch.Generator().manual_seed(0)
-    log_probs, behaviour = (
+    log_probs, behavior = (
         0.3 * torch.randn(3, 4, generator=generator, dtype=torch.float64) - 1 for _ in range(2)
     )
     advantages = torch.randn(3, 1, generator=generator, dtype=torch.float64).expand(3, 4)
@@ -125,14 +125,14 @@ def test_the_gradient_of_a_reinforce_bypass_is_that_of_the_expected_advantage(le
     correction = RolloutCorrection.of(settings)
 
     leaf = log_probs.clone().requires_grad_()
-    weights, kept = correction(leaf, behaviour, mask, correction.gauge())
+    weights, kept = correction(leaf, behavior, mask, correction.gauge())
     loss, _ = compute_policy_loss_reinforce(
-        behaviour, leaf, advantages, kept, "token-sum", None, weights
+        behavior, leaf, advantages, kept, "token-sum", None, weights
     )
     loss.backward()
 
     def expected_advantage(log_probs: torch.Tensor) -> torch.Tensor:
-        log_ratio = (log_probs - behaviour) * mask
+        log_ratio = (log_probs - behavior) * mask
         if level == "token":
             return -(log_ratio.exp() * advantages * mask).sum()
         return -(log_ratio.sum(-1).exp() * advantages[:, 0] * mask.any(-1)).sum()

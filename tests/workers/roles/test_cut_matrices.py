@@ -16,7 +16,7 @@ from tests.workers.training import test_moving_average_engine
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.rows import RowWorkerConfig, TrainedModelConfig
-from workers.memory import RoleModel
+from workers.memory import RoleModelSpec
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.roles.reference import ReferenceWorker
@@ -153,9 +153,9 @@ def test_the_policy_s_base_and_its_casts_are_cut_as_it_is(
             torch.testing.assert_close(own, expected, atol=error, rtol=0)
 
 
-def held(folder: Path, tp: int, **settings: Any) -> RoleModel:
+def held(folder: Path, tp: int, **settings: Any) -> RoleModelSpec:
     model = ModelConfig(path=str(folder / "model"))
-    return RoleModel("", model, parallel=ParallelConfig(tp=tp), **settings)
+    return RoleModelSpec("", model, parallel=ParallelConfig(tp=tp), **settings)
 
 
 def test_a_model_is_refused_by_the_key_of_its_role_before_it_has_weights(

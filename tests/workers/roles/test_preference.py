@@ -12,8 +12,8 @@ import torch
 import workers.losses.preference  # noqa: F401
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, own_chunk, random_row, started
-from trainer.data.pairs import LabelledRow, PairRow
-from trainer.preference.step import PreferenceTrainer, labelled_columns
+from trainer.data.pairs import LabeledRow, PairRow
+from trainer.preference.step import PreferenceTrainer, labeled_columns
 from verl_like.batch.protocol import DataProto
 from workers.columns import write_columns
 from workers.config import OptimConfig
@@ -35,7 +35,7 @@ def batch_of(loss: str) -> DataProto:
     generator = torch.Generator().manual_seed(3)
     side = partial(random_row, generator)
     rows = [
-        LabelledRow(side(), side(), number % 2 == 0) if loss == "kto" else PairRow(side(), side())
+        LabeledRow(side(), side(), number % 2 == 0) if loss == "kto" else PairRow(side(), side())
         for number in range(ROWS)
     ]
     batch = PreferenceTrainer.make_batch(
@@ -44,7 +44,7 @@ def batch_of(loss: str) -> DataProto:
     noise = torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
     if loss != "kto":
         return write_columns(batch, ref_log_probs=noise - 20)
-    columns = labelled_columns(noise[:, 0] + 1, noise[:, 1], batch.batch["desirable"])
+    columns = labeled_columns(noise[:, 0] + 1, noise[:, 1], batch.batch["desirable"])
     return write_columns(batch, ref_log_probs=noise[:, 0] - 20, **columns)
 
 

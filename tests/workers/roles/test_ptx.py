@@ -17,7 +17,7 @@ from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
 from workers.training.loss import lm_loss
-from workers.training.microbatch import MiniBatch, PassBudget, Rows, mini_batch
+from workers.training.microbatch import MicroBatchBudget, MiniBatch, Rows, mini_batch
 
 COEF = 0.7
 POLICY, TEXT = 8, 6
@@ -34,7 +34,7 @@ def whole(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
     return mini_batch(rows, 0, 1, actor.engine.groups.data)
 
 
-def gradients_of(actor: ActorWorker, parts: str, budget: PassBudget) -> Gradients:
+def gradients_of(actor: ActorWorker, parts: str, budget: MicroBatchBudget) -> Gradients:
     """Return the gradients of the policy's loss, of PTX, or of both in one step."""
     engine = actor.engine
     policy = own_chunk(make_batch(POLICY), actor.rank, actor.world_size)
@@ -61,7 +61,7 @@ def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_lo
 ) -> None:
     actor = actor_of(one_layer_dir)
     policy, ptx, both = (
-        gradients_of(actor, parts, PassBudget(rows=3)) for parts in ("policy", "ptx", "both")
+        gradients_of(actor, parts, MicroBatchBudget(rows=3)) for parts in ("policy", "ptx", "both")
     )
     assert_equal_gradients(both, {name: policy[name] + ptx[name] for name in policy})
 
@@ -78,16 +78,16 @@ def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_lo
         assert (ptx[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-@pytest.mark.parametrize("budget", [PassBudget(rows=1), PassBudget(tokens=25)])
-def test_the_cut_into_passes_does_not_show(one_layer_dir: Path, budget: PassBudget) -> None:
+@pytest.mark.parametrize("budget", [MicroBatchBudget(rows=1), MicroBatchBudget(tokens=25)])
+def test_the_cut_into_passes_does_not_show(one_layer_dir: Path, budget: MicroBatchBudget) -> None:
     actor = actor_of(one_layer_dir)
-    expected = gradients_of(actor, "both", PassBudget(rows=POLICY))
+    expected = gradients_of(actor, "both", MicroBatchBudget(rows=POLICY))
     assert_equal_gradients(gradients_of(actor, "both", budget), expected)
 
 
 def on_ranks(one_layer_dir: Path, strategy: str) -> dict[str, Any]:
     actor = actor_of(one_layer_dir, strategy=strategy)
-    grads = gradients_of(actor, "both", PassBudget(rows=1))
+    grads = gradients_of(actor, "both", MicroBatchBudget(rows=1))
     policy = own_chunk(make_batch(POLICY), actor.rank, actor.world_size)
     text = own_chunk(text_rows(TEXT), actor.rank, actor.world_size)
     metrics = learned(actor.update_actor(policy, text))

@@ -46,7 +46,7 @@ def start_on_two_devices(folder: Path) -> tuple[Any, dict[str, str], bool]:
     rollout.name, rollout.tensor_model_parallel_size = "vllm", 2
     before = dict(os.environ)
     built = build.build_engine(config, worker)
-    assert built.follows == (worker.rank == 1)
+    assert built.is_follower == (worker.rank == 1)
     options, environment = LLM.given[0]
     asked = options["tensor_parallel_size"], options["distributed_executor_backend"]
     ours = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
@@ -58,7 +58,7 @@ def test_each_rank_of_an_engine_has_its_share_on_its_own_device_and_sees_the_dev
 ) -> None:
     make_model(tmp_path / "model")
     for rank, (asked, environment, as_found) in enumerate(run(2, start_on_two_devices, tmp_path)):
-        assert asked == (2, "external_launcher"), "no process of vLLM's, on a neighbour's device"
+        assert asked == (2, "external_launcher"), "no process of vLLM's, on a neighbor's device"
         own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
         assert environment == own | {"CUDA_VISIBLE_DEVICES": "3,5"}
         assert as_found

@@ -30,7 +30,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import guarded_step
 
 
@@ -63,7 +63,7 @@ def on_ranks(
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
     data = own_chunk(make_batch(num_rows), actor.rank, actor.world_size)
     real = data.num_real_rows
-    budget = PassBudget(rows=1 if actor.world_size > 1 else num_rows)
+    budget = MicroBatchBudget(rows=1 if actor.world_size > 1 else num_rows)
     before = actor.weights_checksum()
     return {
         "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
@@ -138,13 +138,13 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_cut(
 ) -> None:
     actor = tiny_actor(one_layer_dir, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
     batch = make_batch(9)
-    whole = gradients(actor, batch, ACTOR_COLUMNS, PassBudget(rows=9))
+    whole = gradients(actor, batch, ACTOR_COLUMNS, MicroBatchBudget(rows=9))
     for budget in (
-        PassBudget(rows=1),
-        PassBudget(rows=2),
-        PassBudget(rows=4),
-        PassBudget(tokens=11),
-        PassBudget(tokens=25),
+        MicroBatchBudget(rows=1),
+        MicroBatchBudget(rows=2),
+        MicroBatchBudget(rows=4),
+        MicroBatchBudget(tokens=11),
+        MicroBatchBudget(tokens=25),
     ):
         assert_equal_gradients(gradients(actor, batch, ACTOR_COLUMNS, budget), whole)
 
@@ -180,7 +180,7 @@ def test_log_probs_are_those_of_each_row_alone_without_padding(
     assert engine.packs == (packed and family != "BloomConfig")
     batch = make_batch(5)
     outputs = engine.forward_rows(
-        batch, PassBudget(rows=2), TokenOutputs(temperature, entropy=True)
+        batch, MicroBatchBudget(rows=2), TokenOutputs(temperature, entropy=True)
     )
     for row in range(5):
         real = batch.batch["attention_mask"][row].bool()

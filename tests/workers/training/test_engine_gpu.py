@@ -18,7 +18,7 @@ from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.ragged import Ragged
 from workers.roles.actor import ActorWorker
 from workers.training.attention import RowLayout, VarlenKernel, packed_attention
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.packing import packed_feed
 from workers.training.varlen import LIBRARIES, _torch_varlen
 
@@ -64,7 +64,7 @@ def test_packed_rows_are_padded_ones_on_a_gpu(
         )
         assert own.engine.packs == packed
         log_probs.append(own.compute_log_prob(batch)[0].batch["old_log_probs"])
-        grads.append(gradients(own, batch, ACTOR_COLUMNS, PassBudget(rows=3)))
+        grads.append(gradients(own, batch, ACTOR_COLUMNS, MicroBatchBudget(rows=3)))
     torch.testing.assert_close(log_probs[0], log_probs[1], atol=limit, rtol=0)
     for name, gradient in grads[1].items():
         assert (grads[0][name] - gradient).norm() <= 2 * limit * gradient.norm(), name

@@ -24,7 +24,7 @@ from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import ReferenceWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 NUM_ROWS = 7
 FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
@@ -95,7 +95,7 @@ def trained(folder: Path, family: str, change: dict[str, Any], num_rows: int) ->
     config = make_actor_config(folder, family, change)
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
     rows = change.get("rows")
-    budget = PassBudget(rows=rows) if rows else PassBudget(tokens=change["tokens"])
+    budget = MicroBatchBudget(rows=rows) if rows else MicroBatchBudget(tokens=change["tokens"])
     experts = [w for name, w in actor.engine.module.named_parameters() if ".experts." in name]
     return {
         "held": sum(local_shard(weight).numel() for weight in experts),

@@ -25,7 +25,7 @@ from workers.training.lm_head import (
     positions_per_chunk,
     rows_per_chunk,
 )
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 ROWS_OF_A_CHUNK = 3
 BATCH = 9
@@ -104,13 +104,15 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
     actor = actor_of(folders(head))
     engine = actor.engine
     assert chunking_blocker(engine.module.config) == ""
-    columns = engine.forward_rows(data, PassBudget(rows=BATCH), TokenOutputs(0.7, entropy=True))
+    columns = engine.forward_rows(
+        data, MicroBatchBudget(rows=BATCH), TokenOutputs(0.7, entropy=True)
+    )
     expected = expected_columns(folders(head), data, temperature=0.7)
     for name, column in expected.items():
         torch.testing.assert_close(columns[name].double(), column, atol=2e-5, rtol=0)
 
     whole = gradients(actor_of(folders(head), use_fused_kernels=False), data, ACTOR_COLUMNS)
-    for budget in (PassBudget(rows=BATCH), PassBudget(rows=2)):
+    for budget in (MicroBatchBudget(rows=BATCH), MicroBatchBudget(rows=2)):
         assert_equal(gradients(actor, data, ACTOR_COLUMNS, budget), whole)
 
 
@@ -142,7 +144,7 @@ def logits_of_an_update(tiny_dir: Path) -> Callable[..., int]:
         actor = actor_of(tiny_dir, **model)
         with LargestLogits(actor.engine.module.config.hidden_size) as largest:
             actor.compute_log_prob(make_batch(BATCH))
-            gradients(actor, make_batch(BATCH), ACTOR_COLUMNS, PassBudget(rows=BATCH))
+            gradients(actor, make_batch(BATCH), ACTOR_COLUMNS, MicroBatchBudget(rows=BATCH))
         return largest.positions
 
     return measured
@@ -168,7 +170,7 @@ def on_ranks(folder: Path, num_rows_of_chunk: int) -> dict[str, Any]:
     data = own_chunk(make_batch(7), actor.rank, actor.world_size)
     columns = actor.compute_log_prob(data)[0].batch
     return {
-        "gradients": gradients(actor, data, ACTOR_COLUMNS, PassBudget(rows=1)),
+        "gradients": gradients(actor, data, ACTOR_COLUMNS, MicroBatchBudget(rows=1)),
         "log_probs": columns["old_log_probs"][: data.num_real_rows],
         "entropys": columns["entropys"][: data.num_real_rows],
     }
@@ -237,12 +239,12 @@ def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
 ) -> None:
     judge = lm_head.head_in_chunks
 
-    def judged_with_neighbours(model: Any) -> str:
+    def judged_with_neighbors(model: Any) -> str:
         layer = model.lm_head.forward
         model.lm_head.forward = lambda states: layer(states - states.mean(dim=1, keepdim=True))
         return judge(model)
 
-    monkeypatch.setattr(lm_head, "head_in_chunks", judged_with_neighbours)
+    monkeypatch.setattr(lm_head, "head_in_chunks", judged_with_neighbors)
     with caplog.at_level(logging.WARNING):
         assert logits_of_an_update() > ROWS_OF_A_CHUNK
     assert "does not compute its head in chunks (in a small model of its class" in caplog.text

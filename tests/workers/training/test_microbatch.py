@@ -11,7 +11,7 @@ from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, ConfigError, MissingColumnError
 from workers.training.engine import INPUTS
 from workers.training.microbatch import (
-    PassBudget,
+    MicroBatchBudget,
     Rows,
     count_mini_batches,
     cut,
@@ -93,24 +93,24 @@ def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts() 
 
 
 def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones() -> None:
-    assert cut([3, 0, 9, 5, 4], PassBudget(rows=2)) == [[2, 3], [4, 0]]
+    assert cut([3, 0, 9, 5, 4], MicroBatchBudget(rows=2)) == [[2, 3], [4, 0]]
 
 
 def test_a_token_budget_is_filled_and_never_passed() -> None:
     lengths = [3, 9, 5, 4, 1, 7]
-    cuts = cut(lengths, PassBudget(tokens=12))
+    cuts = cut(lengths, MicroBatchBudget(tokens=12))
     assert [[lengths[row] for row in rows] for rows in cuts] == [[9], [7, 5], [4, 3, 1]]
 
 
 def test_padded_rows_cost_their_rectangle() -> None:
     lengths = [6, 2, 2, 5]
-    cuts = cut(lengths, PassBudget(tokens=12), rectangles=True)
+    cuts = cut(lengths, MicroBatchBudget(tokens=12), rectangles=True)
     assert [[lengths[row] for row in rows] for rows in cuts] == [[6, 5], [2, 2]]
 
 
 def test_a_row_over_the_token_budget_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match="a row of 9 tokens exceeds the budget of 8"):
-        cut([3, 9], PassBudget(tokens=8))
+        cut([3, 9], MicroBatchBudget(tokens=8))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_batch_smaller_than_a_mini_batch_is_one() -> None:
 
 def test_a_micro_batch_of_no_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match="a micro-batch holds 1 row or token at least"):
-        cut([4], PassBudget(rows=0))
+        cut([4], MicroBatchBudget(rows=0))
 
 
 def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank() -> None:
@@ -148,8 +148,8 @@ def test_a_missing_column_names_its_writer() -> None:
 
 def test_rows_over_the_border_share_no_micro_batch_with_others() -> None:
     lengths = [5, 20, 16, 0, 17, 3]
-    assert cut(lengths, PassBudget(rows=4), border=16) == [[1, 4], [2, 0, 5]]
-    assert cut(lengths, PassBudget(tokens=40), border=16) == [[1, 4], [2, 0, 5]]
-    assert cut(lengths, PassBudget(rows=4), single=True) == [[1], [4], [2], [0], [5]]
+    assert cut(lengths, MicroBatchBudget(rows=4), border=16) == [[1, 4], [2, 0, 5]]
+    assert cut(lengths, MicroBatchBudget(tokens=40), border=16) == [[1, 4], [2, 0, 5]]
+    assert cut(lengths, MicroBatchBudget(rows=4), single=True) == [[1], [4], [2], [0], [5]]
     with pytest.raises(ConfigError, match="a row of 20 tokens exceeds"):
-        cut(lengths, PassBudget(tokens=18), single=True)
+        cut(lengths, MicroBatchBudget(tokens=18), single=True)

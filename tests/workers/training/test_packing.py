@@ -16,7 +16,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.attention import LocalMask, RowLayout, packed_attention
 from workers.training.engine import INPUTS
-from workers.training.microbatch import PassBudget, Rows
+from workers.training.microbatch import MicroBatchBudget, Rows
 from workers.training.packing import (
     last_token_reads,
     needed_lengths,
@@ -78,8 +78,8 @@ def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(fold
             (
                 actor.compute_log_prob(batch)[0].batch,
                 critic.compute_values(batch).batch,
-                gradients(actor, batch, ACTOR_COLUMNS, PassBudget(rows=8)),
-                gradients(critic, batch, ("values", "returns"), PassBudget(tokens=30)),
+                gradients(actor, batch, ACTOR_COLUMNS, MicroBatchBudget(rows=8)),
+                gradients(critic, batch, ("values", "returns"), MicroBatchBudget(tokens=30)),
             )
         )
     (log_probs, values, *grads), (other_log_probs, other_values, *other_grads) = results

@@ -32,7 +32,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import lm_head
 from workers.training.mfu import needed_flops
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.weights.checksum import checksum_of
 
 CUT = [family for family in FAMILIES if family not in ("outnumbered heads",)]
@@ -108,7 +108,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         "flops": needed_flops(actor.engine, data, trains=True),
         "loaded": actor.weights_checksum(),
         "sent": checksum_of(actor.engine.named_full_tensors(on_all_ranks=False)),
-        **three_updates(actor, critic, data, PassBudget(rows=rows)),
+        **three_updates(actor, critic, data, MicroBatchBudget(rows=rows)),
     }
 
 

@@ -15,7 +15,7 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.packing import packed_feed
 from workers.training.prefixes import prefix_order, share_prefixes, shared_lengths
 from workers.training.row_proof import RowPasses
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def samples_of_prompts(num_prompts: int, num_samples: int) -> DataProto:
-    """Return samples of ragged prompts; the samples of a prompt are not neighbours."""
+    """Return samples of ragged prompts; the samples of a prompt are not neighbors."""
     batch = make_batch(num_prompts * num_samples).batch
     for name in ("input_ids", "attention_mask"):
         batch[name][:, :PROMPT] = batch[name][:num_prompts, :PROMPT].repeat(num_samples, 1)
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_separate_rows(
     )
     assert shared.engine.row_passes.shares
     assert not separate.engine.row_passes.shares
-    budget = PassBudget(rows=6)
+    budget = MicroBatchBudget(rows=6)
     assert_equal_gradients(
         gradients(shared, batch, columns, budget), gradients(separate, batch, columns, budget)
     )
@@ -142,20 +142,20 @@ def test_samples_of_a_prompt_are_in_one_pass() -> None:
     prompts, responses = [[1, 2, 3], [9, 8, 7], [4, 4, 4]], [[11], [12, 13], [14, 15, 16]]
     rows = [prompt + response for response in responses for prompt in prompts]
     ids, reads = ragged(*rows), last_read(*[len(row) for row in rows])
-    cuts = RowPasses("packed", shares=True).cut(ids, reads, PassBudget(rows=3))
+    cuts = RowPasses("packed", shares=True).cut(ids, reads, MicroBatchBudget(rows=3))
     assert [{tuple(rows[row][:3]) for row in cut} for cut in cuts] == [
         {(1, 2, 3)},
         {(4, 4, 4)},
         {(9, 8, 7)},
     ]
-    longest_first = RowPasses("packed").cut(ids, reads, PassBudget(rows=3))
+    longest_first = RowPasses("packed").cut(ids, reads, MicroBatchBudget(rows=3))
     assert {len(rows[row]) for row in longest_first[0]} == {6}
 
 
 def test_a_copy_of_a_token_takes_a_quarter_of_it_from_the_budget() -> None:
     rows = [[*range(start, start + 8), sample] for start in (100, 200) for sample in range(9)]
     ids, reads = ragged(*rows), last_read(*[9] * 18)
-    cuts = RowPasses("packed", shares=True).cut(ids, reads, PassBudget(tokens=9 + 7 * 3))
+    cuts = RowPasses("packed", shares=True).cut(ids, reads, MicroBatchBudget(tokens=9 + 7 * 3))
     assert [len(rows_of_pass) for rows_of_pass in cuts] == [8, 6, 4]
 
 
@@ -182,6 +182,6 @@ def test_windows_see_a_copy_of_the_prefix(window: int | None, tmp_path: Path) ->
     shared, separate = (worker(ActorWorker, tmp_path, shares=shares) for shares in (True, False))
     assert shared.engine.row_passes.shares
     assert_equal_gradients(
-        gradients(shared, batch, ACTOR_COLUMNS, PassBudget(rows=12)),
-        gradients(separate, batch, ACTOR_COLUMNS, PassBudget(rows=12)),
+        gradients(shared, batch, ACTOR_COLUMNS, MicroBatchBudget(rows=12)),
+        gradients(separate, batch, ACTOR_COLUMNS, MicroBatchBudget(rows=12)),
     )

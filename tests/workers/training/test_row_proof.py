@@ -24,13 +24,13 @@ from workers.training import row_proof
 from workers.training.engine import INPUTS, TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import PassBudget, Rows, mini_batch
+from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
 from workers.training.row_proof import row_kind
 
 VOCAB, PROMPT, RESPONSE = 64, 24, 40
 LENGTHS = ((24, 40), (20, 38), (24, 12), (10, 10), (8, 9), (6, 7), (9, 1))
 """Tokens of prompt and response of each row; the first four are more than there are positions."""
-NEIGHBOURS = PassBudget(rows=4)
+NEIGHBOURS = MicroBatchBudget(rows=4)
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -240,7 +240,7 @@ def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
 ) -> None:
     folder, data = saved_model(tmp_path, "phi3", LONGROPE), ragged_rows()
     engine = started(ActorWorker, tiny_config(folder), 1).engine
-    cuts = engine.passes.cut(Rows.take(data, INPUTS).columns, PassBudget(tokens=10_000))
+    cuts = engine.passes.cut(Rows.take(data, INPUTS).columns, MicroBatchBudget(tokens=10_000))
     assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
 
 
@@ -253,7 +253,7 @@ def test_passes_whose_attention_grows_with_their_square_are_short(
     engine = started(ActorWorker, config, 1).engine
     columns = Rows.take(make_batch(9), INPUTS).columns
     tokens = engine.row_passes.lengths(engine.reading.reads(columns))
-    cuts = engine.passes.cut(columns, PassBudget(tokens=10_000))
+    cuts = engine.passes.cut(columns, MicroBatchBudget(tokens=10_000))
     assert engine.packs
     assert len(cuts) > 1
     assert max(sum(tokens[row] for row in rows) for rows in cuts) <= 20

@@ -23,7 +23,7 @@ from workers.config import OptimConfig, ParallelConfig
 from workers.models.support.proof import Support
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.row_proof import check_split
 
 NUM_ROWS = 7
@@ -138,7 +138,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         setattr(config.actor_rollout_ref.model, name, value)
 
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    budget = PassBudget(rows=rows) if rows else PassBudget(tokens=tokens)
+    budget = MicroBatchBudget(rows=rows) if rows else MicroBatchBudget(tokens=tokens)
     return three_updates(actor, critic, chunk_of(actor, NUM_ROWS), budget)
 
 

@@ -37,7 +37,7 @@ from workers.roles.critic import CriticWorker
 from workers.training import lm_head
 from workers.training.checkpoint import averages, optimizer_state, weights
 from workers.training.mfu import needed_flops
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 CUT = [family for family in FAMILIES if family not in ("gpt-oss", "outnumbered heads")]
 CUT.remove("qwen2, one head of keys")
@@ -93,7 +93,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
     return {
         "flops": needed_flops(actor.engine, data, trains=True),
         "loaded": actor.weights_checksum(),
-        **three_updates(actor, critic, data, PassBudget(rows=rows)),
+        **three_updates(actor, critic, data, MicroBatchBudget(rows=rows)),
     }
 
 

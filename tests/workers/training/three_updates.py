@@ -9,7 +9,7 @@ from tests.workers.samples import learned, make_batch, own_chunk, weights_of
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 
 
 def chunk_of(actor: ActorWorker, num_rows: int) -> DataProto:
@@ -19,7 +19,7 @@ def chunk_of(actor: ActorWorker, num_rows: int) -> DataProto:
 
 
 def three_updates(
-    actor: ActorWorker, critic: CriticWorker, data: DataProto, budget: PassBudget
+    actor: ActorWorker, critic: CriticWorker, data: DataProto, budget: MicroBatchBudget
 ) -> dict[str, Any]:
     """Return log-probs, gradients and three updates of actor and critic on the rank's rows."""
     start, real = data.shard.start if data.shard else 0, data.num_real_rows

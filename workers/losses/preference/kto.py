@@ -1,4 +1,4 @@
-"""KTO: Kahneman-Tversky optimization, on single responses that are labelled good or bad."""
+"""KTO: Kahneman-Tversky optimization, on single responses that are labeled good or bad."""
 
 from __future__ import annotations
 

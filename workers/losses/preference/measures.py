@@ -20,8 +20,8 @@ from workers.losses.preference.registry import (
     per_token,
 )
 
-LABELLED_COLUMNS = ("desirable", "mismatched_kl", "label_share")
-"""Columns of labelled rows besides log-probs. `label_share` is the fraction of the batch's rows
+LABELED_COLUMNS = ("desirable", "mismatched_kl", "label_share")
+"""Columns of labeled rows besides log-probs. `label_share` is the fraction of the batch's rows
 that have the same label as the row.
 """
 

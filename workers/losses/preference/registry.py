@@ -3,7 +3,7 @@
     @PREFERENCE_LOSSES.register("mine")
     def compute_my_loss(log_probs, ref_log_probs, beta): ...         # [pairs, 2] -> [pairs]
 
-A loss with the parameter `desirable` learns from labelled rows, [rows]; any other loss learns from
+A loss with the parameter `desirable` learns from labeled rows, [rows]; any other loss learns from
 pairs. A loss with `ref_log_probs` needs a reference.
 """
 

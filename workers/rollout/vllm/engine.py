@@ -63,7 +63,7 @@ class VllmEngine(RolloutEngine):
         """Start vLLM; with `server_url`, connect to a running server."""
         super().__init__(limits, decode)
         self.settings, self.lockstep = settings, lockstep
-        self.follows = lockstep is not None and not lockstep.leads
+        self.is_follower = lockstep is not None and not lockstep.leads
         self.expected = expected_weights(settings.model_path)
         self.vocab_size = self.expected.vocab_size
         self.adapter: AdapterFiles | None = None
@@ -108,7 +108,7 @@ class VllmEngine(RolloutEngine):
     @property
     def num_running(self) -> int:
         """Number of samples that were submitted and neither taken nor aborted."""
-        if self.follows and isinstance(self.vllm, InProcessVllm):
+        if self.is_follower and isinstance(self.vllm, InProcessVllm):
             return self.vllm.num_unfinished
         return super().num_running
 

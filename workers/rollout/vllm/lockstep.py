@@ -121,7 +121,7 @@ def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        if worker.engine.follows:
+        if worker.engine.is_follower:
             worker.engine.follow()
             return None
         with worker.engine.leading():

@@ -20,7 +20,7 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder, read_hf_config
 from workers.training.loss import Loss
-from workers.training.microbatch import Columns, MiniBatch, PassBudget, RowColumns, all_reduce
+from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch, RowColumns, all_reduce
 from workers.training.model import Model, ModelPart
 from workers.training.packing import Feed
 
@@ -67,12 +67,14 @@ class LoadBalancing(ModelPart):
         self.feed, self.router_logits = feed, []
 
     def added_to(
-        self, loss: Loss, passes: Passes, batch: MiniBatch, budget: PassBudget
+        self, loss: Loss, passes: Passes, batch: MiniBatch, budget: MicroBatchBudget
     ) -> BalancedLoss:
         """Count the expert choices of a mini-batch; return `loss` plus the load-balancing loss."""
         return BalancedLoss(self, loss, self.count_choices(passes, batch, budget))
 
-    def count_choices(self, passes: Passes, batch: MiniBatch, budget: PassBudget) -> ExpertLoad:
+    def count_choices(
+        self, passes: Passes, batch: MiniBatch, budget: MicroBatchBudget
+    ) -> ExpertLoad:
         """Count the expert choices for the tokens of the mini-batch on all ranks.
 
         A token counts once for every expert that it chose.

@@ -163,7 +163,7 @@ def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(
         (hooked, WIDE, torch.float32),
     ],
 )
-def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbours_are(
+def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbors_are(
     prompts: list[list[int]], change: Callable[..., Any], sizes: dict[str, int], dtype: torch.dtype
 ) -> None:
     model = change(make_model("Qwen2", **sizes).to(dtype))

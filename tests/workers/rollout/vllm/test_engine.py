@@ -188,7 +188,7 @@ def decoded(folder: Path, size: int) -> Any:
         load(engine, changed, version)
         assert engine.weights_checksum() == checksum_of(changed.named_parameters())
     load(engine, make_model(folder / f"again {worker.rank}"), 2)
-    if engine.follows:
+    if engine.is_follower:
         engine.follow()
         return None
     with engine.leading():

@@ -101,10 +101,10 @@ def one_is_slow(folder: Path) -> Any:
     """Delay the second rank; time decides how far a call goes."""
     engine = engine_of(folder)
     role = Role(engine)
-    if engine.follows:
+    if engine.is_follower:
         time.sleep(0.3)
     said = [role.submit(), role.take(0.0), role.take(0.0)]
-    load(engine, make_model(folder / f"again {engine.follows}"), 2)
+    load(engine, make_model(folder / f"again {engine.is_follower}"), 2)
     said += [engine.num_running, role.abort(), role.take(), engine.num_running]
     return said, llm_of(engine).log
 
@@ -112,7 +112,7 @@ def one_is_slow(folder: Path) -> Any:
 def one_fails(folder: Path) -> Any:
     engine = engine_of(folder)
     role = Role(engine)
-    if engine.follows:
+    if engine.is_follower:
         llm_of(engine).fails_at = 2
     role.submit()
     try:

@@ -21,7 +21,7 @@ from verl_like.tensor_ops import logprobs
 from workers.models import attention
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.parts import check_axes
 from workers.training.parts import compile as compile_part
 from workers.training.parts.compile import Compile, blocking_axis
@@ -54,7 +54,7 @@ def numbers(own: ActorWorker) -> dict[str, Any]:
     log_probs = own.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
     return {
         "log_probs": log_probs,
-        **gradients(own, make_batch(8), ACTOR_COLUMNS, PassBudget(rows=3)),
+        **gradients(own, make_batch(8), ACTOR_COLUMNS, MicroBatchBudget(rows=3)),
     }
 
 
@@ -82,10 +82,10 @@ def test_rows_of_other_lengths_make_no_new_graphs(tiny_dir: Path) -> None:
 
     own = actor(tiny_dir, "on")
     for rows in (8, 5):
-        own.engine.forward_rows(make_batch(rows), PassBudget(rows=rows))
+        own.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
     before = counters["stats"]["unique_graphs"]
     for rows in (7, 3, 6):
-        own.engine.forward_rows(make_batch(rows), PassBudget(rows=rows))
+        own.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
     assert before > 0
     assert counters["stats"]["unique_graphs"] == before
 

@@ -16,7 +16,7 @@ from verl_like.errors import ConfigError
 from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.parts.float8 import Float8, check_float8, float8_linears
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
@@ -46,7 +46,7 @@ def test_outputs_and_gradients_are_those_of_bfloat16_but_for_rounding() -> None:
     assert "forward" not in vars(layer)
 
 
-def test_a_token_s_output_does_not_depend_on_its_neighbours() -> None:
+def test_a_token_s_output_does_not_depend_on_its_neighbors() -> None:
     layer, states = layer_and_states(40)
     others = states.clone()
     others[1:] *= 1000
@@ -91,7 +91,7 @@ def test_compiled_layers_multiply_in_float8_by_the_same_graphs_in_every_call(
     own, counts = actor(tiny_dir, fp8_linear=True, compile="on"), []
     assert own.engine.is_compiled
     for rows in (8, 5, 7, 6):
-        own.engine.forward_rows(make_batch(rows), PassBudget(rows=rows))
+        own.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
         counts.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     assert counts[1] == counts[3] > 0

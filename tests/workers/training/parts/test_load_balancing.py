@@ -17,7 +17,7 @@ from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
 from workers.training.loss import Loss
-from workers.training.microbatch import Columns, MiniBatch, PassBudget, Rows, mini_batch
+from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch, Rows, mini_batch
 from workers.training.parts.load_balancing import check_routers, load_balancing_loss
 
 NUM_EXPERTS, NUM_CHOSEN = 4, 2
@@ -104,7 +104,7 @@ def test_in_one_layer_it_is_that_of_transformers(experts_dir: Path) -> None:
 
 
 def router_gradients(actor: ActorWorker, rows: int) -> Gradients:
-    return gradients(actor, make_batch(6), ACTOR_COLUMNS, PassBudget(rows=rows))
+    return gradients(actor, make_batch(6), ACTOR_COLUMNS, MicroBatchBudget(rows=rows))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_rows_with_a_loss_of_their_own_beside_it_are_not_counted(experts_dir: Pa
     data, text = make_batch(6), Loss("text", log_likelihood, is_balanced=False)
     for beside in ([], [(others, text)]):
         with engine.running(engine.optimizer):
-            metrics = engine.forward_backward(ours, PassBudget(rows=2), loss_of(actor, data))
+            metrics = engine.forward_backward(ours, MicroBatchBudget(rows=2), loss_of(actor, data))
             for batch, loss in beside:
-                metrics |= engine.forward_backward(batch, PassBudget(rows=2), loss)
+                metrics |= engine.forward_backward(batch, MicroBatchBudget(rows=2), loss)
             found.append(metrics)
     alone, both = found
     assert both.keys() - alone.keys() == {"likelihood"}

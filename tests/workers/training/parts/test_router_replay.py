@@ -21,7 +21,7 @@ from verl_like.errors import BatchError, MissingColumnError
 from workers.config import OptimConfig
 from workers.models.routing import Routers
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import PassBudget
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.parts.layers import RouterReplay
 
 NUM_ROWS = 7
@@ -132,7 +132,7 @@ def test_layers_that_are_run_again_choose_the_same_experts(tmp_path: Path) -> No
     plain, again = actor_of(folder), actor_of(folder, enable_gradient_checkpointing=True)
     batch = with_column(make_batch(NUM_ROWS), any_choices(plain))
     columns = (*ACTOR_COLUMNS, "routed_experts")
-    found = [gradients(actor, batch, columns, PassBudget(rows=3)) for actor in (plain, again)]
+    found = [gradients(actor, batch, columns, MicroBatchBudget(rows=3)) for actor in (plain, again)]
     assert distance(*found) == 0
 
 
@@ -220,7 +220,7 @@ def test_rows_beside_an_update_go_where_routers_send_them(tmp_path: Path) -> Non
     batch = with_column(make_batch(NUM_ROWS), any_choices(actor))
     actor.compute_log_prob(batch)
     found, expected = (
-        each.engine.forward_rows(make_batch(NUM_ROWS), PassBudget(rows=3))["log_probs"]
+        each.engine.forward_rows(make_batch(NUM_ROWS), MicroBatchBudget(rows=3))["log_probs"]
         for each in (actor, plain)
     )
     assert torch.equal(found, expected)

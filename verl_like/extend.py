@@ -1,0 +1,104 @@
+"""The names that authors of roles, engines, losses and recipes import.
+
+    from verl_like.extend import HFEngine, PPOTrainer, ScoreEngine
+
+Each name is imported on first use, like the names of `verl_like`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
+    from trainer.async_training.samplers import BatchSampler as BatchSampler
+    from trainer.async_training.samplers import BufferView as BufferView
+    from trainer.async_training.samplers import SampleChunk as SampleChunk
+    from trainer.async_training.samplers import SelectedBatch as SelectedBatch
+    from trainer.async_training.samplers import select_chunks as select_chunks
+    from trainer.async_training.samplers import urgent_chunks_first as urgent_chunks_first
+    from trainer.config.recipe import Recipe as Recipe
+    from trainer.config.recipe import placement_presets as placement_presets
+    from trainer.config.schema import TRACKERS as TRACKERS
+    from trainer.config.schema import RunConfig as RunConfig
+    from trainer.loop import Trainer as Trainer
+    from trainer.ppo.stages import PPOTrainer as PPOTrainer
+    from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
+    from trainer.run_folder.metrics import goal_message as goal_message
+    from trainer.run_folder.metrics import reduce_metrics as reduce_metrics
+    from trainer.run_folder.tracking import Tracker as Tracker
+    from trainer.sft.step import SFTTrainer as SFTTrainer
+    from verl_like.config_key import KeyRules as KeyRules
+    from workers.columns import read_columns as read_columns
+    from workers.columns import write_columns as write_columns
+    from workers.config import FSDPConfig as FSDPConfig
+    from workers.config import ModelConfig as ModelConfig
+    from workers.config import OptimConfig as OptimConfig
+    from workers.losses.aggregate import agg_loss as agg_loss
+    from workers.losses.registry import declare_loss_keys as declare_loss_keys
+    from workers.memory import RoleModelSpec as RoleModelSpec
+    from workers.models.load import load_model as load_model
+    from workers.rewards.weighted import place_at_last_token as place_at_last_token
+    from workers.rollout.base import EngineLimits as EngineLimits
+    from workers.rollout.base import RolloutEngine as RolloutEngine
+    from workers.rollout.base import SamplingParams as SamplingParams
+    from workers.rollout.hf import HFEngine as HFEngine
+    from workers.rollout.native.engine import NativeEngine as NativeEngine
+    from workers.rollout.sample import Sample as Sample
+    from workers.rollout.sampling import noise_key as noise_key
+    from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
+    from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
+    from workers.training.microbatch import MiniBatch as MiniBatch
+    from workers.training.optim import OptimStepSettings as OptimStepSettings
+    from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
+    from workers.training.schedules import lr_factor as lr_factor
+    from workers.training.score_engine import ScoreEngine as ScoreEngine
+    from workers.weights.module_writer import ModuleWriter as ModuleWriter
+
+_NAMES = {
+    "trainer.async_training.samplers": (
+        "BatchSampler",
+        "BufferView",
+        "SampleChunk",
+        "SelectedBatch",
+        "select_chunks",
+        "urgent_chunks_first",
+    ),
+    "trainer.config.recipe": ("Recipe", "placement_presets"),
+    "trainer.config.schema": ("RunConfig", "TRACKERS"),
+    "trainer.loop": ("Trainer",),
+    "trainer.ppo.stages": ("PPOTrainer",),
+    "trainer.reward_model.step": ("RewardModelTrainer",),
+    "trainer.run_folder.metrics": ("goal_message", "reduce_metrics"),
+    "trainer.run_folder.tracking": ("Tracker",),
+    "trainer.sft.step": ("SFTTrainer",),
+    "verl_like.config_key": ("KeyRules",),
+    "workers.columns": ("read_columns", "write_columns"),
+    "workers.config": ("FSDPConfig", "ModelConfig", "OptimConfig"),
+    "workers.losses.aggregate": ("agg_loss",),
+    "workers.losses.registry": ("declare_loss_keys",),
+    "workers.memory": ("RoleModelSpec",),
+    "workers.models.load": ("load_model",),
+    "workers.rewards.weighted": ("place_at_last_token",),
+    "workers.rollout.base": ("EngineLimits", "RolloutEngine", "SamplingParams"),
+    "workers.rollout.hf": ("HFEngine",),
+    "workers.rollout.native.engine": ("NativeEngine",),
+    "workers.rollout.sample": ("Sample",),
+    "workers.rollout.sampling": ("noise_key",),
+    "workers.training.checkpoint": ("CheckpointMixin",),
+    "workers.training.microbatch": ("MiniBatch", "MicroBatchBudget"),
+    "workers.training.optim": ("OptimStepSettings",),
+    "workers.training.schedules": ("LR_SCHEDULES", "lr_factor"),
+    "workers.training.score_engine": ("ScoreEngine",),
+    "workers.weights.module_writer": ("ModuleWriter",),
+}
+"""The public names of each module."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module on first use."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'verl_like.extend' has no attribute '{name}'")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
