@@ -83,9 +83,10 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """Return the constructor's arguments after the run, made before a process starts.
+        """Prepare the data and other inputs before any process starts.
 
-        Raise for anything that cannot work. Push what must be closed on the stack `at_end`.
+        Return the constructor arguments that follow `run`. Raise if the run cannot work. Register
+        cleanup on `at_end`.
         """
         return ()
 

@@ -4,7 +4,7 @@
     class OptimConfig(Section):
         lr: float = key(1e-6, at_least=0)
         lr_scheduler_type: str = key("constant", choices=("constant", "cosine", "linear"))
-        min_lr_ratio: float = key(0.0, allows="a share", read_when=NOT_CONSTANT)
+        min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=NOT_CONSTANT)
 
 A rule about two fields does not belong to a field: it is a check of the recipe. Nothing here
 imports torch, because `--help` reads the schemas.
@@ -33,7 +33,7 @@ class Section:
     returns a modified copy.
     """
 
-    __slots__ = ("_is_frozen",)  # a slot is no field: `vars` of a section has its keys only
+    __slots__ = ("_is_frozen",)  # a slot is not a field, so `vars` of a section has only its keys
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_is_frozen", False):

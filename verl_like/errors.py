@@ -11,7 +11,7 @@ VerlLikeError
 │   ├── WorkerDiedError                the process is gone
 │   └── WaitTimeoutError (TimeoutError) a wait passed its deadline
 ├── RewardError (RuntimeError)         a reward failed too often, or its scores are NaN
-├── CallbackError (RuntimeError)       a user's callback has raised
+├── CallbackError (RuntimeError)       a user's callback raised an exception
 ├── RolloutError (RuntimeError)        generation was rejected or failed
 │   └── LostSamplesError               also a WorkerDiedError: samples were unfinished
 ├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
@@ -75,7 +75,7 @@ class RewardError(VerlLikeError, RuntimeError):
 
 
 class CallbackError(VerlLikeError, RuntimeError):
-    """A user's callback has raised; the cause is the callback's error."""
+    """A user's callback raised an exception, which is the cause of this error."""
 
 
 class RolloutError(VerlLikeError, RuntimeError):

@@ -21,7 +21,7 @@ hold."""
 
 
 def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None:
-    """Write next to `path`, force it to the disk, then rename it over the old file.
+    """Write a temporary file, force it to the disk, then rename it to `path`.
 
     With `to_disk=False` the file is not forced to the disk: it survives this process, but maybe not
     a failure of the machine.
@@ -82,7 +82,7 @@ def fingerprint(path: Path) -> dict[str, int]:
 
 
 def file_fault(path: Path, expected: dict[str, int], reads: bool = True) -> str:
-    """Describe how a file differs from the fingerprint of when it was written; "" if it is intact.
+    """Describe how a file differs from its fingerprint at the time of writing; "" if intact.
 
     With `reads=False` only its size is compared.
     """
@@ -97,7 +97,7 @@ def file_fault(path: Path, expected: dict[str, int], reads: bool = True) -> str:
 
 
 def check_form(manifest: Mapping[str, Any], form: Mapping[str, type]) -> None:
-    """Raise ValueError unless `manifest` has a value of its type for every name of `form`.
+    """Raise ValueError unless `manifest` has each name in `form`, with a value of its type.
 
     A value `files` must also consist of fingerprints.
     """

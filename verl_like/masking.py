@@ -19,9 +19,9 @@ from typing import Any
 
 MASK = "***"
 SHORTEST = 8
-"""The fewest characters of a secret that is masked in text: shorter ones may be any word."""
+"""Minimum length of a secret that is masked in text; shorter ones may be ordinary words."""
 SHORTEST_NAMED = 4
-"""The fewest characters of a variable's value that messages replace by the variable's name."""
+"""Minimum length of a variable's value that messages replace by the variable's name."""
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(secret|password|passwd|credentials?|(api|access|private|secret)_?key)$"
     r"|(^|_)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!mask_)token$",
@@ -63,7 +63,7 @@ def _masked_value(name: str, value: Any) -> Any:
 
 
 def mask_with_name(value: str, name: str) -> None:
-    """Have `mask_text` replace this value by the name, because a configuration read it."""
+    """Make `mask_text` replace the value of a variable, which a configuration read, by its name."""
     if len(value) >= SHORTEST_NAMED:
         _by_name()[value] = name
 

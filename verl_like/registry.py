@@ -106,7 +106,7 @@ class Registry(Mapping[str, T]):
 
 
 def load_object(path: str, setting: str) -> Any:
-    """Return the object at a path of the module docstring's forms; `setting` is named in errors."""
+    """Return the object at a path of one of the three forms above; errors name `setting`."""
     return _imported(path, f"{setting}={path}")
 
 

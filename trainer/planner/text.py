@@ -131,7 +131,7 @@ def _other_partitions(
 
 
 def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
-    """Yield a line on each other value of a key: its speed, or the memory that it needs."""
+    """Yield a line per key value that is not in `best`: its speed, or the memory that it needs."""
     shown = {key for placement in best for key in layout_keys(placement)}
     layouts: dict[str, list[Layout]] = {}
     for layout in job.layouts(job.roles[0], best[0].pools[0].gpus):

@@ -47,7 +47,7 @@ Headline = Callable[[Mapping[str, float]], Sequence[str]]
 
 
 class Tracker(Protocol):
-    """Writes metrics somewhere."""
+    """Interface of a metrics backend; a method `write_samples(name, rows, step)` is optional."""
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of one step."""

@@ -93,7 +93,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 
 def _resolve(value: Any) -> Any:
-    """Return a message with values in place of its references, after waiting for them."""
+    """Wait for the references in a message, and return it with their values."""
     if isinstance(value, AnswerPart):
         return value.value()
     if isinstance(value, Future):
@@ -124,14 +124,14 @@ class _LocalTransport(Transport):
 # -------------------------------------------------------------------------- in the caller's thread
 
 _one_call = threading.RLock()
-"""Lock of the thread whose call runs; inline groups share the random state and environment.
+"""Lets one thread at a time run a call: inline groups share the random state and environment.
 
-A call within a call runs in the same thread.
+It is reentrant, because a call may make another call.
 """
 
 
 class InlineTransport(_LocalTransport):
-    """A transport for one process: the caller's, in the caller's thread.
+    """A transport that runs calls in the caller's own process and thread.
 
     A call runs when it is made, and its future stores the result or the error. Values are copied on
     the way in and out. Calls of several threads take turns, whichever inline group they are for. A

@@ -47,10 +47,10 @@ from verl_like.process.machine import process_state
 logger = logging.getLogger(__name__)
 URGENT_REQUESTS = ("stacks", "concurrent", "kill")
 KEY_S = 5.0
-"""The time that a new connection has to send the key."""
+"""Seconds in which a new connection must send the key."""
 KEY_BYTES = 16
 STOPPED_S = 15.0
-"""A process that is stopped for this time counts as lost."""
+"""A process that has been stopped (SIGSTOP) for this many seconds counts as lost."""
 Load = Callable[[], Any]
 """Unpickles the content of a message, where an error can be answered."""
 
@@ -157,12 +157,12 @@ class RequestServer:
     """The process's end of a connection, which passes requests to the host."""
 
     def __init__(self, connection: Connection, host: WorkerHost | None = None) -> None:
-        """The first request may be `host`, with the arguments of a `WorkerHost`."""
+        """Without `host`, the first request is `host`, with the arguments of a `WorkerHost`."""
         self._connection, self._host = connection, host
         self._sending = threading.Lock()
         self._at_once: queue.SimpleQueue[tuple[int, str, Load]] = queue.SimpleQueue()
         self._num_idle = threading.Semaphore(0)
-        """Counts idle threads, because to start a thread takes longer than most answers."""
+        """Counts idle threads, which are reused: starting one takes longer than most answers."""
 
     def run(self, in_turn: Callable[[tuple[int, str, Load]], None]) -> None:
         """Serve until the driver is gone; requests that are not urgent go to `in_turn`."""
@@ -331,7 +331,7 @@ class ProcessTransport(Transport):
         return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Ask every process outside its queue, and a silent process on this machine by a signal."""
+        """Ask every process, past its queue; send a signal to a silent process on this machine."""
         answers = [requests.ask("stacks") for requests in self.requests]
         wait_futures(answers, seconds)
         stacks = {}

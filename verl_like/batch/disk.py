@@ -145,7 +145,7 @@ def load(
     path: str | os.PathLike[str],
     build: Callable[[int | None, dict[str, Column], dict[str, Array], dict[str, Any]], T],
 ) -> T:
-    """Read what `save` wrote and build a batch of its parts; raise `BatchError` for other files."""
+    """Read what `save` wrote and build a batch from it; raise `BatchError` for other files."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"No batch file at {os.fspath(path)!r}.")
     try:

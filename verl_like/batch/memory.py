@@ -1,10 +1,10 @@
-"""Memory for large columns: private copies and joined rows have memory blocks of their own.
+"""Memory for large columns: private copies and joined rows get separate memory blocks.
 
 Fresh memory costs more than the copy into it, because the kernel has to find and clear every page.
-The block of a column that has died is therefore reused by the next column of about its size.
+When a column is freed, the next column of about the same size therefore reuses its block.
 Rectangles have the same sizes in every step, so up to `KEPT_BYTES` of unused blocks are cached. The
-values of ragged columns vary in size and are a tenth as large: their blocks go back to the system
-at once, which memory from malloc does not.
+values of ragged columns vary in size and are a tenth as large: their blocks return to the system at
+once, unlike memory from malloc.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGE_BYTES = 1 << 22
 UNKEPT_BYTES = 1 << 18
 """Values of a ragged column of at least this size get their own pages."""
 KEPT_BYTES = 1 << 28
-"""Total size of the unused blocks that are cached."""
+"""Maximum total size of the unused blocks in the cache."""
 STEP_BYTES = 1 << 21
 """Block sizes are multiples of this, so that columns of nearly the same size fit the same
 blocks."""
@@ -33,8 +33,8 @@ Block = NDArray[np.uint8]
 class BlockCache:
     """A cache of blocks that no column uses any more.
 
-    A column may die in any thread and at any time, even during `lend`. Therefore there is no lock:
-    every access to `_unused` is a single operation on a dict.
+    A column may be freed in any thread and at any time, even during `lend`. Therefore there is no
+    lock: every access to `_unused` is a single operation on a dict.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
@@ -42,8 +42,9 @@ class BlockCache:
         self._unused: dict[int, Block] = {}
 
     def lend(self, num_bytes: int) -> Block:
-        """Return memory of that size, from the cache if a block fits; it comes back when the array
-        dies.
+        """Return an array of that size, in a cached block if one fits.
+
+        When the array is freed, its block returns to the cache.
         """
         block = self._take(num_bytes)
         if block is None:

@@ -107,7 +107,7 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDict | None:
-        """The tensor columns in verl's layout: all dense, ragged ones with their padding.
+        """The tensor columns in verl's layout: all are dense, and ragged ones are padded.
 
         The first access pads the ragged columns permanently, so a write into this TensorDict is a
         write into the batch.
@@ -211,7 +211,7 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """Return a batch of one dict's tensors and numpy arrays, sorted by type."""
+        """Return a batch of the tensors and numpy arrays in one dict."""
         tensors: dict[str, Column] = {}
         arrays: dict[str, Array] = {}
         for name, column in data.items():
@@ -333,7 +333,7 @@ class DataProto:
         on_tensor: Callable[[Any], Any],
         on_array: Callable[[Array], Array],
     ) -> Self:
-        """Return a new batch of this many rows, made by one function per kind of column.
+        """Return a new batch of this many rows, with one function applied per kind of column.
 
         `on_tensor` takes tensor columns, dense or ragged; `on_array` takes arrays.
         """
@@ -556,7 +556,7 @@ class DataProto:
         return [self.slice(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
     def split(self, split_size: int) -> list[Self]:
-        """Return parts of `split_size` rows, the last may be shorter; no part without rows."""
+        """Return parts of `split_size` rows; the last may be shorter, and no part is empty."""
         if split_size < 1:
             raise BatchError(f"split needs parts of at least 1 row, not {split_size}.")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]

@@ -27,12 +27,13 @@ from verl_like.tensor_ops.masked import INTEGERS
 class Ragged:
     """A column whose rows equal `fill` outside their spans: a rectangle without its padding.
 
-    values: [tokens, ...], the spans of all rows end to end. lengths: [rows], the length of each
-    span; int64 on the CPU, wherever the values are. With more
-        dims, such as [rows, 2] for pairs, a row has several spans, and the rectangle is
-        [rows, 2, width].
-    width: length of a row of the rectangle. starts: the first position of each span in its row,
-    shaped like `lengths`; by default 0. fill: the value outside the spans.
+    - `values`: [tokens, ...], the spans of all rows, concatenated.
+    - `lengths`: [rows], the length of each span; int64 on the CPU, even if `values` is on a GPU. It
+      may have more dims: with [rows, 2], for pairs, a row has two spans, and the rectangle is
+      [rows, 2, width].
+    - `width`: the length of a row of the rectangle.
+    - `starts`: the first position of each span in its row, shaped like `lengths`; by default 0.
+    - `fill`: the value outside the spans.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Merge the first `batch_dims` dims of every column into one, rows; copies."""
+    """Merge the first `batch_dims` dims of every column into one dim of rows, in a copy."""
     all_columns: dict[str, Any] = {**data.non_tensor_batch, **data.columns}
     leading = {name: tuple(column.shape[:batch_dims]) for name, column in all_columns.items()}
     disagree = len(set(leading.values())) > 1
@@ -133,12 +133,12 @@ def rearrange_micro_batches(
 
     Args:
         batch: a TensorDict with one batch dim.
-        max_token_len: the most tokens of a micro-batch.
+        max_token_len: the maximum number of tokens of a micro-batch.
         dp_group: its ranks get the same number of micro-batches, unless `same_micro_num_in_dp` is
             False.
         num_batches_divided_by: the number of micro-batches is a multiple of this.
         same_micro_num_in_dp: see `dp_group`.
-        min_num_micro_batch: the number of micro-batches is at least this.
+        min_num_micro_batch: the minimum number of micro-batches.
         use_dynamic_bsz_balance: put the lightest micro-batches first and last, the heaviest in the
             middle.
         force_group_size: this many consecutive rows stay together.
@@ -234,7 +234,7 @@ def _token_counts(columns: dict[str, Column]) -> list[int]:
 def _partition(
     tokens: list[int], limit: int, least: int, multiple: int, group: dist.ProcessGroup | None
 ) -> Partitions:
-    """Return the fewest sets within the limit, in a number that suits every rank of the group."""
+    """Return as few sets as the limit allows on every rank; all ranks get the same number."""
     wanted = least
     while True:
         count = -(-_maximum(wanted, group) // multiple) * multiple

@@ -39,19 +39,19 @@ from verl_like.errors import ConfigError, few, nearest
 logger = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR1
 LATE_AT = 10.0
-"""A call is late at this multiple of the median of its method's calls."""
+"""A call is late if it takes this multiple of the median time of its method's calls."""
 MOST_TIMES = 25
-"""The median is over this many last calls of a method."""
+"""Number of a method's last calls that the median is computed from."""
 LOOK_EVERY_S = 5.0
-"""Time between two looks at the stacks of a pool that is waited for."""
+"""Seconds between two reads of a pool's stacks while the driver waits for it."""
 LOOK_FROM = 2.0
 """The watch looks at calls that take longer than this multiple of their method's median."""
 STACKS_S = 5.0
-"""Time that a process has to show its stack before it gets a signal."""
+"""Seconds in which a process must send its stack before it gets a signal."""
 SHOWN_STACKS = 8
-"""Number of different stacks in a message, first those of the fewest ranks."""
+"""Maximum number of different stacks in a message; the rarest ones are first."""
 NAMED_SPANS = 16
-"""Spans of ranks that a message names."""
+"""Maximum number of rank spans in a message."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Deadlines:
     call_s: float = 7200.0
     """For each call on a group; on CPUs also for each collective inside a call."""
     collective_s: float = 1800.0
-    """For each collective of GPUs, after its first rank; then NCCL ends the process."""
+    """For each GPU collective, from when its first rank enters; then NCCL ends the process."""
     min_call_s: float = 60.0
     """Lower bound of the limit for a method's later calls, which is otherwise ten times the median
     duration of its earlier calls."""
@@ -134,7 +134,7 @@ class WaitClock:
 
 
 class CallTimes:
-    """Duration and rows of the last calls of every method of a group, for several threads."""
+    """Duration and rows of the last calls of each method of a group; several threads may use it."""
 
     def __init__(self) -> None:
         self._calls: dict[str, deque[tuple[float, int]]] = defaultdict(
@@ -153,9 +153,9 @@ class CallTimes:
     def limit_s(self, name: str, rows: int, limits: Deadlines) -> float:
         """Return the seconds after which a call is late, between `min_call_s` and `call_s`.
 
-        A call of more rows than usual, such as a validation, gets more time in proportion. Of two
-        earlier calls the slower duration and the fewer rows count, because first calls compile and
-        fill caches.
+        A call of more rows than usual, such as a validation, gets more time in proportion. After
+        only two calls, the longer duration and the smaller number of rows count, because first
+        calls compile and fill caches.
         """
         median_s = self.median_s(name)
         if median_s is None:
@@ -192,7 +192,7 @@ def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType
 
 
 def _gpu_collective() -> str:
-    """Describe the oldest collective that this process's GPU has not ended; "" if there is none.
+    """Describe the oldest collective that this process's GPU has not finished; "" if there is none.
 
     NCCL does not run on Python's stack, so torch's flight recorder is read. Sends and receives are
     left out, because the record does not say which belong together.

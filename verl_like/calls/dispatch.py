@@ -150,7 +150,7 @@ class Scatter(list[Any]):
 
 
 def all_ranks(target: CallTarget) -> list[int]:
-    """Return the places of all workers that a call runs on."""
+    """Return the positions of all workers that a call runs on."""
     return list(range(target.world_size))
 
 
@@ -159,7 +159,7 @@ class Mode:
     """A way to split a call and to collect its results.
 
     `returns_batch`: the workers' results are chunks of a batch. `collecting_ranks` returns the
-    places whose results count.
+    positions of the workers whose results are collected.
     """
 
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]

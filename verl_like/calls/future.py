@@ -38,7 +38,7 @@ from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, W
 
 logger = logging.getLogger(__name__)
 SOON_S = 1.0
-"""Answers that come within this time are read by one request, before the wait looks at ranks."""
+"""Seconds in which all answers are awaited by one request, before any check of the ranks."""
 AFTER_DEATH_S = 1.0
 """Seconds in which the other ranks may still finish after one has died.
 
@@ -67,9 +67,9 @@ class WorkerFuture:
         """Initialize the future; `collect` turns headers and payloads, by rank, into the result.
 
         `chunks` are the answers that count. `rows` is the length of the call's batches, or 0.
-        `keeps` references the arguments until the call has ended, because other calls may share
-        them. `limit` replaces the deadline of calls. It is a pair of the seconds and advice on how
-        to raise them.
+        `keeps` holds references to the arguments until the call has ended, because other calls may
+        share them. `limit` replaces the deadline of calls: the seconds, and advice on how to raise
+        them.
         """
         self.name, self.transport, self.rows = name, transport, rows
         self.pending, self.chunks = list(pending), list(chunks)
@@ -200,7 +200,7 @@ def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Head
 
 
 class _Wait:
-    """The clock of one wait for a future, and the grace of the other ranks after a failure."""
+    """The clock of one wait for a future, and the grace period of other ranks after a failure."""
 
     def __init__(self, future: WorkerFuture, timeout: float | None, since: float) -> None:
         self.future = future
@@ -229,7 +229,7 @@ class _Wait:
         return [call.rank for call in self.future._open.values()]
 
     def end_if_failed(self) -> bool:
-        """Settle the future if its other ranks have had their grace after the first failure.
+        """Settle the future if the grace period of the other ranks after a failure is over.
 
         The other ranks may be stuck in a collective that the failed rank has left.
         """
@@ -406,7 +406,7 @@ def _look(
 
 
 def _with_others(failures: Sequence[BaseException]) -> BaseException:
-    """Return the failure that explains most, a death if there is one, with the others as notes."""
+    """Return the most informative failure (a death, if any), with the others as notes."""
     first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
     others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
     _note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
@@ -426,17 +426,17 @@ def _note_some(error: BaseException, notes: Sequence[str]) -> None:
 
 
 class _AbandonedError(WaitTimeoutError):
-    """A call that `gather` did not wait for to its end, because another call had failed."""
+    """`gather` stopped waiting for a call, because another call had failed."""
 
 
 def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = None) -> list[Any]:
     """Wait for all the futures and return their results in order.
 
-    All are waited for (together `timeout` seconds), even when one fails. With `grace_s`, the wait
-    ends that many seconds after a failure, and a second after a death: use it for calls of two
-    groups that wait for each other. A failure is logged at once. In the end the first failure in
-    order is raised, a death before others. The other failures are in its attribute `others` and in
-    its notes.
+    It waits for all of them, even when one fails, for `timeout` seconds at most. With `grace_s`,
+    the wait ends that many seconds after a failure, and a second after a worker's death: use it for
+    calls of two groups that wait for each other. A failure is logged at once. In the end, the first
+    worker's death is raised, or if there is none, the first failure in order. Its attribute
+    `others` and its notes have the other failures.
     """
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
     by_kind: dict[object, list[int]] = defaultdict(list)

@@ -48,7 +48,7 @@ class ClassWithInitArgs:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
-        """Return the roles that one process will hold: this one, under a default name.
+        """Return the roles of one process: here this class, under the name `default`.
 
         The roles that `create_colocated_worker_raw_cls` gave to the class come first.
         """
@@ -74,7 +74,7 @@ class ClassWithInitArgs:
 
     @property
     def _colocated(self) -> dict[str, ClassWithInitArgs]:
-        """The other roles in the process of a class of `create_colocated_worker_raw_cls`."""
+        """The other roles in the process, if `create_colocated_worker_raw_cls` made the class."""
         classes: dict[str, ClassWithInitArgs] = getattr(self.cls, "_colocated_classes", {})
         return classes
 
@@ -228,7 +228,7 @@ class BoundMethod:
 
 
 def _resolved(value: Any) -> Any:
-    """Return the value of a future that is not a batch: only the driver has all of it."""
+    """Return the value of a future, or its batch if it has one; return other values unchanged."""
     if isinstance(value, WorkerFuture):
         return value.batch() if isinstance(value, DataProtoFuture) else value.get()
     return value
@@ -243,7 +243,7 @@ class GroupState:
         """Role -> mesh -> the position of every rank."""
         self._mesh_known_at: dict[int, float] = {}
         self._layouts: dict[tuple[str, str], MeshLayout] = {}
-        """(mesh, role) -> its layout, checked since a worker last registered a mesh."""
+        """(mesh, role) -> the checked layout; cleared when a worker registers a mesh."""
 
     def learn(self, headers: Sequence[Header]) -> None:
         """Record the meshes that workers registered.
@@ -262,7 +262,7 @@ class GroupState:
     def mesh(self, mesh_name: str, role: str, where: str) -> MeshLayout:
         """Return the layout of a mesh for a call of `role`; errors name the call by `where`.
 
-        A mesh of that role precedes one that another role in the same processes registered.
+        A mesh of that role takes precedence over a mesh of another role in the same processes.
         """
         if layout := self._layouts.get((mesh_name, role)):
             return layout

@@ -128,7 +128,8 @@ def form_of(headers: Sequence[Header], where: str) -> str:
 def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:
     """Return name -> the values of these ranks, in their order.
 
-    A rank's list is chained in. Ranks with only padding are left out unless all have only padding.
+    If a rank's value is a list, its elements are added. Ranks with only padding are left out,
+    unless all ranks have only padding.
     """
     reporting = [header for header in headers if header.metrics is not None]
     with_real_rows = [header for header in reporting if not header.only_padding]
@@ -142,7 +143,7 @@ def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:
 
 
 def _plain_value(value: Any, name: str, where: str) -> Any:
-    """Return a number or string of Python for a scalar of Python, numpy or torch."""
+    """Convert a scalar of Python, numpy or torch to a Python number or string."""
     if type(value) in (float, int, bool, str):
         return value
     if isinstance(value, torch.Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:

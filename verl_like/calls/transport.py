@@ -39,7 +39,7 @@ class Transport(ABC):
     can_kill: ClassVar[bool] = False
     """True if the ranks have their own processes, separate from the driver's."""
     started: list[Header]
-    """The header of every rank's construction of its roles."""
+    """The header of each rank from the construction of its roles."""
 
     def __init__(self, processes: Sequence[ProcessInfo], deadlines: Deadlines) -> None:
         self.processes, self.deadlines, self.world_size = list(processes), deadlines, len(processes)

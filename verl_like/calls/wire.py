@@ -92,7 +92,7 @@ class RemoteError(NamedTuple):
     def of(cls, error: BaseException) -> RemoteError:
         """Pickle an exception if the driver can raise and show it.
 
-        The driver cannot raise an exit, for example: it would pass the driver's own handlers.
+        It cannot raise `SystemExit`, for example, which the driver's own handlers do not catch.
         """
         text = "".join(traceback.format_exception(error))
         pickled: bytes | None = None
@@ -118,7 +118,7 @@ class RemoteError(NamedTuple):
 
 
 def _can_be_shown(error: object) -> bool:
-    """Return whether this is an exception with a text."""
+    """Return whether this is an exception that can be printed."""
     return isinstance(error, Exception) and isinstance(str(error), str)
 
 

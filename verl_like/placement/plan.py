@@ -27,7 +27,7 @@ from verl_like.terminal import draw_table
 NODES_ALONE = 8
 """If a pool has more nodes than this, the printed plan joins similar nodes into one row."""
 ROUNDING = 1e-9
-"""A sum of shares fits if it exceeds the node's amount by no more than this."""
+"""Tolerance for sums of fractional resources that must not exceed a node's amount."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PoolPlan:
 
     @property
     def needs(self) -> ProcessNeeds:
-        """Resources of its node that one process takes."""
+        """Resources that one process takes from its node."""
         gpus = self.gpus_per_process or None
         return ProcessNeeds(self.device_kind, self.cpus_per_process, gpus, self.resources)
 
@@ -77,8 +77,8 @@ class Placement:
     ) -> Placement:
         """Choose the nodes of every pool, after all checks that need no started process.
 
-        `needs` has the resources per process of pools that do not take one device and
-        `cpus_per_process`.
+        `needs` has the resources per process of a pool. By default, a process takes one device and
+        `cpus_per_process` CPUs.
         """
         counts = {
             pool: list(ResourcePool.named(pool, per_node).store)
@@ -163,7 +163,7 @@ def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _describe_devices(plan: PoolPlan, node: Node, num_processes: int) -> str:
-    """Return the devices that a pool's processes take of a node besides CPUs: `2 GPUs, 2 accel`."""
+    """Return what a pool's processes take from a node besides CPUs: `2 GPUs, 2 accel`."""
     kind, amount = node.kind, float(num_processes)
     if node.kind == "GPU":
         on_gpus = plan.gpus_per_process > 0

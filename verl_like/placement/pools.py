@@ -33,14 +33,14 @@ class Node:
 
 @dataclass(frozen=True)
 class ProcessNeeds:
-    """Resources of its node that one process of a pool takes."""
+    """Resources that one process of a pool takes from its node."""
 
     device: str = "auto"
     """cpu, cuda, or auto: a GPU if the node has any."""
     cpus: float | None = None
     """None takes an equal share of the CPUs that the other pools leave."""
     gpus: float | None = None
-    """A share of a GPU; None takes a whole GPU."""
+    """A fraction of a GPU; None takes a whole GPU."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of custom resources."""
 
@@ -102,15 +102,15 @@ class ResourcePool:
         self._store.append(process_count)
 
     def local_world_size_list(self) -> list[int]:
-        """Return the number of ranks on its node, for every rank."""
+        """Return for every rank the number of ranks on its node."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """Return the rank on its node, for every rank."""
+        """Return for every rank its rank on its node."""
         return [local for count in self._store for local in range(count)]
 
     def node_list(self) -> list[int]:
-        """Return the node's position in `store`, for every rank."""
+        """Return for every rank its node's position in `store`."""
         return [node for node, count in enumerate(self._store) for _ in range(count)]
 
     def process_infos(
@@ -136,7 +136,7 @@ class ResourcePool:
         ]
 
     def release(self) -> None:
-        """Release what the pool has reserved on a cluster."""
+        """Release what the pool reserved on a cluster."""
 
     def __enter__(self) -> Self:
         """Return the pool; reservations end with the `with` block."""
@@ -152,7 +152,7 @@ class ResourcePool:
 
 
 class PoolManager:
-    """The pools of a run, each made once, and the pool of every role."""
+    """Creates the pools of a run, and maps every role to its pool."""
 
     pool_cls: ClassVar[type[ResourcePool]] = ResourcePool
     """The class of the pools."""

@@ -45,7 +45,7 @@ def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:
 
 
 def roles_named(name: str) -> tuple[str, ...]:
-    """Return the roles that a name of the mapping means: one, or those of an alias."""
+    """Return the roles that a name in the mapping stands for; an alias stands for several."""
     return ALIASES.get(name, (name,))
 
 

@@ -59,7 +59,7 @@ Outcome = tuple[Any, dict[str, Any]]
 """The payload of a result, and the fields of its header that describe it."""
 NOTHING: Outcome = None, {}
 START = "__init__"
-"""The method that headers name for the construction of roles."""
+"""The method name in the header of the roles' construction."""
 
 
 def pack_recipes(recipes: Recipes) -> bytes:
@@ -135,7 +135,7 @@ class WorkerHost:
         return self._answer(START, lambda: self._begin(master))[1]
 
     def started(self) -> Header:
-        """Return the header that `start` has returned, for another driver."""
+        """Return the header that `start` returned, so that another driver can read it."""
         return self._answer(START, lambda: NOTHING)[1]
 
     def construct_again(self) -> Header:
@@ -260,7 +260,7 @@ class WorkerHost:
         return result if call.counts else None, fields
 
     def _enter_role(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
-        """Open the role's log and make its random state the process's.
+        """Open the role's log and make its random state the one of the process.
 
         Both stay until another role's turn comes.
         """
@@ -338,7 +338,7 @@ class WorkerHost:
         return payload, header
 
     def _finished(self, value: Any) -> Any:
-        """Return the value; run a coroutine in the thread of an event loop."""
+        """Return a plain value unchanged, or run a coroutine in an event loop's thread."""
         if not isinstance(value, CoroutineType):
             return value
         with self._making_loop:
@@ -355,7 +355,7 @@ class WorkerHost:
 
 
 async def _caught(coroutine: CoroutineType[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """Return the result of a coroutine, or its error, because an exit would end the loop."""
+    """Return the result of a coroutine, or its error: raising an exit would end the loop."""
     try:
         return await coroutine, None
     except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -412,13 +412,13 @@ class RoleState:
 
 
 class RotatingLog(io.TextIOBase):
-    """A log of limited size: older megabytes go to a second file, `.1`.
+    """A log of limited size: when it is full, its content moves to a second file, `.1`.
 
     The file is emptied in place, because the process writes a crash into the same open file.
     """
 
     LIMIT = 16 * 2**20
-    """Bytes of each of the two."""
+    """Maximum size of each of the two files, in bytes."""
 
     def __init__(self, path: Path) -> None:
         """Append to the file."""
@@ -427,7 +427,7 @@ class RotatingLog(io.TextIOBase):
         self._num_bytes = path.stat().st_size
 
     def write(self, text: str) -> int:
-        """Write at the end of the file, which is emptied first if it is full."""
+        """Append the text; a full file is first copied to `.1` and emptied."""
         if self._num_bytes > self.LIMIT:
             self._file.flush()
             shutil.copyfile(self._path, self._path.with_name(self._path.name + ".1"))

@@ -1,8 +1,8 @@
-"""Facts of a process that are known before it starts, and its environment variables.
+"""Data about a worker process, such as its rank and its log, and its environment variables.
 
-Facts are its rank and its log, for example. Variables are torchrun's, threads, and the protected
-ones: the backends start processes with them, and `verl_like.process.host` sets those that are known
-only inside the process. This is the ground floor of `verl_like`.
+The variables are torchrun's, the number of threads, and those that users must not set
+(`PROTECTED`). The backends start processes with them, and `verl_like.process.host` sets those that
+are known only inside the process. All other packages of `verl_like` may import this module.
 """
 
 from __future__ import annotations

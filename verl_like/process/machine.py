@@ -88,7 +88,7 @@ def proc_fields(path: str) -> list[bytes]:
 
 
 def memory_gb(field: str) -> float | None:
-    """Return a line of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB, or None."""
+    """Return an entry of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB, or None."""
     kilobytes = _number_in(Path("/proc/meminfo"), field)
     return None if kilobytes is None else kilobytes / 2**20
 
@@ -96,7 +96,7 @@ def memory_gb(field: str) -> float | None:
 def free_memory_gb(container: Path = CONTAINER) -> float | None:
     """Return the free memory of the machine, or of the control group at `container` if less.
 
-    The group's cache of files counts as free.
+    The group's inactive file cache counts as free.
     """
     free = memory_gb("MemAvailable:")
     limits = [container / "memory.max", container / "memory.current"]

@@ -14,7 +14,7 @@ from verl_like.errors import DamagedCheckpointError
 from verl_like.files import read_json_object, write_whole
 
 OF_TORCH = ("torch", "cuda")
-"""The states that are tensors of bytes."""
+"""Generators whose states are tensors of bytes."""
 
 
 def get_random_state() -> dict[str, Any]:

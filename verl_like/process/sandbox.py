@@ -68,7 +68,7 @@ class Sandbox:
     file_gb: float = key(1.0, at_least=0)
     """GiB per file, and for the working folder."""
     processes: int = key(64, above=0)
-    """Processes at a time."""
+    """Maximum number of processes at a time."""
     network: bool = key(True)
     """Allow network access; false needs Linux network namespaces."""
     env: tuple[str, ...] = key((), allows="names of variables")
@@ -117,7 +117,7 @@ def visible_environment(extra: Sequence[str] = ()) -> dict[str, str]:
 
 
 def reject_nested_run() -> None:
-    """Raise if a run is started in a sandbox: such a file would start itself without end."""
+    """Raise if code in a sandbox starts a run: that run would start the code again, forever."""
     if MARK in os.environ:
         raise ConfigError(
             "the file of the reward function starts a run when it is imported, and that "

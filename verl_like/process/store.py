@@ -37,7 +37,7 @@ def open_store(address: str, port: int = 0) -> TCPStore:
 
 
 class SignedStore(Store):
-    """A namespace of a store for processes with the secret, also for torch's process groups."""
+    """A part of a store for processes with the secret; torch's process groups can use it."""
 
     def __init__(self, store: TCPStore, secret: str, part: str) -> None:
         """`part` is a unique name in `store`; it is not secret."""

@@ -34,13 +34,13 @@ from verl_like.process.machine import descendants, proc_fields
 from verl_like.process.sandbox import Sandbox, isolate_network
 
 WATCH_S = 0.2
-"""The interval at which the number of processes, their memory and their files are checked."""
+"""Seconds between two checks of the number of processes, their memory and their files."""
 MOST_OUTPUT = 2**20
 """Bytes that a supervised process may print; later output is dropped."""
 KILL_S = 5.0
-"""Time that killed processes get to end."""
+"""Seconds to wait for killed processes to end."""
 REMOVE_S = 30.0
-"""Time that a deep folder may take to be removed."""
+"""Maximum seconds for the removal of a deep folder."""
 OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
 PASSED_DEADLINE = "passed its deadline"
 ENDED_WELL = "ended with exit code 0"
@@ -51,7 +51,7 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _F_GETPIPE_SZ = 1032  # fcntl names it only on Linux
 _BLOCKS = 8
-"""Smallest size that a file counts as, in blocks of 512 bytes."""
+"""A file counts as at least this many blocks of 512 bytes."""
 
 
 def supervise(

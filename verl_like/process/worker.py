@@ -90,7 +90,7 @@ class Worker(VerlWorker):
     _device: torch.device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        """Attach the process's info before any `__init__` runs: no subclass can forget to."""
+        """Attach the process's info here, in case a subclass does not call `Worker.__init__`."""
         self = super().__new__(cls)
         self._process_info, self._siblings = _construction.get() or (_info_from_environment(), {})
         self._mesh_positions = {}
@@ -141,7 +141,7 @@ class Worker(VerlWorker):
         return self._siblings.get(role)
 
     def open_process_group(self) -> None:
-        """Open the process's one default process group, with the worker's GPU as the current one.
+        """Open the default process group, and make the worker's GPU the current device.
 
         Later calls, of this role or a sibling, find it open. Without a current device, a mesh
         would take the GPU whose index is the environment's `LOCAL_RANK`.
@@ -257,7 +257,7 @@ class Worker(VerlWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `func(*args)` of rank 0, the only rank that runs it."""
+        """Run `func(*args)` only on rank 0, and return its result."""
         return func(*args, **kwargs)
 
 

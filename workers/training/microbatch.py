@@ -4,8 +4,9 @@
   (`Rows.take`). Results return to their rows, with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
   (`mini_batch`); `workers.training.update` permutes the rows.
-- Micro-batches are limited by rows or by tokens (`MicroBatchBudget`), longest rows first, so that the
-  rows of a pass have similar lengths. Rows in which no token is read are in no micro-batch (`cut`).
+- Micro-batches are limited by rows or by tokens (`MicroBatchBudget`), longest rows first, so that
+  the rows of a pass have similar lengths. Rows in which no token is read are in no micro-batch
+  (`cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank
   with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
 - Denominators are counts over the whole mini-batch on all ranks (`MiniBatch.num_rows`,

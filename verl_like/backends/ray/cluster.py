@@ -1,8 +1,9 @@
 """A Ray cluster: join or start it, list its nodes, and leave it in bounded time.
 
-A cluster that is started here belongs to one user. Ray opens its session folder to everyone, so it
-is in a folder that only the user can enter, and is removed with the process. Ray's token is in a
-file of the user. Ports of metrics, which no token guards, stay closed.
+A cluster that is started here belongs to one user. Ray makes its session folder readable to
+everyone, so it is put into a folder that only the user can enter, which is removed when the process
+ends. Ray's token is in one of the user's files. The metrics ports, which no token protects, stay
+closed.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from verl_like.process.info import ONE_THREAD, environment
 
 logger = logging.getLogger(__name__)
 RELEASE_S = 5.0
-"""Time to end workers and to release their places; a cluster may not answer."""
+"""Seconds to wait for Ray to end workers and release their places; it may never answer."""
 SHUTDOWN_S = 10.0
-"""Time for Ray's shutdown; then its daemons are killed."""
+"""Seconds to wait for Ray's shutdown; after that its daemons are killed."""
 DAEMONS = ("gcs_server", "raylet")
 """The processes that a head and a node cannot run without."""
 TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LONGEST_PATH = 22
-"""Longest path of the session folders' parent: a Unix socket's path has 107 characters, and Ray
-takes 85 of them."""
+"""Maximum length of the path above a session folder: a Unix socket's path has at most 107
+characters, and Ray takes 85 of them."""
 OUTLIVES_A_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**9)}
 """Without this setting, Ray ends this process a minute after its head is gone.
 
@@ -62,9 +63,9 @@ WITHOUT_METRICS = {
     "DASHBOARD_METRIC_PORT": "-1",
 }
 EVERY_S = 1.0
-"""Shortest time between two tries of an address."""
+"""Minimum seconds between two attempts to reach an address."""
 NUM_TRIES = 3
-"""An address that does not answer this many tries in a row is gone."""
+"""An address counts as gone after this many failed attempts in a row."""
 _connecting = threading.Lock()
 
 
@@ -150,7 +151,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
 
 
 def _guard_token() -> None:
-    """Make the file with Ray's token, unless it exists: Ray would let everyone read it."""
+    """Create the file with Ray's token if there is none: Ray would let everyone read it."""
     if any(name in os.environ for name in TOKEN_PLACES):
         return
     path = Path.home() / ".ray" / "auth_token"
@@ -183,7 +184,7 @@ def _session_folder() -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------- its nodes
+# ------------------------------------------------------------------------------- nodes of a cluster
 
 
 def living_nodes() -> list[dict[str, Any]]:
@@ -229,8 +230,8 @@ def amounts(resources: dict[str, float]) -> str:
 class ClusterProbe:
     """Checks whether the head and the nodes of a cluster still listen.
 
-    Ray waits for a minute without its head (the GCS), and takes half a minute to declare a node
-    dead.
+    Ray itself waits for a lost head (the GCS) for a minute, and takes half a minute to declare a
+    node dead.
     """
 
     def __init__(self) -> None:
@@ -294,7 +295,7 @@ def _answers(place: tuple[str, int]) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------ its end
+# -------------------------------------------------------------------------------- leaving a cluster
 
 
 def within(seconds: float, work: Callable[[], None], subject: str) -> bool:
@@ -335,7 +336,7 @@ def _leave_at_exit(owner: int) -> None:
 
 
 def _leave() -> None:
-    """Leave Ray; a cluster that this process has started ends with it."""
+    """Leave Ray; this also ends a cluster that this process started."""
     if not ray.is_initialized():
         return
     atexit.unregister(ray.shutdown)
@@ -355,12 +356,12 @@ def _leave() -> None:
         # without its daemons the shutdown ends; until then it may write into the session's folder
         ended.wait(SHUTDOWN_S)
     if threading.current_thread() is threading.main_thread():
-        # Ray's end puts the system's handler back, and Python still shows its own
+        # Ray's shutdown restores the system's handler, but Python still reports its own
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _own_processes() -> list[tuple[str, Any]]:
-    """Return the processes of a cluster that this process has started, by kind."""
+    """Return the processes of a cluster that this process started, by kind."""
     node = ray._private.worker._global_node
     return list(node.all_processes.items()) if node is not None and node.is_head() else []
 
@@ -384,7 +385,7 @@ def private_folder(place: str | None = None) -> Path:
 
 
 ANSWER_S = 60.0
-"""Time that a node has to answer whether it sees a file."""
+"""Seconds in which a node must answer whether it sees a file."""
 
 
 def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:

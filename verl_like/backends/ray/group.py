@@ -114,8 +114,7 @@ class RayWorkerGroup(_RunningWorkers):
             device_kind=device_name or pool_device,
             seed=seed,
             log_dir=log_dir,
-            # lost nodes count, because a node may join later and must reach the processes of this
-            # one
+            # dead nodes count, too: they may come back, and their processes must reach these
             one_node=len(ray.nodes()) == 1,
         )
         run = uuid.uuid4().hex[:8]

@@ -37,7 +37,7 @@ class RayHost:
     def __init__(
         self, recipes: bytes, process_info: ProcessInfo, local_packages: list[str]
     ) -> None:
-        """The roles come pickled, because they import modules after the import path was set."""
+        """The roles arrive pickled: unpickling imports modules, after the import path is set."""
         prefer_local_packages(local_packages)
         import torch
 
@@ -55,7 +55,7 @@ class RayHost:
         return combine_answer(*self._host.located(self._wait_for_driver))
 
     def _wait_for_driver(self) -> Location:
-        # on one machine, no driver connects from another machine
+        # if there is only one node, the driver is on it
         one_node = self._host.process_info.one_node
         address = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()

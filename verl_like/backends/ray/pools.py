@@ -58,10 +58,10 @@ class RayResourcePool(ResourcePool):
         """Reserve nothing yet.
 
         `max_colocate_count` groups may share the pool; each process gets that fraction of its
-        place. If the cluster has GPUs the pool uses them, unless `use_gpu` is set. `resources` are
-        the amounts of custom resources of a place. `nodes` are the nodes of the entries of
-        `process_on_nodes`; without them, each entry gets its own node if enough nodes fit. Detached
-        places outlive the driver, until `release()`.
+        place. By default, the pool uses GPUs if the cluster has any; `use_gpu` overrides this.
+        `resources` are the amounts of custom resources per place. `nodes` has a node for each entry
+        of `process_on_nodes`; without it, each entry gets its own node if enough nodes fit.
+        Detached places outlive the driver, until `release()`.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -76,7 +76,7 @@ class RayResourcePool(ResourcePool):
         self._bundles: list[Bundle] | None = None
 
     def bundles(self) -> list[Bundle]:
-        """Return the place of every rank, in rank order, after a wait up to the deadline."""
+        """Wait for the places up to the deadline, and return one per rank, in rank order."""
         if self._bundles is None:
             self._bundles = self._reserve()
         return self._bundles
@@ -86,7 +86,7 @@ class RayResourcePool(ResourcePool):
         return list(dict.fromkeys(bundle.group for bundle in self.bundles()))
 
     def release(self) -> None:
-        """Give the places back to the cluster, after the groups on them were ended.
+        """Return the places to the cluster, after the groups on them have ended.
 
         The next group reserves new places.
         """
@@ -208,7 +208,7 @@ class SubRayResourcePool(RayResourcePool):
 def split_resource_pool(
     resource_pool: RayResourcePool, split_size: int | Sequence[int]
 ) -> list[SubRayResourcePool]:
-    """Split a pool into parts of `split_size` ranks, or of these sizes, which sum to its own."""
+    """Split a pool into parts of `split_size` ranks; a list has the size of each part."""
     total = resource_pool.world_size
     sizes = (
         [split_size] * (total // max(split_size, 1))

@@ -109,7 +109,7 @@ class RayTransport(ProcessTransport):
         self.started = wait_for_start(self, answers)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Submit one task of the actor, whose name is only for the dashboard."""
+        """Submit one task of the actor; the task's name is only for the dashboard."""
         if call.concurrent:
             return self.call_concurrently(rank, call)
         message: tuple[Any, ...] = call.role, call.method
@@ -181,7 +181,7 @@ class RayTransport(ProcessTransport):
         return f"pid {self.started[rank].pid} on {self._cluster.address(self._nodes[rank])}"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the ranks whose cluster's head, node or process is gone, and why."""
+        """Return the ranks whose process, node or cluster head is gone, and why."""
         if not self._nodes:
             return {}
         ranks, head = list(ranks), self._cluster.head_failure()
@@ -213,7 +213,7 @@ class RayTransport(ProcessTransport):
             ray.kill(actor)
 
     def join(self, references: Sequence[Any]) -> Any | None:
-        """Join many references by a task, because each one among a call's arguments takes time."""
+        """Join many references in a task: as arguments of a call, each one would take time."""
         return _joined.remote(*references) if len(references) > MOST_APART else None
 
     @staticmethod
@@ -304,7 +304,7 @@ def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes 
 
 
 def pack_batch(value: Any) -> Packed | None:
-    """Pickle a batch with its buffers; None if it is no batch, or only Ray can pickle it."""
+    """Pickle a batch with its buffers; None if it is not a batch, or only Ray can pickle it."""
     buffers: list[pickle.PickleBuffer] = []
     head = pack(value, buffers) if type(value) is DataProto else None
     return None if head is None else Packed(head, buffers)
