@@ -75,7 +75,7 @@ class AsyncSettings(Section):
     max_inflight_samples: int | None = key(
         None, above=0, hint="or null for as many as max_staleness allows"
     )
-    """Limit of samples that are queued or in generation."""
+    """Maximum number of samples that are queued or in generation."""
     on_buffer_full: str = key("wait", choices=("wait", "evict_oldest"))
     """If the buffer is full, a generator waits or evicts the oldest samples."""
     sampler: str = key("in_order", registry="sampler")
@@ -83,7 +83,7 @@ class AsyncSettings(Section):
     drop_older_than: int | None = key(
         None, at_least=0, hint="or null for max_staleness", read_when=HAS_MAX_AGE
     )
-    """Versions after which buffered samples are dropped."""
+    """Drop buffered samples that are more than this many weight versions old."""
     max_staleness: int = key(1, at_least=0)
     """Maximum staleness of a sample, in weight versions; 0: a synchronous run."""
     score_on: str = key("trainer", choices=("trainer", "generator"))
@@ -106,7 +106,7 @@ class AsyncSettings(Section):
     )
     """Generate queued samples again after a resume, or store them in the checkpoint."""
     warn_after_idle_s: float = key(120.0, above=0, may_change_on_resume=True)
-    """Seconds without a batch until a warning."""
+    """Seconds without a batch after which a warning is logged."""
     log_syncs: bool = key(False, may_change_on_resume=True)
     """Log weight deliveries to `syncs.jsonl`."""
 
@@ -118,8 +118,8 @@ class AsyncTrainerConfig(PPOTrainerConfig):
     cls: str = key(ASYNC_TRAINER, allows="a dotted path", may_change_on_resume=False)
     """Trainer class: AsyncTrainer or a subclass."""
     max_restarts: int = key(0, at_least=0)
-    """Times that a run goes on by itself from its last checkpoint; for a lost
-    generator see `async_training.on_generator_failure`."""
+    """Automatic restarts from the last checkpoint; for a lost generator, see
+    `async_training.on_generator_failure`."""
     experiment_name: str = key("async", allows="a name")
     """Second part of the run folder's name."""
 

@@ -62,7 +62,7 @@ class DataConfig(Section):
     shuffle: bool = key(
         True, read_when=when("sampler", None, otherwise="data.sampler sets the order")
     )
-    """Shuffle each epoch by `trainer.seed`."""
+    """Shuffle the prompts in each epoch, seeded by `trainer.seed`."""
     sampler: str | None = key(None, allows="a dotted path")
     """Dotted path of your function that orders the prompts of an epoch."""
     filter_overlong_prompts: bool = key(False)

@@ -51,7 +51,7 @@ class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: new prompts replace groups of equal scores."""
 
     enable: bool = key(False)
-    """Replace groups with equal scores by new prompts."""
+    """Replace groups of equal scores with groups of new prompts."""
     metric: str = key(
         "seq_reward",
         allows="seq_reward, or a number that the reward function returns",
@@ -88,7 +88,7 @@ class AlgorithmConfig(Section):
         allows="arguments of the estimator",
         read_when=REWARDS_TEACH,
     )
-    """Further arguments of the estimator, by the signature of its function."""
+    """Further keyword arguments of the estimator's function."""
     gamma: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("gamma"))
     """Discount per token."""
     lam: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("lam"))
