@@ -117,11 +117,11 @@ OF_TRL = {
     "output_dir": "save_to",
     "save_steps": "save_every",
 }
-"""TRL's name, which is accepted -> this project's name for the same value."""
+"""Accepted names of TRL -> this project's names for the same values."""
 LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
-"""TRL's name -> this project's name; the values differ, because batches count over all devices."""
+"""TRL's name -> the similar name here, which the error suggests; the values have other meanings."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
-"""Key of a weight -> the key that enables it; the flat name with 0 disables it."""
+"""Key of a coefficient -> the key that enables its loss term; a coefficient of 0 disables it."""
 
 
 def named(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
-    """Return the error's message, with our name for TRL's or the nearest flat name."""
+    """Return the error text, which suggests our name for a TRL name, or the nearest flat name."""
     same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
     if LIKE_TRL.get(name) in names:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."

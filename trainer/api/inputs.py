@@ -1,7 +1,7 @@
-"""Write the objects of a call into files of the run folder: models, rows, prompts.
+"""Write the models, rows and prompts that a call passes as objects to files of the run folder.
 
-A resumed run, the report and the command line then find them there. A function may make a model; it
-is called once, before the run starts. Several models of one run are passed by their roles:
+A resumed run, the report and the command line then find them there. You can pass a function that
+returns the model; it is called once, before the run starts. Pass several models of one run by role:
 
     PPO(model=make_policy, ...)                                    # def make_policy(): return ...
     PPO(model={"actor": policy, "critic": value_model}, ...)
@@ -23,7 +23,7 @@ from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
 FILE_ENDINGS = (".parquet", ".csv", ".jsonl", ".json", ".gz")
-"""Endings of file names in a list; a list of other texts is data."""
+"""A list of texts with these endings names files; any other list of texts is data."""
 
 
 def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _wanted(roles: Sequence[str]) -> str:
 
 
 def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
-    """Return the path of a model, which is written to `folder` if it is in memory."""
+    """Return the path of a model; a model in memory is first written to `folder`."""
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError(
@@ -105,7 +105,7 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
 
 
 def is_file_name(data: Any) -> bool:
-    """Return whether `data` names files of rows, one or a list, and is not rows itself."""
+    """Return whether `data` is a file name or a list of file names, not rows."""
     if isinstance(data, str | Path):
         return True
     return isinstance(data, list | tuple) and bool(data) and all(map(_ends_like_a_file, data))
@@ -116,7 +116,7 @@ def _ends_like_a_file(item: Any) -> bool:
 
 
 def file_names(data: Any) -> Any:
-    """Return the name of one file, or a list of names, for the configuration."""
+    """Return one file name, or a list of them, as strings for the configuration."""
     if isinstance(data, str | Path):
         return str(data)
     return [str(item) for item in data]
@@ -137,9 +137,9 @@ def rows_in_memory(data: Any, subject: str) -> list[Any]:
 
 
 def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool = True) -> str:
-    """Write one JSON object per line; raise for a value that JSON cannot represent, with its place.
+    """Write one JSON object per line; name the row of a value that JSON cannot represent.
 
-    Unless rows `may_differ`, raise if the file has other rows.
+    Raise if the file already has other rows, unless rows `may_differ`.
     """
     lines = []
     for number, row in enumerate(rows):
@@ -160,13 +160,13 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # of numpy, of torch
+    if hasattr(value, "tolist"):  # a NumPy or torch value
         return value.tolist()
     raise TypeError(f"{value!r:.60} is a {type(value).__name__}, which JSON cannot represent")
 
 
 def prompt_row(item: Any, prompt_key: str) -> Row:
-    """Return a row in verl's schema for a text, a chat, or a dict, whose other columns are kept."""
+    """Return a row in verl's schema for a text, a chat, or a dict, whose columns are all kept."""
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
     row.setdefault("data_source", DATA_SOURCE)
     if "reward_model" not in row:

@@ -47,7 +47,7 @@ class PythonRun:
     """A run of a recipe: settings, and the files that they name. `fit` starts it."""
 
     recipe: ClassVar[str]
-    """Dotted path of the recipe, which is imported when the first run is made."""
+    """Dotted path of the recipe, which is imported when the first run is created."""
     model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
     """Role of a model -> its section of the configuration; a single model belongs to the first."""
     flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
@@ -64,7 +64,7 @@ class PythonRun:
         callbacks: Sequence[object],
         keys: Mapping[str, Any],
     ) -> None:
-        """`data` has rows or file names, by their key (data.train_files)."""
+        """`data` maps a key, such as data.train_files, to rows or file names."""
         reject_nested_run()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
@@ -102,13 +102,13 @@ class PythonRun:
         if any(key.partition(".")[0] in PLACES for key in settings):
             self._defaults["trainer.backend"] = "ray"
         config = self.config()
-        turns = config.resource_pool_spec.keys() - config.child_pools  # pools of this process
+        turns = config.resource_pool_spec.keys() - config.child_pools  # pools in this process
         if self._defaults["trainer.backend"] == "ray" and len(turns) <= 1:
             self._defaults["trainer.backend"] = "local"
             self.config()
 
     def _files(self, key: str, rows: Any, settings: Mapping[str, Any], inputs: Path) -> Any:
-        """Return the value of `key`: file names unchanged, rows as a file of the run folder."""
+        """Return the value of `key`: the given file names, or a new file with the rows."""
         if is_file_name(rows):
             return file_names(rows)
         subject = key
@@ -122,7 +122,7 @@ class PythonRun:
     # --------------------------------------------------------------------- for a recipe to override
 
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-        """Return the path of every model by its key; models in memory share the tokenizer."""
+        """Return key -> path for every model; models in memory share the tokenizer."""
         models = models_by_role(model, list(self.model_sections))
         are_all_paths = all(isinstance(item, str | Path) for item in models.values())
         paths: dict[str, Any] = {}
@@ -135,11 +135,11 @@ class PythonRun:
         return paths
 
     def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
-        """Return items of data in memory as rows of the recipe's files."""
+        """Convert items of data in memory to rows with the columns that the recipe's files have."""
         return [text_row(item) for item in items]
 
     def defaults_for(self, num_rows: int) -> dict[str, Any]:
-        """Return settings, with lower priority than the user's, for a number of rows in memory."""
+        """Return settings for this number of rows in memory; the user's settings override them."""
         return {}
 
     def plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class PythonRun:
     # ------------------------------------------------------------------------------------- the run
 
     def overrides(self, steps: int | None = None) -> list[str]:
-        """Return `key=value` strings for the next run by `fit(steps)`."""
+        """Return the `key=value` strings of the run that `fit(steps)` would start now."""
         config, settings = self.config(steps), self._settings(self._length(steps))
         unset = {key: value for key, value in self._defaults.items() if key not in settings}
         read = {key: value for key, value in unset.items() if unused_reason(config, key) is None}
@@ -160,11 +160,11 @@ class PythonRun:
         return self._config(self._length(steps))
 
     def command(self, steps: int | None = None) -> str:
-        """Return the command line for the next run by `fit(steps)`."""
+        """Return the command line of the run that `fit(steps)` would start now."""
         return shlex.join(["verl-like", self._recipe.name, *self.overrides(steps)])
 
     def fit(self, steps: int | None = None) -> RunResult:
-        """Run `steps` more steps, or without `steps`, to the end that the keys set.
+        """Run `steps` more steps; without `steps`, run to the end that the keys set.
 
         The run continues from the newest checkpoint of the run folder, and saves one after its last
         step.
@@ -172,7 +172,7 @@ class PythonRun:
         return self.run_with(self._length(steps))
 
     def run_with(self, length: dict[str, int]) -> RunResult:
-        """Run until the length that this setting defines."""
+        """Run until the length in this setting, such as a number of steps, is reached."""
         with surviving_broken_pipes():
             return run(self._config(length), callbacks=self.callbacks)
 
@@ -182,12 +182,12 @@ class PythonRun:
         return config
 
     def _settings(self, length: Mapping[str, int]) -> dict[str, Any]:
-        """Return the call's settings, with `length` instead of any other end."""
+        """Return the call's settings; `length` replaces all keys that set the run's length."""
         ends = ENDS if length else ()
         return {key: self.settings[key] for key in self.settings if key not in ends} | dict(length)
 
     def _length(self, steps: int | None) -> dict[str, int]:
-        """Return the setting for a number of further steps."""
+        """Return the setting that makes the run `steps` steps longer."""
         if steps is None:
             return {}
         require_counts(steps=steps)
@@ -213,7 +213,7 @@ def require_counts(**counts: int | None) -> dict[str, int]:
 
 
 def _run_folder(named: str | Path | None, recipe: str) -> Path:
-    """Return the folder that the call names, or a new one, created at once."""
+    """Return the folder that the call names, or create a new folder."""
     if named is not None:
         return Path(named).expanduser().resolve()
 

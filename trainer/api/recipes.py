@@ -109,12 +109,12 @@ class PPO(PythonRun):
         max_timesteps: int | None = None,
         update_timesteps: int | None = None,
     ) -> RunResult:
-        """Run `steps` more steps, or without `steps`, to the end that the keys set.
+        """Run `steps` more steps; without `steps`, run to the end that the keys set.
 
         The run continues from the newest checkpoint of the run folder, and saves one after its last
         step. For ColossalChat scripts: `num_episodes` x `max_timesteps` is the total number of
         rollouts, and `update_timesteps` is the number per training step (`data.train_batch_size`).
-        A shorter last step is trained, too.
+        The last step may be shorter.
         """
         counts = {
             "num_episodes": num_episodes,
@@ -134,7 +134,7 @@ class PPO(PythonRun):
     def _prompts_of(
         self, num_episodes: int, max_timesteps: int, update_timesteps: int
     ) -> dict[str, int]:
-        """Return the setting for a number of further rollouts."""
+        """Return the setting that makes the run longer by this number of rollouts."""
         config = self.config()
         assert isinstance(config, PPOConfig), "the recipe's schema"
         size = config.data.train_batch_size

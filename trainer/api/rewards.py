@@ -1,4 +1,4 @@
-"""Convert reward functions of a call to items of `reward.list`.
+"""Convert the reward functions that a call passes to items of `reward.list`.
 
 A function runs in another process, which does not have the user's session and must not start the
 user's script. A function that can be imported there is named by its file or module. Any other
@@ -22,7 +22,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from workers.rewards.call import RewardCall
 
-LOADER = '''"""A reward function from a Python session: its pickle lies beside this file."""
+LOADER = '''"""A reward function from a Python session: its pickle is next to this file."""
 
 import pickle
 from pathlib import Path
@@ -34,10 +34,10 @@ compute_score = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
 def reward_list(
     rewards: Sequence[Any], folder: Path, columns: Sequence[str] | None
 ) -> list[dict[str, Any]]:
-    """Return the items of `reward.list`, which are functions or dicts as in the configuration.
+    """Return items of `reward.list` for functions, or for dicts as in the configuration.
 
-    A dict's `function` may be a function, too. `columns` are the rows' columns, if known: a
-    parameter that nothing fills is then rejected. A reward model in memory is written to `folder`;
+    A dict's `function` may be a function, too. If the rows' `columns` are known, a function
+    parameter that nothing fills is rejected. A reward model in memory is written to `folder`;
     any other torch module is used as its `forward` function.
     """
     items: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def model_folder_of(model: Any, path: Path) -> str:
 
 
 def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, str]:
-    """Return (file or module, name) where a reward process finds the function."""
+    """Return (file or module, name) by which a reward process can load the function."""
     importable = _importable(function)
     if importable is not None:
         return importable
@@ -101,7 +101,7 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce as cloudpickle does, but with the file name, which newer versions replace."""
+    """Reduce code as cloudpickle does, but keep its file name, which newer versions replace."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(
         code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments
@@ -128,7 +128,7 @@ def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 def _free_name(function: Callable[..., Any], taken: Sequence[str]) -> str:
-    """Return the function's name for metrics, made unique."""
+    """Return a unique name for the function's metrics."""
     name = getattr(function, "__name__", type(function).__name__)
     name = name if name.isidentifier() else "reward"
     names = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 2))]

@@ -1,9 +1,9 @@
-"""Check that a loss or an estimator is right however its batch is cut, padded or ordered.
+"""Check that a loss or an estimator is right however its batch is split, padded or ordered.
 
     from verl_like import check_loss
 
     def test_my_loss():
-        check_loss(my_loss)                        # raises BrokenRelation, in one sentence
+        check_loss(my_loss)                        # raises BrokenRelation if it is wrong
 
 `verl-like check-loss` does the same for a name, a file, `trl:NAME` or `verl:NAME`.
 """
@@ -26,7 +26,7 @@ from workers.losses.aggregate import AGGREGATIONS
 
 
 class BrokenRelation(AssertionError):
-    """A relation that does not hold, with a small batch that shows it."""
+    """Raised if a relation does not hold; the message has a small batch that shows it."""
 
     def __init__(self, subject: Subject, relation: Relation, batch: Batch) -> None:
         self.relation, self.batch = relation.__name__, batch
@@ -44,10 +44,14 @@ class BrokenRelation(AssertionError):
 def check_loss(
     target: Any, kind: str | None = None, *, skip: Sequence[str] = (), **settings: Any
 ) -> list[str]:
-    """Check every relation on small batches, and return their names; raise `BrokenRelation`.
+    """Check every relation on small batches, and return the names of the relations.
 
-    `target` is a function, or a name as the command takes it; `kind` is policy, value, preference
-    or estimator; `skip` names relations to leave out; `settings` fill parameters of these names.
+    Raise `BrokenRelation` if a relation does not hold.
+
+    - `target`: a function, or a name that `verl-like check-loss` takes.
+    - `kind`: policy, value, preference or estimator.
+    - `skip`: names of relations to leave out.
+    - `settings`: values of the function's parameters, by name.
     """
     is_foreign = str(target).partition(":")[0] in foreign.VERSIONS
     subject = (foreign.subject_of if is_foreign else subject_of)(target, kind, **settings)
@@ -73,7 +77,7 @@ def _try(subject: Subject, relations: Sequence[Relation], batches: Sequence[Batc
 
 
 def difference(subject: Subject, relation: Relation, batch: Batch) -> str:
-    """Return the two numbers that differ, in words, or "" if the relation holds on the batch."""
+    """Describe two numbers that differ; return "" if the relation holds on the batch."""
     limit = TOLERANCES.get(relation.__name__, 1e-6)
     for change, expected, actual in relation(subject, batch):
         for name, column in expected.items():
@@ -86,9 +90,9 @@ def difference(subject: Subject, relation: Relation, batch: Batch) -> str:
 
 
 def shrink(subject: Subject, relation: Relation, batch: Batch) -> Batch:
-    """Return the smallest batch with a token that still breaks the relation."""
+    """Return a smallest batch that has a token and still breaks the relation."""
     for candidate in smaller(batch):
-        with suppress(ConfigError):  # the function cannot take it
+        with suppress(ConfigError):  # the function rejects this batch
             if has_token(candidate) and difference(subject, relation, candidate):
                 return shrink(subject, relation, candidate)
     return batch

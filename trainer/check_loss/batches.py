@@ -1,6 +1,6 @@
-"""Small batches on which losses and estimators are compared with themselves.
+"""Small batches: on variants of them, a loss or estimator must give consistent results.
 
-A mask is written as text, a word per row: `.` is a token outside the mask (the prompt, an
+A mask is written as text, one word per row: `.` is a token outside the mask (the prompt, an
 observation, padding) and `1` a token of the response.
 """
 
@@ -31,9 +31,9 @@ MASKS = (
     "..11111 ..111.. ..1.... ....... ..1.111 ..11...",
 )
 MOVES = (0.0, 0.3, 2.0)
-"""Standard deviations of log-ratios: on-policy, after some updates, far away."""
+"""Standard deviations of log-ratios, by seed: on-policy, after some updates, far off-policy."""
 ZERO_OUTSIDE = ("token_level_rewards", "token_level_scores", "step_ends", "chosen_tokens")
-"""Columns that are zero outside the mask wherever they are made."""
+"""Columns that are always zero outside the mask."""
 
 
 def all_batches() -> list[Batch]:
@@ -88,18 +88,18 @@ def has_token(batch: Batch) -> bool:
 
 
 def take(batch: Batch, rows: Tensor) -> Batch:
-    """Return these rows."""
+    """Return these rows of the batch."""
     return {name: column[rows.numpy()] for name, column in batch.items()}
 
 
 def map_tokens(batch: Batch, change: Callable[[Tensor], Tensor], but: Sequence[str] = ()) -> Batch:
-    """Return the batch with every column [rows, tokens] changed, apart from those named."""
+    """Apply `change` to every column [rows, tokens], except to the columns that `but` names."""
     others, shape = {*PAIRED, "named_rewards", *but}, batch["response_mask"].shape
     return {n: change(c) if c.shape == shape and n not in others else c for n, c in batch.items()}
 
 
 def smaller(batch: Batch) -> Iterator[Batch]:
-    """Yield the batch without one row, without one position, and with rounded numbers."""
+    """Yield simpler batches: each without one row or one position, and one with rounded numbers."""
     rows, places = (torch.arange(size) for size in batch["response_mask"].shape)
     yield from (take(batch, rows[rows != row]) for row in rows)
     for place in places.flip(0):

@@ -36,16 +36,16 @@ LOSSES = {
     "apo_zero apo_down discopop sigmoid_norm",
     ("KTO", None): "kto apo_zero_unpaired",
 }
-"""(TRL's trainer, the aggregation that its documentation states) -> values of `loss_type`."""
+"""(TRL's trainer, the aggregation stated in its documentation) -> values of `loss_type`."""
 TRAINERS = {
     "policy": {n: key for key, names in LOSSES.items() for n in names.split() if key[1]},
     "preference": {n: key for key, names in LOSSES.items() for n in names.split() if not key[1]},
 }
-"""Kind -> name behind `trl:` -> key of `LOSSES`."""
+"""Kind -> name after `trl:` -> key of `LOSSES`."""
 
 
 def subject_of(target: str, kind: str | None = None, **settings: Any) -> Subject:
-    """Return the subject of `trl:NAME` or `verl:NAME`; settings are the framework's own fields."""
+    """Return `trl:NAME` or `verl:NAME` as a subject; `settings` are fields of its configuration."""
     system, _, name = target.partition(":")
     try:
         return (_of_trl if system == "trl" else _of_verl)(name, kind, settings)
@@ -61,8 +61,8 @@ def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject
     config["loss_type"] = {"dpo": "sigmoid", "sft": "nll"}.get(name, name)
     config["max_completion_length"] = LOSS_SCALE_FACTOR
     config |= {key: settings[key] for key in settings if key in config}
-    # One object stands for the trainer, its settings, model, state and accelerator. What they have
-    # besides, such as `aux_loss_enabled`, is None.
+    # One object serves as the trainer, its settings, model, state and accelerator. Their other
+    # attributes, such as `aux_loss_enabled`, are None.
     without = {"__getattr__": lambda trainer, attribute: None, "__init__": lambda trainer: None}
     trainer: Any = type(trainer_name, (getattr(module, f"{trainer_name}Trainer"),), without)()
     vars(trainer).update(
@@ -89,7 +89,7 @@ def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject
         inputs = _tokens(batch) if mode else _pairs(batch, 1 if trainer_name == "KTO" else 2)
         num_tokens = inputs["num_items_in_batch"] = torch.tensor(batch["batch_num_tokens"])
         loss: Tensor = trainer.compute_loss(_model, inputs, num_items_in_batch=num_tokens)
-        return loss if trainer_name in ("GRPO", "SFT") else loss / cuts  # which the Trainer divides
+        return loss if trainer_name in ("GRPO", "SFT") else loss / cuts  # the Trainer divides these
 
     columns = ["log_prob", "old_log_prob", "advantages", "response_mask"] if mode else ["log_probs"]
     columns += ["desirable"] if trainer_name == "KTO" else []
@@ -98,7 +98,7 @@ def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject
 
 
 def _model(input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> SimpleNamespace:
-    """Return outputs whose log-probs or scores are the ids; log-probs are zero without a label."""
+    """Return outputs with the ids as log-probs or scores; log-probs are zero without a label."""
     inside = torch.ones_like(input_ids[:, 1:]) if labels is None else labels[:, 1:] != -100
     log_probs = input_ids[:, 1:].where(inside > 0, 0)
     outputs = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs"), 0 * log_probs)
@@ -107,7 +107,7 @@ def _model(input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> SimpleN
 
 
 def _tokens(batch: Batch) -> dict[str, Any]:
-    """Return a batch of responses as trainers of TRL get it."""
+    """Return a batch of responses in the format of TRL's trainers."""
     mask, log_prob, old = (batch[k] for k in ("response_mask", "log_prob", "old_log_prob"))
     inputs = {"advantages": batch["advantages"].where(mask > 0, 0).sum(1) / mask.sum(1).clamp(1)}
     inputs |= {"completion_ids": log_prob, "completion_mask": mask, "attention_mask": mask}
@@ -118,7 +118,7 @@ def _tokens(batch: Batch) -> dict[str, Any]:
 
 
 def _pairs(batch: Batch, sides: int) -> dict[str, Any]:
-    """Return chosen responses, then rejected ones; or the chosen ones alone, with labels.
+    """Return, in TRL's format, chosen and then rejected responses, or only chosen ones with labels.
 
     The log-prob of a response is at its first token, and zero at the others.
     """
@@ -157,21 +157,21 @@ def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subjec
     subject = match(function, f"verl:{name}", kind, {**settings, "config": config})
     subject = replace(subject, settings={*owner_of, *subject.settings})
     if kind != "policy":
-        return replace(subject, exempt=["prompt_tokens"])  # they are masked in the loss
+        return replace(subject, exempt=["prompt_tokens"])  # the loss masks these
 
     def call(batch: Batch) -> Any:
         info = {key: batch[key] for key in ("dp_size", *Denominators.__annotations__)}
         object.__setattr__(config, "global_batch_info", info)
         return subject.call(batch)
 
-    told = replace(subject, call=call, reads={*subject.reads, *counts_of()})
-    return with_actor(told, config, core.kl_penalty, core.agg_loss)
+    with_counts = replace(subject, call=call, reads={*subject.reads, *counts_of()})
+    return with_actor(with_counts, config, core.kl_penalty, core.agg_loss)
 
 
 def with_actor(
     subject: Subject, actor: Any, kl_penalty: Callable[..., Tensor], agg_loss: Callable[..., Tensor]
 ) -> Subject:
-    """Return the policy loss with the constants and the KL term of its actor's section."""
+    """Return the policy loss with the scale factor and the KL term of the actor's configuration."""
 
     def call(batch: Batch) -> Tensor:
         scale = actor.loss_scale_factor or batch["loss_scale_factor"]

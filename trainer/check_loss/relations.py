@@ -31,7 +31,7 @@ STEPS = (1e-5, 1e-3)
 def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
     """Check that a call does not change its arguments.
 
-    Likely cause: an operation in place (`x[...] =`, `x +=`, `x.mul_()`) on an argument; clone it.
+    Likely cause: an in-place operation (`x[...] =`, `x +=`, `x.mul_()`) on an argument; clone it.
     """
     arguments = Batch()
 
@@ -39,7 +39,7 @@ def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
         arguments.update(columns)
         return subject.call(columns)
 
-    with suppress(ConfigError):  # autograd may not survive the change
+    with suppress(ConfigError):  # autograd may fail after the change
         replace(subject, call=call).measure(batch)
     tensors = {name: column for name, column in batch.items() if isinstance(column, Tensor)}
     yield "after the call", tensors, arguments
@@ -48,7 +48,7 @@ def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
 def same_twice(subject: Subject, batch: Batch) -> Pairs:
     """Check that a second call gives the same result.
 
-    Likely cause: it draws random numbers (dropout, randperm), or keeps something between calls.
+    Likely cause: it draws random numbers (dropout, randperm), or keeps state between calls.
     """
     first = subject.measure(batch)
     for _ in range(5):
@@ -69,7 +69,7 @@ def finite_numbers(subject: Subject, batch: Batch) -> Pairs:
 def prompt_tokens(subject: Subject, batch: Batch) -> Pairs:
     """Check that gradients and advantages are zero for prompts, observations and padding.
 
-    Likely cause: the mask is not applied, or after a sum, or it is inverted or shifted.
+    Likely cause: the mask is not applied, is applied after a sum, or is inverted or shifted.
     """
     name = "advantages" if subject.kind == "estimator" else "gradient"
     column = subject.measure(batch)[name]
@@ -106,7 +106,7 @@ def row_permutation(subject: Subject, batch: Batch) -> Pairs:
 
 
 def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
-    """Check that a mini-batch in micro-batches gives the same result as in one pass.
+    """Check that a mini-batch gives the same result in micro-batches as in one pass.
 
     Likely cause: each micro-batch is divided by its own count; divide its sum by
     batch_num_tokens or global_batch_size, the counts of the whole mini-batch.
@@ -117,16 +117,18 @@ def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
 def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
     """Check that a mini-batch gives the same result on several ranks as on one rank.
 
-    Likely cause: each rank is divided by its own count, or scaled by dp_size the wrong way.
+    Likely cause: each rank's sum is divided by its own count, or scaled wrongly by dp_size.
     """
     yield from _cut(subject, batch, is_parallel=True)
 
 
 def every_token(subject: Subject, batch: Batch) -> Pairs:
-    """Check that on-policy, with advantage 1, a higher log-prob (value) lowers the loss.
+    """Check that a higher log-prob lowers the on-policy loss if all advantages are 1.
+
+    For a value loss, check that a higher value lowers the loss if the returns are higher.
 
     Likely cause: a mask or column is shifted by a position, the sign is wrong, or the gradient is
-    cut on the way.
+    detached.
     """
     mask = batch["response_mask"]
     signs = subject.measure(_on_policy(subject, batch))["gradient"].sign().where(mask > 0, 0)
@@ -136,7 +138,7 @@ def every_token(subject: Subject, batch: Batch) -> Pairs:
 def holes_in_the_mask(subject: Subject, batch: Batch) -> Pairs:
     """Check that a token outside the mask in the middle of a row has no effect.
 
-    Likely cause: a recursion or sum takes a step at such a token, a tool's answer for example.
+    Likely cause: a recursion or sum includes such a token, for example of a tool's answer.
     """
     order = (batch["response_mask"] == 0).long().argsort(dim=1, stable=True)
     packed = map_tokens(batch, lambda column: column.gather(1, order))
@@ -163,9 +165,10 @@ def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
 
 
 class Recorder(TorchFunctionMode):
-    """Records dtypes, and the tensors of `detach` and `no_grad`, or returns recorded ones instead.
+    """Records dtypes, and constants: tensors from `detach` or `no_grad`.
 
-    The forward of an `autograd.Function` also runs without gradients, but is not constant.
+    If given, `constants` from an earlier call replace the tensors of this call. The forward of an
+    `autograd.Function` also runs without gradients, but its results are not constants.
     """
 
     def __init__(self, constants: Sequence[Tensor] = ()) -> None:
@@ -186,7 +189,7 @@ class Recorder(TorchFunctionMode):
 
 
 def finite_differences(subject: Subject, batch: Batch) -> Pairs:
-    """Check the gradient against finite differences, with detached values constant or not.
+    """Check the gradient against finite differences, with detached values constant or recomputed.
 
     Likely cause: a backward written by hand, or numbers that are computed from .data or .item().
     """
@@ -237,7 +240,7 @@ def extreme_ratios(subject: Subject, batch: Batch) -> Pairs:
 def nan_outside(subject: Subject, batch: Batch) -> Pairs:
     """Check that NaN outside the mask has no effect.
 
-    Likely cause: a product with the mask, as 0 * NaN is NaN; use torch.where or masked_fill.
+    Likely cause: a product with the mask, because 0 * NaN is NaN; use torch.where or masked_fill.
     """
     yield from _same(subject, batch, _fill_outside(batch, torch.nan), "with NaN outside the mask")
 
@@ -256,7 +259,7 @@ def all_masked(subject: Subject, batch: Batch) -> Pairs:
 def group_size_one(subject: Subject, batch: Batch) -> Pairs:
     """Check that a group of one row, and a group of equal rewards, give finite advantages.
 
-    Likely cause: the standard deviation of one number is NaN, and that of equal ones is 0.
+    Likely cause: the standard deviation of one number is NaN, and of equal numbers 0.
     """
     alone = {"index": [f"prompt {row}" for row in range(len(batch["index"]))]}
     equal = {name: 0 * batch[name] for name in ("named_rewards", "token_level_rewards")}
@@ -268,10 +271,10 @@ def group_size_one(subject: Subject, batch: Batch) -> Pairs:
 def reward_scale_and_shift(subject: Subject, batch: Batch) -> Pairs:
     """Check that scaling all rewards, or shifting a group's rewards, only scales the advantages.
 
-    Estimators with groups of two or more rows promise it.
+    This applies to estimators that compare the rewards of groups, if groups have two or more rows.
 
     Likely cause: the baseline is not the mean of the row's own group, or rewards are clipped, or
-    divided by a wrong spread.
+    divided by a wrong standard deviation.
     """
     uids, rewards = list(batch["index"]), batch["token_level_rewards"]
     shift = torch.tensor([[3.0 * (1 + uids.index(uid))] for uid in uids]) * batch["step_ends"]
@@ -298,7 +301,7 @@ def _same(subject: Subject, batch: Batch, changed: Batch, change: str) -> Pairs:
 
 
 def inside(subject: Subject, batch: Batch) -> Outcome:
-    """Return the outcome of the tokens inside the mask, row by row."""
+    """Return the outcome, with only the tokens inside the mask, flattened."""
     mask = batch["response_mask"].bool()
     outcome = subject.measure(batch).items()
     return {
@@ -307,7 +310,7 @@ def inside(subject: Subject, batch: Batch) -> Outcome:
 
 
 def _cut(subject: Subject, batch: Batch, is_parallel: bool) -> Pairs:
-    """Compare the outcome at once with groups of one row, of half of the rows, and all but one."""
+    """Compare one pass with micro-batches of one row, of half of the rows, and of all but one."""
     rows, expected = torch.arange(len(batch["index"])), subject.measure(batch)
     for size in {1, len(rows) // 2, len(rows) - 1} - {0, len(rows)}:
         if subject.equal_cuts and len(rows) % size:
@@ -316,12 +319,12 @@ def _cut(subject: Subject, batch: Batch, is_parallel: bool) -> Pairs:
         parts = [take(batch, group) for group in groups]
         actual = subject.measure(*parts, ranks=len(parts) if is_parallel else 1)
         is_nan = any(bool(column.isnan().any()) for column in actual.values())
-        if all(map(has_token, parts)) or not is_nan:  # `all_masked` names a division by no tokens
+        if all(map(has_token, parts)) or not is_nan:  # `all_masked` reports a division by 0
             yield f"with the rows {[group.tolist() for group in groups]}", expected, actual
 
 
 def _on_policy(subject: Subject, batch: Batch) -> Batch:
-    """Return the batch with the same force on every token of the response."""
+    """Return an on-policy batch in which every response token should get a gradient of one sign."""
     if subject.kind == "value":
         return {**batch, "vpreds": batch["values"], "returns": batch["values"] + 0.5}
     mask = batch["response_mask"]
@@ -344,4 +347,4 @@ RELATIONS: Mapping[str, Sequence[Relation]] = {
 """Kind -> its relations, in the order in which they are tried."""
 NAMES = list(dict.fromkeys(each.__name__ for named in RELATIONS.values() for each in named))
 TOLERANCES = {"finite_differences": 1e-3, "reward_scale_and_shift": 1e-2}
-"""Relation -> how far apart its numbers may be, if not 1e-6."""
+"""Relation -> its tolerance, if it is not 1e-6."""

@@ -44,13 +44,13 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 """Kind -> our functions by name.
 
-A function whose parameters fit several kinds has the first of them.
+A function whose parameters fit several kinds gets the first of them.
 """
 VARIABLES = {"policy": ["log_prob"], "value": ["vpreds"], "preference": ["log_probs", "gap"]}
-"""Kind -> the columns that may have the gradient."""
+"""Kind -> the columns by which a loss may be differentiated."""
 SECTIONS = (PreferenceConfig, AlgorithmConfig, CriticConfig, ActorConfig)
 DEFAULTS = {name: value for section in SECTIONS for name, value in vars(section()).items()}
-"""Values of required parameters that have the name of a key."""
+"""Values of required parameters that are named like configuration keys."""
 DEFAULTS |= {"config": ActorConfig(), "rollout_is_weights": None}
 ALIASES = {
     "response_mask": "mask action_mask loss_mask completion_mask eos_mask",
@@ -71,22 +71,22 @@ class Subject:
     name: str
     kind: str
     reads: Collection[str]
-    """The columns, counts and settings that it gets."""
+    """The columns, counts and settings that the function gets."""
     call: Callable[[Batch], Any]
     """Calls the function with the columns and counts of the mini-batch."""
     variable: str = ""
-    """The column that has the gradient."""
+    """The column by which the loss is differentiated."""
     mode: str | None = None
-    """The aggregation that it declares."""
+    """The loss_agg_mode that the function declares."""
     settings: Collection[str] = ()
-    """The valid names of settings."""
+    """The names of the settings that the function takes."""
     exempt: Collection[str] = ()
-    """The relations that it does not promise."""
+    """Relations that need not hold for this function."""
     equal_cuts: bool = False
     """True if all micro-batches must have the same number of rows."""
 
     def measure(self, *parts: Batch, ranks: int = 1) -> Outcome:
-        """Return the outcome of a mini-batch in these micro-batches, as many on each rank."""
+        """Return the outcome of a mini-batch in these micro-batches, spread evenly over ranks."""
         counts = {**counts_of(*parts, ranks=ranks), "loss_agg_mode": self.mode}
         weight = 1 / ranks if "dp_size" in self.reads else 1.0
         outcomes = [self._measure({**part, **counts}, weight) for part in parts]
@@ -102,7 +102,7 @@ class Subject:
                 columns = self._checked(self.call(arguments), mask.shape)
                 return dict(zip(("advantages", "returns"), columns, strict=False))
             leaf = arguments[self.variable].requires_grad_()
-            arguments[self.variable] = leaf.clone()  # may be changed in place, as a model's output
+            arguments[self.variable] = leaf.clone()  # allows in-place changes, like an output
             loss = weight * self._checked(self.call(arguments), mask.shape[:1])[0].sum()
             (gradient,) = torch.autograd.grad(loss, leaf, materialize_grads=True)
             return {"loss": loss.data, "gradient": gradient}
@@ -113,7 +113,7 @@ class Subject:
             raise ConfigError(f"{self.name} raises {words}") from error
 
     def _checked(self, result: Any, shape: torch.Size) -> list[Tensor]:
-        """Return the loss or the columns of this shape, or say why the function returns none."""
+        """Return the loss, or the estimator's columns; raise for other types and shapes."""
         values = result if isinstance(result, tuple) else (result,)
         tensors = [value for value in values if isinstance(value, Tensor)]
         if self.kind == "estimator":
@@ -138,7 +138,7 @@ def _described(value: Any) -> str:
 
 
 def check_name(name: str, names: Iterable[str], words: str) -> None:
-    """Raise an error that begins with these words if the name is not among the names."""
+    """Raise an error that begins with `words` if `name` is not in `names`."""
     if name not in {*names}:
         raise ConfigError(f"{words} {name!r}.{nearest(name, names)} Known: {', '.join(names)}.")
 
@@ -146,7 +146,7 @@ def check_name(name: str, names: Iterable[str], words: str) -> None:
 def look_up(
     name: str, kind: str | None, named: Mapping[str, Mapping[str, Any]], words: str
 ) -> tuple[str, Any]:
-    """Return the kind and the function of this name; the words begin an error."""
+    """Return the kind and the function of this name; an error begins with `words`."""
     searched = {key: named[key] for key in named if kind in (None, key)}
     check_name(name, [each for functions in searched.values() for each in functions], words)
     kind, *others = (key for key in searched if name in searched[key])
@@ -168,9 +168,9 @@ def counts_of(*parts: Batch, ranks: int = 1) -> dict[str, Any]:
 
 
 def subject_of(target: Any, kind: str | None = None, **settings: Any) -> Subject:
-    """Return the function, or the function of that name or path, as a subject.
+    """Return a function as a subject; `target` is the function, its name or its path.
 
-    `settings` fill the parameters of these names.
+    `settings` are values of the function's parameters, by name.
     """
     if kind is not None:
         check_name(kind, KINDS, "there is no kind")
@@ -184,8 +184,8 @@ def subject_of(target: Any, kind: str | None = None, **settings: Any) -> Subject
 
 
 def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
-    """Return a subject whose parameters are filled by their names, or say which ones are not."""
-    function = getattr(function, "forward", function)  # of a module
+    """Return a subject whose parameters are filled by name; raise for parameters that cannot be."""
+    function = getattr(function, "forward", function)  # for a module
     signature = signature_of(function) if callable(function) else None
     if signature is None:
         words = "not a function with parameters"
@@ -222,7 +222,7 @@ def _columns(kind: str) -> list[str]:
 
 
 def _fit(function: Any, kind: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the value for each parameter of this kind of function, or "" if there is none."""
+    """Return parameter -> the name of the value that fills it, or "" if none does."""
     columns, filled = _columns(kind), dict[str, str]()
     optional = {*columns, *counts_of(), *settings, "config", "rollout_is_weights", "loss_agg_mode"}
     optional -= set() if traits_of(function).choose_tokens else {"chosen_tokens"}
@@ -237,7 +237,7 @@ def _fit(function: Any, kind: str, settings: Mapping[str, Any]) -> dict[str, str
 
 
 def _canonical(parameter: str) -> str:
-    """Return this project's name of a column or count that a parameter names."""
+    """Return this project's name for the column or count that a parameter means."""
     name = re.sub(r"^new_|per_token_", "", parameter)
     name = re.sub(r"log_?p(rob)?s?$", "log_prob", name)
     return next((key for key, others in ALIASES.items() if name in others.split()), name)
