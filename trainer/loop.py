@@ -51,7 +51,7 @@ class Trainer(Hooks, ABC):
     """A recipe: its preparation before a process starts, its step, and its state."""
 
     stages: ClassVar[Sequence[str]] = ()
-    """The stages of each step in order, as `clock` names them; the report shows their shares."""
+    """The stages of each step in order, as `clock` names them; the report shows their times."""
     concurrent_stages: ClassVar[Sequence[str]] = ()
     """Stages that launch several calls concurrently, whose overlap becomes a metric."""
     repeatable_stages: ClassVar[Sequence[str]] = ()
@@ -119,12 +119,12 @@ class Trainer(Hooks, ABC):
     def describe(
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Return paragraphs about a step (few lines if brief), printed under the placement."""
+        """Return paragraphs about a step (a few lines if `brief`), to print below the placement."""
         return []
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
-        """Return a step's numbers for the console; if empty, it shows the first metrics."""
+        """Return a step's numbers for the console; if empty, it shows the first metrics instead."""
         return ()
 
     # -------------------------------------------------------------------------------- the step
@@ -136,7 +136,7 @@ class Trainer(Hooks, ABC):
 
     @abstractmethod
     def step(self) -> Metrics:
-        """Run one step, its stages timed by `clock` or `stage`; return the metrics."""
+        """Run one step, with its stages in `clock` or `stage`; return the metrics."""
 
     @property
     def global_step(self) -> int:
@@ -156,7 +156,7 @@ class Trainer(Hooks, ABC):
     def stage(
         self, name: str, stage: Callable[..., Result], batch: DataProto | None = None
     ) -> Result:
-        """Run a stage, with the batch if it takes one: timed, between its hooks."""
+        """Run and time a stage and its hooks; a stage that takes a batch gets `batch`."""
         inputs = () if batch is None else (batch,)
         with self.clock(name):
             self.call_hook("on_stage_begin", name, batch)
@@ -177,7 +177,7 @@ class Trainer(Hooks, ABC):
     def call(
         self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
     ) -> Any:
-        """Return the future of a role's method, which gets the columns that it reads.
+        """Call a role's method with the columns that it reads, and return the future.
 
         `settings` travel in the batch's meta_info; `more` batches are passed unchanged.
         """
@@ -191,7 +191,7 @@ class Trainer(Hooks, ABC):
     # ------------------------------------------------------------- models, validation and state
 
     def init_arguments(self, role: str) -> dict[str, Any]:
-        """Arguments of the role's `init_model`."""
+        """Return the arguments of the role's `init_model`."""
         return {}
 
     def before_resume(self) -> None:
@@ -437,5 +437,5 @@ class Loop:
 
 
 def stateful(observers: Sequence[Any]) -> list[Any]:
-    """The observers whose state goes into checkpoints, under their `name`."""
+    """Return the observers whose state goes into checkpoints, under their `name`."""
     return [observer for observer in observers if hasattr(observer, "state_dict")]

@@ -42,7 +42,7 @@ def role_models(config: RunConfig) -> dict[str, RoleModelSpec]:
 
 
 def describe_axes(config: RunConfig, models: Mapping[str, RoleModelSpec]) -> dict[str, str]:
-    """Describe the axes of every role whose ranks have several."""
+    """Describe the parallel axes of every role that has any."""
     pools = expand_roles(config.role_mapping)
     words = {
         role: dims_of(sum(config.resource_pool_spec[pools[role]]), model.sharding).describe()
@@ -69,7 +69,7 @@ def memory_table(
     brief: bool = False,
     heading: str = "Memory",
 ) -> str:
-    """Return the GiB of every role on each device and the sum of each pool; if brief, the sums."""
+    """Return the GiB of every role per device and each pool's sum; if `brief`, only the sums."""
     table = []
     for role in roles:
         numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
@@ -104,7 +104,7 @@ def memory_table(
 
 
 def _decimals(number: float) -> int:
-    """Return the decimals that show this number of bytes in GiB."""
+    """Return how many decimals to print for this number of bytes in GiB."""
     return 1 if number >= GIB / 10 or not number else 4
 
 

@@ -142,7 +142,7 @@ def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace)
 
 
 def _show_keys(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namespace) -> None:
-    """Print the tree with the rules of its keys."""
+    """Print the configuration with the rules of its keys."""
     known = known_settings(settings, recipe)
     tree = compose_tree(known, recipe)
     recipe.load_registries()  # the comments list the registered names
@@ -160,7 +160,7 @@ def load_or_exit(recipe: Recipe[C], settings: Sequence[str], defaults: Sequence[
 
 
 def run_or_exit(config: RunConfig, start: Callable[[Any], RunResult] | None = None) -> RunResult:
-    """Make the complete run; an error ends the process with its message."""
+    """Run to the end; an error ends the process with its message."""
     os.environ.setdefault(OWN_PROCESS, "1")
     with exit_on_error(config.trainer.default_local_dir):
         from trainer.launch import run
@@ -186,7 +186,7 @@ def exit_on_error(folder: str | Path = "") -> Iterator[None]:
         sys.exit(EXIT_OF_CTRL_C)
     except VerlLikeError as err:
         if isinstance(err, CallbackError):
-            _show(err.__cause__ or err)  # the place in the user's code
+            _show(err.__cause__ or err)  # shows the line in the user's code
         sys.exit(f"error: {printable(mask_text(_describe_error(err)))}")
     except Exception as err:  # noqa: BLE001 - the process edge
         if isinstance(err, OSError) and err.errno == errno.ENOSPC:

@@ -62,7 +62,7 @@ class Run:
     def clock(
         self, stage: str, stage_of: Callable[[Call, str], str] = lambda call, stage: stage
     ) -> Iterator[None]:
-        """Time a stage. The calls that finish in it belong to it, unless `stage_of` differs."""
+        """Time a stage. Calls that finish in it belong to it, unless `stage_of` names another."""
         start = time.perf_counter()
         try:
             yield

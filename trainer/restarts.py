@@ -37,7 +37,7 @@ from verl_like.files import json_line
 from verl_like.masking import mask_text
 
 LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
-"""A process that is gone or hangs, and weights that did not arrive: another attempt may succeed."""
+"""Errors after which another attempt may succeed."""
 POISON = 3
 """A step that fails this many times counts as the cause of the failures."""
 FIRST_WAIT_S = 2.0
@@ -67,7 +67,7 @@ class Restarts:
     def begin(self, step: int, source: str) -> None:
         """Log that an attempt begins after `step`, with the state of `source`.
 
-        The record of earlier attempts stays.
+        The lines of earlier attempts stay.
         """
         if self._count:
             again = max(self._last_failed - 1 - step, 0)
@@ -144,7 +144,7 @@ class Restarts:
         return changed(config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None})
 
     def _why_not(self, step: int, failures: int) -> str | None:
-        """Return why there is no further attempt, perhaps "", or None if there is one."""
+        """Return why there is no further attempt ("" if that is plain), or None if there is one."""
         if step == 0:
             return ""
         if failures >= POISON and self._count:
@@ -242,8 +242,9 @@ def wait_for_room(
 ) -> Result:
     """Return the result of `start` once the cluster has room for it.
 
-    Raise InsufficientResourcesError if that takes until `timeouts.placement_s` after `since`.
-    `summary` names the wait in messages. `look_again` takes a moment, or raises to end the wait.
+    Raise InsufficientResourcesError if there is none within `timeouts.placement_s` after `since`.
+    `summary` names the wait in messages. `look_again` pauses between attempts, or raises to end the
+    wait.
     """
     limit_s = Deadlines.of(config.timeouts).placement_s
     clock = WaitClock(summary, limit_s, FIRST_WORD_S, since)

@@ -39,7 +39,7 @@ from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, fit, terminal_width
 
 RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
-"""The numbers of (generators, trainers) of the sweep."""
+"""The pairs (generators, trainers) in the table of ratios."""
 PHASES = {"gen": "generate", "score": "score", "update": "update", "sync": "sync"}
 """Option -> field of `Phases`."""
 WORTH_IT = 1.05
@@ -52,7 +52,7 @@ ADVICE = {
     "generators": "Generation is then the bottleneck: one more generator gives {:.3g} s per step.",
     "trainer": "The trainer is then the bottleneck: one more trainer gives {:.3g} s per step.",
 }
-"""Limit of a run -> advice to make it faster."""
+"""What limits a run -> advice to make the run faster."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class PredictedRun:
     setup: Setup
     prediction: Prediction
     speed_up: float
-    """Ratio to the synchronous run with as many generators and trainers."""
+    """Speed relative to the synchronous run with as many generators and trainers."""
     limit: str
 
     @classmethod
     def of(cls, name: str, phases: Phases, setup: Setup) -> PredictedRun:
-        """Simulate the run and the synchronous one."""
+        """Simulate the run, and its synchronous counterpart for the speed-up."""
         synchronous = simulate(phases, replace(setup, max_staleness=0)).seconds
         prediction = simulate(phases, setup)
         speed_up = synchronous / prediction.seconds
@@ -86,7 +86,7 @@ class PredictedRun:
         }
 
     def cells(self) -> list[str]:
-        """Return the cells of the run's line in the table."""
+        """Return the cells of the run's table row."""
         share = self.prediction.share
         return [
             str(self.setup.num_generators),
@@ -164,7 +164,7 @@ def overlap(arguments: Sequence[str]) -> None:
 
 
 def _phases_of(options: argparse.Namespace) -> tuple[Phases, list[str]]:
-    """Return the phases of the run folder with the options' seconds, and notes about the folder."""
+    """Return the folder's phases, overridden by the options, and notes about the folder."""
     seconds_of = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
     if options.run_dir:
         phases, notes = measured_phases(options.run_dir)
@@ -185,7 +185,7 @@ def _phases_of(options: argparse.Namespace) -> tuple[Phases, list[str]]:
 
 
 def _setups_of(options: argparse.Namespace) -> list[Setup]:
-    """Return a setup for each number of trainers with each number of generators."""
+    """Return a setup for each combination of numbers of trainers and generators."""
     common = Setup(
         chunks=options.chunks,
         max_inflight=options.max_inflight,
@@ -204,7 +204,7 @@ def _setups_of(options: argparse.Namespace) -> list[Setup]:
 
 
 def advise(phases: Phases, rows: Sequence[PredictedRun]) -> str:
-    """Advise whether to run asynchronously and how, and name the limit of that run."""
+    """Advise whether and how to run asynchronously, and say what limits the speed of that run."""
     asynchronous = [row for row in rows if row.setup.max_staleness]
     fastest = min(row.prediction.seconds for row in asynchronous)
     alike = [row for row in asynchronous if row.prediction.seconds <= fastest * WORTH_IT]
@@ -235,7 +235,7 @@ def _table(rows: Sequence[PredictedRun], width: int | None) -> list[str]:
 
 
 def _resized(setup: Setup, generators: int, trainers: int) -> Setup:
-    """Return the setup with these numbers of generators and trainers, and the default routes."""
+    """Return the setup with these sizes, and generators assigned to trainer ranks by default."""
     ranks = generators_by_rank(Topology.of(generators, trainers))
     return replace(
         setup, num_generators=generators, num_trainers=trainers, generators_by_rank=ranks
@@ -278,7 +278,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Numbers(_Number):
-    """Reads numbers separated by commas, one of them at least as large as `largest`."""
+    """Reads comma-separated numbers; the largest must be at least `largest`."""
 
     largest: float = 0
 

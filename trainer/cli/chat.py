@@ -10,9 +10,9 @@ From a pipe the whole input is one message, and only the reply is printed:
 usage: verl-like chat MODEL --environment FILE.py:CLASS
            [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON] [--turns N]
 
-plays one trajectory. Press Enter for a turn of the model, or write a turn yourself. From a pipe,
-each line is a turn, then the model continues by itself. Observations and rewards are shown. --seed
-selects another trajectory.
+This form plays one trajectory. Press Enter for a turn of the model, or write a turn yourself. From
+a pipe, each line is a turn, then the model continues by itself. Observations and rewards are shown.
+--seed selects another trajectory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Chat:
         return reply
 
     def generate(self, inputs: Any, **overrides: Any) -> list[int]:
-        """Print the words that the model generates, one by one, and return their ids.
+        """Print the model's words while it generates them, and return their token ids.
 
         `overrides` are arguments of the model's `generate`.
         """
@@ -167,7 +167,7 @@ def talk(chat: Chat) -> None:
 
 
 def play(chat: Chat, options: argparse.Namespace) -> None:
-    """Play one trajectory, turn by turn, to its end or for `--turns` turns."""
+    """Play one trajectory turn by turn, until it ends or has `--turns` turns."""
     tools = [in_full(path) for path in options.tools]
     forms = forms_of(str(chat.tokenizer.chat_template))
     spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools, call_parser=forms)
@@ -199,7 +199,7 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
 
 
 class ChatTrajectory:
-    """A trajectory's ids, which model and user extend in turns."""
+    """The token ids of a trajectory, which the model and the user extend by turns."""
 
     def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: Answer) -> None:
         """Begin with the prompt and the first observation, or with an agent's first request."""

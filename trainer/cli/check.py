@@ -67,7 +67,7 @@ def explain(
     max_columns: int | None = None,
     measured: str = "",
 ) -> str:
-    """Return all sections, with tables no wider than `max_columns`.
+    """Return all sections of the plan, with tables no wider than `max_columns`.
 
     `measured` is the folder of a run whose phases predict the time of an asynchronous run.
     """
@@ -94,7 +94,7 @@ def explain(
 def generators_sections(
     config: PPOConfig, max_columns: int | None, measured: str
 ) -> dict[str, list[str]]:
-    """Return the generators, trainers and, if known, speed of an asynchronous run."""
+    """Describe an asynchronous run: its generators, its trainers and, if known, its speed."""
     if not isinstance(config, AsyncConfig):
         return {}
     if not measured:
@@ -132,7 +132,7 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
 
 
 def watch_lines(config: PPOConfig) -> list[str]:
-    """Return the metrics to watch for this estimator and policy loss; not for user code."""
+    """Return the metrics to watch for the run's estimator and loss, unless they are user code."""
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     chosen: dict[str, Callable[..., Any] | None] = {}
     if unused_reason(config, "algorithm.adv_estimator") is None:
@@ -144,7 +144,7 @@ def watch_lines(config: PPOConfig) -> list[str]:
 
 
 def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return formula, metrics to watch and source from an algorithm's docstring, or ""."""
+    """Return formula, metrics to watch and source from a docstring; "" for a missing one."""
     formula, fields = [], {"Watch": "", "Source": ""}
     for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
         label, colon, text = paragraph.partition(": ")
@@ -196,7 +196,7 @@ def lines_of_unused_keys(config: PPOConfig) -> list[str]:
 
 
 def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
-    """Return key -> value in the recipe's YAML; references have the values of this run."""
+    """Return key -> value in the recipe's YAML, with references resolved for this run."""
     recipe: Recipe[Any] = ASYNC if isinstance(config, AsyncConfig) else PPO
     tree: Any = OmegaConf.load(recipe.config_dir / f"{recipe.config_name}.yaml")
     tree.pop("defaults")

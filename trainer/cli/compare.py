@@ -17,7 +17,7 @@ from verl_like.terminal import terminal_width
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables, write the page."""
+    """Print the tables, and write the page."""
     parser = argparse.ArgumentParser("verl-like compare")
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--page", default=PAGE)

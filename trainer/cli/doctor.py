@@ -41,9 +41,9 @@ LEAST_MEMORY_GB, LEAST_DISK_GB, LEAST_SHARED_GB = 3.0, 2.0, 0.5
 PIP = f"{sys.executable} -m pip install"
 GB = 2.0**30
 OLDEST_DRIVERS = {13: 580, 12: 525}
-"""CUDA's major version -> the oldest NVIDIA driver that programs built for it run with."""
+"""CUDA's major version -> the oldest NVIDIA driver that can run programs built for it."""
 PROBE_LIMIT_S = 300
-"""A probe takes 30 s on an idle machine; a busy machine needs more."""
+"""The timeout of a probe, which takes 30 s on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _requirements() -> dict[str, Requirement]:
 
 
 def _named(requirement: Requirement) -> str:
-    """Return pip's arguments; flash-attn is built against the installed torch."""
+    """Return pip's arguments to install it; flash-attn is built against the installed torch."""
     flags = "--no-build-isolation " if requirement.name == "flash-attn" else ""
     return f"{flags}'{requirement.name}{requirement.specifier}'"
 
@@ -212,7 +212,7 @@ def _torch_for(driver: int, torch: Requirement) -> str:
 
 
 def check_allocator() -> Finding:
-    """Report whether the user or each process sets the allocator of CPU processes."""
+    """Report whether CPU processes configure their allocator, or the user's environment does."""
     if chosen := settings_of_user():
         names = " ".join(setting.partition("=")[0] for setting in chosen)
         return Finding(

@@ -1,9 +1,9 @@
 """usage: verl-like eval MODEL [key=value ...]
 
 MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
-global_step_N in one. Samples of every prompt of data.val_files are scored, and mean@n, best@n and
-maj@n of each data source printed: the numbers of a validation in a run. If MODEL is a run of
-`verl-like ppo`, its prompts, rewards, sampling and seed are reused; your settings override them.
+global_step_N in one. The command samples every prompt of data.val_files, scores the samples, and
+prints mean@n, best@n and maj@n of each data source, as a run's validation does. If MODEL is a run
+of `verl-like ppo`, its prompts, rewards, sampling and seed are reused; your settings override them.
 
   data.val_files=[a.parquet,b.jsonl]
   actor_rollout_ref.rollout.val_kwargs.n=8  actor_rollout_ref.rollout.val_kwargs.do_sample=true
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
 def model_and_settings(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
     """Return the folder to load, and the settings of its run's validations.
 
-    A checkpoint without an export is exported into `scratch`; a model of the hub is downloaded.
+    A checkpoint without an export is exported into `scratch`; a model on the hub is downloaded.
     """
     path = Path(name)
     if is_on_hub(name) or (path / "config.json").is_file():

@@ -23,7 +23,7 @@ from verl_like.errors import ConfigError
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the folder, and print its source."""
+    """Write the folder, and print which model it has."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options = _parser().parse_args(arguments)
     out = Path(options.out)

@@ -26,7 +26,7 @@ RECIPE --cfg all prints every key with its meaning (RECIPE: ppo to best-of-n)
 
 from __future__ import annotations
 
-# a subcommand's imports happen once it is chosen: the help starts fast
+# a subcommand is imported only when it is chosen, so that the help is fast
 import ast
 import os
 import sys
@@ -74,7 +74,7 @@ def main() -> None:
     here = os.getcwd()
     if "" not in sys.path and here not in sys.path:
         ours = str(Path(__file__).resolve().parents[2])
-        if ours not in sys.path:  # an editable install has a finder, which comes last, instead
+        if ours not in sys.path:  # an editable install has an import hook, which is tried last
             sys.path.append(ours)
         sys.path.append(here)
     command, *arguments = sys.argv[1:] or ["--help"]

@@ -86,7 +86,7 @@ def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers:
 
 
 def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int = 1000) -> None:
-    """Train on rows of one length, 32 per step, until their loss is below `until`."""
+    """Train on rows of equal length, 32 per step, until their loss is below `until`."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -102,7 +102,7 @@ def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int 
 
 
 def fit_answers(model: Any, tokenizer: Any, prompts: Sequence[Any], answers: Sequence[str]) -> None:
-    """Train on responses of one length until about a third of the responses are right."""
+    """Train on responses of equal length until about a third of sampled responses are right."""
     import torch
 
     chats = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)

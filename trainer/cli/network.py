@@ -67,7 +67,7 @@ def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def wrong_settings(
     env: Mapping[str, str], networks: Mapping[str, str], hcas: Collection[str]
 ) -> Iterator[Wrong]:
-    """Yield settings that name nothing on this machine, or have no meaning."""
+    """Yield settings that name nothing on this machine, or are invalid."""
     usable = [name for name, address in networks.items() if address and name != LOOPBACK]
     there = ", ".join(usable or networks)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -104,7 +104,7 @@ def wrong_settings(
 
 
 def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:
-    """Return the problem if gloo would listen at a host name that is loopback or unknown."""
+    """Return the problem if gloo would listen on a host name that is loopback or unknown."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

@@ -63,7 +63,9 @@ OPTIONS = ("gpus", "per_node", *NUMBERS, "device", "lengths", *OF_PPO, *OF_ROWS)
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan."""
-    logging.getLogger("trainer.config.compose").setLevel(logging.ERROR)  # notices of dropped pools
+    logging.getLogger("trainer.config.compose").setLevel(
+        logging.ERROR
+    )  # hides notices about dropped pools
     torch.set_num_threads(1)  # models are tried out at tiny sizes, where more threads cost time
     print(plan(arguments, terminal_width()))
     gc.freeze()  # the process ends: Python's last collection would take a second
@@ -137,7 +139,7 @@ def job_of(arguments: Sequence[str]) -> Job:
 
 
 def _lengths(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> Sequence[float]:
-    """Return equally likely lengths of responses or rows, from a file or by their mean."""
+    """Return equally likely lengths of responses or rows, from a file or from their mean."""
     if "lengths" not in options:
         return spread(_mean(options, part, limit_key, most), most)
     if f"mean_{part}" in options:
@@ -154,7 +156,7 @@ def _lengths(options: Mapping[str, Any], part: str, limit_key: str, most: int) -
 
 
 def _mean(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> float:
-    """Return the mean tokens of prompts, responses or rows."""
+    """Return the mean number of tokens of prompts, responses or rows."""
     name = f"mean_{part}"
     mean: float = options.get(name, most / 2)
     if mean > most:

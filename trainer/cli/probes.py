@@ -16,7 +16,7 @@ from trainer.cli.make_tiny import make_model, make_tokenizer
 
 
 def torch() -> str:
-    """Name the GPUs, and report whether torch can connect them."""
+    """Name torch's version and the GPUs, and report whether torch has NCCL."""
     import torch
     import torch.distributed as dist
 

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check_key(host: str, token: str) -> None:
-    """Reject an open door without a key, and a key that the SDK would not send."""
+    """Reject an address that other machines reach without a key, and a key that the SDK rejects."""
     if token and not token.startswith(KEY_PREFIX):
         raise ConfigError(f"--token must begin with {KEY_PREFIX!r}: the SDK sends no other keys.")
     if host not in ON_THIS_MACHINE and not token:

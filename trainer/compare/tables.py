@@ -176,13 +176,13 @@ def results(runs: Sequence[ComparedRun]) -> Rows:
 
 
 def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return the metrics in the report of any of the runs, and the time of a step."""
+    """Return the metrics that any run's report shows, and the time of a step."""
     names: dict[str, None] = {}
     for run in runs:
         known = metric_names(run.data.metrics)
         for panel in [*panels_of(run.data.metrics), Panel("", "", ("timing_s/step",))]:
             names |= dict.fromkeys(panel.names_among(known))
-    # the KL of a policy to itself is never set
+    # a KL that is always 0 compares a policy with itself
     values = {name: [v for run in runs for v in run.data.series(name)[1]] for name in names}
     return [name for name in names if name not in KL_NAMES or any(values[name])]
 
@@ -196,7 +196,7 @@ def ends_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:
 
 
 def bests_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:
-    """Return the best value of each run that has the metric; [] if neither direction is better."""
+    """Return the best value of each run that has the metric; [] if no direction is better."""
     if any(fnmatchcase(metric, pattern) for pattern in LOWER_IS_BETTER):
         return list(map(min, _finite_values(runs, metric)))
     if any(fnmatchcase(metric, pattern) for pattern in HIGHER_IS_BETTER):
@@ -218,7 +218,7 @@ def mean_and_deviation(numbers: Sequence[float]) -> str:
 
 
 def phases(runs: Sequence[ComparedRun]) -> Rows:
-    """Return the seconds per step of each phase, and its share."""
+    """Return the seconds per step of each phase, and its fraction of the step."""
     shares: list[Mapping[str, str]] = []
     for run in runs:
         times = phase_shares(run.data.metrics, run.data.stages)
@@ -276,7 +276,7 @@ def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
-    """Return one metric of the runs on one axis, as SVG; as many runs as there are colors."""
+    """Return one metric of the runs on one axis, as SVG; there are only so many colors for runs."""
     lines: list[dict[str, float]] = []
     shown = [run for run in runs if run.data.series(metric)[0]][: len(COLORS)]
     for run in shown:

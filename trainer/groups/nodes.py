@@ -31,7 +31,7 @@ def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
 
 
 def _device_of_nodes(config: RunConfig) -> str:
-    """Return the devices to look for on nodes, by `trainer.device` and the pools' devices."""
+    """Return the device type to look for on nodes: cuda if a pool needs it, else auto, else cpu."""
     devices = {need.device for need in needs_of_pools(config).values()} or {config.trainer.device}
     return next(device for device in ("cuda", "auto", "cpu") if device in devices)
 

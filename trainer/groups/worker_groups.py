@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class PoolStarter:
-    """Starts pools of a plan; on Ray it reserves their places until they are released."""
+    """Starts the pools of a plan; on Ray, it reserves their places until you release them."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
         """Raise if this backend cannot run one of the pools."""
@@ -227,8 +227,8 @@ class WorkerGroups:
             self.may_be_replaced(self._replaceable)
 
     def _leave_lost_nodes(self, pool: str) -> bool:
-        """Plan a pool that has lost a node on other nodes; return whether the plan has changed."""
-        with self._planning:  # so that a second pool that moves sees the new nodes of the first
+        """Plan a pool that lost a node on other nodes; return whether the plan changed."""
+        with self._planning:  # so that another pool that moves sees these new nodes
             before = self.placement
             self.placement = without_lost_nodes(self.config, before, pool)
         if self.placement.pools[pool] == before.pools[pool]:
@@ -254,7 +254,7 @@ class WorkerGroups:
         return taken
 
     def may_be_replaced(self, roles: frozenset[str]) -> None:
-        """Postpone replacing a lost pool that has only these roles while other pools work."""
+        """Replace a lost pool that has only these roles at its next use; until then, only warn."""
         self._replaceable = roles
         for pools in self.pools_by_processes():
             can = all(roles.issuperset(self._roles(pool)) for pool in pools)
