@@ -1,1 +1,1 @@
-"""The configuration of a run, whatever its recipe: schema, composing, placement presets, checks."""
+"""The configuration of a run of any recipe: schema, composition, placement presets, checks."""

@@ -88,7 +88,7 @@ def load_config(
 ) -> C:
     """Return a run's configuration from `key=value` strings, as on the command line, or a dict.
 
-    Names in a dict are dotted, or dicts within dicts. `defaults` are settings of lower priority,
+    A dict may have dotted names, or dicts within dicts. `defaults` are settings of lower priority,
     which get no notice if this run does not read them.
     """
     if isinstance(settings, Mapping):

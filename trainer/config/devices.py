@@ -33,7 +33,7 @@ GIB_OF_GPUS = {
     "B200": 178,
     "MI300X": 191,
 }
-"""Usable memory of a GPU under its driver, in whole GiB."""
+"""GPU -> the memory that its driver lets programs use, in whole GiB."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,11 @@ def check_offload(
 ) -> None:
     """Reject offloading on CPUs, whose only memory is the host's.
 
-    `sections`: the section of each strategy -> (strategy, section of the `fsdp_config`, its value).
+    `sections`: section with a strategy -> (the strategy, the section with its `fsdp_config`, the
+    value of `fsdp_config`).
     """
     if devices_of(trainer).type != "cpu" or trainer.nnodes > 1:
-        return  # the driver's machine may differ from those of a cluster
+        return  # other machines of a cluster may have GPUs
     for section, (strategy, name, fsdp) in sections.items():
         keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]
         wanted = [f"{name}.fsdp_config.{key}=true" for key in keys]

@@ -1,4 +1,4 @@
-"""A configuration as dotted keys with values, as one hash, and as YAML."""
+"""Convert a configuration to dotted keys with values, to a hash, and to YAML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES_OF_A_RUN = frozenset(
 
 
 MOST_VALUES = 100_000
-"""The most values of a YAML file with expanded aliases: ten lines can expand to billions."""
+"""The most values that a YAML file may have after its aliases are expanded, perhaps to billions."""
 
 
 def reject_many_aliases(file: Path) -> None:

@@ -22,7 +22,7 @@ from trainer.config.recipe import Recipe
 from verl_like.errors import nearest
 
 OTHER_TYPE = re.compile("Value .* could not be converted to|Value .* is not a valid bool")
-"""OmegaConf's message for a value that its type does not fit."""
+"""Pattern of OmegaConf's message for a value of the wrong type."""
 
 
 def wrong_file(err: HydraException, files: Sequence[str]) -> str:

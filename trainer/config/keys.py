@@ -215,7 +215,7 @@ def leaves_of(config: Any) -> Iterator[tuple[Key, Any]]:
 
 
 def leaves_of_items(config: Any) -> Iterator[tuple[Key, Any]]:
-    """Like `leaves_of`, for the sections in values: yields keys such as `reward.list[0].name`."""
+    """Like `leaves_of`, but for sections in values: yield keys such as `reward.list[0].name`."""
     for key, section in leaves_of(config):
         value, items = getattr(section, key.leaf), dict[str, Any]()
         if key.rules.options is not None and value:
@@ -242,7 +242,7 @@ class Arguments:
 
     @classmethod
     def of(cls, key: Key, section: Any) -> Arguments:
-        """Return the arguments for the key of this section, an object or its dataclass."""
+        """Return the arguments at `key`; `section` is the object or dataclass of its section."""
         schema = section if isinstance(section, type) else type(section)
         siblings = {field.name: field for field in dataclasses.fields(schema)}
         registry = registry_of(rules_of(siblings[key.rules.arguments_of]).registry)
@@ -271,7 +271,7 @@ def known_arguments(schema: type) -> list[Key]:
 
 
 def may_change_on_resume(schema: type, name: str) -> bool:
-    """Return whether a resumed run may change the key, by itself or a section around it."""
+    """Return whether a resumed run may change the key, or a whole section around it."""
     return any(key.rules.may_change_on_resume for key in path_to(schema, name))
 
 

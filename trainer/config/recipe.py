@@ -45,9 +45,9 @@ class Recipe(Generic[C]):
     inactive_roles: Callable[[Any], Mapping[str, str]] = lambda config: {}
     """Roles of the recipe that a configuration does not need -> why."""
     extra_roles: Callable[[Any], Mapping[str, tuple[str, str]]] = lambda config: {}
-    """Further roles of a configuration -> dotted path of the class, and another role.
+    """Further roles of a configuration -> (dotted path of the class, another role).
 
-    They share the pool of that role unless they are mapped.
+    A further role shares the other role's pool unless `role_mapping` has it.
     """
     complete: Callable[[C, Collection[str]], tuple[C, Sequence[str]]] = lambda config, keys: (
         config,
@@ -82,7 +82,8 @@ class Recipe(Generic[C]):
         return sorted({"placement", *(path.parent.name for path in files)})
 
     def preset_names(self, group: str) -> list[str]:
-        """Return the presets of a group: its folder's files and, for `placement`, the mapping's.
+        """Return the presets of a group: its folder's files and, for `placement`, the
+        names in `placements`.
 
         It is empty if there is no such group.
         """

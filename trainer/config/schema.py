@@ -191,7 +191,7 @@ DELAYS = When(
 
 @dataclass(kw_only=True)
 class FaultsConfig(Section):
-    """Chances of faults per step."""
+    """Probabilities of injected faults per step."""
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
     """Probability per step of killing a random worker."""
@@ -276,5 +276,5 @@ class RunConfig(Section):
         return self
 
     def kind_of(self, role: str) -> str:
-        """Return the role that this role copies, if a recipe has several roles of a kind."""
+        """Return the role that this role is a copy of, or the role itself."""
         return role

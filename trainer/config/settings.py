@@ -1,4 +1,4 @@
-"""Settings, `key=value` as on the command line: parsed by Hydra, and written from keywords.
+"""Parse `key=value` settings with Hydra, and write keywords as such settings.
 
 Example:
 
@@ -116,7 +116,7 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def as_text(value: Any, key: str) -> str:
-    """Return a value as the parser reads it; raise if the command line cannot express it."""
+    """Return a value in the parser's syntax; raise if the command line cannot express it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

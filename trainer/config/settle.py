@@ -30,7 +30,7 @@ from verl_like.registry import load_object
 from workers.config.rollout import RolloutConfig
 
 SEQUENCES_ON_GPUS, BUCKET_MB_ON_GPUS = 1024, 512.0
-"""Defaults on GPUs of vLLM's `max_num_seqs` and of the size of weight buckets."""
+"""Defaults on GPUs: vLLM's `max_num_seqs`, and the size of weight buckets."""
 
 
 def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
@@ -61,7 +61,7 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
 
 
 def _without(config: C, keys: Collection[str]) -> C:
-    """Return the configuration with the defaults of these keys, and without these arguments."""
+    """Reset these keys to their defaults; remove those that are arguments of a registered entry."""
     schema, default = type(config), type(config)()
     for name in keys:
         for key in path_to(schema, name)[-1:]:
@@ -95,7 +95,7 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
 
 C = TypeVar("C", bound=RunConfig)
 BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
-"""Trained: float32 with gradient and two moments. Frozen: bfloat16."""
+"""Trained: a float32 weight with its gradient and two moments. Frozen: a bfloat16 weight."""
 
 
 def roles_of(recipe: Recipe[Any]) -> list[str]:
@@ -211,7 +211,7 @@ def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, li
 
 
 def _weight_bytes(config: RunConfig) -> dict[str, int]:
-    """Return pool of a preset -> bytes per weight of its models, active in this run or not.
+    """Return preset pool -> bytes per weight: more if one of its models, active or not, is trained.
 
     A user's class counts as a trained model.
     """
@@ -227,7 +227,7 @@ def _weight_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
-    """Distribute devices: one each, and every further one to the smallest by weight."""
+    """Divide devices by weight: one each, then one at a time to the smallest for its weight."""
     shares = [1] * len(weights)
     for _ in range(total - len(shares)):
         shares[min(range(len(shares)), key=lambda i: shares[i] / weights[i])] += 1
@@ -235,7 +235,7 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def _left_on_nodes(config: RunConfig, user_pools: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return the devices of every node that the user's pools leave, placed first-fit."""
+    """Return the free devices of every node after the user's pools are placed first-fit."""
     left = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
     for pool, per_node in user_pools.items():
         taken: list[int] = []
@@ -251,7 +251,7 @@ def _left_on_nodes(config: RunConfig, user_pools: Mapping[str, Sequence[int]]) -
 
 
 def _devices_of(config: RunConfig, pool: str, count: int) -> int:
-    """Return the devices that `count` processes take: no GPU if the pool is kept off them."""
+    """Return the devices that `count` processes take: 0 if the pool is kept off the GPUs."""
     resources = config.pool_resources.get(pool)
     if resources is None or config.trainer.device == "cpu":
         return count

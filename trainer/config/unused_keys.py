@@ -43,7 +43,7 @@ def notice_of(names: Collection[str], reason: str) -> str:
 
 
 def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
-    """Yield notices of keys such as `reward.list[0].retries` in what the user set."""
+    """Yield notices of unused keys that the user set in items, such as `reward.list[0].retries`."""
     sections = {name.partition(".")[0] for name in keys}
     for key, section in leaves_of_items(config):
         if key.name.partition(".")[0].partition("[")[0] in sections:
@@ -57,7 +57,7 @@ def unused_reason(config: RunConfig, name: str) -> str | None:
     """Return why the run does not read the key `name`, or None if it does."""
     for key in path_to(type(config), name):
         if key.is_section and key.name == name:
-            continue  # `critic={}` sets no key
+            continue  # such as `critic={}`, which sets no key
         reason = _missing(key, read(config, key.section), config)
         if reason is not None:
             return reason

@@ -99,6 +99,6 @@ def _root_of(module: str, importer: Path) -> Path | None:
         return None
     try:
         place = place_of(module)
-    except (ImportError, ValueError):  # as above
+    except (ImportError, ValueError):  # loading it reports the error
         return None
     return place.parent if place else importer.parent

@@ -16,7 +16,7 @@ Anything else in braces is a Python expression over the values of flags; a flag 
 given has its `default` or None. A name may contain `*`. A row may also have:
 
     new         a later spelling
-    default     their value without the flag, which is then set here
+    default     their default, which is set here if the flag is missing
     needs       an expression: the flag is ignored unless it is true
     at          values at which the flag changes nothing
     otherwise   why values that are not in `values` are rejected
@@ -30,7 +30,7 @@ rows, in their order, each only if the expression `when` is true. A rule may hav
     let         name -> expression, for this rule and all later ones
     set         settings, as in a row
     of          flags that become these settings if they are given
-    described   what becomes these settings, if it is not a flag
+    described   the source of these settings, if it is not a flag
     theirs      their default: the settings also apply if none of the flags is given
     row         a flag that its row translates at this point
     drop        keys that this rule handles; a name may contain `*`
@@ -213,7 +213,7 @@ class GivenFlags:
         return values[0] if len(values) == 1 else as_text(values)
 
     def figure(self, name: str) -> Any:
-        """Return the flag's value for an expression: a number, a truth value, a text or None."""
+        """Return the flag's value for an expression: a number, a bool, a text or None."""
         if name in self._figures:
             return self._figures[name]
         text = self.value(name)

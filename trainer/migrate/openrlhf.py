@@ -63,7 +63,7 @@ def translate(command: Command) -> Translation | None:
 
 
 def _rewards(flags: GivenFlags) -> None:
-    """Translate servers, a function in a file, or models; several become `reward.list`."""
+    """Translate reward servers, functions or models; several become `reward.list`."""
     urls, models = flags.value("remote_rm_url"), flags.value("reward_pretrain")
     if urls.endswith(".py"):
         settings = {"reward.function.path": urls, "reward.function.name": "compute_score"}

@@ -27,7 +27,7 @@ from workers.losses.registry import get_policy_loss
 
 ACTOR = "actor_rollout_ref.actor."
 NUMBERS = (0.0, 0.1, 0.2, 1.0, 1.05, 1.2, 3.0, 1e9)
-"""Defaults of the frameworks, which a key may have had."""
+"""Defaults in the frameworks, tried as values of keys."""
 KEYS: Mapping[str, tuple[Any, ...]] = {
     "loss_agg_mode": tuple(AGGREGATIONS),
     **dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), NUMBERS),
@@ -44,17 +44,17 @@ REASONS: Mapping[str, Callable[[Batch], bool]] = {
         (k3(batch["log_prob"] - batch["ref_log_prob"]) >= 10)[batch["response_mask"] > 0].any()
     ),
 }
-"""Why functions may differ whatever the keys are -> whether that holds for a batch."""
+"""A reason why functions may differ for any keys -> whether it applies to a batch."""
 
 
 def prove(system: str, done: Translation) -> str:
-    """Describe on how many batches both are equal, or which key makes them differ."""
+    """Describe on how many batches both functions are equal, or which key makes them differ."""
     if system not in foreign.VERSIONS:
         return f"Proof: {system} has no functions that can be called by themselves"
     config: Any = composed(done)
     given = {key: yaml.safe_load(text) for key, text in done.given.items()}
     fields = {k.removeprefix(ACTOR).removeprefix("policy_loss."): v for k, v in given.items()}
-    fields.pop("max_completion_length", None)  # a constant factor, which has another value here
+    fields.pop("max_completion_length", None)  # a constant factor, with another value here
     make, default = OURS.get(done.program, (_policy, "vanilla" if system == "verl" else "dapo"))
     section = config.actor_rollout_ref.actor if make is _policy else config
     default = "kto" if getattr(config, "loss", "") == "kto" else default
@@ -103,7 +103,7 @@ def _reward(config: Any) -> Subject:
 
 
 OURS = {"sft": (_sft, "sft"), "reward-model": (_reward, "reward"), "dpo": (_preference, "dpo")}
-"""Our command, apart from those with a policy loss -> its function, and the name of TRL's."""
+"""Our command without a policy loss -> our loss, and the name of TRL's."""
 
 
 def _compared(
@@ -128,7 +128,7 @@ def _compared(
 
 
 def _compare(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, str, bool]:
-    """Describe on how many batches two functions are equal; also return whether no key helps."""
+    """Return the number of equal batches, a text, and whether all differences are explained."""
     theirs = foreign.subject_of(name, ours.kind, **fields)
 
     def as_theirs(subject: Subject, batch: Batch) -> Pairs:

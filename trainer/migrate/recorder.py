@@ -150,7 +150,7 @@ rev sed seq sort stat tail tee test touch tr true uname uniq wc which whoami xar
 PROGRAMS = """
 python python3 torchrun deepspeed accelerate trl vllm colossalai pip huggingface-cli hf openrlhf
 """.split()
-"""Programs that are recorded, also after `exec`, where bash looks for no function."""
+"""Programs that are recorded, also after `exec`, which ignores functions of bash."""
 LAUNCHERS = """
 apptainer conda docker enroot mpirun ncu nice nohup nsys numactl parallel pdm poetry ray salloc
 sbatch setsid singularity srun stdbuf sudo timeout uv
@@ -170,17 +170,17 @@ class Script:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that the script has run."""
+    """A command that the script ran."""
 
     words: list[str]
     folder: str = "."
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The variables that the script has set for it."""
+    """The variables that the script set for it."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The commands that the script has run, how it ended, and its output."""
+    """The commands that the script ran, how it ended, and its output."""
 
     commands: list[Command]
     ending: str

@@ -141,7 +141,7 @@ def migrate(
 
 
 def _add_context(done: Translation, command: Command, recording: Recording) -> None:
-    """Add what the script says besides the command: variables, environment, and its problems."""
+    """Add the command's context in the script: variables, environment, and problems."""
     done.variables = [*done.variables, *recording.variables]
     done.source = command.words
     for name, value in sorted(command.environment.items()):

@@ -21,11 +21,11 @@ class Translation:
     program: str = "ppo"
     """This project's command."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Prefix of a key as the rules write it -> its prefix in the recipe of this command."""
+    """Prefix of a key in the rules -> its prefix in the recipe of this command."""
     settings: dict[str, str] = field(default_factory=dict)
     """Key -> value as on the command line."""
     defaults: dict[str, str] = field(default_factory=dict)
-    """Key -> their default, which differs from ours and is therefore set by the command."""
+    """Key -> the other framework's default, which the command sets because ours differs."""
     renamed: list[str] = field(default_factory=list)
     """Flag -> its name here."""
     joined: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Translation:
     notices: list[str] = field(default_factory=list)
     """Notes on how the script ran."""
     variables: Collection[str] = ()
-    """Shell variables that stay variables in the command; any other `$` is a character."""
+    """Shell variables that stay variables in the command; any other `$` is literal."""
     given: Mapping[str, str] = field(default_factory=dict)
     """The command's own flags or keys, with their values."""
     source: Sequence[str] = ()
@@ -138,7 +138,7 @@ def as_setting(text: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as an override writes it."""
+    """Return a value in the syntax of an override."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(as_text, value))}]"
     return str(value)

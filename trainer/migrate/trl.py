@@ -118,7 +118,7 @@ def _translated(program: str, flags: Flags) -> Translation:
     done = Translation(PROGRAMS[program], places=PLACES if is_grpo else {})
     table = Table("trl", "all", "grpo") if is_grpo else Table("trl", "all", "rows", program)
     for name in [name for name in flags if name.startswith("no_")]:
-        if table.find(name.removeprefix("no_")):  # their parser's form of a switch that is off
+        if table.find(name.removeprefix("no_")):  # how TRL's parser spells a switch that is off
             flags = {key: value for key, value in flags.items() if key != name}
             flags[name.removeprefix("no_")] = ["False"]
     done.given = {

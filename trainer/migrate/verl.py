@@ -4,7 +4,7 @@
 
 `trainer.ppo.verl`, which `verl-like ppo` uses as well, translates PPO keys; `verl_sft.yaml`
 translates SFT keys. `verl.yaml` has the rules that take several keys together, and verl's defaults.
-A command that would be another experiment without a key is rejected.
+A command is rejected if leaving out one of its keys would change the experiment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BY_KEYS = ("*main_ppo", "*main_ppo_split", "*main_dapo", "*main_entropy", ONE_ST
 OTHERS = ("verl.*main_*", "recipe.*main_*")
 """Drivers with their own code."""
 SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
-"""A setting that may hold variables of the shell, which no parser of settings reads."""
+"""A setting that may contain shell variables, which Hydra's parser rejects."""
 WITH_IMAGES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vision|llava|omni|internvl)(?![a-z])")
 """Names of models that read images."""
 MODULES = {
@@ -103,7 +103,7 @@ def _fits(name: str, *patterns: str) -> bool:
 
 
 def is_setting(word: str) -> bool:
-    """Return whether it is a setting, not a program."""
+    """Return whether the word is a setting, not a program."""
     return "." in word.partition("=")[0] and SETTING.fullmatch(word) is not None
 
 

@@ -20,7 +20,7 @@ from trainer.planner.simulate import Phases, Setup, bottleneck, setup_of, simula
 from verl_like.errors import ConfigError
 
 NUM_STEPS = 30
-"""Steps of a simulation: enough to make the first steps, without overlap, negligible."""
+"""Steps of a simulation: so many that the first steps, which have no overlap, do not matter."""
 NUMS_OF_GENERATORS = (1, 2, 4, 8)
 
 
@@ -108,7 +108,7 @@ class AsyncJob(PPOJob):
     def _placed(
         self, trainer: PoolLayout, generator: PoolLayout, num_generators: int
     ) -> AsyncPlacement:
-        """Return the placement with the phases of a step, in chunks of the generators."""
+        """Return the placement, with its step simulated chunk by chunk."""
         async_training = replace(
             self.config.async_training, generators=num_generators, trainers=trainer.gpus
         )

@@ -6,8 +6,8 @@
 A pass takes two operations per token for every weight that multiplies it, and the operations of
 attention. Gradients take twice as many, and recomputation adds another forward pass. FSDP gathers
 weights during the computation. A step of decoding reads all weights, and the keys and values of the
-unfinished rows. Nothing here is measured: GPUs are assumed to reach fixed shares of the rates in
-their data sheets.
+unfinished rows. Nothing here is measured: GPUs are assumed to reach fixed fractions of the
+rates in their data sheets.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def device_of(name: str, numbers: dict[str, Any]) -> Device:
 
 
 FLOPS_REACHED = 0.5
-"""Share of the peak operations that passes reach, from prime-rl's updates of Qwen3-4B on H100s."""
+"""Fraction of the peak FLOPs that passes reach, from prime-rl's updates of Qwen3-4B on H100s."""
 BYTES_REACHED = 0.7
-"""Share of the peak bandwidth of memory and links that a call reaches."""
+"""Fraction of the peak bandwidth of memory and links that a call reaches."""
 CALL_S = 0.2
 """Overhead of each call in seconds, in addition to its passes."""
 DECODE_LAYER_S = 60e-6
@@ -106,7 +106,7 @@ PCIE = 32e9
 BYTES = 2
 """Bytes of a number in bfloat16, which passes compute in."""
 POINTS = 32
-"""Number of lengths that represent all lengths."""
+"""Number of lengths that represent the distribution of lengths."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ModelCost:
     in_experts: float = 0.0
     """Weights of routed experts."""
     expert_share: float = 1.0
-    """Share of the routed experts that each token is sent to."""
+    """Fraction of the routed experts that each token is sent to."""
     choices: int = 0
     """Number of experts per layer that each token is sent to."""
 

@@ -41,11 +41,11 @@ from workers.training.parts import check_axes
 SIZES = (2, 4, 8)
 """Sizes of a parallel axis that are tried."""
 WORTH_A_KEY = 0.01
-"""Seconds per step that a changed key must save."""
+"""Seconds per step that a key must save to be worth changing."""
 PLACING = ("placement", "resource_pool_spec", "role_mapping")
 """Keys that place roles, which the plan sets."""
 LONG = 8192
-"""From this row length on, ranks also share rows if there are enough rows for all ranks."""
+"""Above this row length, splitting rows over ranks is tried even if every rank has rows."""
 Keys = dict[str, Any]
 """Dotted keys and their values."""
 
@@ -76,7 +76,7 @@ class Job(ABC):
 
     @abstractmethod
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """Return (stage, method) for every call of the role in a step."""
+        """Return (stage, method) of every call of the role in a step."""
 
     @abstractmethod
     def rows(self, role: str) -> StepRows:
@@ -92,7 +92,7 @@ class Job(ABC):
 
     @abstractmethod
     def smaller_passes(self, role: str) -> list[Keys]:
-        """Return keys of smaller passes to try for a trained model."""
+        """Return keys that make the passes of a trained model smaller, to try."""
 
     @abstractmethod
     def role_memory(self, config: Any, role: str, model: RoleModelSpec) -> RoleMemory:

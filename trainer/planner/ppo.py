@@ -24,7 +24,7 @@ from workers.memory import RoleMemory, RoleModelSpec, hf_config_of, rollout_memo
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_SIZES = (1, 2, 4, 8)
 UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
-"""Shares of a GPU's memory to try for an engine."""
+"""Fractions of a GPU's memory to try for an engine."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,7 +106,7 @@ class PPOJob(Job):
         return model.tokens or tokens_per_pass(config)
 
     def smaller_passes(self, role: str) -> list[Keys]:
-        """Return keys of smaller passes to try for a trained model."""
+        """Return keys that make the passes of a trained model smaller, to try."""
         if not self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             return []
         section = "critic" if role == "critic" else "actor_rollout_ref.actor"
@@ -129,7 +129,7 @@ class PPOJob(Job):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return all layouts of a model, or of engines, on so many GPUs."""
+        """Return all layouts of a model, or of engines, on this number of GPUs."""
         if self.config.kind_of(role) == "rollout":
             gpus = Gpus(self.device, num_gpus, self.per_node)
             return list(self.engines(role, gpus, self.rows(role)))
@@ -149,7 +149,7 @@ class PPOJob(Job):
         return (0.0, 0.0, 0.0, apart - together)
 
     def engines(self, role: str, gpus: Gpus, rows: StepRows) -> Iterator[Layout]:
-        """Yield layouts of engines for these rows, by GPUs per engine and share of memory."""
+        """Yield layouts of engines for these rows, by GPUs per engine and fraction of memory."""
         policy = self.config.of_role(role).actor_rollout_ref
         rollout = policy.rollout
         tp_key, share_key = (

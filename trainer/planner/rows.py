@@ -72,7 +72,7 @@ class RowsJob(Job):
         return config.data.micro_batch_size_per_gpu * self.num_sides * self.longest()
 
     def smaller_passes(self, role: str) -> list[Keys]:
-        """Return keys of smaller passes to try for a trained model."""
+        """Return keys that make the passes of a trained model smaller, to try."""
         data = self.config.data
         if not data.use_dynamic_bsz:
             items = data.micro_batch_size_per_gpu

@@ -134,7 +134,7 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[Layout, ...] | None:
     """Choose a layout for every role so that a GPU has room for all; None if this is impossible.
 
-    Every role starts with its fastest layout. While bytes are missing, the layout changes that
+    Every role starts with its fastest layout. Until they fit, change the one layout that
     saves the most bytes per second lost.
     """
 
@@ -175,8 +175,8 @@ def allocate(
 ) -> PlannedPlacement | None:
     """Return the fastest pools for these groups, with GPUs in proportion to their work.
 
-    A pool gets half to four times its share of the GPUs, or otherwise the fewest GPUs with enough
-    room. Return None if nothing fits.
+    A pool gets half to four times its share of the GPUs. If it fits on none of these numbers, it
+    gets the fewest GPUs that it fits on. Return None if nothing fits.
     """
     rooms = [[pool for n in sizes if (pool := lay_out(group, n))] for group in groups]
     if not all(rooms):

@@ -2,7 +2,7 @@
 
     simulate(Phases([60.0], [5.0], [30.0]), Setup(num_generators=2, max_staleness=1)).seconds
 
-The input is the seconds of each phase, as configured or measured in a run, and the pacing of a
+The input is the seconds of each phase, as configured or measured in a run, and the pacing of an
 asynchronous run. The simulation uses no thread and no device.
 
 - A batch is `chunks` chunks of equal size, each by one generator. Between two chunks a generator
@@ -30,7 +30,7 @@ from trainer.report.read import read_run
 from verl_like.errors import ConfigError
 
 STEPS = 200
-"""Number of steps: enough that the first, which has no overlap, is negligible."""
+"""Number of steps: so many that the first, which has no overlap, does not matter."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Setup:
     immediate_weights: bool = False
     """True if a generator takes new weights during a call, False if only between calls."""
     fixed_fraction: float = 0.0
-    """Share of generation time that fewer rows do not shorten, because of the longest response."""
+    """Fraction of generation time that fewer rows do not cut, because of the longest response."""
     generators_by_rank: tuple[tuple[int, ...], ...] = ()
     """The generators of each trainer rank, if ranks have separate generators; otherwise ()."""
 
@@ -94,30 +94,30 @@ class Prediction:
     seconds: float
     """Wall time per step."""
     shares: dict[str, dict[str, float]]
-    """Share of the wall time in which each role is busy, waiting, syncing."""
+    """Role -> the fractions of the wall time in which it is busy, waiting, and syncing."""
     staleness: Counter[int]
-    """Number of chunks by versions between generation and update."""
+    """Versions between generation and update -> number of chunks."""
 
     def share(self, role: str, state: str) -> float:
-        """Return the mean over roles whose names begin with `role`."""
+        """Return the mean fraction of time in `state` over roles whose names begin with `role`."""
         shares = [states[state] for name, states in self.shares.items() if name.startswith(role)]
         return sum(shares) / len(shares)
 
 
 class _Generator:
-    """A simulated generator, and its time so far."""
+    """A simulated generator, and its total times so far."""
 
     version = 0
     free_at = busy = syncing = 0.0
 
     def take(self, version: int, now: float, sync: Sequence[float]) -> float:
-        """Begin to take these weights now, and return the time when the generator has them."""
+        """Begin to load these weights now, and return the time when they are loaded."""
         seconds = sync[version % len(sync)]
         self.version, self.syncing = version, self.syncing + seconds
         return now + seconds
 
     def begin(self, allowed: float, published: Sequence[float], sync: Sequence[float]) -> float:
-        """Return the time when it starts a chunk that may start at `allowed`.
+        """Return the time when the generator starts a chunk that may start at `allowed`.
 
         The generator takes every version as soon as it is idle and the version is published.
         """
@@ -185,8 +185,8 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 def bottleneck(phases: Phases, setup: Setup) -> str:
     """Return the main limit of the run: `generators`, `trainer`, `weights` or `staleness bound`.
 
-    To find it, each part is made a fifth faster, or the bound one version wider, and simulated
-    again.
+    To find it, the run is simulated again with each part a fifth faster, or with the bound one
+    version higher.
     """
     faster = {
         "trainer": (phases.times(train=0.8), setup),

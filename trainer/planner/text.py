@@ -23,7 +23,7 @@ ASSUMED = (
 
 
 def plan_text(job: Job, max_columns: int | None = None) -> str:
-    """Search, and return the plan."""
+    """Search the placements, and return the plan as text."""
     placements = job.best(job.num_gpus)
     if not placements:
         raise fits_nowhere(job)

@@ -274,7 +274,7 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
 
 
 def one_stage(trainer: PPOTrainer, request: ReplayRequest) -> Metrics:
-    """Run the stage on the batch that the run saved, or on the result of the earlier stages."""
+    """Run the stage on the batch that the run saved, or on the output of the earlier stages."""
     batch = stage_input(trainer, request)
     stage = getattr(trainer, request.stage)
     if request.breaks:

@@ -79,7 +79,7 @@ class SavedRun:
     def start_of(self, step: int, may_begin: bool) -> Path | None:
         """Return the newest checkpoint before a step; None means the run's beginning.
 
-        Step 1 starts at the beginning; later steps do only if it `may_begin` there.
+        Step 1 is replayed from the beginning; a later step is only if it `may_begin` there.
         """
         steps = committed(self.folder)
         earlier = [number for number in steps if number < step]
@@ -87,7 +87,7 @@ class SavedRun:
             start = self.folder / f"global_step_{earlier[-1]}"
             here = installed_versions().get(PACKAGE)
             wrote = read_marker(start)["versions"].get(PACKAGE, here)
-            if wrote != here:  # a checkpoint warns of other packages itself
+            if wrote != here:  # loading warns of other packages
                 raise CheckpointError(
                     f"{start} was written by {PACKAGE} {wrote}, and {here} is installed: its steps "
                     f"may differ. Install {PACKAGE}=={wrote} to replay them."

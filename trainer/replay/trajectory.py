@@ -123,7 +123,7 @@ def _kept_steps(folder: Path) -> Iterator[str]:
 
 
 def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
-    """Sample the wanted rows of the step's prompts, instead of the step."""
+    """Sample the wanted rows of the step's prompts, instead of running the step."""
     recorded, config = wanted.recorded, trainer.config
     uid = recorded.non_tensor_batch["uid"][0]
     max_attempts = config.algorithm.filter_groups.max_num_gen_batches

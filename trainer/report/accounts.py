@@ -32,7 +32,7 @@ def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
 
 
 def count_sampled_tokens(lines: Iterable[Mapping[str, float]]) -> int:
-    """Return the tokens that the rollout sampled in these steps, as counted there."""
+    """Return the tokens that the rollout sampled in these steps, by its own count."""
     return sum(int(line.get(SAMPLED, 0)) for line in lines)
 
 
@@ -56,7 +56,7 @@ ACCOUNT = {
     "dropped": "dropped",
     "in_flight": "in flight",
 }
-"""Fields of the account of a generator's samples -> their headings in the table."""
+"""Fields of a generator's sample counts -> their headings in the table."""
 MOST_GENERATORS = 16
 """The most rows for generators."""
 PREFIX = "async/"
@@ -168,7 +168,7 @@ def describe_restarts(folder: Path) -> list[str]:
 
 
 def describe_lost_steps(num_steps: int) -> str:
-    """Describe how many finished steps a restart has lost."""
+    """Describe how many finished steps a restart lost."""
     if num_steps == 0:
         return "no finished step is lost"
     return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"

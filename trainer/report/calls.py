@@ -13,7 +13,7 @@ from verl_like.files import parse_json
 AFTER_STEP = ("testing", "save_checkpoint")
 """Phases outside a step's stages, which `timing_s/step` does not include."""
 LONGEST_PAUSE = 0.2
-"""The longest pause between two steps that is drawn, as a share of a step's mean length."""
+"""The longest pause drawn between two steps, as a fraction of a step's mean duration."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TracedCall:
     end: float
     step: int
     stage: str = ""
-    """The stage of the step, as the trainer's clock names it; "" in traces without stages."""
+    """The stage of the step that the call belongs to; "" in traces without stages."""
     about: str = ""
     """Further information as text."""
 
@@ -112,7 +112,7 @@ def _span(calls: Sequence[TracedCall]) -> tuple[float, float]:
 def pools_at_work(calls: Sequence[TracedCall]) -> list[tuple[float, float, int]]:
     """Return (start, end, number of busy pools) for every interval from the first call to the last.
 
-    An interval lasts while the number stays the same, so there are few, however many ranks work.
+    An interval lasts while the number stays the same, so there are few even for many ranks.
     """
     starts = [(call.start, 1, call.pool) for call in calls]
     ends = [(call.end, -1, call.pool) for call in calls]
@@ -131,7 +131,7 @@ def pools_at_work(calls: Sequence[TracedCall]) -> list[tuple[float, float, int]]
 
 
 def overlap_share(calls: Sequence[TracedCall]) -> float:
-    """Return the share of the busy time in which two or more pools were busy."""
+    """Return the fraction of the busy time in which two or more pools were busy."""
     stretches = pools_at_work(calls)
     working = sum(end - start for start, end, number in stretches if number)
     overlapping = sum(end - start for start, end, number in stretches if number > 1)

@@ -103,7 +103,7 @@ def styled(draw: Callable[P, str]) -> Callable[P, str]:
 
 @styled
 def curves(metrics: MetricLines, panel: Panel) -> str:
-    """A panel as SVG; empty when the run has none of its metrics."""
+    """Return a panel as SVG, or "" if the run has none of its metrics."""
     known = metric_names(metrics)
     names = panel.names_among(known)
     if panel.leaves_out_zero:
@@ -177,7 +177,10 @@ def bars(
 ) -> str:
     """Return bars in rows from top to bottom, as SVG.
 
-    `rows` are positions and names, `legend` names and colors; `lines` separate rows, `cuts` times.
+    - `rows`: position -> name.
+    - `legend`: name -> color.
+    - `lines`: positions of lines between rows.
+    - `cuts`: times of dotted vertical lines.
     """
     figure = new_figure(9.5, height)
     axes = figure.add_subplot()
@@ -245,7 +248,7 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
 
 
 def shares(rows: Sequence[tuple[str, float, float]]) -> str:
-    """Return phase shares as one bar of 100 per cent."""
+    """Return the phases' percentages of a step as one bar of 100 %."""
     left, drawn, legend = 0.0, [], {}
     for (name, _, share), color in zip(rows, COLORS, strict=False):
         drawn.append(Bar(0, left, share, color, height=0.6))
@@ -258,7 +261,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a bar of 100 per cent for each role of an asynchronous run."""
+    """Return a bar of 100 % for each role of an asynchronous run."""
     roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
     if not roles:
         return ""
@@ -306,7 +309,7 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def new_figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
-    """Return an empty figure; fixed `margins` skip the layout, which takes longer than drawing."""
+    """Return an empty figure; fixed `margins` skip the layout, which is slower than drawing."""
     from matplotlib.figure import Figure
 
     if margins is None:
@@ -339,7 +342,7 @@ def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float],
 def as_svg(figure: Figure, description: str, titles: Mapping[str, str] | None = None) -> str:
     """Return the figure as an `svg` element with a description.
 
-    `titles` are tooltips of the groups that they name.
+    `titles` maps the id of an SVG group to its tooltip.
     """
     text = io.StringIO()
     figure.savefig(

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def close_run(folder: str | Path, failure: BaseException | None) -> None:
-    """Save the outcome of a run that has ended, and write its report.
+    """Save the outcome of a run that ended, and write its report.
 
     An error here is only logged, because it must not hide `failure`.
     """
@@ -76,7 +76,7 @@ def _describe_failure(failure: BaseException) -> str:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write the report of the run in `folder` atomically, and return its path."""
+    """Atomically write the report of the run in `folder`, and return the report's path."""
     return _write(read_run(folder))
 
 

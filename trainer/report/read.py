@@ -51,7 +51,7 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class RunStart:
-    """A start of the run, or a resume."""
+    """A start or a resume of the run."""
 
     time: str
     host: str
@@ -244,7 +244,7 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def phase_shares(metrics: MetricLines, stages: Sequence[str]) -> list[tuple[str, float, float]]:
-    """Return (phase, seconds per step, per cent of the step) over all steps.
+    """Return (phase, seconds per step, percent of the step) over all steps.
 
     The part of `timing_s/step` outside its stages is `other`. The percentages, to one decimal, sum
     to 100.

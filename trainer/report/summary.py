@@ -15,7 +15,8 @@ from trainer.report.read import RunData, metric_names, phase_shares
 from trainer.report.trajectories import SECONDS
 
 ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP, FAILED_CALLS = 0.05, 0.3, 0.2, 0.2, 0.3
-"""The limits: share of the first entropy, of responses, of tokens, nats, share of tool calls."""
+"""The limits: fractions of the first entropy, of responses and of tokens; nats; fraction of tool
+calls."""
 FEWEST_STEPS = 5
 """A shorter run cannot show whether it learns."""
 BIGGEST_PHASES = 3
@@ -27,7 +28,7 @@ WATCHED = {
     "accuracy": ("train/accuracy", "train/rewards/accuracy"),
     "val loss": ("val/loss", "val-core/rm/loss"),
 }
-"""Word -> metrics, of which the first existing one is shown; a KL of only 0 is skipped."""
+"""Word -> metrics, of which the first that exists is shown; a KL that is always 0 is skipped."""
 
 
 def summary(data: RunData) -> list[str]:
@@ -115,7 +116,7 @@ def _first_to_last(data: RunData) -> list[str]:
 
 
 def _trajectories(data: RunData) -> Iterator[str]:
-    """Yield a line about turns, time and ends of the last steps' trajectories, if there are any."""
+    """Yield a line about turns, times and outcomes of the last steps' trajectories, if any."""
     turns = _last(data, "agents/num_turns/mean")
     if math.isnan(turns):
         return
@@ -147,7 +148,7 @@ def _first(data: RunData, name: str) -> float:
 
 
 def _last(data: RunData, name: str) -> float:
-    """Return the mean over the last steps, or nan without any, which exceeds no limit."""
+    """Return the mean over the last steps, or nan if there is no value: nan exceeds no limit."""
     return _mean(data.series(name)[1][-FEWEST_STEPS:])
 
 

@@ -42,7 +42,7 @@ class ShownTrajectory:
 
 
 def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
-    """Return the turns of a sample's line, which may have none."""
+    """Return the turns in a sample's line; a sample may have none."""
     rows = _turns(row)
     sampled = _policy_turns(rows)
     turns = [_shown(turn) for turn in rows[:MOST_TURNS]]
