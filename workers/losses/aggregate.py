@@ -39,14 +39,14 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
 
 
 class Denominators(TypedDict, total=False):
-    """Denominators of `agg_loss`; the counts cover the global mini-batch."""
+    """Denominators for `agg_loss`. The counts are those of the global mini-batch."""
 
     batch_num_tokens: int | float | Tensor | None
     """Tokens inside the mask; used by token-mean and by every metric."""
     global_batch_size: int | float | Tensor | None
     """Rows with at least one token inside the mask; used by the three seq-mean modes."""
     loss_scale_factor: int | float | None
-    """Constant for seq-mean-token-sum-norm; the width of the mask by default."""
+    """Constant divisor in seq-mean-token-sum-norm; by default, the width of the mask."""
 
 
 def agg_loss(
@@ -62,8 +62,8 @@ def agg_loss(
 
     Args:
         loss_mat: the token losses, [rows, R].
-        loss_mask: the tokens that count, such as `response_mask`.
-        loss_agg_mode: an aggregation, such as "token-mean".
+        loss_mask: marks the tokens in the loss, such as `response_mask`.
+        loss_agg_mode: a key of `AGGREGATIONS`, such as "token-mean".
         batch_num_tokens: tokens of the global mini-batch; None counts the tokens of these rows.
         global_batch_size: rows of the global mini-batch; None counts these rows.
         loss_scale_factor: the divisor in "seq-mean-token-sum-norm"; None is R.
@@ -106,7 +106,7 @@ def agg_policy_loss(
     rollout_is_weights: Tensor | None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, weighted if there are weights, and the token means of `per_token`.
+    """Return the aggregated loss, with weights if given, and the token means of `per_token`.
 
     Metrics use the same denominators as the loss, so they add up in the same way.
     """
@@ -137,8 +137,8 @@ def share_of_tokens(
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
     """Return `value` with `slope` as its derivative with respect to `variable`.
 
-    Use it for a loss with many branches and a short derivative: autograd would save and
-    backpropagate through every branch.
+    Use it for a loss with many branches and a simple derivative, because autograd would save
+    tensors for every branch and backpropagate through it.
     """
     result: Tensor = _WithSlope.apply(value.detach(), slope.detach(), variable)  # type: ignore[no-untyped-call]
     return result
@@ -175,7 +175,7 @@ class Gauge:
             self.maxima[name] = float(largest)
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Combine over ranks; collective."""
+        """Combine the sums and maxima of all ranks; collective."""
         if group is None:
             return
         of_ranks: list[tuple[Numbers, Numbers]] = [({}, {}) for _ in range(group.size())]

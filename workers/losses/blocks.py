@@ -1,7 +1,7 @@
 """Losses of large batches, computed in blocks of rows that fit in the cache.
 
 A batch of more than `BLOCK_TOKENS` tokens is computed block by block, and the gradient of each
-block is computed immediately. Besides its inputs, only that gradient has the size of the batch. A
+block is computed immediately. Apart from the inputs, only the gradient has the size of the batch. A
 smaller batch is one block.
 """
 
@@ -20,8 +20,8 @@ BLOCK_TOKENS = 2**18
 
 Numbers = tuple[Tensor, ...]
 Share = Callable[[Tensor, slice, Denominators], tuple[Tensor, dict[str, Tensor]]]
-"""(predictions of some rows, these rows, counts of the whole batch) -> (their share of the loss,
-their share of the metrics).
+"""(predictions for some rows, their row range, counts of the whole batch) -> (contribution to the
+loss, contributions to the metrics).
 """
 
 
@@ -34,7 +34,7 @@ def row_blocks(column: Tensor) -> list[slice]:
 def sum_over_blocks(
     share: Share, predicted: Tensor, mask: Tensor, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss and its metrics as sums over blocks; `predicted` gets a gradient."""
+    """Return a loss and its metrics as sums over blocks; only `predicted` gets a gradient."""
     if mask.numel() <= BLOCK_TOKENS:
         return share(predicted, slice(None), denominators)
 
@@ -55,7 +55,7 @@ def sum_over_blocks(
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """Sum the results of `compute(leaf, rows)` over blocks; only the first sum has a gradient."""
+    """Sum the results of `compute(leaf, rows)` over blocks; only the first one has a gradient."""
 
     @staticmethod
     def forward(

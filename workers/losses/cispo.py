@@ -1,4 +1,4 @@
-"""CISPO: importance weights are clipped, tokens never are."""
+"""CISPO clips importance weights, but never drops the gradient of a token."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def compute_policy_loss_cispo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient, weighted by the clipped ratio: `-A * sg(clip(r)) * log p`.
 
-    Unlike with PPO's clip, every token keeps a gradient.
+    Unlike with PPO's clipping, every token keeps a gradient.
 
-    Watch: If `actor/pg_clipfrac`, the share of clipped weights, is above a few percent, use fewer
-    mini-batches per step.
+    Watch: If `actor/pg_clipfrac`, the fraction of clipped weights, is above a few percent, use
+    fewer mini-batches per step.
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585
     """

@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO that zeroes the gradient of a few tokens that would reduce the entropy most."""
+"""Clip-Cov: PPO without the gradient of a few tokens that would reduce the entropy most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _choose_tokens(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """Choose the tokens whose gradient is zeroed: a few of a mini-batch, with high covariance."""
+    """Choose the tokens whose gradient is zeroed: a few tokens with high covariance."""
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
@@ -54,7 +54,7 @@ def compute_policy_loss_clip_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped loss, set to 0 for a few tokens whose A and log p have a high covariance.
 
-    These tokens are a share `clip_cov_ratio` of the mini-batch, at least one, sampled from the
+    A fraction `clip_cov_ratio` of the tokens in the mini-batch, at least one, is sampled from the
     tokens whose covariance under the old policy is between `clip_cov_lb` and `clip_cov_ub`.
 
     Watch: If `actor/entropy` falls as with `vanilla` while `actor/pg_clipfrac` is 0, widen the

@@ -1,16 +1,16 @@
-"""Correct for samples that another policy generated: `algorithm.rollout_correction` as a function.
+"""Correct for samples from another policy: the function of `algorithm.rollout_correction`.
 
 An update involves three policies. The *behavior* policy sampled the tokens (the rollout engine, or
 older weights). The *proximal* policy is the reference of the clip in the policy loss (the trainer's
 weights when the update begins, which give the old log-probs). The *current* policy is being
 trained.
 
-- Decoupled: `RolloutCorrection` compares the proximal with the behavior policy before the update.
-  The driver calls it on the whole batch (`trainer.ppo.update`).
-- Bypass: the proximal policy is the behavior policy, and `RolloutCorrection` compares the current
-  with the behavior policy during the update (`workers.roles.actor`).
+- Decoupled: before the update, `RolloutCorrection` compares the proximal policy with the behavior
+  policy. The driver calls it on the whole batch (`trainer.ppo.update`).
+- Bypass: the proximal policy is the behavior policy. During the update, `RolloutCorrection`
+  compares the current policy with the behavior policy (`workers.roles.actor`).
 
-It returns importance weights, and the mask without the rejected tokens.
+`RolloutCorrection` returns importance weights, and the mask without rejected tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def importance_weights(
     log_ratio: Tensor, inside: Tensor, level: str, bounds: Bounds
 ) -> tuple[Tensor, Tensor]:
-    """Return (weights before the bounds apply, weights), each [rows, R], zero outside the mask.
+    """Return (unbounded weights, bounded weights), each [rows, R] and zero outside the mask.
 
     `log_ratio` is zero outside the mask. The weight of a token is exp(log_ratio), or exp of the sum
     (sequence) or the mean (geometric) over its row. With only an upper bound, weights are truncated
@@ -81,11 +81,11 @@ class RolloutCorrection:
     """Weights outside these bounds are truncated or set to zero."""
     criteria: tuple[Criterion, ...]
     veto: float | None
-    """The smallest allowed ratio of a token; a sequence with a smaller ratio is rejected."""
+    """The smallest allowed ratio of a token; a sequence with a smaller token ratio is rejected."""
 
     @classmethod
     def of(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
-        """Build the correction that the section describes; raise on impossible settings."""
+        """Build the correction from its config section; raise on impossible settings."""
         bounds = weight_bounds(str(settings.rollout_is_threshold))
         veto = settings.rollout_token_veto_threshold
         least, meaning = 1.0, "the ratio of equal policies"
@@ -119,10 +119,10 @@ class RolloutCorrection:
     def __call__(
         self, log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor, gauge: CorrectionGauge
     ) -> tuple[Tensor | None, Tensor]:
-        """Return (weights or None, the mask without rejected tokens) for rows [rows, R].
+        """Return (weights or None, the mask without rejected tokens), each [rows, R].
 
-        The policy of `log_probs` is compared with the policy that sampled the tokens. Rejected
-        tokens have weights, too. The metrics go into `gauge`.
+        It compares the policy of `log_probs` with the policy that sampled the tokens. Rejected
+        tokens also have weights. The metrics are added to `gauge`.
         """
         weights = None
         if self.level is not None:
@@ -147,7 +147,7 @@ class RolloutCorrection:
         return weights
 
     def _accepted(self, log_ratio: Tensor, part: MaskedRows, gauge: CorrectionGauge) -> Tensor:
-        """Return the mask of the tokens that every criterion and the veto accept."""
+        """Return a mask of the tokens that all criteria and the veto accept."""
         accepted = part.inside
         for criterion in self.criteria:
             name = f"rollout_rs_{criterion.name}"

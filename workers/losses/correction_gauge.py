@@ -1,4 +1,4 @@
-"""Metrics of the rollout correction: its weights, each criterion, and the rejected tokens.
+"""Metrics of the rollout correction: of its weights, each criterion, and the rejected tokens.
 
 The names are verl's, under `rollout_corr/`. Rows without tokens are not counted.
 `correction.RolloutCorrection` fills the gauges.
@@ -17,7 +17,7 @@ from workers.losses.rejection import Bounds
 
 
 class MaskedRows:
-    """Some rows of a batch, with the positions and the number of their tokens."""
+    """Some rows of a batch: the mask of their tokens, and the number of tokens per row."""
 
     def __init__(self, inside: Tensor) -> None:
         self.inside = inside
@@ -42,10 +42,10 @@ class MaskedRows:
 
 
 class Spread(Gauge):
-    """Distribution of one quantity over tokens and over sequences."""
+    """Accumulates the distribution of one quantity over tokens and over sequences."""
 
     def __init__(self, bounds: Bounds, ideal: float) -> None:
-        """Values outside `bounds` count as high or low; `ideal` is the value for equal policies.
+        """Count values outside `bounds` as high or low; `ideal` is the value for equal policies.
 
         For the standard deviation, values are clamped to the upper bound, and to the lower bound or
         zero, whichever is less.
@@ -125,10 +125,10 @@ class Spread(Gauge):
 
 
 class CorrectionGauge(Gauge):
-    """Collects the metrics of a correction; its counters are pairs of counts (part, whole)."""
+    """Accumulates the metrics of a correction. Each counter is a pair (part, whole)."""
 
     def __init__(self, weights: Bounds | None, criteria: dict[str, Bounds]) -> None:
-        """`weights` bounds the importance weights; `criteria` maps names to bounds."""
+        """Take the bounds of the importance weights, and those of each criterion by name."""
         super().__init__()
         self.spreads: dict[str, Spread] = {}
         if weights is not None:
@@ -148,7 +148,7 @@ class CorrectionGauge(Gauge):
         self.add_fraction(f"{name}_seq_masked_fraction", (of_rows > 0).sum(), part.num_rows)
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Sum over ranks; collective."""
+        """Combine the counts of all ranks; collective."""
         for gauge in self.spreads.values():
             gauge.all_reduce(group)
         super().all_reduce(group)

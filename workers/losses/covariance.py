@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_like.tensor_ops import masked_sum
 
 BLOCK = 64
-"""Rows that are multiplied at once."""
+"""Rows that are processed at a time."""
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Te
 
 
 def _mean_inside(values: Tensor, inside: Tensor) -> Tensor:
-    """Return the mean inside the mask, block by block, without copying the column."""
+    """Return the mean inside the mask. It works in blocks, so it does not copy the column."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for of_values, of_mask in zip(values.split(BLOCK), inside.split(BLOCK), strict=True):
         total += masked_sum(of_values, of_mask)

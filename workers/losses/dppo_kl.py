@@ -1,4 +1,4 @@
-"""DPPO-Binary-KL: tokens stop learning where the KL of "this token or another" is too large."""
+"""DPPO-Binary-KL: a token has no gradient if the KL of "this token or another" is too large."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
 _SMALLEST = 1e-8
-"""Smallest probability of "another token", so that a certain token has a finite KL."""
+"""Lower bound for the probability of "another token", so that the KL is always finite."""
 
 
 @POLICY_LOSSES.register("dppo_kl")
@@ -22,15 +22,15 @@ def compute_policy_loss_dppo_kl(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient of tokens whose KL is small: `-A * sg(min(r, clip_ratio_c)) * log p`.
+    """The policy gradient for tokens with a small KL: `-A * sg(min(r, clip_ratio_c)) * log p`.
 
-    The KL is from the old policy to the policy, over two outcomes: this token or another one. A
-    token with A > 0 is left out if p rose and the KL is above `clip_ratio_high`. Any other token is
-    left out if p fell and the KL is above `clip_ratio_low`.
+    The KL is KL(old policy || current policy) over two outcomes: this token or another one. A token
+    with A > 0 is left out if p rose and the KL is above `clip_ratio_high`. Any other token is left
+    out if p fell and the KL is above `clip_ratio_low`.
 
-    Watch: If `actor/pg_clipfrac`, the share of tokens left out, is 0, lower `clip_ratio_low` and
-    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the share of cut ratios, is above a few
-    percent, raise `clip_ratio_c`.
+    Watch: If `actor/pg_clipfrac`, the fraction of tokens left out, is 0, lower `clip_ratio_low` and
+    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the fraction of ratios above `clip_ratio_c`, is
+    more than a few percent, raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """
@@ -39,7 +39,7 @@ def compute_policy_loss_dppo_kl(
 
 
 def _signed_binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
-    """Return the divergence, negative where the log-prob fell."""
+    """Return the divergence, with a negative sign where the log-prob fell."""
     rose = log_prob - old_log_prob
     old = old_log_prob.exp()
     old_others, new_others = 1 - old, log_prob.exp().neg_().add_(1).clamp_(min=_SMALLEST)

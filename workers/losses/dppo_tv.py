@@ -1,4 +1,4 @@
-"""DPPO-Binary-TV: tokens stop learning where their probability has moved too far."""
+"""DPPO-Binary-TV: a token has no gradient if its probability has moved too far."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def compute_policy_loss_dppo_tv(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient of tokens whose p moved little: `-A * sg(min(r, clip_ratio_c)) * log p`.
+    """The policy gradient for tokens whose p moved little: `-A * sg(min(r, clip_ratio_c)) * log p`.
 
     A token with A > 0 is left out if p is more than `clip_ratio_high` above p_old. Any other token
-    is left out if p is more than `clip_ratio_low` below p_old. Here these keys bound probabilities,
-    not ratios. The paper cuts the ratio at 20.
+    is left out if p is more than `clip_ratio_low` below p_old. Here these keys bound the change of
+    the probability, not the ratio. The paper sets `clip_ratio_c` to 20.
 
-    Watch: If `actor/pg_clipfrac`, the share of tokens left out, is 0, lower `clip_ratio_low` and
-    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the share of cut ratios, is above a few
-    percent, raise `clip_ratio_c`.
+    Watch: If `actor/pg_clipfrac`, the fraction of tokens left out, is 0, lower `clip_ratio_low` and
+    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the fraction of ratios above `clip_ratio_c`, is
+    more than a few percent, raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

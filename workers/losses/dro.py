@@ -1,4 +1,4 @@
-"""Direct reward optimization (DRO): the policy gradient with a squared penalty, no clip."""
+"""Direct reward optimization (DRO): the policy gradient with a quadratic penalty, no clipping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def compute_policy_loss_dro(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient with a quadratic penalty: `-A * log p + dro_beta / 2 * (log r)^2`.
 
-    The penalty pulls each token back to the old policy, instead of a ratio or clip.
+    Instead of a ratio or clipping, the penalty pulls each token's log-prob back to the old
+    policy's.
 
     Watch: If `actor/ppo_kl` grows while `actor/dro_penalty` stays far below `actor/pg_loss`, raise
     `dro_beta`, lower the learning rate, or use fewer mini-batches.

@@ -1,4 +1,4 @@
-"""Geometric-mean policy optimization (GMPO): clipped by token, averaged in the exponent."""
+"""Geometric-mean policy optimization (GMPO): token log-ratios are clipped, then averaged."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def compute_policy_loss_geo_mean(
     advantage is positive, and at least `-clip_ratio_low` where it is negative. Every token gets the
     loss of its sequence. The paper uses `seq-mean-token-mean` and clips at 0.4.
 
-    Watch: If `actor/pg_clipfrac` or `actor/pg_clipfrac_lower` (tokens clipped upwards or downwards)
-    is above a few percent, lower the learning rate, or use fewer mini-batches per step.
+    Watch: If `actor/pg_clipfrac` or `actor/pg_clipfrac_lower` (fractions of tokens clipped at the
+    upper or lower bound) is above a few percent, lower the learning rate, or use fewer mini-batches
+    per step.
 
     Source: GMPO, arXiv 2507.20673
     """

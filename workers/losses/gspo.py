@@ -36,12 +36,12 @@ def compute_policy_loss_gspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped loss with the ratio of the sequence: the geometric mean of its token ratios.
 
-    In the paper's token form, which this is, the value comes from the sequence and the gradient
-    from the token. The paper uses `seq-mean-token-mean` and clips at 3e-4 and 4e-4. With
-    `seq-mean-token-sum` it is LUSPO, where a sequence counts as many times as it has tokens.
+    This is the paper's token-level form: the value is that of the sequence ratio, and each token
+    contributes its own gradient. The paper uses `seq-mean-token-mean` and clips at 3e-4 and 4e-4.
+    With `seq-mean-token-sum`, it is LUSPO, which weights each sequence by its number of tokens.
 
-    Watch: If `actor/pg_clipfrac`, usually a tenth or more, is 0, the clip range is too wide for
-    sequences: set `clip_ratio_low` and `clip_ratio_high`.
+    Watch: `actor/pg_clipfrac` is usually 0.1 or more. If it is 0, the clip range is too wide for
+    sequence ratios: set `clip_ratio_low` and `clip_ratio_high`.
 
     Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
     """
@@ -64,7 +64,7 @@ def compute_policy_loss_gspo(
 def _sequence_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
     """Return the ratio of each sequence, [rows, 1], without gradient.
 
-    Only the mean is clamped, not each token, so a token that moved far counts fully in the mean.
+    Only the mean is clamped, not each token's log-ratio, so a token that moved far counts fully.
     """
     mean = masked_mean((log_prob - old_log_prob).detach(), inside, axis=-1).unsqueeze(-1)
     return mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()

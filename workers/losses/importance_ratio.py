@@ -12,7 +12,7 @@ from workers.config import ActorConfig
 from workers.losses.aggregate import with_slope
 
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-"""Keys of the actor section that set the range."""
+"""Keys of the actor section that set the clip range."""
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this on both sides, so that their exponential stays finite."""
 
@@ -24,7 +24,7 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
 
 
 class _LogRatio(torch.autograd.Function):
-    """Written by hand: autograd would save and backpropagate through three separate operations."""
+    """Hand-written backward pass: autograd would save tensors for three separate operations."""
 
     @staticmethod
     def forward(ctx: Any, log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _LogRatio(torch.autograd.Function):
 
 
 def clip_widths(config: ActorConfig) -> tuple[float, float]:
-    """Return the largest distances of a ratio below and above 1.
+    """Return the largest allowed distances of a ratio below and above 1.
 
     `clip_ratio` is the default for both sides.
     """
@@ -63,12 +63,12 @@ def losses_in_trust_region(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the token losses, and per-token values of which metrics are the means.
+    """Return the token losses, and per-token values whose means are metrics.
 
-    The loss is -A log p times the ratio, cut at `clip_ratio_c` and without gradient. `moved` is
-    negative where the probability fell. Tokens with a positive advantage drop out if they `moved`
-    by more than the upper clip range. Other tokens drop out if they fell by more than the lower
-    clip range.
+    The loss is -A log p times the ratio; the ratio is at most `clip_ratio_c` and has no gradient.
+    `moved` is negative where the probability fell. Tokens with a positive advantage drop out if
+    they `moved` by more than the upper clip range. Other tokens drop out if they fell by more than
+    the lower clip range.
     """
     low, high = clip_widths(config)
     log_r = log_ratio(log_prob.detach(), old_log_prob, inside)

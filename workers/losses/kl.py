@@ -21,7 +21,7 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def absolute(log_ratio: Tensor) -> Tensor:
-    """The size of the log-ratio, |x|.
+    """The absolute value of the log-ratio, |x|.
 
     Source: verl's `abs`
     """
@@ -37,7 +37,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(-x) - 1 + x, never negative and of low variance; clamped to 10.
+    """exp(-x) - 1 + x, which is never negative and has a low variance; clamped to 10.
 
     Source: Schulman, joschu.net/blog/kl-approx.html, 2020; as a loss: GRPO, arXiv 2402.03300
     """
@@ -70,7 +70,7 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Return the named estimate for every token.
 
-    A trailing + returns the same value with the gradient of k2 (straight-through).
+    With a trailing +, the value has the gradient of k2 (straight-through).
     """
     name = kl_penalty.removesuffix("+")
     if name not in KL_ESTIMATORS:

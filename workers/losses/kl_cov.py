@@ -1,4 +1,4 @@
-"""KL-Cov: the policy gradient, with a KL for tokens that would reduce the entropy most."""
+"""KL-Cov: the policy gradient, with a KL penalty on tokens that would reduce the entropy most."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _choose_tokens(
     *,
     kl_cov_ratio: Share = 2e-4,
 ) -> Tensor:
-    """Choose the tokens of a mini-batch that get a KL: those of the highest covariance."""
+    """Choose the tokens with a KL penalty: those of the mini-batch with the highest covariance."""
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
 
@@ -46,13 +46,13 @@ def compute_policy_loss_kl_cov(
     *,
     ppo_kl_coef: NotNegative = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A KL, not a clip, on the tokens of the highest covariance of A and log p: `-A * r + KL`.
+    """A KL penalty on the tokens with the highest covariance of A and log p: `-A * r + KL`.
 
-    The KL is `ppo_kl_coef * |log r|`. It applies to a share `kl_cov_ratio` of the tokens of the
-    mini-batch, at least one. The covariance is under the old policy.
+    The KL is `ppo_kl_coef * |log r|`. It applies to a fraction `kl_cov_ratio` of the tokens in the
+    mini-batch, at least one. The covariance is computed under the old policy.
 
     Watch: If `actor/ppo_kl`, here the mean of |log r|, grows within a step, use fewer mini-batches,
-    because nothing is clipped. `actor/entropy` should level off.
+    because nothing is clipped. `actor/entropy` should stop falling.
 
     Source: arXiv 2505.22617
     """

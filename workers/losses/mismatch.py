@@ -1,7 +1,7 @@
 """Measure the gap between the rollout's and the trainer's log-probs of the same tokens.
 
-It is measured at every step: by the driver if the batch has old log-probs, otherwise by the actor
-on the forward pass of the update. The names are verl's.
+The gap is measured at every step: by the driver if the batch has old log-probs, otherwise by the
+actor in the forward pass of the update. The names are verl's.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SAMPLE_MEANS = (
     "log_ppl_abs_diff",
     "ppl_ratio",
 )
-"""Metrics that are means over samples; ppl is the perplexity of a response."""
+"""Metrics that are means over samples. `ppl` is the perplexity of a response."""
 
 LARGEST = 20.0
-"""Log-ratios are clamped to this before `exp`."""
+"""Log-ratios are clamped to ± this before `exp`."""
 
 
 class MismatchGauge(Gauge):
     """Accumulates the gap over any number of rows."""
 
     def __init__(self, response_width: int) -> None:
-        """Create bins of positions at powers of two: token 0, 1, 2-3, 4-7, ..."""
+        """Create bins of token positions at powers of two: 0, 1, 2-3, 4-7, ..."""
         super().__init__()
         num_bins = (response_width - 1).bit_length() + 1
         self.bins = [(1 << b >> 1, 1 << b) for b in range(num_bins)]
@@ -66,7 +66,7 @@ class MismatchGauge(Gauge):
             )
 
     def _add_tokens(self, rollout: Tensor, trained: Tensor) -> None:
-        """Add flat lists of tokens; p is a token's probability in the rollout, q in the trainer."""
+        """Add tokens (1-D). p is a token's probability in the rollout engine, q in the trainer."""
         log_ratio = (trained - rollout).clamp_(-LARGEST, LARGEST)
         p, q = rollout.exp(), trained.exp()
         diff = (p - q).abs_()
@@ -135,7 +135,7 @@ class MismatchGauge(Gauge):
 
 
 def _pearson(total: dict[str, float], tokens: float) -> float:
-    """Return the correlation of the two probabilities; 1 where neither varies."""
+    """Return the correlation of the two probabilities; 1 if neither varies."""
     covariance = total["pq"] - total["p"] * total["q"] / tokens
     spread_p = total["p_square"] - total["p"] ** 2 / tokens
     spread_q = total["q_square"] - total["q"] ** 2 / tokens

@@ -3,7 +3,8 @@
     @PAIRWISE_LOSSES.register("mine")
     def compute_pairwise_loss_mine(gap): ...        # [pairs] -> [pairs]
 
-The gap is the score of the chosen response minus the rejected one, minus the margin of the pair.
+The gap is the score of the chosen response, minus that of the rejected one, minus the pair's
+margin.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry(
 
 @PAIRWISE_LOSSES.register("log_sigmoid")
 def compute_pairwise_loss_log_sigmoid(gap: Tensor) -> Tensor:
-    """-log sigmoid(gap), the loss of the Bradley-Terry model.
+    """-log sigmoid(gap), the negative log-likelihood of the Bradley-Terry model.
 
     Source: InstructGPT, arXiv 2203.02155, equation 1
     """
@@ -52,10 +53,10 @@ def compute_reward_loss(
 ) -> Tensor:
     """Return the loss [pairs] of scores [pairs, 2].
 
-    `center_coef` times the squared sum of a pair's scores is added; it pulls the scores towards
+    `center_coef` times the square of the sum of a pair's scores is added, to pull scores toward
     zero.
 
-    Source: the margin is from Llama 2, arXiv 2307.09288, equation 2; the centring is from arXiv
+    Source: the margin is from Llama 2, arXiv 2307.09288, equation 2; the centering is from arXiv
     2312.09244, equation 2
     """
     chosen, rejected = scores.unbind(dim=1)

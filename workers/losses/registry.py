@@ -7,7 +7,8 @@
 A loss has verl's signature and is called by keyword: old and new log-probs, advantages, mask,
 `loss_agg_mode`, the actor settings `config`, `rollout_is_weights` and the denominators of the
 mini-batch. `actor.policy_loss.args` sets its keyword-only parameters that have a default. It
-returns its share of the loss of the mini-batch, and metrics that add up in the same way.
+returns the rows' contribution to the loss of the mini-batch, and metrics that add up in the same
+way.
 
 The losses in this folder are written as losses of tokens (`workers.losses.token_loss`).
 """
@@ -27,7 +28,7 @@ from workers.losses.aggregate import Denominators
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 TokenChooser = Callable[..., Tensor]
-"""(old log-probs, advantages, mask, generator, `config=`) of a mini-batch -> its chosen tokens."""
+"""(old log-probs, advantages, mask, generator, `config=`) -> chosen tokens of the mini-batch."""
 Positive = Annotated[float, KeyRules(above=0)]
 NotNegative = Annotated[float, KeyRules(at_least=0)]
 Share = Annotated[float, KeyRules(above=0, at_most=1)]
@@ -36,36 +37,36 @@ LOSS_INPUTS = (
     *("loss_agg_mode", "config", "rollout_is_weights"),
     *Denominators.__annotations__,
 )
-"""The keywords of every call of a loss."""
+"""The keyword arguments that every loss is called with."""
 AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
 
 @dataclass(frozen=True)
 class LossTraits:
-    """Properties of a policy loss, for the checks of a configuration.
+    """Properties of a policy loss, which configuration checks use.
 
     A loss of your own can declare only the first two fields.
 
-    A loss with `choose_tokens` has a parameter `chosen_tokens`. If it is called without it, it
-    chooses among the tokens of the call.
+    A loss with `choose_tokens` has a parameter `chosen_tokens`. If it is called without this
+    argument, it chooses among the tokens of the call.
     """
 
     keys_read: tuple[str, ...] | None = None
-    """Keys used only by policy losses that this loss reads; None means that it may read any."""
+    """Keys of policy losses that this loss reads; None means that it may read any of them."""
     choose_tokens: TokenChooser | None = None
     """Function that chooses the specially treated tokens from a whole mini-batch."""
     has_ratio: bool = True
-    """False if the loss does not correct for a moved policy; its samples must then be on-policy."""
+    """False if the loss has no importance ratio; its samples must then be on-policy."""
     clips_weights: bool = False
-    """True if tokens outside the clip range keep their gradient; the range may then reach 0."""
+    """True if tokens outside the clip range keep their gradient; the lower bound may then be 0."""
     one_ratio_per_sequence: bool = False
     """True if all tokens of a sequence have the same ratio."""
     clips_sequences: bool = False
     """True if the clip range bounds the sequence ratio, not token ratios."""
     holds_weights: bool = False
-    """True if a weight in the loss has no gradient, so finite differences do not apply."""
+    """True if a factor in the loss has no gradient, so finite differences do not apply."""
     longer_count_more: tuple[str, ...] = ()
-    """Registered names under which longer sequences weigh more."""
+    """Registered names of this loss under which longer sequences get more weight."""
 
 
 def traits_of(policy_loss: PolicyLoss) -> LossTraits:

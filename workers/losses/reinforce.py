@@ -20,11 +20,11 @@ def compute_policy_loss_reinforce(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient without ratio and clip: `-A * log p`.
+    """The policy gradient, without ratio or clipping: `-A * log p`.
 
     GPG has the same loss. With `rollout_correction.rollout_is`, the gradient of each token is
-    weighted by the ratio of the trainer's to the rollout's probability, bounded and without
-    gradient.
+    weighted by the ratio of the trainer's to the rollout's probability. This ratio is bounded and
+    has no gradient.
 
     Watch: If `actor/ppo_kl` is not 0, later mini-batches are off-policy: set
     `actor.ppo_mini_batch_size` to the whole batch, or use `vanilla`.

@@ -4,9 +4,9 @@ With r = trainer's probability / rollout's probability of a sampled token,
 
     k1 = -log r        k2 = (log r)^2 / 2        k3 = r - 1 - log r
 
-estimate the KL of the rollout to the trainer. A criterion applies to each token (`token_k1`), or to
-the sum (`seq_sum_k1`), mean (`seq_mean_k1`) or maximum (`seq_max_k2`) over a sequence. The names
-are verl's.
+estimate KL(rollout || trainer). A criterion bounds the estimate of each token (`token_k1`), or its
+sum (`seq_sum_k1`), mean (`seq_mean_k1`) or maximum (`seq_max_k2`) over a sequence. The names are
+verl's.
 
 `algorithm.rollout_correction` writes a threshold as one number ("2.0") or as "lower_upper"
 ("0.5_2.0").
@@ -38,7 +38,7 @@ class Criterion:
 
     name: str
     bounds: Bounds
-    """For k1, logarithms of the ratios in the configuration."""
+    """For k1, these are the logarithms of the ratios in the configuration."""
 
     @property
     def judges_tokens(self) -> bool:
@@ -61,7 +61,7 @@ class Criterion:
         return of_tokens
 
     def keeps(self, figures: Tensor) -> Tensor:
-        """Return a mask of the values within the range, ends included; NaN is outside."""
+        """Return a mask of the values inside the range, including its ends; NaN is outside."""
         accepted = figures <= self.bounds.upper
         return accepted if self.bounds.lower is None else accepted & (figures >= self.bounds.lower)
 
@@ -72,7 +72,7 @@ def lengths(inside: Tensor) -> Tensor:
 
 
 def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, ...]:
-    """Return the criteria of `rollout_rs` with their thresholds; both texts are split at commas.
+    """Return the criteria of `rollout_rs` with their thresholds; both are comma-separated lists.
 
     A single threshold applies to all criteria.
     """
@@ -124,14 +124,14 @@ SECTION = "algorithm.rollout_correction"
 
 @dataclass(frozen=True)
 class Bounds:
-    """The range of a number; without `lower` there is no lower end."""
+    """The allowed range of a number; there is no lower end if `lower` is None."""
 
     upper: float
     lower: float | None = None
 
 
 def weight_bounds(text: str) -> Bounds:
-    """Parse `rollout_is_threshold`: one number (1 or more) truncates, two numbers mask."""
+    """Parse `rollout_is_threshold`: one number (1 or more) truncates weights, two mask them."""
     key = f"{SECTION}.rollout_is_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is not None:
@@ -158,7 +158,7 @@ def ratio_bounds(text: str) -> tuple[float, float]:
 
 
 def divergence_bound(name: str, text: str) -> float:
-    """Parse the largest k2 or k3 that `rollout_rs_threshold` allows; equal policies have zero."""
+    """Parse the largest k2 or k3 in `rollout_rs_threshold`; both are zero for equal policies."""
     key = f"{SECTION}.rollout_rs_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is not None or bounds.upper <= 0:
@@ -191,7 +191,7 @@ def _require_order(key: str, text: str, lower: float, upper: float) -> None:
 
 
 def _misread(number: float) -> str:
-    """Return a hint for "0.5_5" on the command line, which arrives as 0.55."""
+    """Return a hint about "0.5_5" on the command line, which is parsed as 0.55."""
     if not 0 < number < 1:
         return ""
     return " (0.5_5 is read as the number 0.55: write both ends with a point, 0.5_5.0.)"

@@ -24,11 +24,12 @@ def compute_policy_loss_sapo(
     tau_pos: Positive = 1.0,
     tau_neg: Positive = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A smooth gate instead of clipping: `-A * (4 / tau) * sigmoid(tau * (r - 1))`.
+    """The policy gradient with a smooth gate instead of clipping: `-A * (4 / tau) * sigmoid(tau *
+    (r - 1))`.
 
-    Its gradient equals the policy gradient at r = 1 and fades on both sides. tau is `tau_pos` where
-    A > 0. Elsewhere it is `tau_neg`, which is larger, so that tokens pushed down fade faster. The
-    paper uses `seq-mean-token-mean`.
+    At r = 1, its gradient equals the policy gradient; it fades as r moves away from 1. tau is
+    `tau_pos` where A > 0. Elsewhere it is `tau_neg`, which is larger, so that the gradient fades
+    faster for tokens whose probability is reduced. The paper uses `seq-mean-token-mean`.
 
     Watch: If `actor/ppo_kl` grows while `actor/grad_norm` falls, lower the learning rate, or use
     fewer mini-batches per step.

@@ -8,9 +8,9 @@
 
 The decorated function gets columns [rows, R] of some rows, advantages that are zero outside the
 mask, and the settings. A loss that chooses tokens also gets `chosen`. `policy_loss.args` sets its
-keyword-only parameters. It returns the loss of every token, and per-token values of which metrics
-are the means. `token_loss` adds the weights of the rollout correction, aggregation, and blocks for
-large batches. The result has verl's signature.
+keyword-only parameters. The function returns the loss of every token, and per-token values whose
+means are metrics. `token_loss` adds the weights of the rollout correction, the aggregation, and the
+computation of large batches in blocks. The result has verl's signature.
 """
 
 from __future__ import annotations

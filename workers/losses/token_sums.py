@@ -1,4 +1,4 @@
-"""Losses that are plain sums over tokens, with per-token numbers from a client.
+"""Losses that are plain sums over tokens, with per-token inputs from a client.
 
     losses = TOKEN_SUMS["ppo"].of_tokens(log_probs, columns, settings)     # [rows, R]; add them up
 
@@ -21,7 +21,7 @@ from verl_like.errors import ConfigError, nearest
 Columns = Mapping[str, Tensor]
 Settings = Mapping[str, float]
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
-"""Bounds of r, as settings, or as a column with one number per token."""
+"""Names of the bounds of r; each is a setting, or a column with one number per token."""
 POLICY = ("logprobs", "advantages")
 WEIGHTS = "weights"
 
@@ -44,18 +44,18 @@ class LossInputs:
         return tuple(name for name in self.columns if name != WEIGHTS)
 
     def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings; the role that computes the loss knows their names."""
+        """Return the settings unchanged; the role that computes the loss checks their names."""
         return dict(settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSum(LossInputs):
-    """A loss per token."""
+    """A loss that is a sum over tokens."""
 
     of_tokens: Callable[[Tensor, Columns, Settings], Tensor]
 
     def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings with defaults; reject unknown names and texts."""
+        """Return the settings with defaults; reject unknown names and strings."""
         for setting, value in settings.items():
             if isinstance(value, str):
                 raise ConfigError(f"the loss {name} takes numbers, and {setting} is {value!r}.")
@@ -104,7 +104,7 @@ def gspo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
 
 
 def _ratio(log_probs: Tensor, columns: Columns) -> Tensor:
-    """Return r, and 1 without a gradient for tokens with advantage 0."""
+    """Return r; for tokens with advantage 0, return 1 without a gradient."""
     gap = log_probs - columns["logprobs"]
     return torch.where(columns["advantages"] == 0, 0.0, gap).exp()
 

@@ -25,7 +25,7 @@ def compute_value_loss(
 
     The clipped form is within `cliprange_value` of the old value.
 
-    Watch: If `critic/vf_clipfrac` is above a half, the critic follows its returns too slowly: widen
+    Watch: If `critic/vf_clipfrac` is above 0.5, the critic follows its returns too slowly: widen
     `cliprange_value`, or scale the rewards down.
 
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3

@@ -40,7 +40,8 @@ def compute_policy_loss_vanilla(
     clipped = -advantages * ratio.clamp(*clip_range(config))
     worse = torch.maximum(free, clipped)
 
-    bound = advantages.abs() * config.clip_ratio_c  # above any loss of A >= 0, which is negative
+    # has no effect if A >= 0, because the loss is then not positive
+    bound = advantages.abs() * config.clip_ratio_c
     is_clipped, is_bounded = clipped > free, worse > bound
     slope = zero_outside(free, ~(is_clipped | is_bounded))
     losses = with_slope(torch.minimum(worse, bound), slope, log_r)

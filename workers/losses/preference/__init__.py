@@ -2,7 +2,7 @@
 
 A loss is one file, registered by name in `registry.PREFERENCE_LOSSES`; every file in this folder is
 imported here. The parameters of a loss name its inputs: columns of `registry.COLUMNS`, and keys of
-the configuration. It returns the loss of every pair or row. `measures` computes the metrics.
+the configuration. A loss returns one number per pair or row. `measures` computes the metrics.
 """
 
 import importlib

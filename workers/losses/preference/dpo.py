@@ -1,4 +1,4 @@
-"""DPO: direct preference optimization, and cDPO for labels that are sometimes wrong."""
+"""DPO: direct preference optimization, also cDPO (for noisy labels) and ODPO (with margins)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def compute_dpo_loss(
     """`-(1 - e) log σ(x) - e log σ(-x)` with `x = beta h - margin`.
 
     `h` is the log-ratio to the reference, chosen minus rejected. `e`, the `label_smoothing`, is the
-    share of swapped pairs. If `e` is above 0, the loss is cDPO (Mitchell, 2023). With margins, the
-    loss is ODPO (arXiv 2402.10571).
+    assumed fraction of swapped pairs. If `e` is above 0, the loss is cDPO (Mitchell, 2023). With
+    margins, the loss is ODPO (arXiv 2402.10571).
 
     Source: DPO, arXiv 2305.18290, equation 7
     """

@@ -20,9 +20,9 @@ def compute_kto_loss(
 ) -> Tensor:
     """`w (1 - σ(s beta (r - z)))`, with `r` the log-ratio to the reference.
 
-    A good response has `s = 1` and `w = desirable_weight`, a bad response `s = -1` and
-    `w = undesirable_weight`. `z` estimates the KL to the reference, without gradient. It is the
-    mean log-ratio of a batch whose responses are paired with the wrong prompts, at least 0.
+    A good response has `s = 1` and `w = desirable_weight`, a bad response `s = -1` and `w =
+    undesirable_weight`. `z` estimates the KL to the reference, without gradient. It is the mean
+    log-ratio, at least 0, over a batch whose responses are paired with the wrong prompts.
 
     Source: KTO, arXiv 2402.01306, section 4.1, equation 7
     """

@@ -1,7 +1,7 @@
 """The loss and the metrics of every pair or row, as columns to average.
 
-`workers.roles.preference` averages over the rows of a step, `trainer.preference.step` over the
-validation set.
+`workers.roles.preference` averages the columns over the rows of a step, and
+`trainer.preference.step` over the validation set.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from workers.losses.preference.registry import (
 )
 
 LABELED_COLUMNS = ("desirable", "mismatched_kl", "label_share")
-"""Columns of labeled rows besides log-probs. `label_share` is the fraction of the batch's rows
-that have the same label as the row.
+"""Columns that labeled rows have in addition to log-probs. `label_share` is the fraction of the
+batch's rows with the same label as the row.
 """
 
 
@@ -74,7 +74,8 @@ def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
     is_good = columns["desirable"] != 0
     of_labels = {}
     for name, of_rows in _shown(columns, settings).items():
-        of_label = of_rows / columns["label_share"]  # its mean over all rows is the label's
+        # so that its mean over all rows is its mean over the rows with this label
+        of_label = of_rows / columns["label_share"]
         of_labels[f"{name}/chosen"] = of_label * is_good
         of_labels[f"{name}/rejected"] = of_label * ~is_good
 
@@ -93,7 +94,7 @@ def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
 
 
 def _shown(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
-    """Return the columns that are reported for the chosen and the rejected side."""
+    """Return the columns that are reported separately for chosen and rejected responses."""
     return {
         "rewards": rewards(columns, settings),
         "log_probs": columns["log_probs"].detach(),

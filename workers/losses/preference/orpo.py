@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, per_token
 
 _NEAREST_TO_CERTAIN = -1e-12
-"""The largest log-prob per token whose odds are computed; the odds of certainty are infinite."""
+"""Log-probs per token are clamped to this, because the odds of a log-prob of 0 are infinite."""
 
 
 @PREFERENCE_LOSSES.register("orpo")

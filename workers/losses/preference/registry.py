@@ -40,7 +40,7 @@ def parameters_of(loss: PreferenceLoss) -> list[str]:
 
 
 def compute_losses(name: str, columns: Mapping[str, Tensor], settings: Any) -> Tensor:
-    """Return the loss of every pair or row; keys are attributes of `settings`."""
+    """Return the loss of every pair or row; its config keys are read from `settings`."""
     loss = PREFERENCE_LOSSES.look_up(name)
     arguments = {}
     for parameter in parameters_of(loss):
@@ -55,7 +55,7 @@ def per_token(log_probs: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """Return -log sigmoid(logits), with a share of the pairs assumed to be swapped."""
+    """Return -log sigmoid(logits), assuming that some pairs (`label_smoothing`) are swapped."""
     right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
     return (1 - label_smoothing) * right + label_smoothing * wrong
 
