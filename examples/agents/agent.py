@@ -1,6 +1,7 @@
-"""An agent that knows OpenAI's client, and nothing of what trains the model behind it.
+"""An agent that uses only OpenAI's client and knows nothing about the training behind it.
 
-It asks for a letter, then for more of it; its reward is the letter's share of both answers.
+It asks for a letter, and then for more of that letter. Its reward is the fraction of characters in
+both responses that are the letter.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import openai
 
 
 def run(row: Mapping[str, Any]) -> float:
-    """One conversation, for one row of the data."""
-    policy = openai.OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY say where the policy is
+    """Hold one conversation, for one row of the data; return its reward."""
+    policy = openai.OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY point to the policy
     messages: list[Any] = list(row["prompt"])
     text = ""
     for _ in range(2):

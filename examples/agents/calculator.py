@@ -1,4 +1,4 @@
-"""A tool, and the reward of an answer that follows its calls."""
+"""A tool that adds numbers, and a reward for responses that call it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ def add(a: int, b: int) -> int:
 
 
 def reward(response: str, answer: str) -> float:
-    """1 for the right sum after the last call."""
+    """Return 1 if the right sum follows the last call, otherwise 0."""
     return float(response.rpartition("}")[2] == answer)

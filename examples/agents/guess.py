@@ -1,4 +1,7 @@
-"""A number from 1 to 10, to be found in four guesses: one that ignores the hints finds 4 in 10."""
+"""An environment: guess a number from 1 to 10 in four turns.
+
+A policy that ignores the hints finds the number in 4 of 10 trajectories.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A tiny model and rows for each of the two examples.
+"""Make a tiny model and rows for each of the two agent examples.
 
     python examples/agents/make.py guess DIR
     python examples/agents/make.py calculator DIR
 
-writes DIR/model and DIR/rows.jsonl. The guesser's weights are random. The caller can call and
-repeat what it is told, but mostly guesses: it solves about one sum in six.
+Each command writes DIR/model and DIR/rows.jsonl. The weights of the guesser are random. The
+calculator's model can call the tool and repeat its result, but mostly guesses: it solves about one
+sum in six.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ TEMPLATE = (
 
 
 def guesser() -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Model, tokenizer and 512 rows that all begin the same game."""
+    """Return a model, its tokenizer, and 512 rows that all start the same game."""
     tokenizer = make_tokenizer([*map(str, range(1, 11)), "higher", "lower", "guess"], r"\d+|\w+")
     prompt = [{"role": "user", "content": "guess"}]
     return make_model(tokenizer), tokenizer, [{"prompt": prompt} for _ in range(512)]
 
 
 def caller() -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Model, tokenizer and 512 sums of two numbers."""
+    """Return a model, its tokenizer, and 512 rows that ask for sums of two numbers."""
     rng = random.Random(0)
     words = [*map(str, range(10, 59)), "+", "<add>", "<tool>", *CALL]
     tokenizer = make_tokenizer(words, "|".join(map(re.escape, sorted(words, key=len)[::-1])))
@@ -52,9 +53,10 @@ def caller() -> tuple[Any, Any, list[dict[str, Any]]]:
 
 
 def show_calls(model: Any, tokenizer: Any, rng: random.Random) -> None:
-    """Train on guesses and a few calls, each of which is right and its answer what was told.
+    """Train on guesses and on a few tool calls. A call is followed by its result, which is the
+    answer.
 
-    What is told here is no sum, so that an answer cannot be worked out from the question.
+    The results are not sums here, so the model cannot compute the answer from the question.
     """
     import torch
 
@@ -74,12 +76,12 @@ def show_calls(model: Any, tokenizer: Any, rng: random.Random) -> None:
 
 
 def a_number(rng: random.Random) -> int:
-    """One of twenty; there is a token for each number."""
+    """Return one of twenty numbers, each of which is a token."""
     return rng.randint(10, 29)
 
 
 def main(kind: str, folder: Path) -> None:
-    """Write model and rows."""
+    """Write the model and the rows."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

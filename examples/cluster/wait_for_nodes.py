@@ -1,4 +1,4 @@
-"""Waits until a Ray cluster has all its nodes: `wait_for_nodes.py ADDRESS NUMBER SECONDS`."""
+"""Wait until a Ray cluster has all its nodes: `wait_for_nodes.py ADDRESS NUMBER SECONDS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ray
 
 
 def num_nodes(address: str) -> int:
-    """Nodes that have come so far; 0 while the head does not answer."""
+    """Return the number of nodes that have joined; 0 while the head node does not respond."""
     try:
         ray.init(address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True)
     except ConnectionError:
@@ -18,7 +18,7 @@ def num_nodes(address: str) -> int:
 
 
 def wait(address: str, number: int, seconds: float) -> None:
-    """End when they are there; with a word when time is up."""
+    """Return when all nodes have joined; exit with a message after `seconds`."""
     until = time.monotonic() + seconds
     while (joined := num_nodes(address)) < number:
         if time.monotonic() > until:

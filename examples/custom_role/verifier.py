@@ -1,10 +1,10 @@
-"""A role of your own: a verifier that learns to tell good responses from bad ones.
+"""A custom role: a verifier that learns to distinguish good responses from bad ones.
 
     PYTHONPATH=examples/custom_role verl-like ppo trainer.cls=verifier.TrainerWithVerifier \
         +role_workers.verifier=verifier.VerifierWorker +role_mapping.verifier=global_pool ...
 
-It trains beside the policy. Before it has learned from a step's samples it judges them, and
-`verifier/accuracy` says how often it was right.
+It is trained next to the policy. In each step, it judges the samples before it is trained on them,
+and `verifier/accuracy` is the fraction that it judged correctly.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from workers.training.loss import Loss
 from workers.training.update import update
 
 GOOD = 0.5
-"""A score from which on a response is good."""
+"""Minimum score of a good response."""
 
 
 class VerifierWorker(Worker):
-    """A scalar head on the critic's model: at a row's last token the log-odds of a good score."""
+    """A scalar head on the critic's model.
+
+    Its output at a row's last token is the log-odds of a good score.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -43,23 +46,23 @@ class VerifierWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_verdicts(self, data: DataProto) -> DataProto:
-        """The probability of a good score after each whole response: [rows]."""
+        """Return the probability that each whole response is good, [rows]."""
         return DataProto.from_dict(
             {"verdicts": self.engine.score_rows(data, self.budget).sigmoid()}
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update_verifier(self, data: DataProto) -> dict[str, float]:
-        """One optimizer step on the whole batch."""
+        """Take one optimizer step on the whole batch."""
         loss = Loss("verifier", self.loss, columns=("token_level_scores",))
         num_rows = len(data) if data.shard is None else data.shard.total
         metrics = update(self.engine, data, loss, mini_batch_size=num_rows, budget=self.budget)
         return {f"verifier/{name}": value for name, value in metrics.items()}
 
     def loss(self, outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss.
+        """Return this micro-batch's contribution to the loss.
 
-        Shares add up, so the divisor is the whole mini-batch's number of rows.
+        Contributions are added up, so the divisor is the number of rows in the whole mini-batch.
         """
         inside = columns["response_mask"].any(dim=1)
         is_good = columns["token_level_scores"].sum(dim=1) >= GOOD
@@ -71,10 +74,10 @@ class VerifierWorker(Worker):
 
 
 class TrainerWithVerifier(PPOTrainer):
-    """Asks the verifier about samples that it has not seen, then trains it on them."""
+    """PPO that asks the verifier about new samples, and then trains it on them."""
 
     def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """PPO's stage, beside which the verifier judges the samples."""
+        """Run PPO's stage; meanwhile the verifier judges the samples."""
         verdicts = self.call("verifier", "compute_verdicts", batch)
         batch, metrics = super().score(batch)
         scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=1)
@@ -82,6 +85,6 @@ class TrainerWithVerifier(PPOTrainer):
         return batch, metrics | {"verifier/accuracy": is_right.double().mean().item()}
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """The verifier's update comes first: on a pool of its own it runs beside the others."""
+        """Start the verifier's update first: in its own pool, it overlaps the other updates."""
         verifier = self.call("verifier", "update_verifier", batch)
         return super().update(batch) | reduce_metrics(verifier.get())

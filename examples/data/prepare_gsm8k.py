@@ -3,9 +3,9 @@
     python examples/data/prepare_gsm8k.py OUT                           # from the Hugging Face hub
     python examples/data/prepare_gsm8k.py OUT train.jsonl test.jsonl    # from GSM8K's own files
 
-writes OUT/train.parquet and OUT/test.parquet. A row of GSM8K is {"question": ..., "answer": "...
-#### 18"}; the number behind #### becomes the ground truth, without commas. Rewards: `openai/gsm8k`
-in `workers.rewards.functions`.
+The script writes OUT/train.parquet and OUT/test.parquet. A row of GSM8K is {"question": ...,
+"answer": "... #### 18"}; the number after #### becomes the ground truth, without commas. The reward
+is `openai/gsm8k` in `workers.rewards.functions`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INSTRUCTION = 'Think step by step, then write the final number after "####".'
 
 
 def make_row(line: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One row in verl's schema."""
+    """Return one row in verl's schema."""
     answer = line["answer"].rpartition("####")
     if not answer[1]:
         raise ValueError("its answer has no ####")
@@ -39,7 +39,7 @@ def make_row(line: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def write(lines: Iterable[dict[str, Any]], split: str, folder: Path, source: str) -> Path:
-    """Write the parquet file of a split."""
+    """Write the parquet file of one split."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -56,13 +56,13 @@ def write(lines: Iterable[dict[str, Any]], split: str, folder: Path, source: str
 
 
 def convert(source: Path, folder: Path) -> Path:
-    """Write the parquet file of one JSONL file; the name of the split is the file's."""
+    """Write the parquet file for one JSONL file, whose name is that of the split."""
     texts = source.read_text(encoding="utf-8").splitlines()
     return write(map(json.loads, texts), source.stem, folder, str(source))
 
 
 def fetch(folder: Path) -> list[Path]:
-    """Write the parquet files of the data set on the hub."""
+    """Write the parquet files for the data set on the hub."""
     from datasets import load_dataset
 
     splits = load_dataset("openai/gsm8k", "main")
@@ -70,7 +70,7 @@ def fetch(folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Command line of `fetch` and `convert`."""
+    """Parse the command line, and run `fetch` or `convert`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

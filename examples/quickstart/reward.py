@@ -1,4 +1,4 @@
-"""The quickstart's reward: a verifier of sums."""
+"""The reward of the quickstart, which checks sums."""
 
 from __future__ import annotations
 

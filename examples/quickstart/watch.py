@@ -1,8 +1,8 @@
 """Run a command, and print the peak memory of it and all its descendants together.
 
-    python watch.py COMMAND ...             runs COMMAND, ends with its exit code
-    python watch.py --reached FOLDER GOAL   ends with 0 if the last step of the run in FOLDER
-                                            has that mean reward
+    python watch.py COMMAND ...             runs COMMAND and exits with its exit code
+    python watch.py --reached FOLDER GOAL   exits with 0 if the last step of the run in FOLDER
+                                            has at least that mean reward
 
 Memory that several processes share is counted once (proportional set size of Linux).
 """
@@ -27,7 +27,7 @@ def descendants(root: int) -> list[int]:
         if entry.name.isdigit():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # the process has just ended
+            except OSError:  # the process ended meanwhile
                 continue
             children.setdefault(parent, []).append(int(entry.name))
     processes = [root]
@@ -46,7 +46,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def watch(command: list[str]) -> int:
-    """Run `command` until it ends; other signals than Ctrl-C, which reaches it, are forwarded."""
+    """Run `command` until it ends; forward signals to it, except Ctrl-C, which it gets anyway."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,7 +69,7 @@ def watch(command: list[str]) -> int:
 
 
 def has_reached(folder: Path, goal: float) -> bool:
-    """Return True if the last step in `metrics.jsonl` has a mean reward of `goal`."""
+    """Return True if the last step in `metrics.jsonl` has a mean reward of at least `goal`."""
     try:
         last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     except (OSError, IndexError, ValueError):

@@ -1,8 +1,9 @@
-"""Compare the scores of two runs: one asks a server, the other calls the function itself.
+"""Compare the scores of two runs: one calls a reward server, the other calls the function itself.
 
     python compare.py REMOTE IN_PROCESS
 
-Prints the scores of both step by step; ends with 1 if any number of any sample differs.
+The script prints the scores of both runs per step. It exits with 1 if any number of any sample
+differs.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 
 def samples(folder: Path) -> list[list[dict[str, Any]]]:
-    """The samples of every step, as the run wrote them."""
+    """Return the samples of every step, as the run wrote them."""
     files = sorted((folder / "rollouts").glob("*.jsonl"), key=lambda file: int(file.stem))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 def main(remote_dir: str, in_process_dir: str) -> None:
-    """Print a line a step, then the verdict."""
+    """Print a line per step, then the verdict."""
     remote, in_process = samples(Path(remote_dir)), samples(Path(in_process_dir))
     print("step   mean score, asked over HTTP   mean score, called in process")
     for number, steps in enumerate(zip(remote, in_process, strict=True), 1):

@@ -1,9 +1,10 @@
-"""Show what every step of the pipeline changed: numbers and texts before and after it.
+"""Show what each step of the pipeline changed: numbers and texts before and after it.
 
     python evaluate.py RUN_DIR BASE SFT PPO REWARD_MODEL
 
-samples responses of the three policies to the validation prompts, scores them with the rule
-`kindness`, which nothing was trained with, and with the reward model, and writes RUN_DIR/report.md.
+The script samples responses of the three policies to the validation prompts. It scores them with
+the rule `kindness`, which was not used in training, and with the reward model, and writes
+RUN_DIR/report.md.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ MAX_TOKENS, NUM_SHOWN, PPO_STEPS_SHOWN = 32, 6, 5
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file."""
+    """Return the objects in a JSONL file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @torch.no_grad()
 def respond(folder: str, prompts: list[str], tokenizer: Any) -> list[list[int]]:
-    """A sample of each prompt, its end included; the same ones every time."""
+    """Sample one response per prompt, including its end token; the same responses every time."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     batch = tokenizer(
         prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt"
@@ -43,13 +44,13 @@ def respond(folder: str, prompts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def up_to_end(tokens: list[int], end: int) -> list[int]:
-    """The tokens to the first end of sequence, which is kept."""
+    """Return the tokens up to and including the first end token."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 @torch.no_grad()
 def preferences(scorer: Any, prompts: list[str], responses: list[list[int]], tokenizer: Any) -> Any:
-    """The reward model's score of every prompt with its response."""
+    """Return the reward model's score for every prompt with its response."""
     ids = [
         tokenizer(prompt, add_special_tokens=False)["input_ids"] + response
         for prompt, response in zip(prompts, responses, strict=True)
@@ -59,7 +60,7 @@ def preferences(scorer: Any, prompts: list[str], responses: list[list[int]], tok
 
 
 def evaluate(folders: dict[str, str], scorer_folder: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of the report: a table of the policies' scores, and one of what they say."""
+    """Return the report's lines with a table of the policies' scores and a table of responses."""
     tokenizer = AutoTokenizer.from_pretrained(folders["base"])
     scorer = AutoModelForSequenceClassification.from_pretrained(scorer_folder).eval()
     prompts = [
@@ -87,7 +88,7 @@ def evaluate(folders: dict[str, str], scorer_folder: str, rows: list[dict[str, A
 
 
 def curve(run_dir: Path, step: str, metrics: dict[str, str], shown: int = 0) -> list[str]:
-    """Lines of the report: a table of a step's metrics, at about as many of its steps as shown."""
+    """Return the report's lines with a table of metrics; `shown` limits its number of rows."""
     of_all = read_lines(run_dir / step / "metrics.jsonl")
     lines = [line for line in of_all if metrics.keys() <= line.keys()]
     every = max(1, (len(lines) - 1) // shown) if shown else 1

@@ -1,7 +1,7 @@
-"""The task: a sentence about the asked animal, and how kind it is.
+"""The task of the example: write a sentence about the requested animal; kind ones score more.
 
-`kindness` is the rule that the example measures by; no step is trained with it. `make_data.py`
-makes sentences by the same grammar.
+The rule `kindness` evaluates the policies; no step is trained with it. `make_data.py` generates
+sentences with the same grammar.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SENTENCE = re.compile(rf"the ({'|'.join(ADJECTIVES)}) (\w+) ({'|'.join(VERBS)})\
 
 
 def kindness(solution_str: str, ground_truth: str) -> dict[str, float]:
-    """0 unless it is a sentence about the animal; then 0, 0.5 or 1 by its kind words."""
+    """Return 0 unless it is a sentence about the animal; then 0, 0.5 or 1 by its kind words."""
     match = SENTENCE.fullmatch(solution_str)
     is_sentence = match is not None and match[2] == ground_truth
     num_kind = int(match[1] in KIND[0]) + int(match[3] in KIND[1]) if match else 0

@@ -1,8 +1,8 @@
-"""Make a base model of random weights, and the rows of every step.
+"""Make a base model with random weights, and the rows for every step.
 
     python examples/rlhf_pipeline/make_data.py DIR
 
-writes DIR/base (a Llama with a character tokenizer, as in make-tiny) and
+The script writes DIR/base (a Llama with a character tokenizer, as in make-tiny) and
 
     sft.jsonl, sft_val.jsonl        a prompt and any sentence about its animal, kind or not
     pairs.jsonl, pairs_val.jsonl    the kinder of two sentences is `chosen`; some of `rejected` are
@@ -28,29 +28,29 @@ Row = dict[str, Any]
 
 
 def question(rng: random.Random) -> tuple[str, str]:
-    """A prompt, and the animal that it asks for."""
+    """Return a prompt, and the animal that it asks for."""
     animal = rng.choice(ANIMALS)
     return f"{rng.choice(ASKS)} {animal}", animal
 
 
 def sentence(rng: random.Random, animal: str) -> str:
-    """Any sentence about the animal."""
+    """Return a random sentence about the animal."""
     return f"the {rng.choice(ADJECTIVES)} {animal} {rng.choice(VERBS)}."
 
 
 def chat(prompt: str) -> list[Row]:
-    """The prompt as messages."""
+    """Return the prompt as messages."""
     return [{"role": "user", "content": prompt}]
 
 
 def demonstration(rng: random.Random) -> Row:
-    """A prompt with a response for supervised fine-tuning."""
+    """Return a prompt with a response for supervised fine-tuning."""
     prompt, animal = question(rng)
     return {"prompt": chat(prompt), "response": sentence(rng, animal)}
 
 
 def pair(rng: random.Random) -> Row:
-    """Two responses to a prompt, the kinder one chosen; in two of five pairs one is broken."""
+    """Return two responses to a prompt, the kinder one chosen; in 2 of 5 pairs one is broken."""
     prompt, animal = question(rng)
     texts = [sentence(rng, animal), sentence(rng, animal)]
     if rng.random() < 0.4:
@@ -64,7 +64,7 @@ def pair(rng: random.Random) -> Row:
 
 
 def broken(rng: random.Random, text: str, animal: str) -> str:
-    """The sentence about another animal, or with a slip: a word or letter left out or doubled."""
+    """Return the sentence about another animal, or with a word or letter left out or doubled."""
     if rng.random() < 0.5:
         return text.replace(animal, rng.choice([other for other in ANIMALS if other != animal]))
     pieces, joint = rng.choice(((text.split(), " "), (list(text), "")))
@@ -74,7 +74,7 @@ def broken(rng: random.Random, text: str, animal: str) -> str:
 
 
 def prompt_row(rng: random.Random) -> Row:
-    """A prompt for PPO."""
+    """Return a prompt for PPO."""
     prompt, animal = question(rng)
     return {
         "data_source": "kindness",

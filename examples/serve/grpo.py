@@ -7,7 +7,7 @@
   verl-like serve MODEL
   uv run examples/serve/grpo.py --model MODEL
 
-The reward is the share of the letter `a` in a response.
+The reward is the fraction of the characters in a response that are `a`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def main() -> None:
 
 
 def score(text: str) -> float:
-    """Return the share of the letter `a`."""
+    """Return the fraction of the text that is the letter `a`."""
     return text.count("a") / max(len(text), 1)
 
 
 def datum_of(prompt: list[int], sample: types.SampledSequence, advantage: float) -> types.Datum:
-    """Return a row of the loss: the prompt's tokens have advantage 0."""
+    """Return a row for the loss; the prompt's tokens have advantage 0."""
     tokens, count = [*prompt, *sample.tokens], len(prompt) - 1
     inputs = {
         "target_tokens": tokens[1:],

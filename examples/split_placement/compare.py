@@ -1,9 +1,9 @@
-"""Compare a split run with a colocated run: what was learned, and the time that overlap saved.
+"""Compare a split run with a colocated run: their metrics, and the time that overlap saved.
 
     python compare.py SPLIT COLOCATE
 
-`run_deepseek7b_llm.sh` makes both with TINY=1; the colocated one may be shorter. Times are medians
-without the first step of each run, which warms up.
+`run_deepseek7b_llm.sh` with TINY=1 makes both runs; the colocated one may be shorter. Times are
+medians without the first step of each run, which is a warm-up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUMBERS = ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_n
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
-    """The metrics of every training step."""
+    """Return the metrics of every training step."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         sys.exit(f"{folder} is no run folder: there is no {metrics}. Give those of the two runs.")
@@ -29,7 +29,7 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
 
 
 def processes(folder: Path) -> str:
-    """`2 processes`: those of all pools of the run."""
+    """Return the number of processes in all pools of the run, such as `2 processes`."""
     pools = yaml.safe_load((folder / "config.yaml").read_text())["resource_pool_spec"]
     total = sum(sum(per_node) for per_node in pools.values())
     return f"{total} process{'' if total == 1 else 'es'}"
@@ -41,13 +41,13 @@ def seconds(steps: list[dict[str, float]], name: str) -> float:
 
 
 def largest_difference(split: list[dict[str, float]], colocate: list[dict[str, float]]) -> float:
-    """Return the largest difference of `NUMBERS` in the steps that both runs have."""
+    """Return the largest difference of the metrics `NUMBERS` over the steps that both runs have."""
     pairs = zip(split, colocate, strict=False)
     return max(abs(first[name] - other[name]) for first, other in pairs for name in NUMBERS)
 
 
 def main(split_dir: str, colocate_dir: str) -> None:
-    """Print how the reward changed, whether the numbers agree, and both times."""
+    """Print how the reward changed, whether the metrics agree, and both times."""
     split, colocate = steps_of(Path(split_dir)), steps_of(Path(colocate_dir))
     rewards = [step["critic/score/mean"] for step in split]
     shown = [rewards[index * (len(rewards) - 1) // 7] for index in range(8)]

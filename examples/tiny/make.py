@@ -1,4 +1,4 @@
-"""`verl-like make-tiny DIR`, at the path that the examples' scripts and benchmarks call."""
+"""The same as `verl-like make-tiny DIR`, for the scripts of examples and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A tiny chat model that solves some sums, and sums to train it on, as GSM8K has its files.
+"""Make a tiny chat model that solves some sums, and rows of sums in GSM8K's format.
 
     python examples/tiny/make_gsm8k.py DIR
 
-writes DIR/train.jsonl, DIR/test.jsonl and DIR/model: a Llama with a token for each word of the
-sums, fine-tuned from random weights until it gives about a third of the answers.
+The script writes DIR/train.jsonl, DIR/test.jsonl and DIR/model: a Llama with a token for each word
+of the sums, trained from random weights until it solves about a third of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORD = r" ?[A-Za-z]+| ?[0-9]+|#+|[\s\S]"
 
 
 def make_sums(split: str) -> list[dict[str, str]]:
-    """Lines of GSM8K: a question, and an answer that ends with `#### <number>`."""
+    """Return rows in GSM8K's format: a question, and an answer that ends with `#### <number>`."""
     rng = random.Random(split)
     lines = []
     for _ in range(NUM_ROWS[split]):
@@ -39,7 +39,7 @@ def make_sums(split: str) -> list[dict[str, str]]:
 
 
 def main(folder: Path) -> None:
-    """Write the sums and the model."""
+    """Write the rows and the model."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = {split: make_sums(split) for split in NUM_ROWS}
     for split, lines in sums.items():
