@@ -1,11 +1,11 @@
-"""What staleness costs in learning; `bench_async.py --learning` runs a process for each seed.
+"""The cost of staleness in learning; `bench_async.py --learning` runs one process per seed.
 
     python benchmarks/async_learning.py FOLDER SEED STEPS
 
-prints JSON: case -> the mean score of the policy after so many steps, on prompts that it was not
-trained on. FOLDER is that of `verl-like make-tiny`. Every run has as many samples. The trainer
-waits before each step until generators may not go on, so that samples are as old as `max_staleness`
-allows, whatever the machine.
+The script prints JSON: case -> mean score of the policy after STEPS steps, on prompts that it was
+not trained on. FOLDER was written by `verl-like make-tiny`. All runs have the same number of
+samples. Before each step, the trainer waits until the generators must pause, so that samples are as
+old as `max_staleness` allows on every machine.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ CASES = {
 
 
 class AsOldAsMayBe(AsyncTrainer):
-    """Takes a batch only when the queue is as full as `max_staleness` lets it be."""
+    """Takes a batch only when the queue is as full as `max_staleness` allows."""
 
     def on_step_begin(self) -> None:
-        """Wait for the generators, which are started by the first step."""
+        """Wait until the generators pause; the first step starts them."""
         if self.global_step == 1:
             return
         ahead = min(
@@ -55,10 +55,10 @@ class AsOldAsMayBe(AsyncTrainer):
 
 
 class Scores:
-    """The score of the validation, and how old the samples of the steps were."""
+    """Records the validation score, and the ages of the samples in each step."""
 
     def __init__(self, run_folder: str) -> None:
-        """Nothing is known yet."""
+        """Start without any records."""
         self._metrics = Path(run_folder) / "metrics.jsonl"
         self.validation = 0.0
         self.ages: list[float] = []
@@ -71,12 +71,12 @@ class Scores:
             self.validation = results[0]
 
     def on_train_end(self, trainer: AsyncTrainer) -> None:
-        """Without metrics no report is drawn, which would take longer than the steps."""
+        """Delete the metrics, because drawing a report would take longer than the steps."""
         self._metrics.unlink()
 
 
 def learn(folder: Path, case: str, seed: int, steps: int) -> dict[str, float]:
-    """Score after the last step, and the mean age in versions of the second half's samples."""
+    """Return the score after the last step, and the mean age of samples in the second half."""
     with tempfile.TemporaryDirectory() as run_folder:
         overrides = [
             "trainer.backend=local",

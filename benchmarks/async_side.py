@@ -1,16 +1,19 @@
-"""One measured run of asynchronous PPO or of what it is compared with, in a process of its own.
+"""One measured run of asynchronous PPO, or of what it is compared with, in a separate process.
 
     python benchmarks/async_side.py make FOLDER [LAYERS [LAYERS OF THE CRITIC]]
     python benchmarks/async_side.py SIDE FOLDER local|ray STEPS [PROMPTS [WINDOW]]
     python benchmarks/async_side.py cluster
 
-prints JSON; `bench_async.py` runs it. SIDE is a name in `SIDES`, PROMPTS how many a step has.
-`cluster` prints the address of a Ray cluster, which ends with its standard input.
-With WINDOW the run rests after every so many steps: it prints what it has measured in them, and
-goes on when it reads a line, or ends when there is none.
-Policy and critic are Llamas of hidden size 64, with two layers each unless said. The model ends a
-response at every token alike with a chance of 1/32, so lengths are geometric with a mean of 32, of
-256 at most; a learning rate of 1e-6 leaves that as it is.
+The script prints JSON; `bench_async.py` runs it. SIDE is a name in `SIDES`, and PROMPTS is the
+number of prompts per step. `cluster` starts a Ray cluster and prints its address; the cluster ends
+when its standard input is closed.
+
+With WINDOW, the run pauses after every WINDOW steps: it prints their measurements, and continues
+when it reads a line or exits at the end of input.
+
+Policy and critic are Llamas of hidden size 64, by default with two layers each. After every token,
+the model ends the response with a probability of 1/32, so lengths are geometric with a mean of 32
+and a maximum of 256. With a learning rate of 1e-6 this does not change.
 """
 
 from __future__ import annotations
@@ -41,82 +44,82 @@ from workers.weights.channel import SyncReport
 NUM_PROMPTS, NUM_SAMPLES = 16, 4
 MEAN_LENGTH, WIDTH = 32, 256
 DELAY_S = 0.2
-"""Of a slow send, and of a slow update."""
+"""Duration of a slow send, and of a slow update."""
 WARM_UP, LAST = 4, 5
-"""Steps that do not count at a run's begin and at its end."""
+"""Number of steps at the beginning and at the end of a run that are not counted."""
 CPUS_OF_SIDES = 32
-"""As many as the sides of a cluster claim together; one of them computes at a time."""
+"""CPUs of the Ray cluster: all sides reserve some, although only one runs at a time."""
 KINDS = {"main": "the step", "generator": "generators", "reward": "rewards", "ray": "Ray's own"}
-"""Word in the name of a thread -> what it is for."""
+"""Word in the name of a thread -> what the thread is for."""
 
 
 class TrainerAlone(PPOTrainer):
-    """All of a step but generation and weight sync."""
+    """A step without generation and weight sync."""
 
     ahead: deque[tuple[DataProto, Metrics]]
 
     def __init__(self, *args: Any) -> None:
-        """No batch is drawn ahead yet."""
+        """Start without prepared batches."""
         super().__init__(*args)
         self.ahead = deque()
 
     def sample(self) -> tuple[DataProto, Metrics]:
-        """Batches that are made before a rest, from the second window on."""
+        """Return a batch; from the second window on, one that was prepared before the pause."""
         return self.ahead.popleft() if self.ahead else super().sample()
 
     def draw_ahead(self, count: int) -> None:
-        """Make so many batches now."""
+        """Prepare this number of batches now."""
         self.ahead.extend(super(TrainerAlone, self).sample() for _ in range(count))
 
     def sync(self) -> Metrics:
-        """Samples are of older weights, as in an asynchronous run."""
+        """Skip the sync: samples are from older weights, as in an asynchronous run."""
         self.weights.version += 1
         return {}
 
 
 class GeneratorsAlone(AsyncTrainer):
-    """Generation at its own speed: samples are taken and thrown away."""
+    """Generates at full speed: samples are taken and discarded."""
 
     def step(self) -> Metrics:
-        """Bring a batch here; there is no update, so no version either."""
+        """Fetch a batch; without an update, the weights stay at one version."""
         self.generators.start()
         _, metrics = self.stage("gen", self.next_batch)
         return metrics
 
 
 class SlowUpdate(AsyncTrainer):
-    """Each update takes a while longer, without computing."""
+    """Each update takes longer, without more computation."""
 
     def update(self, batch: DataProto) -> Metrics:
-        """PPO's, and a rest."""
+        """Run PPO's update, then sleep."""
         time.sleep(DELAY_S)
         return super().update(batch)
 
 
 class SlowSend(RolloutWorker):
-    """Samples take a while until they are on their way."""
+    """Samples are delayed before they are sent."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
-        """The engine's samples, after a rest."""
+        """Sleep, then return the engine's samples."""
         samples = super().take(max_tokens, seconds)
         time.sleep(DELAY_S)
         return samples
 
 
 class SlowDelivery(ActorWorker):
-    """Weights take a while until they are with a generator."""
+    """Weights are delayed before a generator has them."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, *arguments: Any) -> SyncReport:
-        """The published version, after a rest."""
+        """Sleep, then deliver the published version."""
         time.sleep(DELAY_S)
         return super().deliver_weights(*arguments)
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a run is, beside the settings that all have."""
+    """The settings of one side that differ from the common ones."""
 
     overrides: tuple[str, ...] = ()
     is_async: bool = True
@@ -151,28 +154,28 @@ SIDES = {
 
 
 def cpu_by_kind() -> Counter[str]:
-    """Seconds of a core that the threads of this process have used, by kind of thread."""
+    """Return the CPU seconds that the threads of this process have used, by kind of thread."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     used: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
         name = names.get(int(task.name), "Ray's own")
         kind = next((word for word in KINDS if word in name.lower()), None)
         if kind is not None:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the thread has ended
                 used[KINDS[kind]] += int((task / "schedstat").read_text().split()[0]) / 1e9
     used["others, and ended threads"] += time.process_time() - used.total()
     return used
 
 
 class Enough(BaseException):
-    """No more steps are asked for."""
+    """Raised when no more steps are requested."""
 
 
 class Meter:
-    """When each step ended, and what this process had used by then."""
+    """Records when each step ended, and the CPU seconds of this process by then."""
 
     def __init__(self, run_folder: str, window: int | None = None) -> None:
-        """No step has ended. The run rests after every `window` steps, if that is given."""
+        """Start before the first step; with `window`, the run pauses after every `window` steps."""
         self._metrics = Path(run_folder) / "metrics.jsonl"
         self._window = window
         self.facts: dict[str, list[float]] = defaultdict(list)
@@ -196,12 +199,12 @@ class Meter:
                 raise Enough
 
     def on_train_end(self, trainer: Any) -> None:
-        """Without metrics no report is drawn, which would take longer than the steps."""
+        """Delete the metrics, because drawing a report would take longer than the steps."""
         self._metrics.unlink()
 
 
 def make(folder: Path, num_layers: int = 2, critic_layers: int = 2) -> None:
-    """A model that ends a response at any token alike, prompts, and `letters` for the learning."""
+    """Write a model that ends responses at random, prompts, and `letters` for `--learning`."""
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -215,7 +218,7 @@ def make(folder: Path, num_layers: int = 2, critic_layers: int = 2) -> None:
     model = LlamaForCausalLM.from_pretrained(folder / "model")
     end = model.config.eos_token_id
     with torch.no_grad():
-        # one number of the hidden states is nearly the same everywhere; the end's logit reads it
+        # one hidden dimension is nearly constant; the logit of the end token is computed from it
         model.model.embed_tokens.weight[:, 0] = 0.5
         model.lm_head.weight[end] = 0.0
         model.lm_head.weight[:, 0] = 0.0
@@ -229,7 +232,7 @@ def make(folder: Path, num_layers: int = 2, critic_layers: int = 2) -> None:
 
 
 def overrides(folder: Path, run_folder: str, backend: str, steps: int, prompts: int) -> list[str]:
-    """PPO with a critic, and two mini-batches a step."""
+    """Return the settings of PPO with a critic and two mini-batches per step."""
     critic = folder / "critic"
     return [
         f"trainer.backend={backend}",
@@ -255,7 +258,7 @@ def overrides(folder: Path, run_folder: str, backend: str, steps: int, prompts: 
 def measure(
     name: str, folder: Path, backend: str, steps: int, prompts: int, window: int | None = None
 ) -> dict[str, list[float]]:
-    """A run of so many steps: what `Meter` saw since the last window."""
+    """Run this number of steps; return the measurements of `Meter` since the last window."""
     side = SIDES[name]
     with tempfile.TemporaryDirectory() as run_folder:
         settings = [*overrides(folder, run_folder, backend, steps, prompts), *side.overrides]
@@ -267,7 +270,7 @@ def measure(
 
 
 def keep_cluster() -> None:
-    """One Ray cluster, for all sides that run in turn."""
+    """Run one Ray cluster for all sides, which run one after the other."""
     import ray
 
     from verl_like.backends.ray import connect

@@ -1,12 +1,12 @@
-"""The Ray calls of an asynchronous step of 64 samples with nothing done: what the driver pays Ray
-alone.
+"""The driver's cost for Ray alone: the calls of an asynchronous step of 64 samples, without work.
 
     python benchmarks/bare_driver_side.py [STEPS]
 
-prints JSON; `bench_async.py` runs it. A trainer and a generator are plain actors that sleep as long
-as a step's methods take. As in a real step, the driver's main thread reads the samples, has them
-read twice and learnt from twice, each at the same time, and publishes; a thread of its own has
-weights received and samples made. Headers and payloads have the sizes that ours have.
+The script prints JSON; `bench_async.py` runs it. A trainer and a generator are plain actors that
+sleep as long as a step's methods take. As in a real step, the driver's main thread reads the
+samples, calls two concurrent log-prob passes and two concurrent updates on them, and publishes
+weights. A second thread makes the generator receive weights and generate samples. Headers and
+payloads have the same sizes as verl-like's.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import time
 import ray
 
 HEADER, BATCH, PROMPTS = 300, 23_000, 3_000
-"""Bytes that travel: of what says how a call went, of a batch of 64 samples, of their prompts."""
+"""Bytes of a call's result header, of a batch of 64 samples, and of their prompts."""
 WARM_UP = 5
 RECEIVE_S, GENERATE_S, READ_S, UPDATE_S, PUBLISH_S = 0.01, 0.18, 0.02, 0.06, 0.01
-"""How long the methods take: a step lasts some 0.2 s, as that of two layers does."""
+"""Durations of the methods: a step takes about 0.2 s, as with two layers."""
 SESSION = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
-"""As `verl_like.backends.ray.cluster` starts one."""
+"""Settings with which `verl_like.backends.ray.cluster` starts Ray."""
 
 
 class Idle:
-    """A worker whose methods only take their time."""
+    """A worker whose methods only sleep."""
 
     def small(self, seconds: float) -> bytes:
-        """Gives back a header."""
+        """Return a header."""
         time.sleep(seconds)
         return bytes(HEADER)
 
     @ray.method(num_returns=2)
     def batch(self, seconds: float, rows: bytes) -> tuple[bytes, bytes]:
-        """Gives back a batch and a header."""
+        """Return a batch and a header."""
         time.sleep(seconds)
         return bytes(BATCH), bytes(HEADER)
 
@@ -50,7 +50,7 @@ class Idle:
 def make_samples(
     generator: ray.actor.ActorHandle, samples: queue.Queue[list[ray.ObjectRef]]
 ) -> None:
-    """The generator's thread: weights, then samples, as long as the process lives."""
+    """Run as the generator's thread: receive weights and generate samples until exit."""
     while True:
         ray.get(generator.small.remote(RECEIVE_S))
         payload, header = generator.batch.remote(GENERATE_S, bytes(PROMPTS))
@@ -60,7 +60,7 @@ def make_samples(
 
 
 def step(trainer: ray.actor.ActorHandle, samples: queue.Queue[list[ray.ObjectRef]]) -> None:
-    """What the main thread asks for, and waits for."""
+    """Make the calls of the main thread, and wait for them."""
     ray.get(samples.get())
     rows = bytes(BATCH)
     for seconds in (READ_S, UPDATE_S):
@@ -70,7 +70,7 @@ def step(trainer: ray.actor.ActorHandle, samples: queue.Queue[list[ray.ObjectRef
 
 
 def main() -> None:
-    """Milliseconds of a core that this process takes a step, and the share of a core that is."""
+    """Print the driver's CPU milliseconds per step, and its share of one core."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     os.environ.update(SESSION)
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)

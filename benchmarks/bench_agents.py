@@ -1,19 +1,19 @@
-"""Trajectories of several turns beside the native engine.
+"""Measure multi-turn trajectories with the native engine.
 
     python benchmarks/bench_agents.py [--only speed,overhead,crowd,hang,soak] [--rounds 5]
 
-- speed: 64 trajectories of 8 turns, 64 tokens each, against every turn as one batch: by
-  transformers' `generate` on the whole history, encoded anew from its text, and by the native
-  engine that reads the whole history
-- overhead: 256 trajectories of 4 turns of an environment that costs nothing, against samples of as
-  many tokens in one turn
-- crowd: the memory of all processes while 1,024 trajectories wait for their environments, and the
-  most while they are played together, beside that of model, engine and host
-- hang: what one environment of 256 that never answers adds to a batch
+- speed: 64 trajectories of 8 turns with 64 tokens each, compared with running every turn as one
+  batch: with transformers' `generate` on the whole history, which is tokenized again, and with the
+  native engine, which prefills the whole history
+- overhead: 256 trajectories of 4 turns in an environment without cost, compared with single-turn
+  samples of the same number of tokens
+- crowd: the memory of all processes while 1,024 trajectories wait for their environments, and its
+  peak while they run together, next to the memory of model, engine and host
+- hang: the time that one of 256 environments adds to a batch if it never returns
 - soak: processes, handles and memory over 10,000 trajectories, of which one in fifty fails
 
-A Qwen2 of a million parameters, one thread; sides take turns in each round, of fresh prompts. CPU
-seconds are those of all processes. Prints JSON.
+The model is a Qwen2 with a million parameters, on one thread. In each round, which has new prompts,
+the sides run one after the other. CPU seconds are those of all processes. Prints JSON.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ Side = Callable[[int], int]
 
 
 class Free(Environment):
-    """Answers at once; one of them never does, and one in `raises` fails."""
+    """Returns at once, except that one environment never returns, and one in `raises` fails."""
 
     def __init__(self, turns: int, hangs: int = -1, raises: int = 0) -> None:
         self.turns, self.hangs, self.raises = turns, hangs, raises
 
     def reset(self, row: Any, rng: Any) -> str:
-        """The row's number is not said."""
+        """Return the first observation, which does not contain the row's number."""
         self.said, self.is_hung = 0, row["number"] == self.hangs
         self.fails = self.raises > 0 and row["number"] % self.raises == 0
         return "go"
 
     def step(self, text: str) -> Turn | TrajectoryEnd:
-        """An observation of a few tokens."""
+        """Return an observation of a few tokens, or end the trajectory."""
         self.said += 1
         if self.is_hung:
             time.sleep(3600)
@@ -65,7 +65,7 @@ class Free(Environment):
 
 
 class Model:
-    """A Qwen2 of random weights, the tokenizer that fits, and what is asked of them."""
+    """A Qwen2 with random weights, its tokenizer, and the sampling settings."""
 
     def __init__(self) -> None:
         import torch
@@ -87,7 +87,7 @@ class Model:
         self.module = Qwen2ForCausalLM(config).eval()
 
     def engine(self, width: int) -> Any:
-        """A native engine for responses of so many tokens."""
+        """Return a native engine for responses of up to `width` tokens."""
         from workers.rollout.base import EngineLimits
         from workers.rollout.native.engine import NativeEngine
 
@@ -97,18 +97,18 @@ class Model:
         return engine
 
     def chat(self) -> Any:
-        """The turns by the tokenizer's template."""
+        """Return the chat for the tokenizer's template."""
         from workers.agents.chat import TurnRenderer
 
         return TurnRenderer(self.tokenizer, [], ())
 
     def prompt(self, round_: int, row: int) -> str:
-        """A text of the round's own."""
+        """Return a prompt that is unique to the round and row."""
         return f"{(7919 * round_ + row) % 100000:05d}"
 
 
 class Trajectories:
-    """Rounds of trajectories by our loop, on one engine and one host."""
+    """Runs rounds of trajectories on one engine and one host."""
 
     def __init__(self, model: Model, rows: int, turns: int, tokens: int, **kwargs: Any) -> None:
         from workers.agents.host import EnvironmentHost
@@ -134,7 +134,7 @@ class Trajectories:
         self.sampling = SamplingParams(max_tokens=self.width, stop_token_ids=())
 
     def play(self, round_: int) -> list[Any]:
-        """One round."""
+        """Run one round; return its trajectories."""
         from workers.agents.trajectory import TrajectoryStart
 
         starts = []
@@ -145,12 +145,12 @@ class Trajectories:
         return self.loop.play(starts, self.sampling, num_open=1024)
 
     def run(self, round_: int) -> int:
-        """Tokens that were drawn."""
+        """Run one round; return the number of sampled tokens."""
         return sum(int((one.sample.versions >= 0).sum()) for one in self.play(round_))
 
 
 def by_generate(model: Model, rows: int) -> Side:
-    """Each turn: all texts are encoded and generated from in one batch, all wait for all."""
+    """Run each turn as one batch of `generate` on newly tokenized texts; all rows wait for all."""
 
     def run(round_: int) -> int:
         import torch
@@ -187,7 +187,7 @@ def by_generate(model: Model, rows: int) -> Side:
 
 
 def by_barrier(model: Model, rows: int) -> Side:
-    """Each turn: one batch of the native engine, which reads the whole history first."""
+    """Run each turn as one batch of the native engine, which prefills the whole history."""
     engine = model.engine(TURNS * (TOKENS + 16))
 
     def run(round_: int) -> int:
@@ -218,7 +218,8 @@ def by_barrier(model: Model, rows: int) -> Side:
                     sample,
                     tokens=torch.cat([sample.tokens, ids]),
                     log_probs=torch.cat([sample.log_probs, torch.full((len(ids),), torch.nan)]),
-                    # of a version that the engine has not: the history is read in one pass
+                    # with a version that the engine does not have, so that it prefills the history
+                    # in one pass
                     versions=torch.cat([sample.versions.where(sample.versions < 0, 99), unknown]),
                     finish_reason="abort",
                     end_at=len(sample.tokens) + len(ids) + TOKENS,
@@ -230,7 +231,7 @@ def by_barrier(model: Model, rows: int) -> Side:
 
 
 def compare(sides: dict[str, Side], rounds: int) -> dict[str, Any]:
-    """Medians of every side's seconds, and their ratios to the first side's within each round."""
+    """Return the median seconds of every side, and its ratio to the first one within rounds."""
     times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in sides}
     for round_ in range(rounds + 1):
         order = list(sides.items()) if round_ % 2 else list(sides.items())[::-1]
@@ -258,7 +259,7 @@ def compare(sides: dict[str, Side], rounds: int) -> dict[str, Any]:
 
 
 def speed(rounds: int) -> dict[str, Any]:
-    """Ours, and the two ways with a barrier."""
+    """Compare trajectories with the two ways that have a barrier after each turn."""
     model = Model()
     ours = Trajectories(model, ROWS, TURNS, TOKENS)
     try:
@@ -273,7 +274,7 @@ def speed(rounds: int) -> dict[str, Any]:
 
 
 def overhead(rounds: int) -> dict[str, Any]:
-    """256 trajectories of 4 turns, and as many tokens in one turn."""
+    """Compare 256 trajectories of 4 turns with as many tokens in one turn."""
     from workers.rollout.base import SamplingParams
     from workers.rollout.sample import Sample
 
@@ -309,7 +310,7 @@ def overhead(rounds: int) -> dict[str, Any]:
 
 
 def crowd(rounds: int) -> dict[str, Any]:
-    """Memory of 1,024 trajectories, of their environments alone and as they are played."""
+    """Return the memory while 1,024 trajectories wait and while they run."""
     ours = Trajectories(Model(), 1024, 4, 32)
     host, before = ours.host, memory_mib()
     for number in range(1024):
@@ -346,7 +347,7 @@ def crowd(rounds: int) -> dict[str, Any]:
 
 
 def hear_all(host: Any, count: int) -> None:
-    """Wait for an answer of each."""
+    """Wait for a result of each environment."""
     while count:
         for _, answer in host.answers(1.0):
             assert "failed" not in answer, answer
@@ -354,7 +355,7 @@ def hear_all(host: Any, count: int) -> None:
 
 
 def hang(rounds: int) -> dict[str, Any]:
-    """256 trajectories, of which one hangs for its deadline."""
+    """Run 256 trajectories, one of which hangs until its deadline."""
     model = Model()
     plain = Trajectories(model, 256, 4, 16, step_s=5.0)
     hung = Trajectories(model, 256, 4, 16, step_s=5.0, hangs=7)
@@ -370,7 +371,7 @@ def hang(rounds: int) -> dict[str, Any]:
 
 
 def soak(rounds: int) -> dict[str, Any]:
-    """10,000 trajectories on one host: what there is after each thousand."""
+    """Run 10,000 trajectories on one host; return what exists after each thousand."""
     ours = Trajectories(Model(), 1000, 2, 4, raises=50)
     results = []
     for round_ in range(10):
@@ -389,7 +390,7 @@ def soak(rounds: int) -> dict[str, Any]:
 
 
 def descendants() -> list[int]:
-    """This process and all below it."""
+    """Return this process and all its descendants."""
     import psutil
 
     me = psutil.Process()
@@ -397,7 +398,7 @@ def descendants() -> list[int]:
 
 
 def handles() -> int:
-    """Of this process and of those that start the environments, which live as long as it."""
+    """Count the open handles of this process and of those that start environments."""
     import psutil
 
     me = psutil.Process()
@@ -406,7 +407,7 @@ def handles() -> int:
 
 
 def cpu_seconds() -> float:
-    """Of all processes, those that have ended too."""
+    """Return the CPU seconds of all processes, including those that have ended."""
     total = 0.0
     for pid in descendants():
         try:
@@ -418,7 +419,7 @@ def cpu_seconds() -> float:
 
 
 def memory_mib(pids: list[int] | None = None) -> float:
-    """The proportional set size of all processes."""
+    """Return the proportional set size of all processes, in MiB."""
     total = 0
     for pid in pids or descendants():
         try:
@@ -433,12 +434,12 @@ PARTS = {"speed": speed, "overhead": overhead, "crowd": crowd, "hang": hang, "so
 
 
 def main() -> None:
-    """Measure what was chosen."""
+    """Run the selected measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    keep_freed_memory()  # as the processes of a run do
+    keep_freed_memory()  # as in the processes of a run
 
     import torch
 

@@ -1,10 +1,11 @@
-"""Every estimator and loss, and the rollout correction, on 4096 rows of 2048 tokens; one thread.
+"""Time every estimator and loss, and the rollout correction, on 4096 rows of 2048 tokens.
 
     python benchmarks/bench_algorithms.py           # --small: a few rows, to see that all run
 
-A line each: CPU seconds (the best of three calls), and extra copies: the most memory that a call
-holds at a time beside its inputs and results, in columns of the batch. Figures beyond 0.2 s or 2
-copies are marked. The first line is the machine's own: a column copied into fresh memory.
+One thread is used. For each function, the script prints the CPU seconds (best of three calls) and
+the extra copies: the peak memory of a call beyond its inputs and results, in columns of the batch.
+Values above 0.2 s or 2 copies are marked. The first line is a reference for the machine: a column
+is copied into new memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROUNDS = 3
 
 
 def make_columns(rows: int, width: int) -> dict[str, Any]:
-    """What estimators and losses read: float32 columns, ragged responses."""
+    """Return the inputs of estimators and losses: float32 columns and ragged responses."""
     generator = torch.Generator().manual_seed(0)
 
     def normal() -> Tensor:
@@ -70,13 +71,13 @@ def make_columns(rows: int, width: int) -> dict[str, Any]:
 
 
 def arguments_of(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
-    """Its parameters that there are columns for."""
+    """Return the columns that are parameters of the function."""
     names = inspect.signature(function).parameters
     return {name: columns[name] for name in names if name in columns}
 
 
 def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Name -> a call that returns its results."""
+    """Return a call for each name; the call returns the function's results."""
     calls: dict[str, Callable[[], Any]] = {"a copy": columns["values"].clone}
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
         arguments = arguments_of(estimator, columns)
@@ -102,7 +103,7 @@ def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def calls_of_correction(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """The rollout correction with its figures, and the gauge of the gap it corrects for."""
+    """Return calls of the rollout correction with its metrics, and of the mismatch gauge."""
     new, old, mask = columns["log_prob"], columns["old_log_prob"], columns["response_mask"]
     settings = {
         "token weights": RolloutCorrectionConfig(rollout_is="token"),
@@ -132,7 +133,7 @@ def calls_of_correction(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]
 
 
 def gradient_of(loss: Callable[..., Any], arguments: dict[str, Any], leaf: str) -> Any:
-    """The loss, what is beside it, and the gradient of its leaf."""
+    """Return the loss, its metrics, and the gradient of its leaf."""
     predicted = arguments[leaf].detach().requires_grad_()
     total, beside = loss(**{**arguments, leaf: predicted})
     total.backward()
@@ -140,7 +141,7 @@ def gradient_of(loss: Callable[..., Any], arguments: dict[str, Any], leaf: str) 
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """CPU seconds, the best of a few calls."""
+    """Return CPU seconds, the best of a few calls."""
     found = []
     for _ in range(ROUNDS):
         began = time.process_time()
@@ -150,13 +151,13 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def extra_bytes(call: Callable[[], Any]) -> int:
-    """The most bytes that a call holds at a time, less those of its results."""
+    """Return the peak bytes of a call, without those of its results."""
     results, most = peak_bytes(call)
     return most - sum(storage.nbytes() for storage in storages_of(results).values())
 
 
 def storages_of(results: Any) -> dict[int, Any]:
-    """The memory behind the tensors of a result, each once."""
+    """Return the storages of the tensors in a result, each once."""
     if isinstance(results, Tensor):
         storage = results.untyped_storage()
         return {storage.data_ptr(): storage}

@@ -1,19 +1,25 @@
-"""Asynchronous PPO beside the synchronous run, and beside its generators and its trainer alone.
+"""Compare asynchronous PPO with synchronous PPO, and with its generators and its trainer alone.
 
     python benchmarks/bench_async.py [--only speed,ray,driver,slow] [--json FILE]
         [--rounds 8] [--most-stolen 1] [--window 10] [--prompts 16] [--layers 2] [--critic-layers 2]
-    python benchmarks/bench_async.py --learning      rewards at equal samples, over seeds
+    python benchmarks/bench_async.py --learning      rewards at equal numbers of samples, over seeds
 
-prints a table and which limits hold. Every side is a process of its own, one thread each
-(`async_side.py`). All are started, and then run in turn, a window of steps in every round, while
-the others rest (`paused_sides.py`): so a machine that others slow for minutes slows all alike. A
-rate is samples a second of a window, whose first `SETTLE` steps do not count, since generators go
-on for a batch when a trainer rests. The median over rounds counts, of rates as of ratios of two
-rates of the same round; each round is printed as it ends. A round in which other machines took more
-than `--most-stolen` of the cores, by the kernel's count, does not count. `speed` is
-`backend=local`, whose generators are child processes; `ray` is Ray, one cluster for all sides, and
-`driver` what the driver's process takes of a core there, by threads, beside what Ray alone takes
-for the same calls with nothing done. Run it on an idle machine with two cores.
+The script prints a table, and which limits hold.
+
+Every side (`async_side.py`) is a separate process with one thread. All sides are started. In every
+round, each runs a window of steps while the others pause (`paused_sides.py`), so if the machine is
+slow for minutes, all sides are equally slow. A rate is the samples per second of a window without
+its first `SETTLE` steps, because generators continue for one batch when a trainer pauses. Results
+are medians over rounds, of rates and of ratios of two rates of one round. Each round is printed
+when it ends. A round is discarded if other virtual machines took more than `--most-stolen` of the
+cores' time, as counted by the kernel.
+
+- `speed`: `backend=local`, whose generators are child processes
+- `ray`: the same on Ray, with one cluster for all sides
+- `driver`: the fraction of a core that the driver uses on Ray, by thread, next to what Ray alone
+  uses for the same calls without work
+
+Run it on an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -45,17 +51,18 @@ from sides import HERE
 
 BARE_DRIVER = str(HERE / "bare_driver_side.py")
 STEPS = 20
-"""Steps of a run that does not rest."""
+"""Steps of a run that does not pause."""
 MOST_TRIES = 3
-"""Rounds that are run for each that is to count."""
+"""Maximum number of rounds that are run for each round that counts."""
 DRIVER_ROUNDS = 2
 ALONE = ("generators_alone", "trainer_alone")
 SIDES = {
     "local": ("synchronous", "staleness_0", "staleness_1", "staleness_4", *ALONE),
     "ray": ("synchronous", "split", "staleness_1", "critic_apart", *ALONE),
 }
-"""`placement=split` has the rollout beside the actor and the critic apart, which only Ray
-overlaps; `critic_apart` is staleness 1 with that placement of both."""
+"""With `placement=split`, the rollout is next to the actor, and the critic is in another pool; only
+Ray overlaps them. `critic_apart` is staleness 1 with this placement.
+"""
 LIMITS: dict[str, tuple[str, float]] = {
     "staleness 1 over the synchronous run": (">=", 1.3),
     "staleness 1 over placement=split": (">=", 1.3),
@@ -68,16 +75,17 @@ LIMITS: dict[str, tuple[str, float]] = {
 
 
 def driver_share(facts: Facts) -> float:
-    """Of a core, by the driver's process."""
+    """Return the fraction of a core that the driver's process uses."""
     ended, used = facts["ended"], facts["cpu_s"]
     return (used[-1] - used[0]) / (ended[-1] - ended[0])
 
 
 def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict[str, float]:
-    """Generators and trainer alone, but at once: what they cost each other without a word between.
+    """Run generators and trainer alone, but concurrently: how much they slow each other down.
 
-    Of the time in which both were at work. Generators that are faster, by `alone`, are asked for
-    more steps; the trainer has batches of one window, and would make more of them within the time.
+    Rates cover the time in which both run. If generators are faster according to `alone`, they run
+    more steps. The trainer has batches for only one window; preparing more would take part of the
+    time.
     """
     generators, trainer = (alone[name] for name in ALONE)
     for name, windows in zip(ALONE, (math.ceil(generators / trainer), 1), strict=True):
@@ -93,13 +101,13 @@ def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict
 
 
 def speed(folder: str, backend: str, options: argparse.Namespace) -> dict[str, float]:
-    """Samples a second of every side, and what staleness 1 makes of them."""
+    """Return the samples per second of every side, and the ratios of staleness 1 to them."""
     with cluster_for_all() if backend == "ray" else nullcontext() as cluster:
         return speed_in(cluster, folder, options)
 
 
 def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> dict[str, float]:
-    """`speed` in that Ray cluster, or in process."""
+    """Run `speed` in this Ray cluster, or on the local backend."""
     backend = "local" if cluster is None else "ray"
     rates: dict[str, list[float]] = defaultdict(list)
     shares: list[float] = []
@@ -110,7 +118,7 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
 
     for number in range(MOST_TRIES * options.rounds):
         begun = core_ticks()
-        # every other round in the other order: a machine that gets slower favors neither
+        # every other round in reverse order, so that a machine that slows down favors no side
         facts_of, of_round = one_round(sides, list(sides)[:: 1 if number % 2 else -1])
         stolen = share_stolen(begun)
         counts = stolen <= options.most_stolen
@@ -136,7 +144,7 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
     results |= {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
     results["mean length, tokens"] = statistics.mean(lengths)
     results |= compared(rates)
-    if backend == "ray":  # in process the driver is the trainer as well
+    if backend == "ray":  # on the local backend, the driver is also the trainer
         results["driver, share of a core"] = statistics.median(shares)
     return results
 
@@ -144,7 +152,7 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
 def one_round(
     sides: dict[str, PausedSide], order: Sequence[str]
 ) -> tuple[dict[str, Facts], dict[str, float]]:
-    """What a window of each side measured, and samples a second."""
+    """Return what each side measured in a window, and the samples per second."""
     facts_of: dict[str, Facts] = {}
     rates: dict[str, float] = {}
     for name in order:
@@ -156,10 +164,9 @@ def one_round(
 
 
 def compared(rates: dict[str, list[float]]) -> dict[str, float]:
-    """What staleness 1 makes of the others' rates: the median and the quartiles over rounds.
+    """Return the ratios of staleness 1 to the other rates: median and quartiles over rounds.
 
-    Both rates of a ratio are of the same round: the machine was as fast for the one as for the
-    other.
+    Both rates of a ratio are from the same round, in which the machine was equally fast for both.
     """
     pairs = {
         "staleness 1 over the synchronous run": ("staleness_1", "synchronous"),
@@ -180,14 +187,14 @@ def compared(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def slower_of(rates: dict[str, list[float]], names: Sequence[str]) -> str:
-    """The side with the lower median."""
+    """Return the side with the lower median rate."""
     return min(names, key=lambda name: statistics.median(rates[name]))
 
 
 def driver(folder: str, rounds: int) -> dict[str, float]:
-    """Milliseconds of a core that the driver's process takes a step, by kind of thread, on Ray.
+    """Return the CPU milliseconds of the driver's process per step on Ray, by kind of thread.
 
-    On a machine that is not idle they are more, but far less so than times by the clock.
+    Other work on the machine raises them, but far less than it raises wall times.
     """
     results: dict[str, list[float]] = {}
     for prompts in (NUM_PROMPTS, 4 * NUM_PROMPTS):
@@ -207,7 +214,7 @@ def driver(folder: str, rounds: int) -> dict[str, float]:
 
 
 def slow(folder: str) -> dict[str, float]:
-    """Twenty steps with a slow send and a slow update: overlapped over one after the other."""
+    """Compare twenty steps with a slow send and a slow update: overlapped and sequential."""
     results = {}
     for what in ("samples", "weights"):
         seconds = []
@@ -224,7 +231,7 @@ def slow(folder: str) -> dict[str, float]:
 
 
 def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
-    """Scores at equal samples: a case's mean, its spread, and Welch's t against staleness 0."""
+    """Return scores at equal samples: means, spreads, and Welch's t against staleness 0."""
     scores: dict[str, list[float]] = {}
     ages: dict[str, list[float]] = {}
     waiting = list(range(1, seeds + 1))
@@ -253,13 +260,13 @@ def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
 
 
 def welch(these: list[float], those: list[float]) -> float:
-    """The difference of the means over its standard error."""
+    """Return the difference of the means divided by its standard error."""
     squares = sum(statistics.variance(of) / len(of) for of in (these, those))
     return (statistics.mean(these) - statistics.mean(those)) / squares**0.5
 
 
 def judge(figures: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """The limits on what was measured, and whether they hold."""
+    """Return the limits on the measured values, and whether they hold."""
     results = {}
     for key, value in figures.items():
         relation, limit = LIMITS.get(key.split(": ", 1)[-1], ("", 0.0))
@@ -274,7 +281,7 @@ def judge(figures: dict[str, float]) -> dict[str, dict[str, Any]]:
 
 
 def show(figures: dict[str, float], limits: dict[str, dict[str, Any]]) -> None:
-    """A line for each figure; with its limit, if there is one."""
+    """Print one line per value, with its limit if there is one."""
     for key, value in figures.items():
         limit = limits.get(key)
         verdict = ""
@@ -284,7 +291,7 @@ def show(figures: dict[str, float], limits: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure what was asked for, then say which limits hold."""
+    """Run the selected measurements, then print which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="speed,ray,driver,slow")
     parser.add_argument("--rounds", type=int, default=8, help="2 or more")

@@ -1,11 +1,11 @@
-"""True if the memory of an asynchronous run stays flat over its steps.
+"""Check that the memory of an asynchronous run stays flat over its steps.
 
     python benchmarks/bench_async_memory.py [--steps 200] [--folder FOLDER]
 
-A tiny model, one generator, one trainer, local backend. Prints JSON: resident MiB of the driver,
-which trains as well, and of the generator's process, and the sizes of what the driver keeps of the
-samples (open groups of the ledger, the buffer, calls of the timeline) after a quarter, a half,
-three quarters and all of the steps.
+It runs a tiny model with one generator and one trainer on the local backend, and prints JSON after
+each quarter of the steps: the resident MiB of the driver, which also trains, and of the generator's
+process, and the sizes of the driver's records (open groups in the ledger, the buffer, calls in the
+timeline).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SETTINGS = (
 
 
 class Sizes:
-    """A callback: notes sizes four times in a run."""
+    """A callback that records sizes four times in a run."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.rows: list[dict[str, Any]] = []
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """A row, if a quarter of the steps is over."""
+        """Add a row after each quarter of the steps."""
         step = trainer.global_step
         if step % (self.steps // 4):
             return
@@ -60,7 +60,7 @@ class Sizes:
 
 
 def measure(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """A row for every quarter of the run."""
+    """Return a row for every quarter of the run."""
     tiny = make_tiny.make(folder / "tiny")
     paths = (
         f"actor_rollout_ref.model.path={tiny}/model",
@@ -74,7 +74,7 @@ def measure(folder: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="a multiple of 4")
     parser.add_argument("--folder", type=Path, help="default: a temporary one")

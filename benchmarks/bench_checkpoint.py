@@ -1,13 +1,13 @@
-"""What a checkpoint costs the steps: the pause for its copy, and the time while it is written.
+"""Measure what a checkpoint costs: the pause for its copy, and slower steps while it is written.
 
     python benchmarks/bench_checkpoint.py [--rounds 5] [--ranks 1,2] [--small] [--check]
 
-An actor of 17 million weights, some 190 MiB of them and of Adam's moments, is updated in worker
-processes of one thread each, sharded where there are two. In every round come a checkpoint that is
-waited for, one that is copied, and then updates alone and updates while the copy is written, turn
-about: a write begins anew as soon as it ends. Prints JSON: medians over the rounds; the ratios are
-of figures of the same round. `--check` fails where a step beside a write takes more than `LIMIT`
-times one alone; it means something on a machine that does nothing else. `--small` is for the tests.
+An actor with 17 million weights (190 MiB with Adam's moments) is updated in worker processes with
+one thread each; with two ranks it is sharded. Every round has a blocking checkpoint and a copied
+one. Then updates alone alternate with updates during a write, which starts again whenever it ends.
+Prints JSON with medians over the rounds; ratios are computed within a round. `--check` fails if a
+step during a write takes more than `LIMIT` times as long as one alone; use it on an idle machine.
+`--small` is for tests.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ from workers.roles.actor import ActorWorker
 ROWS, PROMPT, RESPONSE = 8, 16, 16
 SIZES = {"whole": {"hidden_size": 512, "num_layers": 7}, "small": {"hidden_size": 64}}
 TURNS = 4
-"""Of a round: an update alone, one beside a write, one alone again."""
+"""Updates per round, alternately alone and during a write."""
 LIMIT = 1.05
-"""What a step may take beside a write, in steps alone."""
+"""Maximum ratio of the time of a step during a write to that of a step alone."""
 RATIO = "step while writing / alone"
 
 
 class BackgroundActor(ActorWorker):
-    """Leaves whatever size to be written later, and times the thread that trains."""
+    """Writes files of all sizes in the background, and times the training thread."""
 
     background_from_bytes = 0
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, Any]:
-        """The metrics, and the CPU seconds of this thread."""
+        """Return the metrics, and the CPU seconds of this thread."""
         began = time.thread_time()
         metrics = super().update_actor(data, ptx)
         return {**metrics, "cpu_s": time.thread_time() - began}
 
 
 def config_of(model: Path) -> WorkersConfig:
-    """One optimizer step an update."""
+    """Return a config with one optimizer step per update."""
     policy = ActorRolloutRefConfig(model=ModelConfig(path=str(model)), rollout=RolloutConfig(n=1))
     policy.actor.ppo_mini_batch_size = ROWS
     policy.actor.ppo_micro_batch_size_per_gpu = ROWS
@@ -87,7 +87,7 @@ def config_of(model: Path) -> WorkersConfig:
 
 
 def batch() -> DataProto:
-    """Full rows of random tokens."""
+    """Return full rows of random tokens."""
     ids = torch.randint(6, 50, (ROWS, PROMPT + RESPONSE))
     inside = torch.ones_like(ids)
     return DataProto.from_dict(
@@ -105,21 +105,21 @@ def batch() -> DataProto:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Of one call."""
+    """Return the wall seconds of one call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def update(group: Any, rows: DataProto) -> tuple[float, float]:
-    """Seconds of an update, and CPU seconds of the thread that makes it, over the ranks."""
+    """Return the wall seconds of an update, and the CPU seconds of its thread (mean over ranks)."""
     began = time.perf_counter()
     cpu = group.update_actor(rows).get()["cpu_s"]
     return time.perf_counter() - began, statistics.mean(cpu)
 
 
 class Writing:
-    """Within, the copies of all ranks are written again and again."""
+    """Context in which the copies of all ranks are written repeatedly."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._is_over = group, threading.Event()
@@ -140,7 +140,7 @@ class Writing:
 
 
 def turns(group: Any, rows: DataProto) -> dict[str, float]:
-    """Updates alone and beside a write, turn about: neither has the warmer or quieter time."""
+    """Alternate updates alone and during a write, so that neither runs in better conditions."""
     alone, beside, writes = [update(group, rows)], [], []
     for _ in range(TURNS):
         with Writing(group) as writing:
@@ -161,7 +161,7 @@ def turns(group: Any, rows: DataProto) -> dict[str, float]:
 
 
 def measure(model: Path, folder: Path, num_ranks: int, rounds: int) -> dict[str, float]:
-    """Medians over the rounds."""
+    """Return medians over the rounds."""
     recipe = ClassWithInitArgs(BackgroundActor, config_of(model))
     group = LocalWorkerGroup(ResourcePool([num_ranks]), recipe, own_processes=True)
     rows, at_once, later = batch(), folder / "at once", folder / "later"
@@ -170,7 +170,7 @@ def measure(model: Path, folder: Path, num_ranks: int, rounds: int) -> dict[str,
         group.init_model(total_steps=1000)
 
         update(group, rows)
-        group.start_checkpoint(str(later), 0)  # the first copy takes its memory
+        group.start_checkpoint(str(later), 0)  # the first copy allocates its memory
         for number in range(rounds):
             for left in (at_once, later):
                 shutil.rmtree(left, ignore_errors=True)
