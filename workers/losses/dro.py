@@ -24,8 +24,7 @@ def compute_policy_loss_dro(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient with a quadratic penalty: `-A * log p + dro_beta / 2 * (log r)^2`.
 
-    Instead of a ratio or clipping, the penalty pulls each token's log-prob back to the old
-    policy's.
+    Instead of a ratio or clipping, the penalty keeps each log-prob near that of the old policy.
 
     Watch: If `actor/ppo_kl` grows while `actor/dro_penalty` stays far below `actor/pg_loss`, raise
     `dro_beta`, lower the learning rate, or use fewer mini-batches.

@@ -24,8 +24,7 @@ def compute_policy_loss_sapo(
     tau_pos: Positive = 1.0,
     tau_neg: Positive = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient with a smooth gate instead of clipping: `-A * (4 / tau) * sigmoid(tau *
-    (r - 1))`.
+    """A smooth gate instead of clipping: `-A * (4 / tau) * sigmoid(tau * (r - 1))`.
 
     At r = 1, its gradient equals the policy gradient; it fades as r moves away from 1. tau is
     `tau_pos` where A > 0. Elsewhere it is `tau_neg`, which is larger, so that the gradient fades
