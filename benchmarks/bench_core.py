@@ -1,10 +1,10 @@
-"""The core beside verl's and beside plain Ray, in one run.
+"""Compare the core with verl's and with plain Ray, in one run.
 
     python benchmarks/bench_core.py --verl-python PATH
 
-PATH is the Python of an environment that has verl 0.9.1 and the same Ray and torch; without it only
-ours and the floor are measured. The sides run in processes of their own, in turn, several rounds; a
-figure is the median over rounds. Prints JSON.
+PATH is the Python of an environment with verl 0.9.1 and the same versions of Ray and torch. Without
+it, only verl-like and plain Ray are measured. Each side runs in a separate process, one after the
+other, for several rounds; results are medians over rounds. Prints JSON.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ held = resident() - before
 tokens = sum(column.values.nbytes for column in batch.columns.values())
 print([held / tokens, tokens])
 """
-"""Columns of 1,024 samples are united, put in another order, split and joined in one process."""
+"""Columns of 1,024 samples are merged, reordered, split and concatenated in one process."""
 ENTROPY = """
 import resource, torch
 from verl_like.tensor_ops import logprobs_and_entropy_from_logits
@@ -103,7 +103,7 @@ print([peak() - before])
 
 
 def main() -> None:
-    """Measure every side in turn, then say which limits hold."""
+    """Measure the sides one after the other, then print which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verl-python", help="Python of an environment with verl 0.9.1")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,11 +1,11 @@
-"""The start of a run on a large file of prompts, or of rows for SFT: first, and from the cache.
+"""Measure the start of a run on a large file of prompts or SFT rows, first without a cache.
 
     python benchmarks/bench_data.py [--mb 1024]
 
-makes such a file, reads it twice as prompts and twice as rows, each time in a process of its own,
-and prints seconds until the first batch and the memory that reading added. Beside them stand the
-seconds that reading the file's bytes and parsing its JSON take: what every start would need without
-a cache.
+The script writes such a file and reads it twice as prompts and twice as SFT rows, each time in a
+new process. It prints the seconds until the first batch, and the memory that reading added. For
+comparison, it prints the seconds for reading the file's bytes and parsing its JSON, which every
+start would need without a cache.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from sides import ENV, HERE
 
 WORDS = 40
-"""Of a prompt: some 250 bytes with its row."""
+"""Words per prompt, which make about 250 bytes per row."""
 
 
 def make(folder: Path, megabytes: int) -> None:
-    """A tiny model's tokenizer, and so many bytes of rows in verl's schema."""
+    """Write a tiny model's tokenizer, and the given megabytes of rows in verl's schema."""
     import random
 
     from trainer.cli.make_tiny import make as make_tiny
@@ -46,7 +46,7 @@ def make(folder: Path, megabytes: int) -> None:
 
 
 def read_prompts(files: str, tokenizer: Any) -> int:
-    """Their number; the first batch is made."""
+    """Make the first batch; return the number of prompts."""
     from trainer.data.config import DataConfig
     from trainer.data.prompts import PromptSet
 
@@ -57,7 +57,7 @@ def read_prompts(files: str, tokenizer: Any) -> int:
 
 
 def read_rows(files: str, tokenizer: Any) -> int:
-    """The number of rows for SFT; the first batch is made."""
+    """Make the first batch; return the number of SFT rows."""
     from trainer.data.lm_rows import lm_batch, read_lm_rows
 
     rows = read_lm_rows("data.train_files", files, tokenizer, max_length=256)
@@ -66,7 +66,7 @@ def read_rows(files: str, tokenizer: Any) -> int:
 
 
 def read(folder: Path, kind: str) -> dict[str, float]:
-    """The first batch of the file: seconds and MiB."""
+    """Return the seconds until the first batch of the file, and the MiB that reading added."""
     import psutil
     import pyarrow  # noqa: F401
     import torch  # noqa: F401
@@ -88,7 +88,7 @@ def read(folder: Path, kind: str) -> dict[str, float]:
 
 
 def parse(folder: Path) -> dict[str, float]:
-    """The JSON of every line, thrown away."""
+    """Parse the JSON of every line, and discard it."""
     began = time.perf_counter()
     count = 0
     with (folder / "large.jsonl").open(encoding="utf-8") as file:

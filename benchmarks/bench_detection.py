@@ -1,26 +1,26 @@
-"""How soon a run names a worker that is killed, frozen or in a deadlock, at default settings.
+"""Measure how soon a run names a worker that is killed, frozen or deadlocked.
 
     python benchmarks/bench_detection.py [--backends local,ray] [--faults kill,freeze,lock,left]
                                          [--workers actor,critic,actor@sync,rollout@sync]
                                          [--cells local/ref/lock,ray/rollout@sync/kill]
 
-One run of the tiny model a backend, of two pools of two processes: the actor with the reference,
-the rollout with the critic and a reward model. In every step from the second on one worker is hit.
-The seconds run until the run names a worker: in an error if it is killed or frozen, in a warning
-that explains who waits for whom if it hangs. A worker that hangs is killed then, because the run
-itself would wait until the call's deadline. The run starts the lost group again, makes the step
-again and goes on to the next fault: half a minute for each of them on two idle cores, and another
-for the start of a backend.
+All settings have their defaults. There is one run of the tiny model per backend, with two pools of
+two processes: the actor with the reference, and the rollout with the critic and a reward model. In
+every step after the first, a fault is injected into one worker. The time ends when the run names a
+worker: in an error if it is killed or frozen, and in a warning that explains who waits for whom if
+it hangs. The benchmark then kills a worker that hangs, because the run itself would wait until the
+call's deadline. The run restarts the lost group, repeats the step and continues with the next
+fault. On two idle cores, each fault takes half a minute, and so does the start of a backend.
 
-    kill      SIGKILL to its last rank                          goal 5 s
-    freeze    SIGSTOP to its last rank                          goal 30 s
-    lock      its rank 0 waits for a lock that nobody gives     goal 20 s
-    left      its rank 0 waits in a collective alone            goal 20 s
+    kill      SIGKILL to the last rank                          goal 5 s
+    freeze    SIGSTOP to the last rank                          goal 30 s
+    lock      rank 0 waits for a lock that is never released    goal 20 s
+    left      rank 0 waits alone in a collective                goal 20 s
 
-A role is hit as the step begins. `actor@sync` and `rollout@sync` are rank 0 of the sender and of
-the receivers within a weight sync: before the vote that all of them take together, where `left` is
-a rank that goes without it. `rollout@meet` is hit right before a sync, and never comes to it. A
-line a fault is printed at once, and in the end a table.
+The fault is injected at the beginning of the step. `actor@sync` and `rollout@sync` are rank 0 of
+the senders and of the receivers during a weight sync: the fault occurs before all of them vote, and
+with `left` the rank skips the vote. `rollout@meet` gets the fault right before a sync, and never
+joins it. Each fault prints a line immediately, and a table follows at the end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ HEADS = {
     "left": "left alone in a collective",
 }
 TURN_S = 5.0
-"""What others get to finish after a fault, so that the next one comes soon: 60 by default."""
+"""Time that other processes get to finish after a fault, shortened from the default of 60 s."""
 POOLS = (
     "resource_pool_spec={policies: [2], samples: [2]}",
     "role_mapping={actor: policies, ref: policies, rollout: samples, critic: samples, "
@@ -84,7 +84,7 @@ SETTINGS = [
 
 
 def wait_for_a_lock() -> None:
-    """Nobody will ever release it."""
+    """Wait for a lock that is never released."""
     import threading
 
     lock = threading.Lock()
@@ -93,19 +93,19 @@ def wait_for_a_lock() -> None:
 
 
 def enter_a_collective_alone() -> None:
-    """The other ranks go on with their next calls."""
+    """Wait in a collective that the other ranks do not join, as they continue with their calls."""
     import torch.distributed as dist
 
     dist.barrier()
 
 
 def signal_itself(number: int) -> None:
-    """Die, or stand still."""
+    """Kill or stop this process."""
     os.kill(os.getpid(), number)
 
 
 def hit_before_the_vote(fault: Callable[[], None] | None) -> None:
-    """Have this rank's next sync meet with a fault; without one it goes without a vote."""
+    """Inject a fault into this rank's next sync, before the vote; without one, skip the vote."""
     from workers.weights.channel import Channel
 
     vote = Channel.all_agree
@@ -115,7 +115,7 @@ def hit_before_the_vote(fault: Callable[[], None] | None) -> None:
         if fault is None:
             vars(vote).setdefault("kept", []).append(
                 channel.connection.group
-            )  # the others see nothing
+            )  # keep the group, so that other ranks do not see it close
             return ok
         fault()
         return vote(channel, ok)
@@ -134,7 +134,7 @@ OF_ITSELF: dict[str, Callable[[], None] | None] = {
 
 
 def hit(groups: Any, worker: str, fault: str) -> None:
-    """Hit a role now; within a sync, as soon as it comes there."""
+    """Inject a fault into a role now, or into its next weight sync."""
     role, _, where = worker.partition("@")
     group = groups[role]
     if where == "sync":
@@ -149,7 +149,7 @@ def hit(groups: Any, worker: str, fault: str) -> None:
 
 @dataclass
 class Cell:
-    """One fault, and what became of it."""
+    """One fault and its outcome."""
 
     backend: str
     worker: str
@@ -158,47 +158,47 @@ class Cell:
     seconds: float = float("nan")
     words: str = ""
     pid: int | None = None
-    """Rank 0 of the worker."""
+    """Process id of rank 0 of the worker."""
 
     def note(self, words: str) -> None:
-        """The run names a worker; the first time counts."""
+        """Record that the run named a worker; only the first time counts."""
         if self.began is not None and not self.words:
             self.seconds, self.words = time.monotonic() - self.began, words
             print(self.row(), file=sys.stderr, flush=True)
 
     @property
     def is_within_goal(self) -> bool:
-        """Not where it was never noticed."""
+        """True if the run named the worker within the goal; False if it never did."""
         return self.seconds <= GOALS[self.fault]
 
     def row(self) -> str:
-        """A line of what is printed at once."""
+        """Return the line that is printed immediately."""
         named = " ".join(self.words.split(" (")[0].split())[:120]
         facts = f"{self.seconds:.1f} | {GOALS[self.fault]:.0f} | {named}"
         return f"| {self.backend} | {self.worker} | {self.fault} | {facts} |"
 
 
 class Struck(PPOTrainer):
-    """A run that is hit once in every step from the second on."""
+    """A run with one fault in every step after the first."""
 
     waiting: ClassVar[list[Cell]] = []
     under_way: ClassVar[Cell | None] = None
 
     def on_step_begin(self) -> None:
-        """A step that is made again is spared."""
+        """Inject the next fault, unless the step is repeated."""
         if self.global_step > 1 and Struck.under_way is None and self.waiting:
             Struck.under_way = self.waiting.pop(0)
             if "@" not in Struck.under_way.worker:
                 self.strike()
 
     def sync(self) -> dict[str, float]:
-        """Strike while the weights of a step are sent."""
+        """Inject the fault while the weights of a step are sent."""
         if Struck.under_way is not None and Struck.under_way.began is None:
             self.strike()
         return super().sync()
 
     def strike(self) -> None:
-        """The fault that it is the turn of."""
+        """Inject the current fault."""
         cell = Struck.under_way
         assert cell is not None, "asked for by whoever has seen one"
         cell.began = time.monotonic()
@@ -206,14 +206,14 @@ class Struck(PPOTrainer):
         hit(self.groups, cell.worker, cell.fault)
 
     def on_step_end(self, metrics: Any) -> None:
-        """The step was made, after a failure or although it was hit."""
+        """Print the fault if it was never noticed; the step was completed."""
         if Struck.under_way is not None and not Struck.under_way.words:
             print(Struck.under_way.row(), file=sys.stderr, flush=True)
         Struck.under_way = None
 
 
 class Explanations(logging.Handler):
-    """Takes the time at which a hang is explained, and ends it."""
+    """Records when a hang is explained, and ends the hang."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Kill the worker that hangs."""
@@ -226,17 +226,17 @@ class Explanations(logging.Handler):
 
 
 class Noting(restarts.Restarts):
-    """Takes the time at which a run decides what to do about a failure."""
+    """Records when a run decides what to do about a failure."""
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
-        """At once."""
+        """Record the failure before the run waits."""
         if Struck.under_way is not None:
             Struck.under_way.note(str(error))
         super().wait_for_next(error, step)
 
 
 def measure(backend: str, cells: list[Cell], tiny: Path, folder: Path) -> None:
-    """One run that is hit by all of them, one after the other."""
+    """Make one run with all these faults, one after the other."""
     import trainer.launch
 
     logging.getLogger("verl_like.calls.diagnose").addHandler(Explanations())
@@ -253,12 +253,13 @@ def measure(backend: str, cells: list[Cell], tiny: Path, folder: Path) -> None:
         f"reward.model.path={tiny}/judge",
         f"data.train_files={tiny}/train.parquet",
     ]
-    with redirect_stdout(sys.stderr):  # what a run says of itself goes beside the table
+    # the run's own output goes to stderr, and the table to stdout
+    with redirect_stdout(sys.stderr):
         run(load_config(settings), Struck)
 
 
 def make_judge(tiny: Path) -> None:
-    """A sequence classifier of random weights on the tiny model's tokenizer."""
+    """Write a sequence classifier with random weights and the tiny model's tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
     config = AutoConfig.from_pretrained(tiny / "model", num_labels=1)
@@ -267,7 +268,7 @@ def make_judge(tiny: Path) -> None:
 
 
 def print_table(cells: list[Cell]) -> None:
-    """A row for each worker."""
+    """Print a row for each worker."""
     goals = (f"{HEADS[fault]} (goal {GOALS[fault]:.0f})" for fault in HEADS)
     print("| backend | one worker of |", " | ".join(goals), "|\n|---|---|---|---|---|---|")
     results = {(cell.backend, cell.worker, cell.fault): cell.seconds for cell in cells}
@@ -278,7 +279,7 @@ def print_table(cells: list[Cell]) -> None:
 
 
 def cells_of(asked: argparse.Namespace) -> list[Cell]:
-    """All that are asked for, in the order in which they come."""
+    """Return all selected cells, in the order in which they run."""
     if asked.cells:
         return [Cell(*cell.split("/")) for cell in asked.cells.split(",")]
     parts = (asked.backends.split(","), asked.workers.split(","), asked.faults.split(","))
@@ -286,7 +287,7 @@ def cells_of(asked: argparse.Namespace) -> list[Cell]:
 
 
 def main() -> None:
-    """Measure, print a row at a time, and say how many goals are met."""
+    """Measure, print a row per fault, and print how many goals are met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backends", default="local,ray")
     parser.add_argument("--faults", default=",".join(GOALS))

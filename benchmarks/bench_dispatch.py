@@ -1,13 +1,17 @@
-"""What a call costs the driver, for 64 to 4,096 ranks that stand in this process.
+"""Measure the driver's cost of a call, for 64 to 4,096 ranks that are simulated in this process.
 
-    python benchmarks/bench_dispatch.py                 # microseconds a rank and call
+    python benchmarks/bench_dispatch.py                 # microseconds per rank and call
     python benchmarks/bench_dispatch.py --ranks 1024 --profile nd8
 
-Real groups split, submit and collect; of the workers there is only what they would answer, so what
-is measured is the driver's own work. A batch has 4 rows a data rank, with columns of tokens that
-are longer than what travels inside a call. Calls: `one_to_all` sends a number; `update` splits a
-batch and gets metrics, over as many data ranks as ranks (`nd1`) or an eighth of them (`nd8`);
-`score` gets a column back; `passed` hands the future of a batch to another group.
+Real worker groups split, submit and collect. Workers are simulated: they only return results, so
+the benchmark measures the driver's own work. A batch has 4 rows per data rank, and its token
+columns are too large to be sent inside a call. The calls are:
+
+- `one_to_all` sends a number
+- `update` splits a batch and gets metrics, with as many data ranks as ranks (`nd1`) or an eighth of
+  them (`nd8`)
+- `score` gets a column back
+- `passed` passes the future of a batch to another group
 """
 
 from __future__ import annotations
@@ -35,12 +39,12 @@ COLUMNS = ("input_ids", "position_ids", "responses", "response_mask")
 WIDTH = 1024
 ROWS_OF_A_RANK = 4
 LIMIT_US = 25.0
-"""A rank and call, at 1,024 ranks of which eight share a model."""
+"""Limit per rank and call, at 1,024 ranks, eight of which share a model."""
 METRICS = {"actor/pg_loss": 0.1, "actor/grad_norm": 1.0, "actor/lr": 1e-6, "perf/mfu/actor": 0.4}
 
 
 class Trained(Worker):
-    """A role of a model whose ranks share it by ones or eights."""
+    """A role whose model each rank has alone, or shares with seven others."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def one_to_all(self, number: int) -> None: ...
@@ -59,7 +63,7 @@ class Trained(Worker):
 
 
 class Answering(Simulated):
-    """Every rank has answered as soon as it is asked."""
+    """Every rank returns its result immediately."""
 
     def __init__(self, num_ranks: int) -> None:
         facts = [ProcessInfo("trained", rank, num_ranks, rank) for rank in range(num_ranks)]
@@ -80,7 +84,7 @@ def _meshes(rank: int) -> dict[str, tuple[int, bool]]:
 
 
 def make_batch(num_rows: int) -> DataProto:
-    """Ragged columns of full rows, and strings beside them."""
+    """Return a batch with ragged columns of full rows, and with strings."""
     rows = [torch.arange(WIDTH)] * num_rows
     columns: dict[str, Any] = {name: Ragged.from_rows(rows, WIDTH) for name in COLUMNS}
     uids = [f"{row}-0" for row in range(num_rows)]
@@ -88,7 +92,7 @@ def make_batch(num_rows: int) -> DataProto:
 
 
 def calls_of(num_ranks: int) -> dict[str, Callable[[], Any]]:
-    """By name."""
+    """Return the measured calls by name."""
 
     def group() -> WorkerGroup:
         return WorkerGroup(Answering(num_ranks), {"trained": Trained}, prefixed=())
@@ -105,7 +109,7 @@ def calls_of(num_ranks: int) -> dict[str, Callable[[], Any]]:
 
 
 def seconds_of(call: Callable[[], Any], rounds: int) -> float:
-    """The median of some calls, of the processor alone: others may have the cores meanwhile."""
+    """Return the median CPU seconds of some calls; other processes may use the cores meanwhile."""
     call()
     results = []
     for _ in range(rounds):
@@ -116,7 +120,7 @@ def seconds_of(call: Callable[[], Any], rounds: int) -> float:
 
 
 def main() -> None:
-    """Print the table, and whether 1,024 ranks keep their limit."""
+    """Print the table, and whether the limit at 1,024 ranks holds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=9)

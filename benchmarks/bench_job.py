@@ -2,12 +2,12 @@
 
     python benchmarks/bench_job.py [--steps 6] [--out FILE] [key=value ...]
 
-Runs the job of `verl-like ppo key=value ...`, leaves its first step out, and prints a row:
-framework, model, devices, seconds per 1,024 prompts, epochs, response tokens per second, hardware,
-commit. The JSON has every step by phase and all settings. `benchmarks/peers` runs the same job with
-other frameworks.
+Runs `verl-like ppo key=value ...` without counting its first step, and prints a row: framework,
+model, devices, seconds per 1,024 prompts, epochs, response tokens per second, hardware, commit. The
+JSON has every step by phase and all settings. `benchmarks/peers` runs the same job with other
+frameworks.
 
-  --steps 6           number of steps, the first one included; or trainer.total_training_steps
+  --steps 6 number of steps, including the first one; or trainer.total_training_steps
   --out FILE          file of the JSON, by default bench.json in the run folder
 """
 
@@ -38,7 +38,7 @@ from verl_like.masking import mask_text
 from verl_like.terminal import survive_broken_pipes
 
 STEPS = 6
-"""Default number of steps: one warms up, and five count."""
+"""Default number of steps: one to warm up, and five that count."""
 LENGTH = "trainer.total_training_steps"
 RECORD = "bench.json"
 
@@ -69,7 +69,7 @@ def job(arguments: Sequence[str]) -> None:
 
 
 def record_of(config: PPOConfig, run: RunData) -> dict[str, Any]:
-    """Return the record of what the run has written into its folder."""
+    """Return the record of a job from what the run has written into its folder."""
     policy, trainer = config.actor_rollout_ref, config.trainer
     job = Job(
         model=policy.model.path,

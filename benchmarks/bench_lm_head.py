@@ -1,11 +1,11 @@
-"""A token head of 150k words in chunks, beside logits that stand whole: peak memory and seconds.
+"""Compare a token head of 150k tokens in chunks with whole logits: peak memory and seconds.
 
     python benchmarks/bench_lm_head.py [--rounds 3] [--small]
 
-Both sides are actors with a one-layer Qwen2 of tied embeddings that score and then train on the
-same rows, all in one pass, in a process each, in turn, with one thread. Memory is the peak of the
-process over what it had before. `--small` is a minute's work made a second's, for the tests. Prints
-JSON: medians over the rounds, and how far the two sides' numbers are apart.
+Both sides are actors with a one-layer Qwen2 with tied embeddings. They score the same rows and then
+train on them, in one pass. Each side runs in its own process with one thread, one after the other.
+Memory is the growth of the process's peak. `--small` takes a second instead of a minute, for tests.
+Prints JSON with medians over the rounds, and the differences between the two sides' results.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = 8
 SIZES = {"whole": (151_936, 512, 8), "small": (4096, 256, 2)}
-"""Words, response tokens, rows."""
+"""Vocabulary size, response tokens, rows."""
 HIDDEN = 256
 
 
 def make_model(folder: Path, vocabulary: int) -> None:
-    """Random weights, large enough that a word's probability is not that of every other."""
+    """Write random weights that are large enough to give tokens different probabilities."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def make_model(folder: Path, vocabulary: int) -> None:
 
 
 def make_rows(vocabulary: int, length: int, count: int) -> Any:
-    """Full rows of random tokens."""
+    """Return full rows of random tokens."""
     from verl_like import DataProto
 
     generator = torch.Generator().manual_seed(0)
@@ -71,7 +71,7 @@ def make_rows(vocabulary: int, length: int, count: int) -> Any:
 
 
 def make_actor(folder: Path, rows: Any, in_chunks: bool) -> Any:
-    """An actor that takes all rows in one pass, with an entropy bonus."""
+    """Return an actor that takes all rows in one pass, with an entropy bonus."""
     from workers.config import (
         ActorRolloutRefConfig,
         ModelConfig,
@@ -95,19 +95,19 @@ def make_actor(folder: Path, rows: Any, in_chunks: bool) -> Any:
 
 
 def measured(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """(result, seconds, MiB that the process's peak grew by)."""
+    """Return the result, the seconds, and the MiB by which the process's peak memory grew."""
     before, began = peak_mib(), time.perf_counter()
     result = work()
     return result, time.perf_counter() - began, peak_mib() - before
 
 
 def peak_mib() -> float:
-    """The largest the process ever was."""
+    """Return the peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def run_side(folder: Path, size: str, in_chunks: bool) -> dict[str, float]:
-    """Figures of one side, in this process."""
+    """Measure one side, in this process."""
     from workers.training import lm_head
 
     if size == "small":
@@ -115,7 +115,7 @@ def run_side(folder: Path, size: str, in_chunks: bool) -> dict[str, float]:
     vocabulary, length, count = SIZES[size]
     rows = make_rows(vocabulary, length, count)
     actor = make_actor(folder, rows, in_chunks)
-    actor.compute_log_prob(rows[:1])  # what is built once
+    actor.compute_log_prob(rows[:1])  # kernels and tables that are built only once
 
     (scored, _), score_s, score_mib = measured(lambda: actor.compute_log_prob(rows))
     rows = rows.union(scored)
@@ -132,7 +132,7 @@ def run_side(folder: Path, size: str, in_chunks: bool) -> dict[str, float]:
 
 
 def start_side(folder: Path, size: str, side: str) -> dict[str, float]:
-    """`run_side` in a process of its own."""
+    """Run `run_side` in a new process."""
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--folder", str(folder), "--size", size, "--side", side]
     done = subprocess.run(
@@ -143,7 +143,7 @@ def start_side(folder: Path, size: str, side: str) -> dict[str, float]:
 
 
 def compare(size: str, num_rounds: int) -> dict[str, float]:
-    """Medians of both sides, and the numbers beside each other."""
+    """Return the medians of both sides, and the differences of their results."""
     vocabulary, length, count = SIZES[size]
     results: dict[str, list[dict[str, float]]] = {"chunks": [], "whole": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +163,7 @@ def compare(size: str, num_rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line; one JSON object on the last lines of stdout."""
+    """Parse the command line; print a JSON object on the last lines of stdout."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

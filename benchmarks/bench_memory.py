@@ -1,10 +1,11 @@
-"""The bytes that the one model of memory predicts for a role, beside those of its tensors.
+"""Compare the bytes that the memory model predicts for a role with the bytes of its tensors.
 
     python benchmarks/bench_memory.py [--only TEXT]
 
-Every case of `memory_side.py` builds a role's worker on its ranks, runs its calls, and counts what
-torch's allocator gave out: kept between calls, and the most that a call takes on top. The rank that
-takes the most counts. Prints a line a case, then JSON; `missed` are cases off by more than 10 %.
+Every case of `memory_side.py` builds a role's worker on its ranks, runs its calls, and counts the
+bytes from torch's allocator: those kept between calls, and the peak of a call in addition. The rank
+with the most bytes counts. Prints a line per case, and then JSON; `missed` lists the cases that are
+off by more than 10 %.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from sides import HERE, ask_ranks
 SIDE = HERE / "memory_side.py"
 PARTS = ("kept", "call")
 LEAST, MOST = 0.9, 1.1
-"""Bounds of predicted over measured bytes."""
+"""Bounds of the ratio of predicted to measured bytes."""
 
 
 def largest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the rank with the most bytes found, with the ratio of each part."""
+    """Return the results of the rank with the most bytes, with the ratio of each part."""
     results = max(ranks, key=lambda rank: sum(rank[part]["measured"] for part in PARTS))
     for part in PARTS:
         both = results[part]
@@ -35,7 +36,7 @@ def largest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the cases in turn."""
+    """Run the cases one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a part of the names to run")
     options = parser.parse_args()

@@ -1,13 +1,14 @@
-"""One model on two ranks along an axis of `parallel`, beside one process.
+"""Compare one model on two ranks along an axis of `parallel` with one process.
 
     python benchmarks/bench_parallel.py [--only sp|tp|pp] [--rounds 3]
 
-Updates of the 1M-parameter Qwen2: seconds on rows of 4,096 tokens, peak memory of a rank on rows of
-16,384; for tp also what a log-prob pass with whole logits of 151,936 words needs. A pass is a row;
-pp, of which no limit is asked, needs several, and one process gets as many. Sides run in turn, with
-one thread a process; a figure is the median over rounds, of ratios of neighbors. Prints JSON, with
-the limits that are missed. `floor` of a peak is what would be left if all but the process before
-its first call (Python, torch, the weights) were halved.
+The model is the 1M-parameter Qwen2. Measured are the seconds of an update on rows of 4,096 tokens,
+and the peak memory of a rank on rows of 16,384; for tp also the memory of a log-prob pass with
+whole logits of 151,936 tokens. A pass has one row. pp needs several rows, as many as the single
+process then gets, and it has no limits. Sides run one after the other, with one thread per process.
+Results are medians over rounds of the ratios of consecutive runs. Prints JSON with the limits that
+are missed. The `floor` of a peak is the ratio if everything were halved except what the process has
+before its first call (Python, torch, the weights).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RUNS_OF_PP = {
 
 
 def measured(folder: str, axes: str, arguments: tuple[str, ...]) -> dict[str, float]:
-    """The largest figures of the ranks."""
+    """Return the largest values over the ranks."""
     results: dict[str, float] = {}
     for answer in ask_ranks(2 if axes else 1, str(SIDE), folder, axes, *arguments):
         for name, value in answer.items():
@@ -48,7 +49,7 @@ def measured(folder: str, axes: str, arguments: tuple[str, ...]) -> dict[str, fl
 
 
 def main() -> None:
-    """Run the sides in turn."""
+    """Run the sides one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=AXES)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,13 +1,13 @@
-"""The planner next to numbers that others have published.
+"""Compare the planner's predictions with published measurements.
 
     python benchmarks/bench_plan.py [file ...]
 
-Runs only the planner. Prints JSON: for every file of `published/`, or those named, its source, a
-summary, and a row per number. A file is of one kind:
+Runs only the planner. Prints JSON: for every file in `published/`, or for the named ones, its
+source, a summary, and a row per number. A file has one of these kinds:
 
-    placements   which of the placements that were tried was the fastest
+    placements   which of the tested placements was the fastest
     steps        the peak memory of a training step of one model
-    fits         the fewest GPUs, next to those on which a run went
+    fits         the smallest number of GPUs, compared with one that worked
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workers.memory import GIB, LargestPass, RoleModelSpec, memory_of
 
 PUBLISHED = Path(__file__).with_name("published")
 NEAR = 1.15
-"""Ratio up to which a prediction is called near, either way."""
+"""Largest ratio, in either direction, at which a prediction counts as near."""
 POLICY, VALUES = ("actor", "rollout"), ("critic", "reward_model")
 PLACEMENTS: dict[str, set[frozenset[str]]] = {
     "colocate": {frozenset((*POLICY, "ref", *VALUES))},
@@ -37,7 +37,7 @@ PLACEMENTS: dict[str, set[frozenset[str]]] = {
     "standalone": {frozenset(POLICY), *(frozenset([role]) for role in ("ref", *VALUES))},
     "critic alone": {frozenset((*POLICY, "ref", "reward_model")), frozenset(["critic"])},
 }
-"""Name -> who shares a pool."""
+"""Name of a placement -> the sets of roles that share a pool."""
 Case = dict[str, Any]
 
 
@@ -50,7 +50,7 @@ def model_folder(root: Path, published: Case, name: str) -> Path:
 
 
 def settings_of(published: Case, case: Case, root: Path) -> list[str]:
-    """Return the keys of a plan. `values` names the model of critic and reward model."""
+    """Return the keys of a plan. `values` is the name of the model for critic and reward model."""
     policy = model_folder(root, published, case.get("model") or published["model"])
     paths = {"actor_rollout_ref": policy}
     if "reward.model.enable=true" in published["settings"]:
@@ -67,7 +67,7 @@ def settings_of(published: Case, case: Case, root: Path) -> list[str]:
 
 
 def placements(published: Case, root: Path) -> list[Case]:
-    """Return the fastest of the same placements, under each reading of the network."""
+    """Return the fastest of these placements, under each interpretation of the network."""
     rows = []
     for (reading, rate), case in product(published["networks"].items(), published["cases"]):
         job = job_of([*settings_of(published, case, root), f"--network-bandwidth={rate}"])
@@ -88,7 +88,7 @@ def placements(published: Case, root: Path) -> list[Case]:
 
 
 def steps(published: Case, root: Path) -> list[Case]:
-    """Return the peak memory of a step of AdamW after `passes` passes."""
+    """Return the peak memory of an AdamW step after `passes` passes."""
     rows = []
     for case in published["cases"]:
         case = published.get("of_all", {}) | case
@@ -112,7 +112,7 @@ def steps(published: Case, root: Path) -> list[Case]:
 
 
 def fits(published: Case, root: Path) -> list[Case]:
-    """Return the fewest GPUs that the planner finds enough."""
+    """Return the smallest number of GPUs that the planner considers sufficient."""
     rows = []
     for case in published["cases"]:
         tried = sizes_of(2 * case["gpus"], 8)
@@ -131,7 +131,7 @@ KINDS: dict[str, Callable[[Case, Path], list[Case]]] = {
 
 
 def summary(rows: Sequence[Case]) -> dict[str, str]:
-    """Count, for every quantity, the rows that agree or are near, and name the farthest."""
+    """Return, for every quantity, how many rows agree or are near, and which is the worst."""
     counts = {}
     for quantity in dict.fromkeys(row["of"] for row in rows):
         of_quantity = [row for row in rows if row["of"] == quantity]
@@ -154,7 +154,7 @@ def _near(rows: Sequence[Case]) -> int:
 
 
 def main(names: Sequence[str]) -> None:
-    """Compare all that is published, or these files of it."""
+    """Compare all published measurements, or those in the named files."""
     torch.set_num_threads(1)
     results = {}
     for file in sorted(PUBLISHED.glob("*.json")):

@@ -1,12 +1,12 @@
-"""The program's speed, beside TRL's and by placement.
+"""Measure the speed of PPO and GRPO runs, compared with TRL and between placements.
 
     python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]
 
-prints JSON. PATH is the Python of an environment with TRL 1.16 and the same torch; without it only
-our own side is measured, with and without `model.compile=on`. Every side has its own process. A
-step's time is taken from outside: the wall of 25 steps less the wall of 5, over 20, the sides in
-turn, the median over rounds. Every round has a seed of its own: a reward is the mean of them. Run
-it on an idle machine.
+The script prints JSON. PATH is the Python of an environment with TRL 1.16 and the same torch;
+without it, only verl-like is measured, with and without `model.compile=on`. Every side has its own
+process. The time of a step is measured from outside: the wall time of a run of 25 steps minus that
+of 5 steps, divided by 20. Sides run one after the other; results are medians over rounds. Every
+round has a different seed, and rewards are means over seeds. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ LIMITS: dict[str, tuple[str, float]] = {
 
 
 def ask_timed(python: str, *arguments: str) -> tuple[Any, float]:
-    """What a side answers, and its wall time."""
+    """Return the output of a side, and its wall time."""
     began = time.perf_counter()
     answer = ask(python, *arguments)
     return answer, time.perf_counter() - began
 
 
 def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> dict[str, float]:
-    """Steps per second of every side, and the mean reward about step 20, over the rounds' seeds."""
+    """Return the steps per second of every side, and its mean reward around step 20 over seeds."""
     seconds: dict[str, list[float]] = {side: [] for side in pythons}
     reward: dict[str, list[float]] = {side: [] for side in pythons}
-    if "compiled" in pythons:  # fills torch's cache of compiled code, which later runs read
+    if "compiled" in pythons:  # fills torch's cache of compiled code for later runs
         ask(pythons["compiled"], str(HERE / "grpo_side.py"), "compiled", str(folder), kind, "1")
     for seed in range(1, rounds + 1):
         for side, python in pythons.items():
@@ -78,7 +78,7 @@ def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> di
 
 
 def advantages() -> dict[str, float]:
-    """Seconds of one call on 4096 rows of 2048 tokens; fresh data every time, results read."""
+    """Return the seconds of one call on 4096 rows of 2048 tokens, with new data each time."""
     import numpy as np
     import torch
 
@@ -86,7 +86,7 @@ def advantages() -> dict[str, float]:
     from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
     from workers.cpu.allocator import keep_freed_memory
 
-    torch.set_num_threads(1)  # both as in `trainer.launch`
+    torch.set_num_threads(1)  # the same settings as in `trainer.launch`
     keep_freed_memory()
     times: dict[str, list[float]] = {"gae_s": [], "grpo_s": []}
     index = np.repeat(np.arange(512), 8).astype(str).astype(object)
@@ -104,12 +104,12 @@ def advantages() -> dict[str, float]:
             made = call()
             times[name].append(time.perf_counter() - began)
             assert all(bool(tensor.isfinite().all()) for tensor in made), f"{name}: not finite"
-            del made  # or the next call's time would have the giving back of this memory in it
+            del made  # otherwise the next call's time would include freeing this memory
     return {name: statistics.median(of) for name, of in times.items()}
 
 
 def main() -> None:
-    """Measure what was asked for, then say which limits hold."""
+    """Run the selected measurements, then print which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl-python", help="Python of an environment with TRL 1.16")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,13 +1,13 @@
-"""bfloat16 passes beside float32 ones over float32 weights, and what bfloat16 weights would lose.
+"""Compare bfloat16 with float32 passes over float32 weights, and show what bfloat16 weights lose.
 
     python benchmarks/bench_precision.py [--rounds 5] [--hidden 512] [--layers 4] [--rows 32]
 
-Two actors of one process update in turn on the same rows, one that computes in float32 and one in
-bfloat16; the ratio is the median over the rounds' pairs, in CPU time. It should be 1.5 or more
-where the processor has bfloat16 products (avx512_bf16 or amx_bf16 in /proc/cpuinfo); where it has
-none, bfloat16 is slower, and `so` says that. Then five steps of AdamW at lr 1e-6 on the same model
-with float32 and with bfloat16 weights, and the share of weights that are others after them. Prints
-JSON.
+Two actors in one process are updated alternately on the same rows; one computes in float32, the
+other in bfloat16. The ratio of their CPU times is the median over rounds. It should be at least 1.5
+if the processor has bfloat16 products (avx512_bf16 or amx_bf16 in /proc/cpuinfo). Otherwise
+bfloat16 is slower, and `so` says so. Then the same model is trained for five steps of AdamW at lr
+1e-6 with float32 and with bfloat16 weights, and the fraction of weights that changed is reported.
+Prints JSON.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from workers.roles.actor import ActorWorker
 PROMPT, RESPONSE, VOCAB = 32, 96, 4096
 CPU_INFO = Path("/proc/cpuinfo")
 GOAL = 1.5
-"""How many times as fast as float32 an update in bfloat16 should be."""
+"""Minimum speedup of an update in bfloat16 over float32."""
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> None:
-    """A Llama with random weights."""
+    """Write a Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def make_rows(count: int) -> DataProto:
-    """Full rows of random tokens with random advantages."""
+    """Return full rows of random tokens with random advantages."""
     generator = torch.Generator().manual_seed(0)
     width = PROMPT + RESPONSE
     ids = torch.randint(3, VOCAB, (count, width), generator=generator)
@@ -80,7 +80,7 @@ def make_rows(count: int) -> DataProto:
 
 
 def make_actor(folder: Path, rows: int, **model: Any) -> ActorWorker:
-    """An actor whose update is one mini-batch of these rows at lr 1e-6."""
+    """Return an actor whose update is one mini-batch of these rows at lr 1e-6."""
     policy = ActorRolloutRefConfig(
         model=ModelConfig(path=str(folder), **model), rollout=RolloutConfig(n=1)
     )
@@ -100,21 +100,21 @@ def make_actor(folder: Path, rows: int, **model: Any) -> ActorWorker:
 
 
 def seconds_of(actor: ActorWorker, rows: DataProto) -> float:
-    """CPU time of one update, on one thread."""
+    """Return the CPU time of one update, on one thread."""
     began = time.process_time()
     actor.update_actor(rows)
     return time.process_time() - began
 
 
 def bfloat16_products() -> list[str]:
-    """The instructions for them that the processor has."""
+    """Return the processor's instructions for bfloat16 products."""
     text = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.is_file() else ""
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
     return [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
 
 
 def verdict(ratio: float, products: list[str]) -> str:
-    """What the ratio says about this processor."""
+    """Return what the ratio means for this processor."""
     if not products:
         return f"this processor has no bfloat16 products: {ratio:.2f} is not what others would give"
     reached = "reached" if ratio >= GOAL else "not reached"
@@ -122,7 +122,7 @@ def verdict(ratio: float, products: list[str]) -> str:
 
 
 def share_after_five_steps(actor: ActorWorker, rows: DataProto) -> float:
-    """Of the weights that are no longer what they were."""
+    """Return the fraction of weights that changed in five steps."""
     before = [weight.detach().clone() for weight in actor.engine.parameters()]
     for _ in range(5):
         actor.update_actor(rows)
@@ -132,7 +132,7 @@ def share_after_five_steps(actor: ActorWorker, rows: DataProto) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser()
     for name, default in (("rounds", 5), ("hidden", 512), ("layers", 4), ("rows", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -151,7 +151,7 @@ def main() -> None:
         for round_ in range(-1, args.rounds):
             for dtype, actor in actors.items():
                 spent = seconds_of(actor, rows)
-                if round_ >= 0:  # the first one builds kernels
+                if round_ >= 0:  # the first update builds kernels
                     times[dtype].append(spent)
 
         ratios = [a / b for a, b in zip(times["float32"], times["bfloat16"], strict=True)]

@@ -1,11 +1,11 @@
-"""What the folder of a synchronous run predicts of asynchronous ones, beside what these take.
+"""Compare asynchronous step times predicted from a synchronous run's folder with measured ones.
 
     python benchmarks/bench_prediction.py [--longer 4] [--json FILE]
 
-Rollout and actor sleep for known seconds at every row, update and delivery, `--longer` times as
-long where a busy machine's own milliseconds would count; everything else is a run as it is. Prints
-a line for each topology: seconds a step measured, predicted (`verl-like bench overlap DIR`), and
-their ratio, which is to be within 15 per cent.
+Rollout and actor sleep for known times per row, update and delivery; everything else is a normal
+run. `--longer` multiplies the sleeps, so that delays on a busy machine matter less. Prints a line
+per topology: the measured and predicted seconds per step (`verl-like bench overlap DIR`), and their
+ratio, which should be within 15 % of 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workers.weights.channel import SyncReport
 
 ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
 LONGER = "BENCH_SLEEP_LONGER"
-"""The environment variable by which workers' processes know how many times as long to sleep."""
+"""Environment variable that tells worker processes the factor of all sleeps."""
 WITHIN = 0.15
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
@@ -61,54 +61,54 @@ TOPOLOGIES = (
     ("async_training.generators=1", "async_training.max_staleness=1"),
     ("async_training.generators=2", "async_training.max_staleness=0"),
 )
-"""The generators' seconds decide the one, those of all phases the other."""
+"""Some topologies are limited by the generators, the others by the sum of all phases."""
 
 
 def sleep(seconds: float) -> None:
-    """So many times as long as asked for on the command line."""
+    """Sleep for this time multiplied by the factor from the command line."""
     time.sleep(seconds * float(os.environ[LONGER]))
 
 
 class SleepingRollout(RolloutWorker):
-    """As long at every row, and at taking weights."""
+    """Sleeps for every row, and when it receives weights."""
 
     def requests_of(self, data: DataProto) -> list[Sample]:
-        """The engine's, after a rest."""
+        """Sleep, then return the engine's requests."""
         sleep(ROW_S * len(data))
         return super().requests_of(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
-        """The actor's, after a rest."""
+        """Sleep, then receive the actor's weights."""
         sleep(TAKE_S)
         return super().receive_weights(address, version)
 
 
 class SleepingActor(ActorWorker):
-    """As long at every update."""
+    """Sleeps in every update."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
-        """PPO's, after a rest."""
+        """Sleep, then run PPO's update."""
         sleep(UPDATE_S)
         return super().update_actor(data, ptx)
 
 
 class Times:
-    """A callback: when each step ended."""
+    """A callback that records when each step ended."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Note it."""
+        """Record the time."""
         self.ends.append(time.monotonic())
 
 
 def phases_of_synchronous(tiny: list[str], folder: Path) -> Phases:
-    """Those of its middle step: all have the same work, and others may disturb some of them."""
+    """Return the phases of the synchronous run's middle step; all steps have the same work."""
     where = f"trainer.default_local_dir={folder}"
-    # A synchronous run's pools of one are processes, too, as those of generators and trainers are.
+    # In a synchronous run, pools of one rank are also processes, as in asynchronous runs.
     apart = property(lambda config: frozenset({"global_pool", "generator_pool"}))
     with patch.object(PPOConfig, "child_pools", apart):
         run(load_config([*tiny, *SETTINGS, *A_POOL_EACH, where]))
@@ -120,17 +120,18 @@ def phases_of_synchronous(tiny: list[str], folder: Path) -> Phases:
 def measured_and_predicted(
     phases: Phases, tiny: list[str], folder: Path, topology: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Seconds a step of an asynchronous run, and those that the phases predict of it."""
+    """Return the measured seconds per asynchronous step, and those predicted from the phases."""
     where = f"trainer.default_local_dir={folder}"
     config = load_config([*tiny, *SETTINGS, *topology, where], ASYNC)
     times = Times()
     run(config, callbacks=[times])
-    steps = [end - before for before, end in pairwise(times.ends[1:])]  # the first two warm up
+    # the first two steps warm up
+    steps = [end - before for before, end in pairwise(times.ends[1:])]
     return median(steps), simulate(phases, setup_of(config)).seconds
 
 
 def measure(folder: Path) -> list[dict[str, Any]]:
-    """A row for every topology."""
+    """Return a row for every topology."""
     made = make_tiny.make(folder / "tiny")
     tiny = [
         f"actor_rollout_ref.model.path={made}/model",
@@ -147,7 +148,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--longer", type=float, default=4, help="times as long a sleep")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

@@ -1,11 +1,11 @@
-"""A reference as int8 beside the same in float32: memory while it loads, seconds, and log-probs.
+"""Compare an int8 reference with a float32 one: memory while loading, seconds, and log-probs.
 
     python benchmarks/bench_quantization.py [--hidden 1024] [--layers 8] [--rows 32] [--small]
 
-Either side is a `ReferenceWorker` on a Llama of random weights, in a process of its own with one
-thread. Memory is the largest anonymous memory (`RssAnon`: no pages of files) that a thread saw
-while the model loaded, over what the process had before. Linear weights are what `quantizable`
-names. Seconds are CPU time of scoring the rows, the least of three times. Prints JSON.
+Each side is a `ReferenceWorker` with a Llama with random weights, in its own process with one
+thread. Memory is the growth of anonymous memory (`RssAnon`, which excludes file pages) to its peak
+while the model is loaded, as sampled by a thread. Linear weights are those that `quantizable`
+yields. Seconds are the minimum CPU time of three scorings of the rows. Prints JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOCABULARY, PROMPT, RESPONSE = 512, 8, 56
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> None:
-    """Random weights, large enough that a token's probability is not that of every other."""
+    """Write random weights that are large enough to give tokens different probabilities."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def make_rows(count: int) -> Any:
-    """Full rows of random tokens."""
+    """Return full rows of random tokens."""
     from verl_like import DataProto
 
     generator = torch.Generator().manual_seed(0)
@@ -57,13 +57,13 @@ def make_rows(count: int) -> Any:
 
 
 def anonymous_mib() -> float:
-    """What the process holds now that is of no file."""
+    """Return the memory of this process that is not backed by files."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
 
 
 class Peak:
-    """Within, the largest `anonymous_mib`; after, what it grew by."""
+    """Context that samples `anonymous_mib`; at the end, it has the growth to the peak."""
 
     def __enter__(self) -> Peak:
         self.before = self.largest = anonymous_mib()
@@ -83,7 +83,7 @@ class Peak:
 
 
 def make_reference(folder: Path, num_rows: int, quantization: str | None) -> Any:
-    """One that has loaded nothing yet."""
+    """Return a reference that has not loaded its model."""
     from workers.config import ActorRolloutRefConfig, ModelConfig, RefConfig, WorkersConfig
     from workers.roles.reference import ReferenceWorker
 
@@ -97,10 +97,11 @@ def make_reference(folder: Path, num_rows: int, quantization: str | None) -> Any
 
 
 def run_side(folder: Path, num_rows: int, quantization: str | None) -> dict[str, Any]:
-    """Figures of one side, in this process."""
+    """Measure one side, in this process."""
     from workers.models.quantize import Int8Weight, quantizable
 
-    make_reference(folder / "tiny", num_rows, quantization).init_model()  # what is imported once
+    # modules that are imported only once
+    make_reference(folder / "tiny", num_rows, quantization).init_model()
     reference = make_reference(folder / "whole", num_rows, quantization)
     with Peak() as peak:
         reference.init_model()
@@ -124,7 +125,7 @@ def run_side(folder: Path, num_rows: int, quantization: str | None) -> dict[str,
 
 
 def start_side(folder: Path, num_rows: int, side: str) -> dict[str, Any]:
-    """`run_side` in a process of its own, set up as a command's worker is."""
+    """Run `run_side` in a new process, set up like a command's worker."""
     as_worker = {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -144,7 +145,7 @@ def start_side(folder: Path, num_rows: int, side: str) -> dict[str, Any]:
 
 
 def compare(hidden: int, layers: int, num_rows: int) -> dict[str, float]:
-    """Both sides, and int8 as a share of float32."""
+    """Compare both sides; return int8's values as fractions of float32's."""
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder) / "whole", hidden, layers)
         make_model(Path(folder) / "tiny", 64, 1)
@@ -163,7 +164,7 @@ def compare(hidden: int, layers: int, num_rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line; one JSON object on the last lines of stdout."""
+    """Parse the command line; print a JSON object on the last lines of stdout."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

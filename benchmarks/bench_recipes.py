@@ -1,14 +1,14 @@
-"""A step of supervised fine-tuning, of reward-model training and of DPO, beside TRL's.
+"""Compare a step of SFT, of reward-model training and of DPO with TRL.
 
     python benchmarks/bench_recipes.py --trl-python PATH [--rounds 2] [--only sft,reward_model,dpo]
 
-PATH is the Python of an environment with TRL 1.16 and the same torch. 64 rows (or pairs) a step
-through a Qwen2 of one million parameters, float32, one thread; sides run in processes of their own,
-in turn, and a figure is the median over rounds of the median over steps (`recipes_side.py` says
-what a step is). Ours runs with and without `model.compile=on`. TRL's SFT runs with its defaults and
-with `padding_free`; the faster one counts. All sides train from the same weights on the same rows,
-so the losses of all steps must agree. Prints a table with the limits and the figures as JSON, and
-ends with 1 if one is missed. Run it on an idle machine.
+PATH is the Python of an environment with TRL 1.16 and the same torch. A step trains a Qwen2 with
+one million parameters on 64 rows (or pairs), in float32 on one thread; `recipes_side.py` defines
+the step. Each side runs in its own process, one after the other. Results are medians over rounds of
+the median over steps. verl-like runs with and without `model.compile=on`. TRL's SFT runs with its
+defaults and with `padding_free`; the faster one counts. All sides train from the same weights on
+the same rows, so the losses of all steps must agree. Prints a table with the limits, and the
+results as JSON; exits with 1 if a limit is missed. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ TIMES_TRL = {
     ("dpo", "full"): 1.2,
     ("dpo", "tailed"): 1.5,
 }
-"""How many times as fast as TRL a step has to be."""
+"""Minimum speedup of a step over TRL."""
 LOSSES_APART = 1e-5
-"""How far a step's loss may be from TRL's."""
+"""Largest allowed difference of a step's loss from TRL's."""
 Answer = dict[str, dict[str, Any]]
 """Kind of rows -> `step_s`, `cpu_s`, `losses`."""
 
 
 def losses_apart(one: Answer, other: Answer, kind: str) -> float:
-    """The largest difference between the losses of a step."""
+    """Return the largest difference between the losses of a step."""
     pairs = zip(one[kind]["losses"], other[kind]["losses"], strict=True)
     return max(abs(left - right) for left, right in pairs)
 
@@ -54,7 +54,7 @@ def losses_apart(one: Answer, other: Answer, kind: str) -> float:
 def compare(
     recipe: str, rounds: list[dict[str, Answer]], figures: dict[str, dict[str, float]]
 ) -> list[str]:
-    """Print the recipe's lines of the table, add its `figures`; gives the limits missed."""
+    """Print the recipe's lines of the table, and add its `figures`; return the limits missed."""
     missed = []
     for kind in KINDS:
         wall, cpu = (
@@ -90,7 +90,7 @@ def compare(
 
 
 def main() -> None:
-    """Measure, print the table, say what is missed."""
+    """Measure, print the table, and print which limits are missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

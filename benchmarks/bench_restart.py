@@ -1,13 +1,14 @@
-"""What the loss of one worker costs a PPO run on the tiny model, by the role that is lost.
+"""Measure what the loss of one worker costs a PPO run on the tiny model, for each role.
 
     python benchmarks/bench_restart.py [--backend local,ray] [--roles rollout,ref,critic,actor]
 
-Every role has processes of its own: the rollout two, the others one. As steps begin, one role after
-the other loses its last process by SIGKILL, and a line of JSON says, in seconds from the kill: when
-the run has noticed (`detected`), when the group is back with its state (`back`), and when the next
-step is finished (`next_step`). Of a rollout it says, too, how many samples were kept and made
-again. `cpu` are the CPU seconds of driver and new process from the kill to there; other work on the
-machine stretches these least. The pause before a restart (2 s at the first) is left out.
+Every role has its own processes: two for the rollout, one for each other role. At the beginning of
+a step, the last process of a role is killed with SIGKILL, one role per step. A line of JSON has the
+times since the kill in seconds: when the run noticed (`detected`), when the group was restored with
+its state (`back`), and when the next step ended (`next_step`). For a rollout, it also has the
+numbers of samples that were kept and generated again. `cpu` is the CPU seconds of the driver and
+the new process since the kill, which other work on the machine affects least. The pause before a
+restart (2 s for the first) is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from trainer.ppo.stages import PPOTrainer
 PROCESSES = {"rollout": 2, "ref": 1, "critic": 1, "actor": 1}
 ROLES = tuple(PROCESSES)
 FIRST_KILL = 2
-"""The step; the one before has brought every process to its usual speed."""
+"""Step of the first kill; by then, every process has its normal speed."""
 
 
 def cpu_s_of(pid: int) -> float:
@@ -44,16 +45,16 @@ def cpu_s_of(pid: int) -> float:
 
 @dataclass(kw_only=True)
 class ChildConfig(PPOConfig):
-    """On the local backend, too, every role has a process of its own."""
+    """Gives every role its own process, also on the local backend."""
 
     @property
     def child_pools(self) -> frozenset[str]:
-        """All of them."""
+        """Return all pools."""
         return frozenset(self.resource_pool_spec)
 
 
 class Clock(logging.Handler):
-    """Reads from the log when a loss was noticed, and when the group was back."""
+    """Reads from the log when a loss was noticed, and when the group was restored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Clock(logging.Handler):
         self.samples: dict[str, int] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the moment of a message that counts, and the numbers of samples."""
+        """Record the times of the messages that count, and the numbers of samples."""
         text = record.getMessage()
         for name, words in (("detected", " failed: "), ("back", " restarted after ")):
             if words in text:
@@ -71,16 +72,16 @@ class Clock(logging.Handler):
 
 
 class Killed(PPOTrainer):
-    """Kills a role as every step from `FIRST_KILL` on begins, and notes what followed."""
+    """Kills a role at the start of every step from `FIRST_KILL` on, and records what follows."""
 
     left: ClassVar[list[str]] = []
     """Roles that are not killed yet."""
     clock_of_log: ClassVar[Clock] = Clock()
     under_way: ClassVar[tuple[str, float, float] | None] = None
-    """The role that was killed last, when, and the driver's CPU seconds by then."""
+    """The role that was killed last, when, and the driver's CPU seconds at that time."""
 
     def on_step_begin(self) -> None:
-        """Kill the next role, once the one before has been replaced."""
+        """Kill the next role if the previous one has been replaced."""
         if Killed.under_way is None and self.left and self.global_step >= FIRST_KILL:
             role = self.left.pop(0)
             self.clock_of_log.at.clear()
@@ -89,7 +90,7 @@ class Killed(PPOTrainer):
             os.kill(self._pid(role), signal.SIGKILL)
 
     def on_step_end(self, metrics: Any) -> None:
-        """Print what the last kill has cost."""
+        """Print what the last kill cost."""
         if Killed.under_way is None:
             return
         role, killed_at, cpu = Killed.under_way
@@ -106,7 +107,7 @@ class Killed(PPOTrainer):
 
 
 def measure(backend: str, roles: list[str], tiny: Path, folder: Path) -> None:
-    """One run in which each of these roles is killed once."""
+    """Make one run in which each of these roles is killed once."""
     Killed.left = list(roles)
     pools = ", ".join(f"{role}_pool: [{count}]" for role, count in PROCESSES.items())
     settings = [
@@ -129,7 +130,7 @@ def measure(backend: str, roles: list[str], tiny: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--backend", default="local,ray")
     parser.add_argument("--roles", default=",".join(ROLES))
