@@ -1,10 +1,10 @@
-"""Rollout engines and weight sync.
+"""Measure rollout engines and weight sync.
 
     python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]
 
-A 1M-parameter Qwen2, 256 prompts of 8 tokens, one thread, all engines in one run: 32 tokens each
-("full"), and lengths that are geometric with mean 32 of at most 256 ("tail"). Sides run in
-processes of their own. Figures are medians over rounds. Prints JSON, and then which limits hold.
+The model is a 1M-parameter Qwen2, with 256 prompts of 8 tokens on one thread. Responses have 32
+tokens each ("full"), or geometric lengths with a mean of 32 and a maximum of 256 ("tail"). Sides
+run in separate processes. Results are medians over rounds. Prints JSON, and then which limits hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARAMETERS = 1_001_600
 
 
 def make_model(folder: str) -> None:
-    """Random weights, saved for every side."""
+    """Write random weights for all sides."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -42,7 +42,7 @@ def make_model(folder: str) -> None:
 
 
 def ask(python: str, script: str, *arguments: str) -> dict[str, Any]:
-    """The last line that a side prints."""
+    """Return the last line that a side prints, as JSON."""
     command = [python, str(HERE / script), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=900, cwd=HERE.parent
@@ -54,7 +54,7 @@ def ask(python: str, script: str, *arguments: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure every side, then say which limits hold."""
+    """Measure every side, then print which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--vllm-python",

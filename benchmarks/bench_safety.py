@@ -1,19 +1,19 @@
-"""What a step pays for its safety: the sandbox of rewards, the hashes of weights, the watch.
+"""Measure what safety costs per step: the reward sandbox, weight hashes, and process monitoring.
 
     python benchmarks/bench_safety.py [--rounds 60] [--all]
 
-makes PPO steps of the tiny model, driver, actor and rollout in processes of their own
-(`trainer.backend=local`). In each round every part is switched off for a few steps, and all of them
-for others, in an order that is drawn. The first step after a switch does not count: attributes of
-classes have just been set, and the interpreter looks all of theirs up anew. It prints CPU seconds
-of all processes and the wall of a step with everything on, over those of the steps with a part off;
-and whose CPU seconds they are. `--all` compares everything on with everything off, and nothing
-else: the two are then nearer in time, and their ratio is sharper. The lock of the run folder is
-taken once a run: its price is printed by itself.
+The script runs PPO steps of the tiny model, with driver, actor and rollout in separate processes
+(`trainer.backend=local`). In each round, every part is switched off for a few steps, and all parts
+for some others, in random order. The first step after a switch does not count: it sets class
+attributes, which invalidates the interpreter's caches. The script prints ratios of the CPU seconds
+of all processes and of the wall time of a step: with everything on, divided by a part off. It also
+prints the CPU seconds per process. `--all` only compares everything on with everything off; these
+steps are then closer in time, so the ratio is more precise. The lock of the run folder is taken
+once per run, so its cost is printed separately.
 
 - sandbox off: the driver calls the reward function itself.
-- hashes off: weights travel, and nobody hashes them.
-- watch off: nobody looks whether a process that is waited for lives, or whether it is late.
+- hashes off: weights are sent without hashes.
+- watch off: the driver does not check whether a process that it waits for is alive or late.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ MODES: dict[str, tuple[str, ...]] = {
 WARM_UP = 2
 """Rounds that do not count."""
 STEPS = 4
-"""Of one mode, in a row."""
+"""Consecutive steps in one mode."""
 PROCESSES = ("driver", "actor", "rollout", "rewards")
 Restore = Callable[[], None]
 
 
 def swap(owner: Any, name: str, stub: Any) -> Restore:
-    """Put `stub` in the place of an attribute; what undoes it."""
+    """Replace an attribute by `stub`; return a function that restores it."""
     original = vars(owner)[name]
     setattr(owner, name, stub)
     return lambda: setattr(owner, name, original)
 
 
 def without_sandbox() -> list[Restore]:
-    """In the driver: it calls the function."""
+    """Make the driver call the reward function itself."""
     from verl_like.registry import load_from
     from workers.rewards.call import RewardCall, Sample
     from workers.rewards.outcome import Outcome
@@ -75,7 +75,7 @@ def without_sandbox() -> list[Restore]:
 
 
 def without_hashes() -> list[Restore]:
-    """In a worker process: every hash of weights is a constant."""
+    """Make every hash of weights in a worker process a constant."""
     from workers.weights import checksum
 
     def copied(into: Any, source: Any) -> int:
@@ -97,7 +97,7 @@ def without_hashes() -> list[Restore]:
 
 
 def without_watch() -> list[Restore]:
-    """In the driver: an answer is waited for, and no more."""
+    """Make the driver wait for results without monitoring processes."""
     from verl_like.backends.rpc import ProcessTransport
     from verl_like.calls.diagnose import CallTimes
     from verl_like.calls.transport import Transport
@@ -112,8 +112,8 @@ def without_watch() -> list[Restore]:
 
 
 def switch(off: tuple[str, ...]) -> None:
-    """Switch off these parts in this process, and all others on."""
-    # in `sys`, which this function finds in every process: it comes to workers by value
+    """Switch these parts off in this process, and all others on."""
+    # stored in `sys`, which exists in every process: this function is sent to workers by value
     undo: list[Restore] = vars(sys).setdefault("undo_of_bench_safety", [])
     while undo:
         undo.pop()()
@@ -123,8 +123,8 @@ def switch(off: tuple[str, ...]) -> None:
 
 
 def cpu_of(pid: int) -> float:
-    """CPU seconds of a process; 0 when it is gone."""
-    clock = (~pid << 3) | 2  # what Linux's clock_getcpuclockid makes of it
+    """Return the CPU seconds of a process; 0 if it has ended."""
+    clock = (~pid << 3) | 2  # the clock id, as computed by Linux's clock_getcpuclockid
     try:
         return time.clock_gettime(clock)
     except OSError:
@@ -132,19 +132,19 @@ def cpu_of(pid: int) -> float:
 
 
 class Meter:
-    """A callback that switches parts off, and reads the clocks of every step."""
+    """A callback that switches parts off, and reads the clocks in every step."""
 
     def __init__(self, modes: Sequence[str], rounds: int) -> None:
-        """Every mode once a round."""
+        """Plan every mode once per round."""
         draw = Random(1)
         self.in_a_round = len(modes)
         orders = [draw.sample(modes, len(modes)) for _ in range(rounds + WARM_UP)]
         self.modes = [mode for order in orders for mode in order for _ in range(STEPS)]
         self.steps: list[tuple[float, ...]] = []
-        """Wall, and CPU seconds of `PROCESSES`, of every step."""
+        """Wall seconds and CPU seconds of `PROCESSES` for every step."""
 
     def on_step_begin(self, trainer: Any) -> None:
-        """Switch where another mode begins, then read."""
+        """Switch if another mode begins, then read the clocks."""
         if trainer.global_step % STEPS == 1:
             off = MODES[self.modes[trainer.global_step - 1]]
             switch(off)
@@ -153,12 +153,12 @@ class Meter:
         self._before = self._clocks(trainer)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Read."""
+        """Read the clocks."""
         after = self._clocks(trainer)
         self.steps.append(tuple(b - a for a, b in zip(self._before, after, strict=True)))
 
     def _clocks(self, trainer: Any) -> tuple[float, ...]:
-        """Wall, and CPU seconds of `PROCESSES`."""
+        """Return the wall seconds and the CPU seconds of `PROCESSES`."""
         actor, rollout = (
             trainer.groups[role].transport.pid_here(0) for role in ("actor", "rollout")
         )
@@ -167,7 +167,7 @@ class Meter:
         return time.perf_counter(), *cpu
 
     def counted(self) -> dict[str, list[tuple[float, ...]]]:
-        """The steps of each mode that count; those without a sandbox have no process of rewards."""
+        """Return the steps that count, by mode; without a sandbox, there is no reward process."""
         modes = [mode for mode in MODES if mode in self.modes]
         results: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
         for number, (mode, step) in enumerate(zip(self.modes, self.steps, strict=True)):
@@ -178,7 +178,7 @@ class Meter:
 
 
 def report(of_mode: dict[str, list[tuple[float, ...]]]) -> None:
-    """Ratios of lower quartiles, since neighbors only add; and the ratio within a round."""
+    """Print ratios of lower quartiles (other work only adds time), and ratios within rounds."""
     on = of_mode["all on"]
     on_cpu = [sum(cpu) for _, *cpu in on]
     on_wall = lower_quartile([wall for wall, *_ in on])
@@ -197,9 +197,9 @@ def report(of_mode: dict[str, list[tuple[float, ...]]]) -> None:
 
 
 def ratio_in_a_round(on: Sequence[float], off: Sequence[float]) -> tuple[float, float]:
-    """The mean over the rounds of a mode's steps over another's, and its standard error.
+    """Return the mean ratio of two modes' steps over the rounds, and its standard error.
 
-    A tenth of the rounds at either end is left out.
+    The largest and the smallest tenth of the ratios are left out.
     """
     counted = STEPS - 1
     ratios = sorted(
@@ -212,12 +212,12 @@ def ratio_in_a_round(on: Sequence[float], off: Sequence[float]) -> tuple[float, 
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """A quarter of the values are below it."""
+    """Return the value below which a quarter of the values are."""
     return statistics.quantiles(values, n=4)[0]
 
 
 def ms_of_lock(folder: Path) -> float:
-    """Of taking the lock of a run folder, and giving it back."""
+    """Return the milliseconds for taking and releasing the lock of a run folder."""
     from trainer.run_folder.folder import FolderLock
 
     began = time.perf_counter()

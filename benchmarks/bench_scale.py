@@ -1,25 +1,29 @@
-"""What whole PPO steps cost the driver, for 64 to 4,096 ranks that stand in this process.
+"""Measure the driver's cost of whole PPO steps, for 64 to 4,096 ranks simulated in this process.
 
     python benchmarks/bench_scale.py [--ranks 64 256 1024 4096] [--tp 8] [--recipe async]
     python benchmarks/bench_scale.py --ranks 1024 4096 --samples 1
     python benchmarks/bench_scale.py --ranks 1024 --profile
-    python benchmarks/bench_scale.py --ranks 1024 --folder FOLDER     # leaves its run folder
+    python benchmarks/bench_scale.py --ranks 1024 --folder FOLDER     # keeps the run folder
 
-The loop, the step, its dataflow, placement, groups, futures, balancing, the watch over ranks, the
-run folder and the checkpoint after the last step are those of a run. Workers are simulated
-(`simulated_roles.py`): nodes of eight devices, half of them with actor, rollout and reference, half
-with critic and reward model. A batch has `--samples` for each rank (4), of up to 512 + 512 tokens:
-4,096 at 1,024 ranks. With `--tp 8` eight ranks share a model, and the batch is as large. With
-`--recipe async` half of the nodes are a generator each, with buffer, ledger and deliveries of
-weights.
+The loop, the step, its dataflow, placement, groups, futures, balancing, process monitoring, the run
+folder and the checkpoint after the last step are the real ones. Workers are simulated
+(`simulated_roles.py`). Nodes have eight devices; half of the nodes have actor, rollout and
+reference, the others critic and reward model. A batch has `--samples` (4) per rank, with up to 512
++ 512 tokens, so 4,096 samples at 1,024 ranks. With `--tp 8`, eight ranks share a model, and the
+batch has the same size. With `--recipe async`, each node in one half is a generator, and the run
+has a buffer, a ledger and weight deliveries.
 
-Every number of ranks has a process of its own. `driver s` are the driver's CPU seconds of a step,
-the median of those after the first; `... s` below those of its stages. Batches are pickled and read
-as they travel; what Ray spends beside that is not in it. `checkpoint s`: CPU seconds to write and
-commit it, of a small file for each role and rank. `MiB`: the most that the process has held, less
-what it had before the run. `MB`: what goes to the ranks and comes from them in a step. `files` and
-`threads` are the most that were open in a step, without the far ends of connections. Exits with 1
-where 1,024 ranks take the driver more than 5 % of a step of a minute.
+Every number of ranks runs in a separate process. The table has these rows:
+
+- `driver s`: the driver's CPU seconds per step, the median without the first step. The rows `... s`
+  below have those of its stages. Batches are pickled and unpickled as in a real run; Ray's own
+  costs are not included.
+- `checkpoint s`: CPU seconds to write and commit a checkpoint with a small file per role and rank
+- `MiB`: the growth of the process's memory to its peak
+- `MB`: data sent to the ranks and back per step
+- `files`, `threads`: the largest numbers in a step, without the workers' ends of connections
+
+The script exits with 1 if 1,024 ranks take the driver more than 5 % of a step of one minute.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import sys
 from sides import HERE, ask
 
 LIMIT_S = 3.0
-"""CPU seconds of the driver in a step at 1,024 ranks: 5 % of a minute."""
+"""Limit for the driver's CPU seconds per step at 1,024 ranks: 5 % of a minute."""
 
 
 def main() -> None:

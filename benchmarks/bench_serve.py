@@ -1,17 +1,19 @@
-"""`verl-like serve` over HTTP next to the same verbs called in process.
+"""Compare `verl-like serve` over HTTP with the same calls in process.
 
     python benchmarks/bench_serve.py [--model DIR] [--only step,samples,tenants,requests]
 
-- step: `forward_backward` and `optim_step` of a GRPO batch (64 rows of 128 tokens), over HTTP and
-  as two calls of the server's own verbs; at most 1.10 times
-- samples: 64 concurrent sample requests of the SDK, in a process of its own, against one request of
-  64 samples: at least 0.9 times the tokens per second. `client_s` is the time that the SDK needs
-  for the 64 requests to a server that answers at once, and `server_share` the share without it
-- tenants: memory that 16 idle clients with adapters of rank 32 add, against their adapters' size
-- requests: memory after 1,000 requests against the memory after 100
+- step: `forward_backward` and `optim_step` on a GRPO batch (64 rows of 128 tokens), over HTTP and
+  as two calls of the server's own methods; HTTP may take at most 1.10 times as long
+- samples: 64 concurrent sample requests from the SDK, in a separate process, compared with one
+  request for 64 samples; at least 0.9 times the tokens per second. `client_s` is the SDK's time for
+  64 requests to a server that responds immediately, and `server_share` is the ratio without this
+  time
+- tenants: memory that 16 idle clients with adapters of rank 32 add, compared with the adapters'
+  size
+- requests: memory after 1,000 requests, compared with the memory after 100
 
-Run it with `.venv-tinker/bin/python`, which `tests/run_tinker.sh` builds. Without --model, a tiny
-model of `verl-like make-tiny`. Sides take turns in each round. Prints JSON.
+Run it with `.venv-tinker/bin/python`, which `tests/run_tinker.sh` builds. Without --model, it uses
+a tiny model from `verl-like make-tiny`. The sides alternate in each round. Prints JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ STEP = OptimStepSettings(lr=1e-5, grad_clip=1.0, ends_update=False)
 
 
 def memory_mb() -> float:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
@@ -64,7 +66,7 @@ def memory_mb() -> float:
 
 
 def median_s(*sides: Callable[[], Any], rounds: int) -> list[float]:
-    """Median seconds of each side, which take turns; the first round is not counted."""
+    """Return the median seconds of the sides, which alternate, without the first round."""
     times: list[list[float]] = [[] for _ in sides]
     for number in range(rounds + 1):
         for side, durations in zip(sides, times, strict=True):
@@ -76,7 +78,7 @@ def median_s(*sides: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def rows(vocabulary: int) -> list[tuple[list[int], dict[str, Any]]]:
-    """Rows as GRPO has them."""
+    """Return rows as in a GRPO batch."""
     rng = random.Random(0)
     datums = []
     for _ in range(ROWS):
@@ -87,13 +89,13 @@ def rows(vocabulary: int) -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def measure_step(work_queue: WorkQueue, client: Client, rounds: int) -> dict[str, float]:
-    """Seconds of a step over HTTP and in process."""
+    """Return the seconds of a step over HTTP and in process."""
     model, datums = client.model(work_queue.base_model, rank=32), rows(work_queue.limits.vocabulary)
     arrays = [
         Datum(tokens, {name: np.asarray(values) for name, values in inputs.items()})
         for tokens, inputs in datums
     ]
-    served_model = ServedModel(model.name, "actor", 32)  # for calls without HTTP
+    served_model = ServedModel(model.name, "actor", 32)  # used for calls without HTTP
     loss = RequestLoss("importance_sampling", client_loss("importance_sampling"), {})
 
     def over_http() -> None:
@@ -111,7 +113,7 @@ def measure_step(work_queue: WorkQueue, client: Client, rounds: int) -> dict[str
 
 
 def measure_samples(work_queue: WorkQueue, url: str, rounds: int) -> dict[str, float]:
-    """Seconds of many requests and of one, by the SDK in a process of its own."""
+    """Return the SDK's seconds for many requests and for one, in a separate process."""
     served_s = sdk_seconds(url, work_queue.base_model, rounds)
     with stub() as stub_url:
         client_s = sdk_seconds(stub_url, work_queue.base_model, rounds)["many"]
@@ -126,14 +128,14 @@ def measure_samples(work_queue: WorkQueue, url: str, rounds: int) -> dict[str, f
 
 
 def sdk_seconds(url: str, model: str, rounds: int) -> dict[str, float]:
-    """Run `time_sdk` in a process of its own."""
+    """Run `time_sdk` in a new process."""
     command = [sys.executable, __file__, "--url", url, "--model", model, "--rounds", str(rounds)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return dict(json.loads(output.splitlines()[-1]))
 
 
 def time_sdk(url: str, model: str, rounds: int) -> dict[str, float]:
-    """Return the shortest seconds of 64 requests, and of one for 64 samples, through the SDK."""
+    """Return the SDK's shortest seconds for 64 requests, and for one request of 64 samples."""
     import tinker
 
     service = tinker.ServiceClient(base_url=url, api_key="tml-any")
@@ -154,7 +156,7 @@ def time_sdk(url: str, model: str, rounds: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def stub() -> Iterator[str]:
-    """Context with a server that answers at once, with the same samples for every request."""
+    """Context with a server that immediately returns the same samples for every request."""
     facts = {"session_id": "s", "sampling_session_id": "s:sample:0", "status": "accepted"}
     drawn = ([8] * DRAWN, [-1.0] * DRAWN, "length")
     results = {count: sample_output([drawn] * count) for count in (1, ROWS)}
@@ -192,7 +194,7 @@ def stub() -> Iterator[str]:
 
 
 def measure_tenants(work_queue: WorkQueue, url: str) -> dict[str, float]:
-    """Memory of idle clients."""
+    """Return the memory of idle clients."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(url)) for _ in range(17)]
         clients[0].model(work_queue.base_model, rank=32)
@@ -206,7 +208,7 @@ def measure_tenants(work_queue: WorkQueue, url: str) -> dict[str, float]:
 
 
 def adapter_mb(work_queue: WorkQueue, rank: int) -> float:
-    """Megabytes of one adapter on every linear layer but the head, in float32."""
+    """Return the megabytes of one adapter on all linear layers except the head, in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(work_queue.base_model)
@@ -216,7 +218,7 @@ def adapter_mb(work_queue: WorkQueue, rank: int) -> float:
 
 
 def measure_requests(work_queue: WorkQueue, client: Client) -> dict[str, float]:
-    """Memory over many requests."""
+    """Return the memory over many requests."""
     model, datum = (
         client.model(work_queue.base_model, 1, rank=4),
         rows(work_queue.limits.vocabulary)[:1],
@@ -231,7 +233,7 @@ def measure_requests(work_queue: WorkQueue, client: Client) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Run the selected measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="")
     parser.add_argument("--only", default="step,samples,tenants,requests")

@@ -1,13 +1,13 @@
-"""A long run whose workers are killed again and again, beside one that nothing disturbs.
+"""Compare a long run whose workers are killed repeatedly with an undisturbed run.
 
     python benchmarks/bench_soak.py [--steps 1000] [--kill-every 100] [--folder FOLDER] [--wide]
 
-makes both, the tiny model on two worker processes of the local backend, one after the other in a
-process of its own. The kills are those of `faults.kill_worker`, of a seed that has one kill in
-`--kill-every` steps on the average. It prints whether all lines of `metrics.jsonl` are equal but
-for times, the memory of driver and workers, the kB of the run folder a step, and the restarts. A
-run in FOLDER that was broken off goes on from its last checkpoint. With `--wide` there are two
-pools of two processes, and a critic, a reference and a reward model, too.
+Both runs train the tiny model on two worker processes of the local backend, one run after the
+other, each in its own process. Kills come from `faults.kill_worker`, with a seed that has one kill
+per `--kill-every` steps on average. The script prints whether all lines of `metrics.jsonl` are
+equal except for times, the memory of driver and workers, the kB per step in the run folder, and the
+restarts. A run in FOLDER that was interrupted continues from its last checkpoint. With `--wide`,
+there are two pools of two processes, and also a critic, a reference and a reward model.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from sides import ENV, HERE
 
 SAVE_FREQ = 20
 LOOKED_AT = (0.2, 0.6, 1.0)
-"""The shares of a run after which memory and run folder are measured."""
+"""Fractions of the run after which memory and run folder are measured."""
 SHOWN = ("step", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
-"""Of the last lines of metrics.jsonl."""
+"""Metrics that are printed from the last lines of metrics.jsonl."""
 WIDE = (
     *POOLS,
     *("trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", "reward.model.enable=true"),
     *("actor_rollout_ref.actor.use_kl_loss=true", "data.train_batch_size=4"),
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 )
-"""Settings of `--wide`, over those of both runs."""
+"""Settings of `--wide`, in addition to the common ones."""
 CHANGES = ("timing", "perf/")
-"""What the clock decides among the metrics begins with these."""
+"""Prefixes of metrics that depend on the clock."""
 
 
 class Gauge:
-    """A callback: the memory of a run's processes, and the size of its folder, at some steps."""
+    """A callback that records the memory of a run's processes and the size of its folder."""
 
     def __init__(self, steps: int) -> None:
         self._at = {round(share * steps) for share in LOOKED_AT}
         self.readings: dict[int, dict[str, float]] = {}
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """What is measured of a step that is made again is overwritten."""
+        """Record the values; those of a step that is repeated are overwritten."""
         import psutil
 
         if trainer.global_step not in self._at:
@@ -73,7 +73,7 @@ class Gauge:
 
 @contextmanager
 def timed_restarts() -> Iterator[list[float]]:
-    """The seconds from the failure of a step to the next one that is made, of every restart."""
+    """Context that yields a list with the seconds from each failure to the next completed step."""
     from trainer.loop import Loop
     from trainer.restarts import Restarts
 
@@ -99,7 +99,7 @@ def timed_restarts() -> Iterator[list[float]]:
 
 
 def seed_of(kills: int, steps: int, chance: float) -> int:
-    """The first seed with which `trainer.observers.fault_injection` kills so often."""
+    """Return the first seed with which `trainer.observers.fault_injection` kills this often."""
 
     def drawn(seed: int) -> int:
         draws = (Random(f"{seed}/kill_worker/{step}") for step in range(1, steps + 1))
@@ -109,7 +109,7 @@ def seed_of(kills: int, steps: int, chance: float) -> int:
 
 
 def side(folder: Path, tiny: Path, steps: int, kill_every: int, wide: bool) -> dict[str, Any]:
-    """One run; with 0 for `kill_every`, an undisturbed one."""
+    """Make one run; it is undisturbed if `kill_every` is 0."""
     from trainer import load_config, run
 
     overrides = [
@@ -139,13 +139,13 @@ def side(folder: Path, tiny: Path, steps: int, kill_every: int, wide: bool) -> d
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
-    """Those of `metrics.jsonl`, without what the clock decides."""
+    """Return the lines of `metrics.jsonl`, without metrics that depend on the clock."""
     results = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(CHANGES)} for line in results]
 
 
 def report(folders: dict[str, Path], sides: dict[str, dict[str, Any]], steps: int) -> None:
-    """What both runs came to."""
+    """Print the results of both runs."""
     for name, facts in sides.items():
         print(f"{name}: {facts['seconds']:.0f} s")
         for step, reading in facts["readings"].items():

@@ -1,12 +1,12 @@
-"""What a run costs before its first step, beside what Python, torch and Ray cost alone.
+"""Measure a run's time before its first step, compared with Python, torch and Ray alone.
 
     python benchmarks/bench_start.py [--rounds 3] [--only help,local,ray,quickstart]
 
-prints JSON. Every figure is of a process of its own, in turn with the bare one that it is held
-against (for Ray, one with two actors that import torch and transformers): seconds of the clock,
-which other work on the machine stretches, and CPU seconds of the process with all its children,
-which it stretches less. `quickstart` clones this checkout into an empty folder and runs the script
-there, installation included; pip's cache is what it is.
+The script prints JSON. Every value comes from a new process, alternating with the bare process that
+it is compared with (for Ray, one with two actors that import torch and transformers). Values are
+wall seconds, and the CPU seconds of the process with all its children, which other work on the
+machine affects less. `quickstart` clones this checkout into an empty folder and runs the script
+there, including the installation, with pip's existing cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMITS = {
     "ray.seconds": 12.0,
     "quickstart.seconds": 90.0,
 }
-"""Seconds of the clock on two cores that nobody else uses."""
+"""Limits in wall seconds, on two idle cores."""
 PYTHON = "pass"
 LIBRARIES = "import torch, transformers"
 IMPORT = "import verl_like, workers, trainer"
@@ -46,7 +46,7 @@ READY = "READY "
 
 
 def bare(code: str) -> Callable[[], dict[str, float]]:
-    """Measures a Python process that runs this code and ends."""
+    """Return a measurement of a Python process that only runs this code."""
 
     def measure() -> dict[str, float]:
         before, began = os.times(), time.perf_counter()
@@ -62,7 +62,7 @@ def bare(code: str) -> Callable[[], dict[str, float]]:
 
 
 def until_ready(side_name: str, tiny: Path) -> Callable[[], dict[str, float]]:
-    """Measures a side of this file, from its process's start to its line READY."""
+    """Return a measurement of a side of this file, from its process's start to its line READY."""
 
     def measure() -> dict[str, float]:
         side = [sys.executable, __file__, "--side", side_name, str(tiny)]
@@ -78,7 +78,7 @@ def until_ready(side_name: str, tiny: Path) -> Callable[[], dict[str, float]]:
 
 
 def say_ready() -> None:
-    """Print the time, and the CPU seconds of this process and all below it."""
+    """Print the time, and the CPU seconds of this process and its descendants."""
     import psutil
 
     me = psutil.Process()
@@ -88,7 +88,7 @@ def say_ready() -> None:
 
 
 def bare_ray() -> None:
-    """A Ray of its own, and two actors that have imported what every worker needs."""
+    """Start Ray with two actors that import what every worker needs."""
     import ray
 
     @ray.remote(num_cpus=1)
@@ -104,7 +104,7 @@ def bare_ray() -> None:
 
 
 def run_to_first_step(backend: str, tiny: Path) -> None:
-    """A run of one step, which says when that begins."""
+    """Run one step, and report when it begins."""
     from trainer import load_config, run
 
     class FirstStep:
@@ -131,7 +131,7 @@ def run_to_first_step(backend: str, tiny: Path) -> None:
 
 
 def quickstart() -> dict[str, float]:
-    """The script on a machine without the project: clone, environment, installation, run."""
+    """Run the script as on a machine without the project: clone, environment, installation, run."""
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "-q", str(CHECKOUT), str(clone)], check=True)
@@ -147,7 +147,7 @@ def quickstart() -> dict[str, float]:
 def in_turn(
     sides: dict[str, Callable[[], dict[str, float]]], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """The medians of every side over rounds, in each of which every side has its turn."""
+    """Return the medians of every side over rounds; sides alternate in each round."""
     taken: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, measure in sides.items():
@@ -159,7 +159,7 @@ def in_turn(
 
 
 def figures_of(only: Sequence[str], tiny: Path, rounds: int) -> dict[str, float]:
-    """Every figure that was asked for, by `<side>.<what>`, with ratios to the bare ones."""
+    """Return the selected values as `<side>.<what>`, with ratios to the bare processes."""
     sides = {
         "python": bare(PYTHON),
         "libraries": bare(LIBRARIES),
@@ -186,7 +186,7 @@ def figures_of(only: Sequence[str], tiny: Path, rounds: int) -> dict[str, float]
 
 
 def main() -> None:
-    """Measure what was asked for, then say which limits hold."""
+    """Run the selected measurements, then print which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="import,help,local,ray")

@@ -1,11 +1,11 @@
-"""The training engine beside a matrix product, padded rows, other numbers of ranks, and TRL.
+"""Compare the training engine with a matrix product, padded rows, several ranks, and TRL.
 
     python benchmarks/bench_train.py [--trl-python PATH] [--ranks-only] [--rounds 3]
 
-PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. `--ranks-only`
-compares one rank, two FSDP ranks and two ranks of strategy ddp, and nothing else. Sides run in
-processes of their own, in turn, with one thread each, on the same rows; a figure is the median over
-rounds. Prints JSON, with the limits that are missed.
+PATH is the Python of an environment with TRL 1.16; without it, TRL is left out. `--ranks-only` only
+compares one rank, two FSDP ranks, and two ranks with strategy ddp. Each side runs in its own
+process with one thread, one after the other, on the same rows. Results are medians over rounds.
+Prints JSON with the limits that are missed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ ENV = {
 
 
 def start(python: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A side in its process."""
+    """Start a side in a new process."""
     return subprocess.Popen(
         [python, str(SIDE), *arguments], env=ENV | environment, stdout=subprocess.PIPE, text=True
     )
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, float]:
-    """The JSON that a side printed last."""
+    """Return the JSON that a side printed last."""
     output, _ = process.communicate(timeout=1800)
     if process.returncode:
         raise SystemExit(f"{process.args} failed with {process.returncode}")
@@ -57,7 +57,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, float]:
 
 
 def on_ranks(folder: str, world_size: int, strategy: str) -> dict[str, float]:
-    """The slowest rank's figures."""
+    """Return the values of the slowest rank."""
     from torch.distributed import TCPStore
 
     with socket.socket() as probe:
@@ -78,7 +78,7 @@ def on_ranks(folder: str, world_size: int, strategy: str) -> dict[str, float]:
 
 
 def compare_ranks(folder: str) -> dict[str, float]:
-    """One rank, two of FSDP, and two of ddp, one after the other."""
+    """Compare one rank, two ranks of FSDP and two of ddp, one after the other."""
     sides = {"1 ranks": (1, "fsdp"), "2 ranks": (2, "fsdp"), "2 ranks of ddp": (2, "ddp")}
     answers = {side: on_ranks(folder, *how) for side, how in sides.items()}
     results = {}
@@ -95,7 +95,7 @@ def compare_ranks(folder: str) -> dict[str, float]:
 
 
 def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
-    """Every comparison once, its sides one after the other."""
+    """Make every comparison once, its sides one after the other."""
     results: dict[str, float] = {}
     sides = [("ours", sys.executable), ("padded", sys.executable)]
     if trl_python:

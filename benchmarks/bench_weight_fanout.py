@@ -1,12 +1,12 @@
-"""What it costs to bring a version of the weights to 1, 2 and 4 generators at once.
+"""Measure the time to send a version of the weights to 1, 2 and 4 generators at once.
 
     python benchmarks/bench_weight_fanout.py [--rounds 9] [--small]
 
-A trainer with LoRA adapters in this process publishes, and generators in processes of their own
-receive, verify and load; all of the weights (`full`) or the factors alone (`changed`). In every
-round each number of generators has its turn. `--small` is for the tests. Prints JSON: medians over
-the rounds of the seconds until the last generator has its weights, their ratio to those of one
-generator, and the MiB that each generator was sent.
+A trainer with LoRA adapters in this process publishes weights; generators in other processes
+receive, verify and load them. It sends all weights (`full`) or only the LoRA factors (`changed`).
+Every round has each number of generators once. `--small` is for tests. Prints JSON with medians
+over the rounds: the seconds until the last generator has its weights, their ratio to those of one
+generator, and the MiB sent to each generator.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from workers.weights.sync import deliver_weights, publish_weights
 
 NUMBERS_OF_GENERATORS = (1, 2, 4)
 SIZES = {"whole": (25, 1024), "small": (3, 64)}
-"""Layers, and their width: 25 weights of 4 MiB."""
+"""Number of layers and their width: 25 weights of 4 MiB."""
 
 
 def layers(size: str) -> nn.Sequential:
-    """Linear layers of random weights."""
+    """Return linear layers with random weights."""
     number, width = SIZES[size]
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(number)))
 
 
 class Engine:
-    """Takes the place of a training engine."""
+    """Replaces a training engine."""
 
     def __init__(self, size: str) -> None:
         self.module = self.whole_module = layers(size)
@@ -62,13 +62,13 @@ class Engine:
     def named_full_tensors(
         self, on_all_ranks: bool = True, dtype: Any = None, merged: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As the training engine does."""
+        """Yield the tensors as the training engine does."""
         arranged = merged_tensors if merged else split_tensors
         yield from arranged(self.module, self.module.named_parameters())
 
 
 class Trainer(WeightSender, Worker):
-    """Changes its adapters, and publishes."""
+    """Changes its adapters and publishes them."""
 
     def __init__(self, size: str) -> None:
         super().__init__()
@@ -76,17 +76,17 @@ class Trainer(WeightSender, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin(self, sync: str) -> None:
-        """Send so from now on."""
+        """Use this kind of sync from now on."""
         self.sends_changed = sync == "changed"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Comparable with a generator's."""
+        """Return a checksum that is comparable with a generator's."""
         return checksum_of(self.engine.named_full_tensors())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def learn(self) -> None:
-        """An update of the adapters."""
+        """Update the adapters."""
         with torch.no_grad():
             for name, parameter in self.engine.module.named_parameters():
                 if is_adapter(name):
@@ -94,25 +94,25 @@ class Trainer(WeightSender, Worker):
 
 
 class Rollout:
-    """Takes the place of a rollout engine."""
+    """Replaces a rollout engine."""
 
     def __init__(self, size: str) -> None:
         self.module, self.version = layers(size), -1
 
     def load_weights(self, tensors: NamedTensors) -> None:
-        """Into the module."""
+        """Load the tensors into the module."""
         writer = ModuleWriter(self.module)
         for name, tensor in tensors:
             writer.write_tensor(name, tensor)
         writer.verify("engine")
 
     def commit(self, version: int) -> None:
-        """All ranks have loaded it."""
+        """Called when all ranks have loaded the version."""
         self.version = version
 
 
 class Generator(WeightReceiver, Worker):
-    """Receives."""
+    """Receives weights."""
 
     def __init__(self, size: str) -> None:
         super().__init__()
@@ -120,17 +120,17 @@ class Generator(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin(self, sync: str) -> None:
-        """Receive so from now on."""
+        """Use this kind of sync from now on."""
         self.copy = HostCopy() if sync == "changed" else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Comparable with that of what was published."""
+        """Return a checksum that is comparable with that of the published weights."""
         return checksum_of(self.engine.module.named_parameters())
 
 
 def measure(size: str, rounds: int) -> dict[str, Any]:
-    """Figures of both ways to send, by number of generators."""
+    """Return the results of both kinds of sync, by number of generators."""
     with ExitStack() as stack:
 
         def group(role: str, cls: type, own_processes: bool) -> Any:
@@ -153,7 +153,7 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
 
 
 def figures_of(trainer: Any, generators: list[Any], rounds: int) -> dict[str, Any]:
-    """By number of generators; the weights of every generator are compared with the trainer's."""
+    """Return results by number of generators; check their weights against the trainer's."""
     seconds: dict[int, list[float]] = {number: [] for number in NUMBERS_OF_GENERATORS}
     publish_s, sent_mb = [], {}
     with ThreadPoolExecutor(len(generators)) as threads:
@@ -164,7 +164,7 @@ def figures_of(trainer: Any, generators: list[Any], rounds: int) -> dict[str, An
             )
 
         publish_weights(trainer, 0)
-        deliver(generators)  # the first one is whole, and connects
+        deliver(generators)  # the first sync sends all weights, and connects
         turns = [number for _ in range(rounds) for number in NUMBERS_OF_GENERATORS]
         for version, number in enumerate(turns, 1):
             trainer.learn()
@@ -190,7 +190,7 @@ def figures_of(trainer: Any, generators: list[Any], rounds: int) -> dict[str, An
 
 
 def main() -> None:
-    """Both ways to send."""
+    """Measure both kinds of sync."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--small", action="store_true")

@@ -1,6 +1,6 @@
-"""One side of `bench_core`: the same driver code on our core, on verl's, or on plain Ray actors.
+"""One side of `bench_core`: the same driver code on verl-like's core, verl's, or plain Ray actors.
 
-Run by `bench_core.py` in a process of its own, `python core_side.py ours|verl|bare`; the last line
+`bench_core.py` runs `python core_side.py ours|verl|bare` in a separate process; the last line
 printed is JSON.
 """
 
@@ -23,21 +23,21 @@ import torch
 ROWS, WIDTH = 1024, 2048
 SMALL_ROWS, SMALL_WIDTH = 8, 1536
 SMALL_COLUMNS = ("input_ids", "position_ids", "old_log_probs", "values", "advantages", "returns")
-"""Of `columns`: 0.4 MB at 8 x 1536."""
+"""Some of the `columns`: 0.4 MB at 8 x 1536."""
 REPEATS = 5
 ECHOES = 31
-"""Repeats of a large batch's way there and back.
+"""Number of times that a large batch is sent and returned.
 
-Fresh memory makes one take from 50 to 450 ms on a virtual machine.
+On a virtual machine, one takes between 50 and 450 ms, because memory is newly allocated.
 """
 LONG_WIDTH, LONG_MEAN = 4096, 410
-"""Rows of geometric lengths: their mean is a tenth of the width."""
+"""Rows have geometric lengths, whose mean is a tenth of the width."""
 CHANGED = "advantages"
-"""The column that the worker of an echo changes in place."""
+"""The column that the echo worker changes in place."""
 
 
 def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
-    """Four int64 and five float32 columns: 109 MB at 1024 x 2048."""
+    """Return four int64 and five float32 columns: 109 MB at 1024 x 2048."""
     ids = ("input_ids", "attention_mask", "position_ids", "responses")
     floats = ("old_log_probs", "values", "advantages", "returns", "token_level_scores")
     made = {name: torch.arange(rows * width).reshape(rows, width) % 997 for name in ids}
@@ -45,26 +45,26 @@ def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
 
 
 def padded_columns(rows: int, width: int, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same columns of rows of these lengths, zero after them: 218 MB at 1024 x 4096."""
+    """Return the same columns for rows of these lengths, zero after them: 218 MB at 1024 x 4096."""
     inside = torch.arange(width) < lengths[:, None]
     return {name: column * inside for name, column in columns(rows, width).items()}
 
 
 def geometric_lengths(rows: int, mean: int, width: int) -> torch.Tensor:
-    """From a seed, 1 at least and the width at most."""
+    """Return seeded lengths between 1 and `width`."""
     drawn = np.random.default_rng(0).geometric(1 / mean, rows)
     return torch.from_numpy(drawn).clamp(max=width)
 
 
 def texts(rows: int, turn: int) -> dict[str, np.ndarray]:
-    """Two string columns: a name of every row, and a text of some hundred characters."""
+    """Return two string columns: a name per row, and a text of a few hundred characters."""
     names = [f"{row}-{turn}" for row in range(rows)]
     prompts = [f"What is {row} + {turn}? " * 20 for row in range(rows)]
     return {"uid": np.array(names, dtype=object), "prompt": np.array(prompts, dtype=object)}
 
 
 def median_of(work: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Seconds, after one run that does not count."""
+    """Return the median seconds, after one run that does not count."""
     work()
     times = []
     for _ in range(repeats):
@@ -75,7 +75,7 @@ def median_of(work: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def median_of_fresh(make: Callable[[int], Any], work: Callable[[Any], Any], repeats: int) -> float:
-    """Seconds of work on data that is made anew for every run; the first one does not count."""
+    """Return the median seconds for new data in every run; the first run does not count."""
     times = []
     for turn in range(repeats + 1):
         given = make(turn)
@@ -87,7 +87,7 @@ def median_of_fresh(make: Callable[[int], Any], work: Callable[[Any], Any], repe
 
 
 def seconds_of_padded_echo(side: str, api: SimpleNamespace, group: Any) -> float:
-    """There and back of rows of geometric lengths, in the layout that each side holds them in."""
+    """Return the seconds to echo rows of geometric lengths, in the layout that each side uses."""
     lengths = geometric_lengths(ROWS, LONG_MEAN, LONG_WIDTH)
     base: dict[str, Any] = padded_columns(ROWS, LONG_WIDTH, lengths)
     if side == "ours":
@@ -111,12 +111,12 @@ def seconds_of_padded_echo(side: str, api: SimpleNamespace, group: Any) -> float
 
 
 def seconds_per_call(work: Callable[[], Any], calls: int) -> float:
-    """The median over rounds of many calls."""
+    """Return the median over rounds of many calls."""
     return median_of(lambda: [work() for _ in range(calls)], repeats=7) / calls
 
 
 def framework(side: str) -> SimpleNamespace:
-    """The names that a side's workers and driver are written with."""
+    """Return the names with which a side's workers and driver are written."""
     if side == "verl":
         from verl import DataProto
         from verl.single_controller.base import Worker
@@ -147,11 +147,11 @@ def framework(side: str) -> SimpleNamespace:
 
 
 def echo_class(api: SimpleNamespace) -> type:
-    """A worker that gives back what it gets."""
+    """Return the class of a worker that returns its input."""
     proto, one_to_all = api.Dispatch.DP_COMPUTE_PROTO, api.Dispatch.ONE_TO_ALL
 
     class Echo(api.Worker):  # type: ignore[name-defined,misc]
-        """Gives back what it gets."""
+        """Returns its input."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -181,7 +181,7 @@ def echo_class(api: SimpleNamespace) -> type:
 
 
 def grouped(side: str) -> dict[str, float]:
-    """Worker groups: echo, chain, small calls, start, overlap; then the batch alone."""
+    """Measure worker groups (echo, chain, small calls, start, overlap), then the batch alone."""
     api = framework(side)
     echo_cls = echo_class(api)
     starts, groups = [], []
@@ -218,7 +218,7 @@ def grouped(side: str) -> dict[str, float]:
 
 
 def check_echo(group: Any, batch: Any) -> None:
-    """An echo that loses or changes something else would be no echo."""
+    """Check that an echo returns the batch with only the expected change."""
     back = group.echo_changed(batch)
     for name, column in batch.batch.items():
         expected = column + 1.0 if name == CHANGED else column
@@ -228,7 +228,7 @@ def check_echo(group: Any, batch: Any) -> None:
 
 
 def naps(side: str, a: Any, b: Any) -> None:
-    """Two groups asleep for half a second each, at once."""
+    """Make two groups sleep for half a second each, concurrently."""
     if side == "verl":
         ray.get(a.nap(0.5) + b.nap(0.5))
     else:
@@ -238,7 +238,7 @@ def naps(side: str, a: Any, b: Any) -> None:
 
 
 def batch_alone(batch_cls: Any) -> dict[str, float]:
-    """What a batch costs without any worker."""
+    """Measure the costs of a batch without any worker."""
     medium = batch_cls.from_dict(columns(ROWS // 2, WIDTH))
     quarter = batch_cls.from_dict(columns(ROWS // 8, WIDTH))
     small = columns(64, 32)
@@ -282,20 +282,20 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
 
 @ray.remote(num_cpus=1)
 class BareEcho:
-    """Copies what it gets."""
+    """Copies its input."""
 
     def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A private copy of every array; one is changed."""
+        """Return a private copy of every array, and change one of them."""
         own = {name: array.copy() for name, array in arrays.items()}
         own[CHANGED] += 1.0
         return own
 
     def nothing(self) -> None:
-        """No work."""
+        """Do nothing."""
 
 
 def bare() -> dict[str, float]:
-    """The floor: two plain actors, a dict of numpy arrays, split and joined by the driver."""
+    """Measure the floor: two plain actors, and a dict of arrays, split and joined by the driver."""
     actors = [BareEcho.remote() for _ in range(2)]
 
     def echo(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,15 +1,15 @@
-"""Runs the parts of `gpu_parts.py` one after the other and writes gpu.json, gpu.md and gpu.log.
+"""Run the parts of `gpu_parts.py` one after the other; write gpu.json, gpu.md and gpu.log.
 
     bash benchmarks/gpu.sh                             on one GPU
-    bash benchmarks/gpu.sh --seconds 400               parts that would begin later are skipped
+    bash benchmarks/gpu.sh --seconds 400               skip parts that would begin later
     bash benchmarks/gpu.sh --only memory --only decode
     bash benchmarks/gpu_node.sh                        on eight GPUs
     bash benchmarks/gpu_node.sh --gpus 4               on four
-    bash benchmarks/gpu_node.sh --dry-run H100         check every run as on so many of these GPUs
-    bash benchmarks/gpu.sh --device cpu --tiny         every command, small, on a CPU
+    bash benchmarks/gpu_node.sh --dry-run H100         check every run as if on these GPUs
+    bash benchmarks/gpu.sh --device cpu --tiny         run every command with small sizes on a CPU
 
-A part that fails or is late does not stop the others; its figures so far are kept. The exit code is
-1 if a part failed or was late.
+A part that fails or exceeds its limit does not stop the others; its results so far are kept. The
+exit code is 1 if a part failed or was late.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHORTEST_S = 15
 
 
 def why_skipped(part: Part, machine: Machine, before: list[Outcome]) -> str:
-    """Why the part cannot run here; empty if it can."""
+    """Return why the part cannot run here; empty if it can."""
     missing = [module for module in part.needs if not is_installed(module)]
     if missing:
         return f"{missing[0]} is not installed: {INSTALL[missing[0]]}"
@@ -56,7 +56,7 @@ def why_skipped(part: Part, machine: Machine, before: list[Outcome]) -> str:
 
 
 def run_part(part: Part, folder: Path, gpu: Device | None) -> Outcome:
-    """Run the part to its end or its deadline, with its output in `log.txt`; read its figures."""
+    """Run the part to its end or its deadline, with its output in `log.txt`; read its results."""
     folder.mkdir(parents=True)
     command = [sys.executable, *(word.replace("{part}", str(folder)) for word in part.command)]
     begin = time.monotonic()
@@ -82,7 +82,7 @@ def run_part(part: Part, folder: Path, gpu: Device | None) -> Outcome:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the part and all processes that it started; a process may clean up for a moment."""
+    """End the part and all processes that it started, after a moment to clean up."""
     with suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -93,12 +93,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_parts_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that the running part ends, too."""
+    """Turn SIGTERM into SystemExit, so that the running part also ends."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def report(title: str, outcomes: list[Outcome]) -> str:
-    """The outcomes as Markdown: a table, and a list of figures for each part that has many."""
+    """Return the outcomes as Markdown: a table, and the results of each part that has many."""
     rows = [["part", "result", "s", "figures"], ["---", "---", "--:", "---"]]
     lists: list[str] = []
     for outcome in outcomes:
@@ -111,7 +111,7 @@ def report(title: str, outcomes: list[Outcome]) -> str:
 
 
 def figure_table(outcome: Outcome) -> list[str]:
-    """Figures named "row: column" as a table with a row per name, others as a list."""
+    """Return results named "row: column" as a table with a row per name, others as a list."""
     cells: dict[str, dict[str, str]] = {}
     for name, value in outcome.figures.items():
         row, _, column = name.rpartition(": ")
@@ -127,7 +127,7 @@ def figure_table(outcome: Outcome) -> list[str]:
 
 
 def dry_run(part: Part, machine: Machine, gpu: str) -> str:
-    """What the checks of a run print for this part on so many of these GPUs; errors are raised."""
+    """Return what the checks print for this part on these GPUs; errors are raised."""
     from trainer.cli.main import RECIPES
     from trainer.config.compose import load_config
     from trainer.launch import run
@@ -151,7 +151,7 @@ def show_parts(machine: Machine, folder: Path, gpu: str) -> None:
 
 
 def device_name(machine: Machine) -> str:
-    """The GPU's name, from a process of its own so that this one holds no GPU memory."""
+    """Return the GPU's name, read in a separate process so that this one uses no GPU memory."""
     if machine.device == "cpu":
         return "cpu"
     query = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
@@ -170,7 +170,7 @@ def device_name(machine: Machine) -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, or "unknown" where there is no git."""
+    """Return the commit of this checkout, or "unknown" without git."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
     with suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -182,7 +182,7 @@ def commit() -> str:
 def run_parts(
     machine: Machine, out: Path, only: list[str], seconds: float, patience: float
 ) -> list[Outcome]:
-    """Run all of them; write the results after each."""
+    """Run all parts; write the results after each."""
     name = device_name(machine)
     gpu = data_sheet(name) if machine.device == "cuda" else None
     title = f"commit {commit()}, {machine.num_gpus} x {name}, backend {machine.backend}"

@@ -1,7 +1,7 @@
 """Configurations of Qwen2.5's sizes, a tokenizer and prompts for `gpu.sh`; nothing is downloaded.
 
-`write_configs` makes folders without weights: `model.random_init_seed` draws them. Runs with a
-critic or with several ranks read weights, and `gpu_models.py FOLDER SIZE... [--tiny]` writes those.
+`write_configs` writes folders without weights, for runs with `model.random_init_seed`. Runs with a
+critic or with several ranks read weights, which `gpu_models.py FOLDER SIZE... [--tiny]` writes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ QWEN2 = {
     "7b-8-layers": (3584, 18944, 8, 28, 4, False),
 }
 """Hidden size, MLP size, layers, heads, key heads, whether the head is tied. Weights, gradients and
-moments of the whole 7B do not fit a GPU of 80 GB, those of eight of its layers do.
+moments of the whole 7B model do not fit a GPU with 80 GB; those of eight of its layers do.
 """
 TINY = (128, 256, 2, 4, 2, True)
 VOCABULARY = {False: 151936, True: 512}
-"""Vocabulary size by whether the model is tiny."""
+"""Vocabulary size, by whether the model is tiny."""
 MOST_WORDS = 8192
 """Entries of the tokenizer; it cannot decode most of the tokens that a random model samples."""
 NUM_PROMPTS = 256
 
 
 def config_of(size: str, tiny: bool) -> Any:
-    """The configuration of a Qwen2."""
+    """Return the configuration of a Qwen2."""
     from transformers import Qwen2Config
 
     width, mlp, layers, heads, key_heads, tied = TINY if tiny else QWEN2[size]
@@ -48,7 +48,7 @@ def config_of(size: str, tiny: bool) -> Any:
 
 
 def write_configs(folder: Path, tiny: bool) -> None:
-    """Write every model's folder without weights, and prompts of up to 16 and 512 tokens."""
+    """Write the folder of every model without weights, and prompts of up to 16 and 512 tokens."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -68,7 +68,7 @@ def write_configs(folder: Path, tiny: bool) -> None:
 
 
 def prompts(longest: int) -> list[dict[str, Any]]:
-    """Rows in verl's schema. A character is a token; the chat template adds three tokens."""
+    """Return rows in verl's schema. A character is a token; the chat template adds three tokens."""
     rng = random.Random(0)
     rows = []
     for _ in range(NUM_PROMPTS):
@@ -118,7 +118,7 @@ def write_weights(folder: Path, size: str, device: str) -> None:
 
 
 def decoded_bytes(folder: Path, rows: int, prompt: int, response: int) -> float:
-    """Bytes that decoding must read in bfloat16: per token, all weights and every row's keys.
+    """Return the bytes that decoding in bfloat16 reads per token: all weights, and all rows' keys.
 
     An embedding table that is not the head is read one row at a time, so it does not count.
     """

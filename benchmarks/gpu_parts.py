@@ -4,7 +4,7 @@
         part.name, part.limit_s, part.command
 
 One GPU runs the measurements of `gpu_side.py` and three whole runs without Ray; several GPUs run
-every placement. The parts that tell most per second come first.
+every placement. The most informative parts per second come first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 GRACE_S = 5
-"""Seconds between the deadline of a part and the end of its processes."""
+"""Seconds from the deadline of a part until its processes are killed."""
 INSTALL = {
     "vllm": "pip install 'verl-like[vllm]'",
     "peft": "pip install 'verl-like[lora]'",
@@ -51,19 +51,19 @@ def is_installed(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the parts run, and how."""
+    """The machine and the settings of all parts."""
 
     num_gpus: int
     device: str = "cuda"
     is_tiny: bool = False
-    """Models and rows of a trial on a CPU."""
+    """True for small models and rows, for a trial on a CPU."""
     backend: str = "local"
     engine: str = "native"
-    """The rollout engine of runs that are about something else."""
+    """The rollout engine in runs that do not test an engine."""
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Machine:
-        """Ray for several GPUs and vLLM on GPUs, where they are installed."""
+        """Use Ray for several GPUs, and vLLM on GPUs, if they are installed."""
         has_vllm = options.device == "cuda" and (options.dry_run or is_installed("vllm"))
         has_ray = options.gpus > 1 and is_installed("ray")
         backend = options.backend or ("ray" if has_ray else "local")
@@ -94,7 +94,7 @@ class Run:
         return self.prompts * self.samples * self.gpus_per_engine // self.generating_gpus
 
     def keys(self, machine: Machine) -> list[str]:
-        """The settings of its command."""
+        """Return the settings of the run's command."""
         tokens = self.prompt + self.response if machine.is_tiny else 16384
         of_vllm = (
             f"{ROLLOUT}.gpu_memory_utilization=0.4",
@@ -136,7 +136,7 @@ class Part:
     command: tuple[str, ...]
     """Arguments of Python; {part} is replaced by the part's folder."""
     figures: Callable[..., Figures]
-    """(folder, GPU) -> figures."""
+    """(folder, GPU) -> results."""
     needs: tuple[str, ...] = ()
     """Modules without which the part is skipped."""
     needs_gpu: bool = False
@@ -147,7 +147,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """The result of a part."""
+    """The outcome of a part."""
 
     name: str
     result: str
@@ -164,36 +164,36 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """The reason why something is missing, and the figures."""
+        """Return the reason for missing results, and the results."""
         figures = [f"{name} {short(value)}" for name, value in self.figures.items()]
         return "; ".join(filter(None, [self.why, ", ".join(figures)]))
 
 
 def short(value: float | str) -> str:
-    """Three digits of a number."""
+    """Return a number with three digits."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 # ---------------------------------------------------------------------------------------------
-# Figures, read from the files that a part has written
+# Results, read from the files that a part has written
 # ---------------------------------------------------------------------------------------------
 
 
 def no_figures(folder: Path, gpu: Device | None) -> Figures:
-    """Nothing: the exit code is the result."""
+    """Return nothing: the exit code is the result."""
     return {}
 
 
 def written_figures(folder: Path, gpu: Device | None) -> Figures:
-    """The JSON that `gpu_side.py` writes."""
+    """Return the JSON that `gpu_side.py` wrote."""
     figures: Figures = json.loads((folder / "figures.json").read_text("utf-8"))
     return figures
 
 
 def test_figures(folder: Path, gpu: Device | None) -> Figures:
-    """Counts from pytest's report."""
+    """Return the counts in pytest's report."""
     suite = ElementTree.parse(folder / "tests.xml").getroot().find("testsuite")
     assert suite is not None, "pytest writes one suite"
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
@@ -203,7 +203,7 @@ def test_figures(folder: Path, gpu: Device | None) -> Figures:
 
 
 def doctor_figures(folder: Path, gpu: Device | None) -> Figures:
-    """The checks of `verl-like doctor` that fail."""
+    """Return the checks of `verl-like doctor` that failed."""
     lines = (folder / "log.txt").read_text("utf-8", errors="replace").splitlines()
     failed = [re.split(r" {2,}", line)[1] for line in lines if line.startswith("FAIL  ")]
     num_ok = sum(line.startswith("ok    ") for line in lines)
@@ -219,7 +219,7 @@ METRICS = {
     "critic's MFU": "perf/mfu/critic",
     "peak GiB": "perf/max_memory_allocated_gb",
 }
-"""Figure -> metric."""
+"""Result -> metric."""
 SYNCHRONOUS = {
     "generation s": "timing_s/gen",
     "sync s": "timing_s/update_weights",
@@ -233,7 +233,7 @@ ASYNCHRONOUS = {
 
 
 def run_figures(run: Run, folder: Path, gpu: Device | None) -> Figures:
-    """Medians over all steps but the first, and shares of what the GPU's data sheet promises."""
+    """Return medians over all steps except the first, and ratios to the GPU's data sheet."""
     text = (folder / "run" / "metrics.jsonl").read_text("utf-8")
     first, *steps = [json.loads(line) for line in text.splitlines()]
     figures: dict[str, float | str] = {"first step s": first["timing_s/step"]}
@@ -264,13 +264,13 @@ def run_figures(run: Run, folder: Path, gpu: Device | None) -> Figures:
 
 @dataclass(frozen=True)
 class Makes:
-    """Builds the kinds of parts that there are, for this machine."""
+    """Builds all kinds of parts for this machine."""
 
     machine: Machine
     models: Path
 
     def side(self, name: str, limit_s: int, part: str, **more: Any) -> Part:
-        """A part of `gpu_side.py`."""
+        """Return a part of `gpu_side.py`."""
         command = (
             str(HERE / "gpu_side.py"), part, "--device", self.machine.device,
             *(["--tiny"] if self.machine.is_tiny else []), "--out", "{part}/figures.json",
@@ -278,7 +278,7 @@ class Makes:
         return Part(name, limit_s, command, written_figures, **more)
 
     def tests(self, limit_s: int) -> Part:
-        """The tests with the marker `gpu` that need no Ray."""
+        """Return a part with the tests that have the marker `gpu` and need no Ray."""
         command = (
             "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/workers/training",
             "--junitxml={part}/tests.xml",
@@ -286,7 +286,7 @@ class Makes:
         return Part("gpu tests", limit_s, command, test_figures, needs_gpu=True)
 
     def weights(self, *sizes: str) -> Part:
-        """Write the weights of these models, for runs that read them."""
+        """Return a part that writes the weights of these models."""
         command = (
             str(HERE / "gpu_models.py"), str(self.models), *sizes,
             "--device", self.machine.device, *(["--tiny"] if self.machine.is_tiny else []),
@@ -296,7 +296,7 @@ class Makes:
     def run(
         self, name: str, limit_s: int, size: str, settings: tuple[str, ...], **more: Any
     ) -> Part:
-        """A run of `verl-like ppo`, or of another recipe."""
+        """Return a run of `verl-like ppo`, or of another recipe."""
         of_part = {key: more.pop(key) for key in ("needs", "needs_gpu") if key in more}
         of_part["needs_models"] = more.get("reads_weights", True)
         own = {
@@ -317,17 +317,17 @@ class Makes:
 
 
 def parts(machine: Machine, folder: Path) -> list[Part]:
-    """The parts for one GPU or for several; models are written into `folder`."""
+    """Return the parts for one GPU or for several; models are written into `folder`."""
     makes = Makes(machine, folder / "models")
     return [*(of_one_gpu(makes) if machine.num_gpus == 1 else of_several(makes))]
 
 
 MODELS = "models"
-"""The part that writes weights."""
+"""Name of the part that writes weights."""
 
 
 def of_one_gpu(makes: Makes) -> Iterator[Part]:
-    """Without Ray and vLLM, in the order of what they tell per second."""
+    """Yield parts without Ray and vLLM, the most informative per second first."""
     yield makes.side("machine", 20, "machine")
     yield makes.side("LOCAL_RANK trap", 15, "trap", needs_gpu=True)
     yield makes.side("LOCAL_RANK fixed", 20, "fixed")
@@ -348,7 +348,7 @@ def of_one_gpu(makes: Makes) -> Iterator[Part]:
 
 
 def of_several(makes: Makes) -> Iterator[Part]:
-    """FSDP2 over all GPUs, and every placement."""
+    """Yield parts with FSDP2 over all GPUs, and every placement."""
     half = makes.machine.num_gpus // 2
     doctor = ("-P", "-m", "trainer.cli.main", "doctor")
     yield Part("doctor", 90, doctor, doctor_figures, needs=("ray",))

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_side.py PART [--device cuda|cpu] [--tiny] [--out FILE]
 
-Each part is a generator of (name, value) pairs. FILE is rewritten after every pair, so a part that
-is stopped keeps what it has measured. Models get random weights from a seed, drawn on the device:
-nothing is read from disk but a config.json. Neither Ray nor vLLM is imported.
+Each part is a generator of (name, value) pairs. FILE is rewritten after every pair, so the results
+of a part that is stopped are kept. Models get random weights from a seed, drawn on the device, so
+only a config.json is read from disk. Neither Ray nor vLLM is imported.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from sides import actor_worker, full_rows
 Figure = tuple[str, float | str]
 GIB = 2**30
 PROMPT, RESPONSE = 256, 768
-"""Tokens of a row of an update; a full pass has no padding."""
+"""Prompt and response tokens of a row in an update; a full pass has no padding."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The device, and whether the sizes are those of a trial on a CPU."""
+    """The device, and whether the sizes are reduced for a trial on a CPU."""
 
     device: str
     tiny: bool
     models: Path
 
     def model(self, size: str) -> Path:
-        """The folder with the configuration of a model."""
+        """Return the folder with the configuration of a model."""
         return self.models / size
 
     def synchronize(self) -> None:
@@ -56,7 +56,7 @@ class Trial:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], Any], repeats: int) -> float:
-        """Median time of `repeats` runs after one to warm up."""
+        """Return the median time of `repeats` runs, after one to warm up."""
         times = []
         for _ in range(repeats + 1):
             begin = time.perf_counter()
@@ -67,7 +67,7 @@ class Trial:
 
 
 def data_sheet() -> Any:
-    """The data sheet of the GPU, or None."""
+    """Return the data sheet of the GPU, or None."""
     from trainer.planner.cost import data_sheet as sheet_of
 
     return sheet_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -75,7 +75,7 @@ def data_sheet() -> Any:
 
 @contextmanager
 def weights_from_a_seed() -> Iterator[None]:
-    """Have engines that are built inside draw their weights on the device."""
+    """Context in which new engines draw their weights on the device, from a seed."""
     from workers.models.load import materialize
     from workers.parallel.placements import local_part
 
@@ -96,7 +96,7 @@ def weights_from_a_seed() -> Iterator[None]:
 
 @contextmanager
 def sharded_over_one_rank() -> Iterator[None]:
-    """Engines that are built inside use FSDP2 although they have one rank."""
+    """Context in which new engines use FSDP2 even on a single rank."""
     import torch.distributed as dist
 
     from workers.parallel.groups import RankGroups
@@ -112,7 +112,7 @@ def sharded_over_one_rank() -> Iterator[None]:
 
 
 def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any) -> Any:
-    """A policy with an optimizer, computing in bfloat16 over float32 weights."""
+    """Return a policy with an optimizer, which computes in bfloat16 over float32 weights."""
     from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
 
     strategy = settings.pop("strategy", "fsdp")
@@ -136,7 +136,7 @@ def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any
 
 
 def rows(trial: Trial, num_rows: int, prompt: int = PROMPT, response: int = RESPONSE) -> Any:
-    """Rows of full length with every column that an update of the actor reads."""
+    """Return rows of full length with every column that an update of the actor reads."""
     from verl_like.batch.protocol import DataProto
 
     words = range(6, 500 if trial.tiny else 150_000)
@@ -152,7 +152,7 @@ def rows(trial: Trial, num_rows: int, prompt: int = PROMPT, response: int = RESP
 
 
 def machine(trial: Trial) -> Iterator[Figure]:
-    """Facts that every other figure depends on."""
+    """Yield facts on which all other results depend."""
     yield "python", platform.python_version()
     for package in ("torch", "transformers", "triton", "ray", "vllm", "flash-attn"):
         try:
@@ -177,7 +177,7 @@ def machine(trial: Trial) -> Iterator[Figure]:
 
 
 def local_rank_trap(trial: Trial) -> Iterator[Figure]:
-    """What DeviceMesh does with LOCAL_RANK=3 and one visible GPU, without our worker."""
+    """Yield what DeviceMesh does with LOCAL_RANK=3 and one visible GPU, without our worker."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -193,7 +193,7 @@ def local_rank_trap(trial: Trial) -> Iterator[Figure]:
 
 
 def local_rank_fixed(trial: Trial) -> Iterator[Figure]:
-    """The same in our worker: local rank 3 of 8, one visible GPU, a mesh and a collective."""
+    """Yield the same in our worker: local rank 3 of 8, one visible GPU, a collective."""
     import torch.distributed as dist
 
     from verl_like.process.info import ProcessInfo
@@ -214,7 +214,7 @@ def local_rank_fixed(trial: Trial) -> Iterator[Figure]:
 
 
 def fsdp(trial: Trial) -> Iterator[Figure]:
-    """FSDP2 on a mesh of one rank, beside the plain module: most of what eight GPUs execute."""
+    """Compare FSDP2 on a mesh of one rank, which runs most of its code, with a plain module."""
     size, mini_batch, tokens = "0.5b", 2 if trial.tiny else 8, 4096
     data = rows(trial, mini_batch)
     begin = time.perf_counter()
@@ -256,7 +256,7 @@ def fsdp(trial: Trial) -> Iterator[Figure]:
 
 
 def memory(trial: Trial) -> Iterator[Figure]:
-    """Predicted, allocated and reserved memory of an update, by model, tokens and recomputation."""
+    """Compare predicted, allocated and reserved memory of an update, for several settings."""
     from workers.config import WorkersConfig
     from workers.memory import LargestPass, memory_of
 
@@ -294,7 +294,7 @@ def memory(trial: Trial) -> Iterator[Figure]:
 
 
 def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
-    """MFU of an update, by default of the 1.5B model."""
+    """Yield the MFU of an update, by default of the 1.5B model."""
     from workers.training.mfu import needed_flops, peak_flops
 
     mini_batch = 4 if trial.tiny else 32
@@ -325,7 +325,7 @@ def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
 
 
 def shared_prefixes(trial: Trial) -> Iterator[Figure]:
-    """Updates of samples of the same prompts, with prefixes computed once and per row."""
+    """Compare updates on samples of the same prompts, with prefixes computed once and per row."""
     prompts, samples, lengths = (2, 2, (16, 16)) if trial.tiny else (4, 8, (1024, 512))
     data = rows(trial, prompts * samples, *lengths)
     for column in ("input_ids", "prompts"):
@@ -350,7 +350,7 @@ def shared_prefixes(trial: Trial) -> Iterator[Figure]:
 
 
 def full_gpu(trial: Trial) -> Iterator[Figure]:
-    """An update whose passes do not fit is repeated in smaller ones, with the same gradients."""
+    """Update with passes that fit, and with passes that must be repeated in smaller ones."""
     data = rows(trial, 32)
     taken = 0
     for name, tokens in {"4,096 tokens per pass": 4096, "32,768, which do not fit": 32768}.items():
@@ -367,7 +367,7 @@ def full_gpu(trial: Trial) -> Iterator[Figure]:
 
 
 def profile(trial: Trial) -> Iterator[Figure]:
-    """Where the GPU time of an update goes, and what is allocated when memory is at its peak."""
+    """Yield the GPU time of an update by operation, and the allocations at the memory peak."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -396,7 +396,7 @@ def profile(trial: Trial) -> Iterator[Figure]:
 
 
 def peak(trial: Trial, size: str, tokens: int, mini_batch: int) -> Iterator[Figure]:
-    """The largest allocations that are alive when an update has most memory, by where they came."""
+    """Yield the largest allocations at the memory peak of an update, by where they were made."""
     worker = actor(trial, size, tokens, mini_batch)
     data = rows(trial, mini_batch)
     worker.update_actor(data)
@@ -430,14 +430,14 @@ def peak(trial: Trial, size: str, tokens: int, mini_batch: int) -> Iterator[Figu
 
 
 def mfu_eager(trial: Trial) -> Iterator[Figure]:
-    """Updates without a compiler, with and without recomputation."""
+    """Yield the MFU of updates without a compiler, with and without recomputation."""
     yield from updates(
         trial, {"eager, recomputed": {}, "eager": {"enable_gradient_checkpointing": False}}
     )
 
 
 def mfu_compiled(trial: Trial) -> Iterator[Figure]:
-    """Updates through compiled layers."""
+    """Yield the MFU of updates through compiled layers."""
     yield from updates(
         trial,
         {
@@ -449,7 +449,7 @@ def mfu_compiled(trial: Trial) -> Iterator[Figure]:
 
 
 def micro(trial: Trial) -> Iterator[Figure]:
-    """Hashing, sampling, copies to the host: what a step does beside the model."""
+    """Time hashing, sampling and copies to the host: the work of a step besides the model."""
     from workers.rollout.base import SamplingParams
     from workers.rollout.sampling import sample_tokens
     from workers.weights.checksum import float32_hash
@@ -490,7 +490,7 @@ def micro(trial: Trial) -> Iterator[Figure]:
 
 
 def decode(trial: Trial) -> Iterator[Figure]:
-    """The native engine: bytes of weights and cache that every token reads, over the bandwidth."""
+    """Yield the bytes read per token by the native engine, relative to the memory bandwidth."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits, SamplingParams
@@ -522,7 +522,7 @@ def decode(trial: Trial) -> Iterator[Figure]:
 
 
 def free(trial: Trial) -> None:
-    """Give back the memory of what is no longer referenced."""
+    """Free the memory that is no longer referenced."""
     import gc
 
     gc.collect()
