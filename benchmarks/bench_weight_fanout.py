@@ -4,9 +4,9 @@
 
 A trainer with LoRA adapters in this process publishes weights; generators in other processes
 receive, verify and load them. It sends all weights (`full`) or only the LoRA factors (`changed`).
-Every round has each number of generators once. `--small` is for tests. Prints JSON with medians
-over the rounds: the seconds until the last generator has its weights, their ratio to those of one
-generator, and the MiB sent to each generator.
+Every round measures each number of generators once. `--small` is for tests. Prints JSON with
+medians over the rounds: the seconds until the last generator has its weights, their ratio to those
+of one generator, and the MiB sent to each generator.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""One side of the GRPO comparison, in a process of its own; `bench_ppo.py` runs both.
+"""One side of the GRPO comparison, in a separate process; `bench_ppo.py` runs both sides.
 
-It prints JSON: `python benchmarks/grpo_side.py` and
+It prints JSON. The arguments of `python benchmarks/grpo_side.py` are:
 
-    make FOLDER                                  the model and prompts, for both sides
-    ours|compiled|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
-    replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
+    make FOLDER                                  write model and prompts for both sides
+    ours|compiled|trl FOLDER fixed|tailed STEPS [SEED]    mean reward of every step
+    replay FOLDER fixed|tailed STEPS             distance of TRL's weights from ours
 
-`compiled` is our side with `model.compile=on`. `replay` gives the samples of our run to TRL's loss
-and optimizer; its Python must have both sides.
+`compiled` is our side with `model.compile=on`. `replay` passes the samples of our run to TRL's loss
+and optimizer; its Python needs both packages.
 
-`fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model
-can say. `tailed`: a random model ends a response at any token alike, so lengths have a long tail,
-of 256 tokens at most.
+`fixed`: every response has 32 tokens, because the model cannot generate its end token. `tailed`: a
+random model ends a response with the same probability after every token, so lengths have a long
+tail of up to 256 tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VOCABULARY = 64
 
 
 def make(folder: Path) -> None:
-    """Two model folders that differ in their eos token, and prompts as parquet and JSONL."""
+    """Write two model folders that differ in their eos token, and prompts as parquet and JSONL."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -73,7 +73,7 @@ def make(folder: Path) -> None:
 
 
 def ours(folder: Path, kind: str, steps: int, seed: int = 1, compiles: str = "auto") -> list[float]:
-    """A run with `backend=local`, as the command line starts it; returns its rewards."""
+    """Run `backend=local` as the command line does; return the rewards."""
     from trainer import load_config, run
     from verl_like.process.info import OWN_PROCESS
 
@@ -105,14 +105,14 @@ def ours(folder: Path, kind: str, steps: int, seed: int = 1, compiles: str = "au
 
 
 def share_of_letter(completions: list[Any], letter: list[str], **_: Any) -> list[float]:
-    """The reward of examples/tiny: the share of the response's characters that are the letter."""
+    """Return the reward of examples/tiny: the fraction of characters that are the letter."""
     texts = [completion[0]["content"] for completion in completions]
     pairs = zip(texts, letter, strict=True)
     return [text.count(wanted) / max(len(text), 1) for text, wanted in pairs]
 
 
 def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str) -> Any:
-    """TRL's trainer at its fastest here: one generation and one pass over the whole batch."""
+    """Return TRL's trainer in its fastest form: one generation and one pass for the whole batch."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -150,7 +150,7 @@ def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str)
 
 
 def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
-    """What TRL logs of its rewards."""
+    """Return the rewards that TRL logs."""
     with tempfile.TemporaryDirectory() as run_folder:
         trainer = trl_trainer(folder, kind, steps, seed, run_folder)
         trainer.train()
@@ -160,7 +160,7 @@ def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 def recorded_run(
     folder: Path, kind: str, steps: int
 ) -> tuple[list[float], list[Any], list[list[Any]]]:
-    """Our run: its rewards, the batch of every update, the weights before and after each."""
+    """Run our side; return its rewards, the batch of every update, and the weights around each."""
     from workers.roles import actor as role
     from workers.training import engine as training
 
@@ -185,9 +185,9 @@ def recorded_run(
 
 
 def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
-    """Our run, then TRL's loss and optimizer on our samples: how far its weights go from ours.
+    """Return how far TRL's loss and optimizer move weights from ours on the samples of our run.
 
-    A distance is a share of the way that our weights have gone since the first step.
+    Distances are relative to how far our weights have moved since the first step.
     """
     import torch
 
@@ -219,7 +219,7 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
 
 
 def distance(weights: Any, others: Any) -> float:
-    """Between two lists of tensors, as vectors."""
+    """Return the Euclidean distance between two lists of tensors."""
     squares = 0.0
     for one, other in zip(weights, others, strict=True):
         squares += float((one.detach() - other).square().sum())

@@ -1,21 +1,21 @@
-"""The speed guard of CI: six of our times over floors that are measured in the same run.
+"""The speed guard of CI: six of our times, relative to floors measured in the same run.
 
-    python benchmarks/guard.py                 # print a table; exit with 1 if a ratio is too large
+    python benchmarks/guard.py                 # print a table; exit with 1 if a ratio is too high
     python benchmarks/guard.py --only update   # or generate, sft, echo, call, start
     python benchmarks/guard.py --record        # write the ratios of this run to guard.json
 
     ratio   ours                                           floor
-    update  the update of a default GRPO step              the products of its linear layers
-    generate  its generation                               the products of its linear layers
-    sft     an SFT step on full rows                       the products of its linear layers
-    echo    a batch to two workers on Ray and back         the same columns through two bare actors
+    update  the update of a default GRPO step              the matrix products of its layers
+    generate  the generation of that step                  the matrix products of its layers
+    sft     an SFT step on full rows                       the matrix products of its layers
+    echo    sending a batch to two Ray workers and back    the same columns with two bare actors
     call    an empty call of a group of two workers        an empty call of two bare actors
     start   a run up to its first step                     imports of torch and transformers
 
-Ours and the floor take turns, and the least time of each counts, so neither the machine nor its
-neighbors matter. A ratio fails above 1.25 times the one in guard.json, in three tries. Where the
-floor itself varies by more than a factor of two, the machine is too loaded to tell: that is a
-warning.
+Our code and the floor alternate, and the shortest time of each counts, so the result depends little
+on the machine and its load. A ratio fails if it is above 1.25 times the one in guard.json in each
+of three tries. If the floor itself varies by more than a factor of two, the machine is too loaded
+for a verdict, which is only a warning.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from sides import ENV, HERE, actor_worker, ask, full_rows
 
 RECORD = HERE / "guard.json"
 TOLERANCE = 1.25
-"""How many times the recorded ratio a ratio may be."""
+"""Largest allowed ratio, relative to the recorded one."""
 LOADED = 2.0
-"""The largest spread of a floor's times on a machine that can tell."""
+"""Largest spread of a floor's times on a machine that is not too loaded."""
 TRIES = 3
 PROMPT, RESPONSE, NUM_ROWS = 16, 32, 256
 Work = Callable[[], Any]
 Times = dict[str, list[float]]
-"""`ours` and `floor`, in seconds, a round each."""
+"""`ours` and `floor`, in seconds, with one entry per round."""
 
 
 def alternate(ours: Work, floor: Work, rounds: int, least_s: float = 0.05) -> Times:
-    """Run both in turn; a round repeats each of them for at least `least_s` seconds."""
+    """Run both alternately; a round repeats each of them for at least `least_s` seconds."""
     ours(), floor()
     times: Times = {"ours": [], "floor": []}
     for _ in range(rounds):
@@ -65,7 +65,7 @@ def alternate(ours: Work, floor: Work, rounds: int, least_s: float = 0.05) -> Ti
 
 
 def products(module: Any, num_tokens: int, num_reads: int, trains: bool) -> Work:
-    """The products of a module's linear layers; the head multiplies `num_reads` tokens."""
+    """Return the matrix products of a module; the head multiplies `num_reads` tokens."""
     import torch
 
     looked_up = {id(module.get_input_embeddings().weight)}
@@ -90,7 +90,7 @@ def products(module: Any, num_tokens: int, num_reads: int, trains: bool) -> Work
 
 
 def grpo(folder: Path) -> tuple[Work, Work, Work, Work]:
-    """The update of 256 samples and its floor, their generation and its floor."""
+    """Return the update of 256 samples, its floor, their generation, and its floor."""
     import torch
     from grpo_side import make
 
@@ -137,19 +137,19 @@ def grpo(folder: Path) -> tuple[Work, Work, Work, Work]:
 
 
 def update(folder: Path) -> Times:
-    """The update of a GRPO step."""
+    """Measure the update of a GRPO step."""
     ours, floor, _, _ = grpo(folder)
     return alternate(ours, floor, rounds=6)
 
 
 def generate(folder: Path) -> Times:
-    """The generation of a GRPO step."""
+    """Measure the generation of a GRPO step."""
     _, _, ours, floor = grpo(folder)
     return alternate(ours, floor, rounds=8)
 
 
 def sft(folder: Path) -> Times:
-    """An SFT step on 64 rows of 40 tokens, as `bench_recipes.py` has them."""
+    """Measure an SFT step on 64 rows of 40 tokens, as in `bench_recipes.py`."""
     from recipes_side import KINDS, make, our_step
 
     make(folder)
@@ -161,7 +161,7 @@ def sft(folder: Path) -> Times:
 
 
 def our_step_and_module(our_step: Any, folder: Path, rows: Any) -> tuple[Work, Any]:
-    """The step of `recipes_side.py`, and the module that it trains."""
+    """Return the step of `recipes_side.py`, and the module that it trains."""
     from workers.training.engine import TrainEngine
 
     engines: list[Any] = []
@@ -182,7 +182,7 @@ def our_step_and_module(our_step: Any, folder: Path, rows: Any) -> tuple[Work, A
 
 
 def on_ray() -> tuple[Any, Any]:
-    """A group of two workers, and two bare actors with the same methods."""
+    """Return a group of two workers, and two bare actors with the same methods."""
     import ray
 
     from verl_like import ClassWithInitArgs, DataProto, Dispatch, Worker, register
@@ -211,7 +211,7 @@ def on_ray() -> tuple[Any, Any]:
 
 
 def echo(folder: Path) -> Times:
-    """27 MB of columns, split over two workers, and concatenated again."""
+    """Measure 27 MB of columns that are split over two workers and concatenated again."""
     import numpy as np
     import ray
     from core_side import columns
@@ -237,7 +237,7 @@ def echo(folder: Path) -> Times:
 
 
 def call(folder: Path) -> Times:
-    """An empty call and its answers."""
+    """Measure an empty call with its results."""
     import ray
 
     group, actors = on_ray()
@@ -256,7 +256,7 @@ IMPORTS = "import torch, tensordict, transformers.models.qwen2.modeling_qwen2"
 
 
 def start(folder: Path) -> Times:
-    """From the start of the process to the first step of a local run of the tiny model."""
+    """Measure from the start of the process to the first step of a local run of the tiny model."""
     from bench_start import CHECKOUT, bare, until_ready
 
     make_tiny = ["-P", "-m", "trainer.cli.main", "make-tiny", str(folder)]
@@ -268,7 +268,7 @@ def start(folder: Path) -> Times:
     times: Times = {"ours": [], "floor": []}
     for number in range(3):
         run, imports = ours()["seconds"], floor()["seconds"]
-        if number > 0:  # the first one reads the files from disk
+        if number > 0:  # the first process reads the files from disk
             times["ours"].append(run)
             times["floor"].append(imports)
     return times
@@ -289,24 +289,24 @@ MEASURES: dict[str, Callable[[Path], Times]] = {
 
 
 def ratio_of(times: Times) -> float:
-    """The least of our times over the least of the floor's."""
+    """Return the ratio of our shortest time to the floor's."""
     return min(times["ours"]) / min(times["floor"])
 
 
 def spread_of(times: Times) -> float:
-    """How much the floor varies."""
+    """Return how much the floor varies, as a ratio."""
     return max(times["floor"]) / min(times["floor"])
 
 
 def verdict(ratio: float, spread: float, recorded: float) -> str:
-    """ok, SLOWER, or LOADED where the machine cannot tell."""
+    """Return ok, SLOWER, or LOADED if the machine is too loaded for a verdict."""
     if ratio <= TOLERANCE * recorded:
         return "ok"
     return "LOADED" if spread > LOADED else "SLOWER"
 
 
 def row_of(name: str, recorded: float, measure: Callable[[str], Times]) -> dict[str, Any]:
-    """Measure until the ratio is fine, in three tries at most; the best try counts."""
+    """Measure until the ratio is acceptable, in at most three tries; the best try counts."""
     best: dict[str, Any] = {}
     for number in range(1, TRIES + 1):
         times = measure(name)
@@ -341,7 +341,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def in_own_process(name: str) -> Times:
-    """The times of one measure, from a process of one thread."""
+    """Return the times of one measurement, from a process with one thread."""
     times: Times = ask(sys.executable, __file__, "--measure", name)
     return times
 
@@ -362,7 +362,7 @@ def main() -> None:
         os.environ.setdefault("VERL_LIKE_PROCESS", "1")
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(MEASURES[options.measure](Path(folder))), flush=True)
-        os._exit(0)  # without waiting for Ray's processes
+        os._exit(0)  # do not wait for Ray's processes
 
     recorded = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
     rows = []

@@ -1,9 +1,9 @@
-"""The row and the JSON of a benchmarked job, of ours and of the peers in `benchmarks/peers`.
+"""The row and the JSON of a benchmarked job, for verl-like and for `benchmarks/peers`.
 
     record = job_record("verl-like", job, steps, command=[...])
     print(*table(record), sep="\n")
 
-A peer's Python imports this file, too. It needs only torch and transformers.
+The Python of a peer framework imports this file, too. It needs only torch and transformers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from verl_like.errors import ConfigError
 from verl_like.process.machine import memory_gb, usable_cores
 
 WARM_UP = 1
-"""Steps left out at the start, in which kernels are chosen, and caches and memory pools filled."""
+"""Steps left out at the start, which choose kernels and fill caches and memory pools."""
 FEWEST_STEPS = WARM_UP + 1
 PROMPTS = 1024
-"""Number of prompts that the seconds are given for."""
+"""Number of prompts to which the seconds in a row refer."""
 PACKAGES = ("torch", "transformers", "vllm", "ray", "deepspeed", "flash-attn", "accelerate")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same on every framework."""
+    """The settings that are equal in every framework."""
 
     model: str
-    """Its folder."""
+    """Folder of the model."""
     device: str
     """cuda or cpu."""
     num_devices: int
@@ -45,7 +45,7 @@ class Job:
     max_prompt_length: int
     max_response_length: int
     epochs: int
-    """Passes of the updates over the samples of a step."""
+    """Number of passes of the updates over the samples of a step."""
     steps: int
 
 
@@ -57,11 +57,11 @@ class JobStep:
     seconds: float
     response_tokens: float
     phases: Mapping[str, float]
-    """Seconds of its parts, as far as the framework times them."""
+    """Seconds of the phases that the framework times."""
 
 
 def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any) -> dict[str, Any]:
-    """Return columns, job and steps, with `details` next to them.
+    """Return the columns, the job and the steps, together with `details`.
 
     Raise if a step of the run is missing, or if none was measured.
     """
@@ -104,13 +104,13 @@ def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that decide how fast a job is."""
+    """Return the versions of Python and of the installed packages that affect speed."""
     found = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **{name: v for name, v in found.items() if v}}
 
 
 def check_steps(steps: int) -> None:
-    """Raise if nothing would be left to measure."""
+    """Raise if no steps would remain to be measured."""
     if steps < FEWEST_STEPS:
         raise ConfigError(
             f"{steps} step{'s' * (steps != 1)}: the first one warms up and is left out, so a "
@@ -119,27 +119,27 @@ def check_steps(steps: int) -> None:
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
-    """Return heading, rule and row in Markdown, so that rows of several runs share a heading."""
+    """Return heading, rule and row in Markdown; rows of several runs can share a heading."""
     columns = record["columns"]
     rows = [list(columns), ["---"] * len(columns), [_cell(value) for value in columns.values()]]
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 def _cell(value: Any) -> str:
-    """Return four digits of a measured number."""
+    """Return a measured number with four digits."""
     if isinstance(value, float):
         return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def model_name(folder: str) -> str:
-    """Return the last words of a path that tell it from others: every folder is named model."""
+    """Return the last parts of a path that identify it, since every folder is named model."""
     *before, last = Path(folder).parts
     return f"{before[-1]}/{last}" if before and before[-1] != "/" else last
 
 
 def num_parameters(folder: str) -> int:
-    """Count the weights of the model's configuration, tied ones once; none is read."""
+    """Count the weights in the model's configuration, tied ones once; no weights are read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,7 +149,7 @@ def num_parameters(folder: str) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what decides how fast a job is on this machine, or on a cluster's driver."""
+    """Return the facts about this machine, or a cluster's driver, that affect speed."""
     import torch
 
     num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -172,7 +172,7 @@ def device_name(device: str, machine: Mapping[str, Any]) -> str:
 
 
 def _processor() -> str:
-    """Return Linux's name of the processor."""
+    """Return Linux's name for the processor."""
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -187,9 +187,9 @@ def _version(package: str) -> str:
 
 
 def commit_of(package: str) -> str:
-    """Return the commit that the package is imported or installed from; - for a release.
+    """Return the commit from which the package is imported or installed; - for a release.
 
-    `+` marks files that differ from the commit.
+    A `+` is added if files differ from the commit.
     """
     try:
         source = json.loads(distribution(package).read_text("direct_url.json") or "{}")
@@ -201,14 +201,15 @@ def commit_of(package: str) -> str:
     if found is None or found.origin is None:
         return "-"
     file = Path(found.origin).resolve()
-    if not _git(file.parent, "ls-files", file.name):  # not this package's repository
+    # a repository that does not belong to this package
+    if not _git(file.parent, "ls-files", file.name):
         return "-"
     changed = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
     return _git(file.parent, "rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Return what git says there; nothing where there is no git, or no repository."""
+    """Return git's output in this folder; empty without git or a repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False

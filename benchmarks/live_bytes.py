@@ -1,4 +1,4 @@
-"""Bytes of torch's tensors on the CPU: those that are there, and the most in a call."""
+"""Bytes of torch's CPU tensors: those in use, and the peak during a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python has."""
+    """Return the bytes of all tensors that Python references."""
     gc.collect()
     tensors = (
         each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
@@ -24,10 +24,10 @@ def live_bytes() -> int:
 
 
 def peak_bytes(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What the call returns, and the most that it holds at a time beside what there was before.
+    """Return the result of the call, and its peak memory beyond what was in use before.
 
-    Temporaries inside operations count: these are the allocator's own figures, of this thread. What
-    a thread of gloo's frees is missed.
+    The numbers are those of the allocator for this thread, so temporaries inside operations count.
+    Memory that a thread of gloo frees is not seen.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

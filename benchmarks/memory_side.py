@@ -1,10 +1,10 @@
-"""A rank of `bench_memory.py`: bytes of tensors that a role holds, beside those that are predicted.
+"""One rank of `bench_memory.py`: bytes of a role's tensors, measured and predicted.
 
     python benchmarks/memory_side.py FOLDER CASE
 
-Under torchrun's environment it is one of several. The worker is the role's own, its rows are of
-full length, and an update has two passes, since gradients of the first are there in the second.
-Prints JSON.
+With torchrun's environment variables, it is one of several ranks. The worker is the role's own,
+rows have full length, and an update has two passes, because the second one runs while gradients of
+the first are in memory. Prints JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Case(NamedTuple):
-    """A role, how its model is set, and on how many ranks."""
+    """A role, the settings of its model, and the number of ranks."""
 
     role: str
     model: Mapping[str, Any] = NONE
@@ -48,9 +48,9 @@ class Case(NamedTuple):
     strategy: str = "fsdp"
     parallel: Mapping[str, int] = NONE
     by_layer: bool = True
-    """True if ranks gather layer by layer, as those of large models do."""
+    """True if ranks gather weights layer by layer, as in large models."""
     chunk_bytes: int | None = None
-    """Bytes of logits at a time, so that the head runs in chunks."""
+    """Bytes of logits at a time, which makes the head run in chunks."""
 
 
 AGAIN = {"enable_gradient_checkpointing": True}
@@ -94,7 +94,7 @@ CASES = {
 
 
 def make_models(folder: Path) -> None:
-    """A Llama of some million weights, and a classifier on it, each with a tokenizer."""
+    """Write a Llama with a few million weights and a classifier based on it, with tokenizers."""
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from trainer.cli.make_tiny import make_tokenizer
@@ -108,13 +108,13 @@ def make_models(folder: Path) -> None:
 
 
 def rows_of_ppo(num_rows: int) -> dict[str, torch.Tensor]:
-    """Rows without padding, with every column that a call of PPO's roles reads."""
+    """Return rows without padding, with every column that calls of PPO's roles read."""
     words = range(6, SIZES["vocab_size"])
     return full_rows(num_rows, PROMPT, RESPONSE, words, DRAWN, -8.3)
 
 
 def texts(num_rows: int) -> dict[str, torch.Tensor]:
-    """The same, of which every token but the first is in the loss."""
+    """Return the same rows, with every token except the first in the loss."""
     columns = rows_of_ppo(num_rows)
     named = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
     return {
@@ -125,7 +125,7 @@ def texts(num_rows: int) -> dict[str, torch.Tensor]:
 
 
 def pairs(num_rows: int) -> dict[str, torch.Tensor]:
-    """Texts two by two."""
+    """Return texts in pairs."""
     columns = {name: c.unflatten(0, (-1, 2)) for name, c in texts(num_rows).items()}
     count = len(columns["input_ids"])
     zeros = {"margin": torch.zeros(count), "ref_log_probs": torch.full((count, 2), -4000.0)}
@@ -133,13 +133,13 @@ def pairs(num_rows: int) -> dict[str, torch.Tensor]:
 
 
 ROWS = {"sft": texts, "dpo": pairs}
-"""Columns of roles that read others than PPO's."""
+"""Columns of roles that read other columns than PPO's."""
 PARTS = ("weights", "moments", "gradients", "whole", "activations")
 Methods = list[str]
 
 
 def ppo_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
-    """A role of PPO's, its configuration, and its calls."""
+    """Return the worker of a PPO role, its configuration, and its calls."""
     from tests.workers.samples import tiny_config
     from workers.config import ParallelConfig, RewardModelConfig
     from workers.roles.actor import ActorWorker
@@ -180,7 +180,7 @@ def ppo_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
 
 
 def row_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
-    """The model of a recipe on rows, its configuration, and its calls."""
+    """Return the worker of a recipe on rows, its configuration, and its calls."""
     import workers.losses.preference  # noqa: F401
     from workers.config import ParallelConfig
     from workers.config.rows import (
@@ -208,16 +208,17 @@ def row_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
 
 
 def plain_attention(query: Any, key: Any, value: Any, _: Any, how: Any) -> Any:
-    """Of rows that are full, in the type that they come in."""
+    """Compute attention of full rows, in their own dtype."""
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=how.scale, enable_gqa=True
     )
 
 
 def set_up(folder: str, case: Case) -> tuple[Any, Any, Methods]:
-    """The class of a role's worker, its configuration, and its calls, with the case's settings.
+    """Return the worker class of a role, its configuration, and its calls, for this case.
 
-    It computes as on a GPU: a CPU's own linear layers, and its attention in float32, hold others.
+    It computes as on a GPU, because a CPU's own linear layers and float32 attention would use other
+    memory.
     """
     from workers.parallel import sharding
     from workers.training import attention, lm_head
@@ -232,7 +233,7 @@ def set_up(folder: str, case: Case) -> tuple[Any, Any, Methods]:
 
 
 def predicted(folder: str, case: Case) -> Any:
-    """The `RoleMemory` of a rank."""
+    """Return the predicted `RoleMemory` of a rank."""
     from workers.memory import LargestPass, memory_of
 
     kind, config, _ = set_up(folder, case)
@@ -244,7 +245,7 @@ def predicted(folder: str, case: Case) -> Any:
 
 
 def measured(folder: str, case: Case) -> dict[str, int]:
-    """Bytes that this rank keeps between calls, and the most that each call takes on top."""
+    """Return the bytes that this rank keeps between calls, and each call's peak in addition."""
     from verl_like.batch.protocol import DataProto
     from verl_like.batch.split import split_rows
 
@@ -263,14 +264,14 @@ def measured(folder: str, case: Case) -> dict[str, int]:
     init = () if case.role == "ref" else (10,)
     before = live_bytes()
     worker.init_model(*init)
-    for method in methods:  # the first update makes the moments
+    for method in methods:  # the first update creates the moments
         getattr(worker, method)(few)
     calls = {method: peak_bytes(partial(getattr(worker, method), many))[1] for method in methods}
     return {"kept": live_bytes() - before, **calls}
 
 
 def compared(folder: str, case: Case) -> dict[str, Any]:
-    """Both, of what is kept and of the largest call, and the parts of what is predicted."""
+    """Return both for the bytes kept and for the largest call, with the parts of the prediction."""
     memory, results = predicted(folder, case), measured(folder, case)
     kept_bytes = results.pop("kept")
     return {
@@ -282,7 +283,7 @@ def compared(folder: str, case: Case) -> dict[str, Any]:
 
 
 def main(folder: str, case: str) -> None:
-    """Print what this rank finds."""
+    """Print the results of this rank."""
     from verl_like.process.info import OWN_PROCESS
 
     os.environ[OWN_PROCESS] = "1"

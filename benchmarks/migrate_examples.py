@@ -1,17 +1,17 @@
-"""What `verl-like migrate` makes of all examples in a checkout of verl, OpenRLHF or TRL.
+"""Run `verl-like migrate` on all examples in a checkout of verl, OpenRLHF or TRL.
 
     python benchmarks/migrate_examples.py FOLDER [--only PART]
 
-prints a line for every script, and how many are of a kind:
+The script prints a line for every example, and how many have each outcome:
 
 - translated: every training of it is a command that composes here; for verl its sizes, rates,
   losses and lengths are those that verl's own Hydra composes of the same words, key by key;
-- refused: for a reason that is named, which the line begins with;
-- not recognized: nothing that trains was found in it;
-- wrong: a value is another one than verl's.
+- refused: for the reason with which the line begins;
+- not recognized: no training was found in it;
+- wrong: a value differs from verl's.
 
-Of TRL, whose examples are Python, the commands in their docstrings are read. A script that asks for
-arguments gets `8 saved`, and a scheduler's variables are those of one node with eight cards.
+TRL's examples are Python files; the commands in their docstrings are used. A script that needs
+arguments gets `8 saved`, and a scheduler's variables are those of one node with eight GPUs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SAME = [
     *("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup"),
     *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.test_freq", "trainer.save_freq"),
 ]
-"""Keys of one name in both; those that nothing reads in the run are not compared."""
+"""Keys that have the same name in both; keys that the run does not read are not compared."""
 SFT_KEYS = {
     "data.train_batch_size": "data.train_batch_size",
     "data.max_length": "data.max_length",
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def sources(system: str, folder: Path) -> Iterator[tuple[str, str]]:
-    """Name, and the file or the text of every example."""
+    """Yield the name, and the file or text, of every example."""
     if system != "trl":
         for path in sorted([*folder.glob("examples/**/*.sh"), *folder.glob("recipe/**/*.sh")]):
             name = str(path.relative_to(folder))
@@ -121,14 +121,14 @@ def sources(system: str, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def commands_in(text: str) -> list[str]:
-    """The commands of a docstring: lines that go on behind backslashes."""
+    """Return the commands in a docstring; lines are continued with backslashes."""
     joined = re.sub(r"\\\n\s*", " ", text)
     starts = r"(?:\w+=\S+ )*(?:accelerate launch|python3?|trl \w+|torchrun|deepspeed) "
     return re.findall(rf"(?m)^\s*({starts}.*--.*)$", joined)
 
 
 def outcome(system: str, source: str) -> tuple[str, str]:
-    """The kind, and words on it."""
+    """Return the outcome for an example, and its explanation."""
     arguments: Sequence[str] = ()
     try:
         try:
@@ -149,7 +149,7 @@ def outcome(system: str, source: str) -> tuple[str, str]:
 
 
 def differences(done: Translation) -> list[str]:
-    """Keys whose value is another one than verl's."""
+    """Return the keys whose values differ from verl's."""
     recipe = RECIPES[done.program]
     settings = [text for text in done.overrides() if "$" not in text]
     absent = [text.partition("=")[0] for text in done.overrides() if "$" in text]
@@ -177,7 +177,7 @@ def is_path(key: str) -> bool:
 
 
 def composed(words: Sequence[str]) -> Any:
-    """verl's configuration of a command."""
+    """Return verl's configuration for a command."""
     driver = next(word for word in words if re.search(r"(main_\w+|trainer)(\.py)?$", word))
     names = {"fsdp_sft_trainer": "sft_trainer", "sft_trainer": "sft_trainer_engine"}
     name = names.get(driver.rpartition(".")[2], "ppo_trainer")
@@ -208,7 +208,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
-    """Key -> verl's value and ours."""
+    """Return key -> (verl's value, our value)."""
     pairs = {key: (value_of(theirs, key), value_of(ours, key)) for key in SAME}
     cards = int(theirs.trainer.nnodes) * int(theirs.trainer.n_gpus_per_node)
     sequence_parallel = theirs.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
@@ -225,7 +225,7 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
             pairs[f"{section}.optim.{name}"] = there, here
         share = pairs[f"{section}.optim.lr_warmup_steps_ratio"][0]
         if pairs[f"{section}.optim.lr_warmup_steps"] == (-1, 0) and not share:
-            del pairs[f"{section}.optim.lr_warmup_steps"]  # none there, none here
+            del pairs[f"{section}.optim.lr_warmup_steps"]  # absent in both
     for side in ("low", "high"):
         bounds = [value_of(each, f"{ACTOR}.clip_ratio_{side}") for each in (theirs, ours)]
         either = [value_of(each, f"{ACTOR}.clip_ratio") for each in (theirs, ours)]
@@ -235,7 +235,7 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
         pairs[f"{ACTOR}.clip_ratio ({side})"] = there, here
     there = pairs[f"{ACTOR}.policy_loss.loss_mode"][0]
     aggregation = value_of(theirs, f"{ACTOR}.loss_agg_mode")
-    if there in ("sapo", "geo_mean"):  # means over sequences there, whatever the key says
+    if there in ("sapo", "geo_mean"):  # verl uses means over sequences, whatever the key says
         aggregation = "seq-mean-token-mean"
     pairs[f"{ACTOR}.loss_agg_mode"] = aggregation, value_of(ours, f"{ACTOR}.loss_agg_mode")
     optim = theirs.actor_rollout_ref.actor.optim
@@ -251,7 +251,7 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def of_sft(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
-    """Key -> verl's value and ours."""
+    """Return key -> (verl's value, our value)."""
     pairs = {
         here: (value_of(theirs, there), value_of(ours, here)) for there, here in SFT_KEYS.items()
     }

@@ -1,10 +1,10 @@
-"""A rank of the comparison of `bench_parallel.py`: a call on long rows, on one thread.
+"""One rank of `bench_parallel.py`: calls on long rows, on one thread.
 
     python benchmarks/parallel_side.py FOLDER AXES update|log_prob TOKENS ROWS REPEATS
 
-AXES are those of `parallel`, as in `sp=2`, or empty. Under torchrun's environment it is a rank of
-several. Prints seconds of a call, the peak memory of the process, and what of it was there before
-the first call, as JSON. A log-prob pass has its logits whole.
+AXES are axes of `parallel`, such as `sp=2`, or empty. With torchrun's environment variables, it is
+one of several ranks. Prints the seconds of a call, the peak memory of the process, and its memory
+before the first call, as JSON. A log-prob pass computes all logits at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPT, VOCABULARY = 8, 64
 
 
 def long_rows(num_rows: int, num_tokens: int) -> Any:
-    """Rows of so many tokens, with every column that an update reads."""
+    """Return rows of `num_tokens` tokens, with every column that an update reads."""
     from verl_like.batch.protocol import DataProto
 
     sizes, drawn = (num_rows, PROMPT, num_tokens - PROMPT), ("advantages", "old_log_probs")
@@ -32,7 +32,7 @@ def long_rows(num_rows: int, num_tokens: int) -> Any:
 
 
 def peak_mib() -> float:
-    """Of this process so far."""
+    """Return the peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -45,7 +45,7 @@ def main(folder: str, axes: str, call: str, num_tokens: int, num_rows: int, repe
     from workers.roles.actor import ActorWorker
 
     torch.set_num_threads(1)
-    os.environ[OWN_PROCESS] = "1"  # as the processes of a run do, however many there are
+    os.environ[OWN_PROCESS] = "1"  # as in the processes of a run, whatever their number
     sizes = dict(part.split("=") for part in axes.split(",") if part)
     parallel = ParallelConfig(**{name: int(size) for name, size in sizes.items()})
     config = tiny_config(folder, ppo_mini_batch_size=num_rows, parallel=parallel)

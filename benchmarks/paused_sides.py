@@ -1,11 +1,11 @@
-"""Processes of a benchmark's sides: run to their end, or a window of steps at a time.
+"""Run the sides of a benchmark in processes, to their end or for one window of steps at a time.
 
     sides = {name: PausedSide(name, folder, None, options) for name in names}
     sides[name].begin()
-    facts = sides[name].end()           # of one window; the other sides rest
+    facts = sides[name].end()           # for one window; the other sides pause
     sides[name].close()
 
-The sides are those of `async_side.py`, and any other script that prints JSON.
+Sides are those of `async_side.py`, or of any other script that prints JSON.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sides import ENV, HERE
 
 SIDE = str(HERE / "async_side.py")
 SETTLE = 5
-"""Steps of a window that do not count."""
+"""Steps at the beginning of a window that do not count."""
 WITHOUT_END = 10**6
-"""Steps of a run that is stopped."""
+"""Number of steps for a run that is stopped from outside."""
 Facts = dict[str, list[float]]
 Ticks = tuple[int, int]
-"""Of all cores since the machine started: those that other machines took, and all of them."""
+"""Clock ticks of all cores since boot: (used by other virtual machines, total)."""
 
 
 def start(
     *arguments: str, script: str = SIDE, stdin: int | None = None, cluster: str | None = None
 ) -> subprocess.Popen[str]:
-    """A side, in a process of its own; on Ray in the `cluster` of that address, or in its own."""
+    """Start a side in a new process; on Ray, in the `cluster` with this address or in a new one."""
     env = ENV | {"PYTHONPATH": str(HERE.parent)}
     if cluster is not None:
         env |= {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"}
@@ -45,7 +45,7 @@ def start(
 
 
 def answer(process: subprocess.Popen[str]) -> Any:
-    """What a side prints, once it has ended."""
+    """Wait until a side ends; return what it printed."""
     try:
         printed, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
@@ -58,12 +58,12 @@ def answer(process: subprocess.Popen[str]) -> Any:
 
 
 class PausedSide:
-    """A side that runs a window of steps when it is asked to, and rests in between."""
+    """A side that runs a window of steps on request, and pauses in between."""
 
     def __init__(
         self, name: str, folder: str, cluster: str | None, options: argparse.Namespace
     ) -> None:
-        """It starts, in that Ray cluster or in process, and rests after a first window."""
+        """Start the side, in this Ray cluster or on the local backend; it pauses after a window."""
         sizes = map(str, (WITHOUT_END, options.prompts, SETTLE + options.window))
         backend = "local" if cluster is None else "ray"
         self._process = start(name, folder, backend, *sizes, stdin=subprocess.PIPE, cluster=cluster)
@@ -71,14 +71,14 @@ class PausedSide:
         self._num_asked = 1
 
     def begin(self, windows: int = 1) -> None:
-        """Ask for one, or for more without a rest."""
+        """Start one window, or several without a pause."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.write("\n" * windows)
         self._process.stdin.flush()
         self._num_asked += windows
 
     def end(self) -> Facts:
-        """What was measured in what was asked for, without the steps that do not count."""
+        """Return the measurements of the requested windows, without the steps that do not count."""
         assert self._process.stdout is not None, "it was started with a pipe"
         facts: Facts = defaultdict(list)
         while self._num_asked:
@@ -92,20 +92,20 @@ class PausedSide:
         return {key: values[SETTLE - 1 :] for key, values in facts.items()}
 
     def rate(self, ended: list[float]) -> float:
-        """Samples a second from the first to the last of these ends of steps."""
+        """Return the samples per second between the first and the last of these ends of steps."""
         return self._num_samples * (len(ended) - 1) / (ended[-1] - ended[0])
 
     def close(self) -> None:
-        """Have it end, where it rests."""
+        """End the side, which is pausing."""
         self._process.communicate()
 
 
 @contextmanager
 def cluster_for_all() -> Iterator[str]:
-    """The address of one Ray cluster.
+    """Context with one Ray cluster; yields its address.
 
-    Clusters that rest use a twentieth of a core each, which sides that compute on both cores would
-    miss, and sides that compute on one would not.
+    Each idle cluster uses a twentieth of a core, which would slow sides that use both cores, but
+    not sides that use one.
     """
     process = start("cluster", stdin=subprocess.PIPE)
     assert process.stdout is not None, "it was started with a pipe"
@@ -118,13 +118,13 @@ def cluster_for_all() -> Iterator[str]:
 
 
 def core_ticks() -> Ticks:
-    """As they are now."""
+    """Return the current ticks."""
     first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
     ticks = [int(word) for word in first.split()[1:9]]
     return ticks[7], sum(ticks)
 
 
 def share_stolen(since: Ticks) -> float:
-    """Of the cores' time since then, by other machines."""
+    """Return the fraction of the cores' time since then that other virtual machines used."""
     stolen, of_all = (now - then for now, then in zip(core_ticks(), since, strict=True))
     return stolen / of_all

@@ -1,10 +1,10 @@
-"""One measured run of placements, driver and calls, in a process of its own.
+"""Measure placements, the driver and calls, one of them per process.
 
     python benchmarks/placement_side.py split|colocate|passes|driver|memory|calls FOLDER
 
-prints its figures as JSON; `bench_ppo.py` runs it. FOLDER is that of `grpo_side.py make`. On two
-cores: `split` has a pool of one process for the policy and one for the critic, `colocate` one pool
-of two.
+The script prints its results as JSON; `bench_ppo.py` runs it. FOLDER was written by `grpo_side.py
+make`. On two cores, `split` has a pool of one process for the policy and one for the critic;
+`colocate` has one pool of two processes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from verl_like import Dispatch, Worker, register
 
 NUM_PROMPTS = 64
 NUM_STEPS = 20
-"""Of a run whose median step counts: in the first ones new processes touch memory that is new."""
+"""Steps of a run. The first two do not count, because they touch memory the first time."""
 
 
 def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
-    """PPO with a critic of the policy's size, four samples a prompt."""
+    """Return the settings of PPO with a critic of the policy's size and 4 samples per prompt."""
     return [
         "trainer.device=cpu",
         "trainer.logger=[]",
@@ -48,7 +48,7 @@ def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
 def steps_of(
     folder: Path, num_steps: int, *more: str
 ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """The metrics of every step but the first two, and all calls of the trace."""
+    """Return the metrics of all steps except the first two, and all calls in the trace."""
     from trainer import load_config, run
 
     with tempfile.TemporaryDirectory() as run_folder:
@@ -61,12 +61,12 @@ def steps_of(
 
 
 def median(lines: list[dict[str, float]], name: str) -> float:
-    """The median of a metric over steps."""
+    """Return the median of a metric over steps."""
     return statistics.median(line[name] for line in lines)
 
 
 def split(folder: Path) -> dict[str, float]:
-    """Two pools of one core each: the update phase beside actor and critic alone on one core."""
+    """Measure two pools of one core: the update phase, and actor and critic alone on one core."""
     lines, _ = steps_of(folder, NUM_STEPS, "placement=split", "trainer.n_gpus_per_node=2")
     alone, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=1")
     actor, critic = median(alone, "timing_s/update_actor"), median(alone, "timing_s/update_critic")
@@ -81,7 +81,7 @@ def split(folder: Path) -> dict[str, float]:
 
 
 def colocate(folder: Path) -> dict[str, float]:
-    """One pool of two processes: the same cores as `split`."""
+    """Measure one pool of two processes, on the same cores as `split`."""
     lines, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=2")
     return {"step_s": median(lines, "timing_s/step")}
 
@@ -90,9 +90,9 @@ BY_ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=false"
 
 
 def passes(folder: Path) -> dict[str, float]:
-    """CPU seconds of a step whose passes are cut by tokens, as by default, and by 8 samples.
+    """Return the CPU seconds of a step with passes by tokens, as by default, and by 8 samples.
 
-    In this process and in turn: what is compared does not depend on who else has the cores.
+    Both run alternately in this process, so other work on the cores does not affect the comparison.
     """
     from trainer import load_config, run
     from trainer.ppo.stages import PPOTrainer
@@ -121,7 +121,7 @@ def passes(folder: Path) -> dict[str, float]:
 
 
 def driver(folder: Path) -> dict[str, float]:
-    """The share of a GRPO step without a busy worker: dispatch, rewards, advantages, metrics."""
+    """Return the fraction of a GRPO step without a busy worker: dispatch, rewards, metrics, ..."""
     grpo = ("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1")
     shares = {}
     for backend in ("local", "ray"):
@@ -135,7 +135,7 @@ def driver(folder: Path) -> dict[str, float]:
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """Resident memory of the driver in steps 50 and 200, in MiB; workers are other processes."""
+    """Return the driver's resident MiB in steps 50 and 200; workers are other processes."""
     import psutil
 
     from trainer import load_config, run
@@ -164,22 +164,22 @@ def memory(folder: Path) -> dict[str, float]:
 
 
 class Idle(Worker):
-    """Answers at once."""
+    """Returns immediately."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
-        """No work."""
+        """Do nothing."""
 
 
 class Bare:
     """An actor without a framework."""
 
     def nothing(self) -> None:
-        """No work."""
+        """Do nothing."""
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """The median of 40 calls, after 20."""
+    """Return the median of 40 calls, after 20 that do not count."""
     times = []
     for _ in range(60):
         began = time.perf_counter()
@@ -189,7 +189,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 
 def calls(folder: Path) -> dict[str, float]:
-    """Milliseconds of a call that does nothing, on 2, 8 and 64 actors, and on as many bare ones."""
+    """Return the milliseconds of an empty call on 2, 8 and 64 actors, and on as many bare ones."""
     import ray
 
     from verl_like.backends.ray import (

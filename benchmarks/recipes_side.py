@@ -1,17 +1,17 @@
-"""One side of the comparison of recipes, in a process of its own with one thread.
+"""One side of the comparison of recipes, in a separate process with one thread.
 
-`bench_recipes.py` runs them in turn: `python benchmarks/recipes_side.py` and
+`bench_recipes.py` runs the sides. The arguments of `python benchmarks/recipes_side.py` are:
 
-    make FOLDER                       the models and the rows, for all sides
+    make FOLDER                       write the models and the rows for all sides
     ours|compiled|trl|trl_free FOLDER RECIPE
-                                      for each kind of rows the seconds of a step and all losses
+                                      seconds of a step and all losses, for each kind of rows
 
-RECIPE: `sft`, `reward_model` or `dpo`. Kinds: `full` (40 tokens a row) and `tailed` (8 tokens of
-prompt, then a geometric number of mean 32, at most 256). A step is: rows padded to a batch, forward
-and backward pass, clipping, the optimizer's step; every step has rows of its own. `compiled` is
-`ours` with `model.compile=on`, whose first step is longer. `trl` is TRL's
-trainer with its default options, but for precision and recomputation, and with the reference's
-log-probs computed before the first step, as ours; `trl_free` has its `padding_free` as well.
+RECIPE is `sft`, `reward_model` or `dpo`. Kinds of rows are `full` (40 tokens) and `tailed` (8
+prompt tokens, then a geometric number with a mean of 32 and a maximum of 256). A step collates new
+rows into a batch, runs the forward and backward pass, clips gradients, and takes an optimizer step.
+`compiled` is `ours` with `model.compile=on`, whose first step takes longer. `trl` is TRL's trainer
+with default options except precision and recomputation; as on our side, the reference's log-probs
+are computed before the first step. `trl_free` also sets `padding_free`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from train_side import MODEL
 
 PROMPT, LONGEST = 8, 256
 NUM_ROWS, NUM_STEPS = 64, 6
-"""Rows, or pairs, of a step; steps, of which the first warms up."""
+"""Rows (or pairs) per step; number of steps, the first of which warms up."""
 LEARNING_RATE = 1e-4
 KINDS = ("full", "tailed")
 Row = dict[str, list[int]]
 Step = Callable[[int], float]
-"""The training step of a number, on rows of its own; gives its loss."""
+"""Runs the training step with this number, on its own rows; returns the loss."""
 
 
 def make(folder: Path) -> None:
-    """A Qwen2 of one million parameters, a scorer of that size, and every kind's rows."""
+    """Write a Qwen2 with one million parameters, a scorer of that size, and rows of every kind."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
     from trainer.cli.make_tiny import make_tokenizer
@@ -63,7 +63,7 @@ def make(folder: Path) -> None:
 
 
 def row_of(num_chosen: int, num_rejected: int) -> Row:
-    """Random tokens, none of which is a special one's."""
+    """Return random tokens without special ones."""
     lengths = {"prompt_ids": PROMPT, "chosen_ids": num_chosen, "rejected_ids": num_rejected}
     return {name: torch.randint(6, 60, (length,)).tolist() for name, length in lengths.items()}
 
@@ -72,13 +72,13 @@ def row_of(num_chosen: int, num_rejected: int) -> Row:
 
 
 def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str = "auto") -> Step:
-    """The step of one of our recipes: its trainer's batch, its worker's update."""
+    """Return the step of one of our recipes: the trainer's batch and the worker's update."""
     from trainer import load_config
     from verl_like.registry import load_object
     from workers.columns import write_columns
     from workers.cpu.allocator import keep_freed_memory
 
-    keep_freed_memory()  # as `verl-like sft` does
+    keep_freed_memory()  # as in `verl-like sft`
     of_recipe = load_object(OUR_RECIPES[recipe], "recipe")
     settings = [
         f"model.path={model_folder(recipe, folder)}",
@@ -107,7 +107,7 @@ def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str = "au
 
 
 def our_reference(trainer: Any, worker: Any, rows: list[Any]) -> torch.Tensor:
-    """[rows, 2]: log-probs of the model before it is trained, as the trainer computes them once."""
+    """Return the untrained model's log-probs [rows, 2], as the trainer computes them once."""
     from workers.columns import read_columns
 
     batch = trainer.make_batch(rows, [str(number) for number in range(len(rows))], pad_token_id=0)
@@ -116,7 +116,7 @@ def our_reference(trainer: Any, worker: Any, rows: list[Any]) -> torch.Tensor:
 
 
 def our_row(recipe: str, row: Row, number: int) -> Any:
-    """A row as the recipe reads it from its files."""
+    """Return a row in the form in which the recipe reads it from files."""
     from trainer.data.pairs import PairRow
 
     chosen = lm_row(row["prompt_ids"], row["chosen_ids"])
@@ -127,7 +127,7 @@ def our_row(recipe: str, row: Row, number: int) -> Any:
 
 
 def lm_row(prompt: list[int], response: list[int]) -> Any:
-    """A prompt out of the loss, a response in it."""
+    """Return a row with only the response in the loss."""
     import numpy as np
 
     from trainer.data.lm_rows import LMRow
@@ -147,7 +147,7 @@ OUR_RECIPES = {
 
 
 def trl_step(recipe: str, folder: Path, rows: Sequence[Row], *, free: bool) -> Step:
-    """The step of one of TRL's trainers: its collator, its training step, clipping, AdamW."""
+    """Return the step of one of TRL's trainers: collator, training step, clipping, AdamW."""
     import trl
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -169,7 +169,7 @@ def trl_step(recipe: str, folder: Path, rows: Sequence[Row], *, free: bool) -> S
 
     model_path = model_folder(recipe, folder)
     trainer_class = getattr(trl, f"{name}Trainer")
-    # rows are tokens already, which DPO's preparation does not know
+    # rows are already tokenized, which DPO's preparation does not support
     as_it_is = type(name, (trainer_class,), {"_prepare_dataset": lambda _, rows, *__, **___: rows})
     trainer = as_it_is(
         model=model_path,
@@ -195,13 +195,13 @@ def trl_step(recipe: str, folder: Path, rows: Sequence[Row], *, free: bool) -> S
 
 
 def trl_sft_row(row: Row) -> Row:
-    """Tokens, and labels that leave the prompt out of the loss."""
+    """Return the tokens, and labels that leave the prompt out of the loss."""
     response = row["chosen_ids"]
     return {"input_ids": row["prompt_ids"] + response, "labels": [-100] * PROMPT + response}
 
 
 def trl_reward_row(row: Row) -> Row:
-    """Tokens of both sides, the prompt with each."""
+    """Return the tokens of both sides, each with the prompt."""
     prompt = row["prompt_ids"]
     return {side: prompt + row[side] for side in ("chosen_ids", "rejected_ids")}
 
@@ -211,21 +211,21 @@ TRL_RECIPES: dict[str, tuple[str, Callable[[Row], Row], dict[str, Any]]] = {
     "reward_model": ("Reward", trl_reward_row, {}),
     "dpo": ("DPO", lambda row: row, {"precompute_ref_log_probs": True}),
 }
-"""Name of trainer and configuration, what a row is to it, more options."""
+"""Recipe -> TRL's name of the trainer and config, conversion of a row, more options."""
 
 
 def model_folder(recipe: str, folder: Path) -> str:
-    """Of the model that the recipe trains."""
+    """Return the folder of the model that the recipe trains."""
     return str(folder / ("scorer" if recipe == "reward_model" else "policy"))
 
 
 def rows_of(number: int) -> slice:
-    """The rows of a step."""
+    """Return the rows of a step."""
     return slice(number * NUM_ROWS, (number + 1) * NUM_ROWS)
 
 
 def main() -> None:
-    """Command line; one JSON object on the last line of stdout."""
+    """Parse the command line; print a JSON object on the last line of stdout."""
     torch.set_num_threads(1)
     side, folder = sys.argv[1], Path(sys.argv[2])
     if side == "make":

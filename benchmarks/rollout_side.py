@@ -1,9 +1,9 @@
-"""One side of `bench_rollout.py`, in a process of its own.
+"""One side of `bench_rollout.py`, in a separate process.
 
     python benchmarks/rollout_side.py ours|vllm FOLDER
 
-prints a JSON line: for every engine and workload seconds and tokens of each repetition, engines
-taking turns.
+The script prints a JSON line with the seconds and tokens of each repetition, for every engine and
+workload. Engines alternate.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch
 
 PROMPTS, PROMPT, FULL, TAIL, VOCAB = 256, 8, 32, 256, 64
 STOP = (0, 1)
-"""Two of 64 nearly even tokens: response lengths are geometric with mean 32."""
+"""Two of 64 tokens with nearly equal probabilities, so response lengths have a mean of 32."""
 ROUNDS = {"full": 21, "tail": 5}
-"""Of either kind; the short one needs more of them on a machine that others use too."""
+"""Number of rounds; the short workload needs more of them on a machine with other work."""
 Run = Callable[[int], int]
 
 
 def prompts(round_: int) -> list[list[int]]:
-    """Fresh ones each round."""
+    """Return new prompts for each round."""
     return np.random.default_rng(round_).integers(2, VOCAB, size=(PROMPTS, PROMPT)).tolist()
 
 
 def timed(runs: dict[str, Run]) -> dict[str, list[dict[str, float]]]:
-    """Each run in turn, as often as `ROUNDS` says of its kind, after one to warm up."""
+    """Run each side alternately, `ROUNDS` times after one to warm up."""
     results: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for round_ in range(max(ROUNDS.values()) + 1):
         for name, run in runs.items():
@@ -51,7 +51,7 @@ def timed(runs: dict[str, Run]) -> dict[str, list[dict[str, float]]]:
 
 
 def of_engine(engine: Any, max_tokens: int, stop: tuple[int, ...]) -> Run:
-    """One of our engines, as the role calls it."""
+    """Return a run of one of our engines, called as by its role."""
     from workers.rollout.base import SamplingParams
     from workers.rollout.sample import Sample
 
@@ -67,7 +67,7 @@ def of_engine(engine: Any, max_tokens: int, stop: tuple[int, ...]) -> Run:
 
 
 def ours(folder: Path) -> dict[str, Any]:
-    """The native engine beside transformers' generate."""
+    """Measure the native engine and transformers' generate."""
     from transformers import AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits
@@ -97,7 +97,7 @@ def ours(folder: Path) -> dict[str, Any]:
 
 
 def generate_by_hf(model: Any, max_tokens: int, stop: tuple[int, ...], round_: int) -> int:
-    """One `generate` of transformers over all prompts; returns the number of tokens."""
+    """Run transformers' `generate` on all prompts; return the number of tokens."""
     torch.manual_seed(round_)
     ids = torch.tensor(prompts(round_))
     made = model.generate(
@@ -115,7 +115,7 @@ def generate_by_hf(model: Any, max_tokens: int, stop: tuple[int, ...], round_: i
 
 
 def vllm(folder: Path) -> dict[str, Any]:
-    """vLLM's CPU engine as it comes, with log-probs and seeds, and under our sampler."""
+    """Measure vLLM's CPU engine: plain, with log-probs and seeds, and with our sampler."""
     from transformers import AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits
@@ -147,7 +147,7 @@ def vllm(folder: Path) -> dict[str, Any]:
 def generate_by_vllm(
     llm: Any, max_tokens: int, stop: tuple[int, ...], with_log_probs: bool, round_: int
 ) -> int:
-    """One `generate` of vLLM over all prompts; returns the number of tokens."""
+    """Run vLLM's `generate` on all prompts; return the number of tokens."""
     from vllm import SamplingParams
 
     params = []

@@ -68,19 +68,19 @@ class SimulatedPools(worker_groups.PoolStarter):
 
 
 class Gauge:
-    """A callback: what the driver spent in every step, and the most that it had open."""
+    """A callback that records the driver's costs per step, and the peak of its open files."""
 
     def __init__(self, far_ends: FarEnds) -> None:
         self.steps: list[dict[str, float]] = []
         self._far_ends, self._ended = far_ends, threading.Event()
         self._most = {"files": 0, "threads": 0}
         self._cpu_s = 0.0
-        """Of the looking."""
+        """CPU seconds of the measurements themselves."""
         self._before = self.now()
         threading.Thread(target=self._look, name="gauge", daemon=True).start()
 
     def now(self) -> dict[str, float]:
-        """What the driver has spent and sent so far."""
+        """Return what the driver has used and sent so far."""
         own = time.process_time() - Workers.cpu_s - self._far_ends.cpu_s - self._cpu_s
         return {"driver s": own, "MB out": Workers.bytes_out / 1e6, "MB in": Workers.bytes_in / 1e6}
 
@@ -94,23 +94,23 @@ class Gauge:
             self._cpu_s = time.thread_time()
 
     def on_step_begin(self, trainer: Any) -> None:
-        """The step's counters begin."""
+        """Start the counters of the step."""
         self._before = self.now()
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """The step's numbers are there."""
+        """Record the values of the step."""
         now = self.now()
         self.steps.append({name: now[name] - before for name, before in self._before.items()})
 
     def end(self) -> dict[str, float]:
-        """The median step, without the first."""
+        """Return the median over steps, without the first."""
         self._ended.set()
         rows = self.steps[1:]
         return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | self._most
 
 
 class Measured(Trainer):
-    """Notes the driver's CPU seconds of stages, and of the end of a checkpoint."""
+    """Records the driver's CPU seconds of stages, and at the end of a checkpoint."""
 
     gauge: ClassVar[Gauge]
     cpu_of: ClassVar[dict[str, list[float]]] = {}
@@ -125,7 +125,7 @@ class Measured(Trainer):
 
 
 class MeasuredLoop(Loop):
-    """Notes the driver's CPU seconds at the end of a checkpoint."""
+    """Records the driver's CPU seconds at the end of a checkpoint."""
 
     def _commit(self) -> None:
         is_written = self.record.checkpoints._written is not None
@@ -136,7 +136,7 @@ class MeasuredLoop(Loop):
 
 
 class MeasuredPPO(Measured, PPOTrainer):
-    """A run of PPO."""
+    """A PPO run."""
 
 
 class MeasuredAsync(Measured, AsyncTrainer):
@@ -144,7 +144,7 @@ class MeasuredAsync(Measured, AsyncTrainer):
 
 
 def make_inputs(folder: Path, num_prompts: int) -> Path:
-    """A tiny model, whose tokens are characters, and prompts of 100 to 500 of them."""
+    """Write a tiny model with character tokens, and prompts of 100 to 500 characters."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -163,7 +163,7 @@ def make_inputs(folder: Path, num_prompts: int) -> Path:
 
 
 def on_two_pools(nodes: int) -> list[str]:
-    """Two pools, each on half of the nodes."""
+    """Return the settings for two pools, each on half of the nodes."""
     half = str([ON_NODE] * (nodes // 2))
     return [
         f"resource_pool_spec={{policy: {half}, value: {half}}}",
@@ -172,7 +172,7 @@ def on_two_pools(nodes: int) -> list[str]:
 
 
 def with_generators(nodes: int) -> list[str]:
-    """Half of the nodes are a generator each, the others train."""
+    """Return settings where half of the nodes are a generator each, and the others train."""
     generators = nodes // 2
     pools = {f"generator_{generator}_pool": [ON_NODE] for generator in range(generators)}
     pools["trainer_pool"] = [ON_NODE] * generators
@@ -193,7 +193,7 @@ RECIPES = {
 
 
 def settings(folder: Path, tiny: Path, num_prompts: int, steps: int) -> list[str]:
-    """Keys of the run, but for its pools."""
+    """Return the settings of the run, except for its pools."""
     policy = "actor_rollout_ref"
     return [
         *("trainer.backend=ray", "ray.address=simulated", "trainer.device=cpu"),
@@ -212,7 +212,7 @@ def settings(folder: Path, tiny: Path, num_prompts: int, steps: int) -> list[str
 def run(
     name: str, num_ranks: int, tp: int, num_prompts: int, steps: int, folder: Path, tiny: Path
 ) -> dict[str, float]:
-    """A run's steps; the numbers of a step, and of the run."""
+    """Run the steps; return the values per step, and those of the run."""
     recipe, cls, pools = RECIPES[name]
     keys = settings(folder, tiny, num_prompts, steps)
     config = load_config([*keys, *pools(num_ranks // ON_NODE)], recipe)
@@ -248,17 +248,18 @@ def run(
 
 
 def rss_mib() -> float:
-    """The most memory that this process has held."""
+    """Return the peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
-    """Print the numbers as JSON, the last line."""
+    """Print the values as JSON in the last line."""
     recipe, (num_ranks, tp, samples, steps) = sys.argv[1], map(int, sys.argv[2:6])
     folder, profiles = sys.argv[6], sys.argv[7] == "True"
     num_prompts = num_ranks * samples // SAMPLES_A_PROMPT
     torch.set_num_threads(1)
-    profile = cProfile.Profile()  # wall time: a clock of CPU time takes longer than what it times
+    # wall time, because reading a CPU clock takes longer than what it would measure
+    profile = cProfile.Profile()
     with tempfile.TemporaryDirectory() as own:
         tiny = make_inputs(Path(own), 2 * num_prompts)
         if profiles:

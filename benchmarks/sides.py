@@ -1,4 +1,4 @@
-"""The sides of a comparison: each computes in a process of its own, on one thread."""
+"""Run the sides of a comparison, each in a separate process with one thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def full_rows(
     drawn: Sequence[str],
     mean_log_prob: float,
 ) -> dict[str, Any]:
-    """Rows without padding, of tokens among `words`, with random columns that are `drawn`."""
+    """Return rows without padding, with tokens among `words` and random columns `drawn`."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ def full_rows(
 
 
 def actor_worker(policy: Any, device: str, prompt: int, response: int) -> Any:
-    """A worker for this policy section, in this process; its model is not loaded yet."""
+    """Return a worker in this process for this policy section; its model is not loaded yet."""
     from types import SimpleNamespace
 
     from workers.config import RolloutCorrectionConfig, WorkersConfig
@@ -66,7 +66,7 @@ def actor_worker(policy: Any, device: str, prompt: int, response: int) -> Any:
 
 
 def ask(python: str, *arguments: str) -> Any:
-    """What a Python process prints as JSON, last; one of ours imports this repository."""
+    """Return the JSON that a Python process prints last; our scripts can import this checkout."""
     ours = {"PYTHONPATH": str(HERE.parent)} if python == sys.executable else {}
     done = subprocess.run(
         [python, *arguments],
@@ -78,13 +78,13 @@ def ask(python: str, *arguments: str) -> Any:
     )
     if done.returncode:
         sys.exit(f"{' '.join(arguments)[:200]} failed:\n{done.stderr[-3000:]}")
-    # Ray may print after it.
+    # Ray may print lines after it.
     answers = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
     return json.loads(answers[-1] if answers else "null")
 
 
 def ask_ranks(num_ranks: int, script: str, *arguments: str) -> list[Any]:
-    """What each rank of a script of ours prints as JSON, last; gloo joins several."""
+    """Return the JSON that each rank of one of our scripts prints last; gloo connects the ranks."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

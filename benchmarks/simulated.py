@@ -1,8 +1,8 @@
-"""Worker processes that are not there: a transport whose ranks answer in the driver's own process.
+"""Simulate worker processes: a transport whose ranks answer in the driver's own process.
 
-Real groups split, submit, wait and collect; `answer` says what a rank would have computed. A rank
-answers when it would be done: at once, or after `seconds_of` a call, one call after the other.
-Apart from its calls, it shows its stack over a connection like a real one's.
+Real worker groups split, submit, wait and collect; `answer` returns what a rank would have
+computed. A rank runs its calls one after the other and answers immediately, or after `seconds_of`
+the call. Like a real rank, it also reports its stack over a connection.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from verl_like.calls.wire import Call, Header, Pending, Slot
 from verl_like.process.info import ProcessInfo
 
 Meshes = Mapping[str, Mapping[str, tuple[int, bool]]]
-"""Role -> mesh -> the rank's place."""
+"""Role -> mesh -> (place of the rank, whether it returns results)."""
 Answer = tuple[Any, dict[str, Any]]
-"""The payload, and what the header says of it."""
+"""The payload, and fields of the header."""
 
 
 @dataclass(frozen=True, eq=False)
 class Later:
-    """A reference to what is there from a time of `time.monotonic` on."""
+    """A reference to a value that is available from a time on (`time.monotonic`)."""
 
     value: Any
     at: float = 0.0
 
 
 class Simulated(ProcessTransport):
-    """Ranks that answer a call as `answer` says."""
+    """Ranks that answer a call with the result of `answer`."""
 
     kind = "simulated"
 
     def __init__(self, facts: Sequence[ProcessInfo], meshes: Sequence[Meshes]) -> None:
-        """`meshes` by rank."""
+        """Take the facts about the processes, and the meshes of each rank."""
         super().__init__(facts, Deadlines())
         self.started = [
             _header(one.name, "__init__", one.rank, mesh_layout=places)
@@ -54,10 +54,10 @@ class Simulated(ProcessTransport):
 
     @abstractmethod
     def answer(self, rank: int, call: Call, parts: Sequence[Any]) -> Answer:
-        """What a rank returns."""
+        """Return what a rank returns for a call."""
 
     def seconds_of(self, rank: int, call: Call) -> float:
-        """How long a rank is at a call."""
+        """Return how long a call takes on a rank."""
         return 0.0
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
@@ -100,12 +100,12 @@ class Simulated(ProcessTransport):
 
 
 def filled(call: Call, parts: Sequence[Any]) -> list[Any]:
-    """A call's arguments."""
+    """Return the arguments of a call."""
     return [parts[value.part] if isinstance(value, Slot) else value for value in call.args]
 
 
 def batch_answer(payload: DataProto, given: DataProto, form: str, **about: Any) -> Answer:
-    """A batch that a rank has made of a chunk."""
+    """Return an answer with a batch that a rank computed from a chunk."""
     payload.shard = given.shard
     keys = *payload.columns, *payload.non_tensor_batch
     is_padding = given.shard is not None and given.shard.rows == 0
@@ -135,13 +135,13 @@ class FarEnds:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
-        """Of that thread: what the processes would have spent, not their driver."""
+        """CPU seconds of that thread; in a real run, the worker processes would use them."""
         self.num = 0
         self._selector = selectors.DefaultSelector()
         threading.Thread(target=self._serve, name="far ends", daemon=True).start()
 
     def connect(self, transport: ProcessTransport) -> None:
-        """A connection to every rank."""
+        """Open a connection to every rank."""
         requests = []
         for rank in range(transport.world_size):
             near, far = multiprocessing.Pipe()
@@ -162,7 +162,7 @@ class FarEnds:
 
 
 def packed_bytes(value: Any) -> int:
-    """Bytes that travel, its buffers out of band."""
+    """Return the bytes that are sent, with out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, 5, buffer_callback=buffers.append)
     return len(head) + sum(buffer.raw().nbytes for buffer in buffers)

@@ -1,4 +1,4 @@
-"""The roles of a PPO run, as ranks that are not there would answer: see `simulated.py`."""
+"""Simulate the roles of a PPO run; see `simulated.py`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from workers.weights.sender import PublishReport
 
 PROMPT, RESPONSE = 512, 512
 SENT_BYTES = 2**20
-"""Of weights, in the driver's metrics alone: workers send them to workers."""
+"""Bytes of weights in the driver's metrics; workers send weights to workers, not to the driver."""
 GENERATE = "generate_sequences"
 SECONDS = {GENERATE: 4.0, "update_actor": 2.5, "update_critic": 2.0}
-"""Of calls that compute: longer than what is read at once, so that the driver watches over them."""
+"""Seconds of calls that compute; long enough for the driver to start monitoring the ranks."""
 PASS_S = 1.5
 SPREAD = 0.25
-"""Of these seconds: by so much a call's last rank is later than its first."""
+"""Delay of a call's last rank relative to the first, as a fraction of these seconds."""
 SCORED = {
     "compute_log_prob": ("old_log_probs", "entropys"),
     "compute_ref_log_prob": ("ref_log_prob",),
@@ -53,7 +53,7 @@ METRICS = {
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A value in a store."""
+    """A value in a shared store."""
 
     value: Any
 
@@ -62,30 +62,30 @@ class Workers(Simulated):
     """Ranks of all roles of a PPO run."""
 
     cpu_s: ClassVar[float] = 0.0
-    """Of all of them: no work of the driver's."""
+    """CPU seconds of all ranks, which are not the driver's work."""
     bytes_out: ClassVar[int] = 0
     bytes_in: ClassVar[int] = 0
     published: ClassVar[int] = 0
-    """The newest version of the weights."""
+    """Newest version of the weights."""
     _counting: ClassVar[threading.Lock] = threading.Lock()
     _one_computes: ClassVar[threading.Lock] = threading.Lock()
-    """Else their threads would contend for Python's lock with the driver's, as no process does."""
+    """Without it, these threads would compete with the driver's for the GIL; processes do not."""
 
     def __init__(self, facts: Sequence[ProcessInfo], meshes: Sequence[Meshes]) -> None:
         super().__init__(facts, meshes)
         self.version = 0
-        """Of the weights."""
+        """Version of the weights."""
         self._making: dict[int, list[tuple[float, DataProto]]] = defaultdict(list)
-        """Rank -> what it was given, and when the samples of it are there."""
+        """Rank -> its prompts, and when their samples are available."""
         self._take_s = 0.0
 
     def share(self, value: Any) -> tuple[Any, Any]:
-        """What several ranks get is pickled once."""
+        """Pickle once what several ranks get."""
         self._send(value)
         return Shared(value), None
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """The driver pickles what it sends."""
+        """Pickle what the driver sends."""
         self._send((call.args, call.kwargs))
         values = [part.value if isinstance(part, Shared) else part for part in parts]
         return super().submit(rank, call, values)
@@ -96,7 +96,7 @@ class Workers(Simulated):
             Workers.bytes_out += num_bytes
 
     def fetch(self, reference: Later) -> Any:
-        """A worker pickles what it gives, and the driver reads it; headers are small."""
+        """Pickle what a worker returns, and unpickle it in the driver; headers are small."""
         if reference.value is None or isinstance(reference.value, bytes):
             return reference.value
         with self._computing():
@@ -151,7 +151,7 @@ class Workers(Simulated):
         return (False if call.method == "start_checkpoint" else None), {}
 
     def _taken(self, rank: int, seconds: float) -> DataProto | None:
-        """What is there after so long, as a generator's rank gives it."""
+        """Return the samples that a generator's rank has finished after this time."""
         making, now = self._making[rank], time.monotonic()
         first = min(done_at for done_at, _ in making)
         self._take_s = min(max(0.0, first - now), seconds)
@@ -174,7 +174,7 @@ class Workers(Simulated):
 
 
 def scored(data: DataProto, names: Sequence[str]) -> Answer:
-    """A number for every token of the responses."""
+    """Return a number for every response token."""
     mask = data.column("response_mask")
     assert isinstance(mask, Ragged)
     numbers = torch.linspace(-1.0, -0.1, len(mask.values))
@@ -184,7 +184,7 @@ def scored(data: DataProto, names: Sequence[str]) -> Answer:
 
 
 def sampled(data: DataProto, version: int) -> Answer:
-    """Responses of 64 to 512 tokens, by what the sample is called."""
+    """Return responses of 64 to 512 tokens, which depend only on the sample's name."""
 
     def drawn(sample: Sample) -> Sample:
         length = 64 + sample.key % (RESPONSE - 63)

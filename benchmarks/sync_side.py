@@ -1,6 +1,7 @@
-"""The sync side of `bench_rollout.py`: a 2-rank FSDP actor fills an engine in a third process.
+"""Measure weight sync for `bench_rollout.py`: a 2-rank FSDP actor sends to an engine in a third
+process.
 
-Prints a JSON line.
+The script prints a JSON line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BUCKET_MB = 16.0
 
 
 class Weights(nn.Module):
-    """100 MiB of float32."""
+    """A module with 100 MiB of float32 weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Weights(nn.Module):
 
 
 class Trainer:
-    """Takes the place of a training engine."""
+    """Replaces a training engine."""
 
     def __init__(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -48,7 +49,7 @@ class Trainer:
         fully_shard(self.module, mesh=init_device_mesh("cpu", (2,)))
 
     def named_full_tensors(self, on_all_ranks: bool, dtype: Any = None, merged: bool = True) -> Any:
-        """As the training engine gathers them."""
+        """Yield the tensors as the training engine gathers them."""
         from workers.parallel.fsdp import tensor_on_first
 
         assert merged
@@ -60,13 +61,13 @@ class Trainer:
 
 
 class Engine:
-    """Takes the place of a rollout engine."""
+    """Replaces a rollout engine."""
 
     def __init__(self) -> None:
         self.module = Weights()
 
     def load_weights(self, tensors: Any) -> None:
-        """Write and verify."""
+        """Load the tensors into the module, and verify them."""
         from workers.weights.module_writer import ModuleWriter
 
         writer = ModuleWriter(self.module)
@@ -75,16 +76,17 @@ class Engine:
         writer.verify("engine")
 
     def commit(self, version: int) -> None:
-        """Nothing to stamp."""
+        """Do nothing."""
 
 
 def seconds_of(
     works: dict[str, Callable[[int], Any]], together: Callable[[], Any]
 ) -> dict[str, list[float]]:
-    """Wall seconds of each work, from all ready to all done, round by round.
+    """Return the wall seconds of each function per round, from when all ranks are ready until all
+    end.
 
-    They take turns, and the first round warms up. Every other round goes backwards, so that none of
-    two works always runs after the other.
+    The functions alternate, and the first round is a warm-up. Every other round has the reverse
+    order, so that no function always runs after another.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(ROUNDS):
@@ -98,14 +100,14 @@ def seconds_of(
 
 
 def hash_shares(seconds: dict[str, list[float]]) -> list[float]:
-    """Which part of a sync its hashes are, by the one without them: median and quartiles."""
+    """Return the fraction of a sync that hashes take: median and quartiles."""
     pairs = zip(seconds["sync_s"], seconds["sync_without_hashes_s"], strict=True)
     low, median, high = statistics.quantiles([1 - without / whole for whole, without in pairs], n=4)
     return [median, low, high]
 
 
 def rank_main(rank: int, port: int, path: str) -> None:
-    """Ranks 0 and 1 train, rank 2 is the rollout; rank 0 writes what it measured."""
+    """Run ranks 0 and 1 as the trainer and rank 2 as the rollout; rank 0 writes the results."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
     group = dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, 3, timedelta(seconds=60))
@@ -142,16 +144,16 @@ def rank_main(rank: int, port: int, path: str) -> None:
 
 
 class Syncs:
-    """A rank's part in syncs of weights, with their hashes and without."""
+    """A rank's part in syncs of weights, with and without hashes."""
 
     def __init__(self, rank: int, store: dist.TCPStore) -> None:
         self.rank, self.store = rank, store
         self.worker = worker_of(rank, store)
         self.hashes: list[float] = []
-        """Seconds of the hashes of each sync that has some."""
+        """Seconds of the hashes in each sync that has them."""
 
     def sync(self, round_: int, key: str = "address") -> None:
-        """One, from the actor to the rollout."""
+        """Run one sync, from the actor to the rollout."""
         if self.rank < 2:
             address = self.worker.open_weight_channel() or ""
             if self.rank == 0:
@@ -164,7 +166,7 @@ class Syncs:
         self.hashes.append(report.hash_s)
 
     def unhashed_sync(self, round_: int) -> None:
-        """One whose hashes are all zero."""
+        """Run one sync in which all hashes are zero."""
         from workers.weights import channel
 
         whole = channel.copy_hashed, channel.hash_of, channel.hashes_of
@@ -177,7 +179,7 @@ class Syncs:
 
 
 def worker_of(rank: int, store: dist.TCPStore) -> Any:
-    """What a rank is: a sender, in the process group of the actor, or the receiver."""
+    """Return a rank's worker: a sender, in the process group of the actor, or the receiver."""
     from workers.weights.receiver import WeightReceiver
     from workers.weights.sender import WeightSender
 
@@ -196,7 +198,7 @@ def worker_of(rank: int, store: dist.TCPStore) -> Any:
 
 
 def main() -> None:
-    """Both syncs, and one broadcast of the same bytes over the same three processes."""
+    """Measure both syncs, and one broadcast of the same bytes to the same three processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

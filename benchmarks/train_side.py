@@ -1,16 +1,16 @@
-"""One side of the training comparison, in a process of its own with one thread.
+"""One side of the training comparison, in a separate process with one thread.
 
-`bench_train.py` runs them in turn: `python benchmarks/train_side.py` and
+`bench_train.py` runs the sides. The arguments of `python benchmarks/train_side.py` are:
 
-    make FOLDER                   the model and the rows, for all sides
-    ours|padded|trl FOLDER KIND   seconds of an update of the rows KIND, as JSON
-    rate FOLDER                   the matrix product's rate, and the update's beside it
-    ranks FOLDER STRATEGY         a rank's share, under torchrun's environment
+    make FOLDER                   write the model and the rows for all sides
+    ours|padded|trl FOLDER KIND   seconds of an update on rows of this KIND, as JSON
+    rate FOLDER                   rates of a matrix product and of the update
+    ranks FOLDER STRATEGY         one rank of several, in torchrun's environment
     memory FOLDER                 peak memory of the log-prob path
 
-KIND: `full` (256 rows of 40 tokens), `tailed` (geometric lengths, mean 32, at most 256), `ragged`
-(real tokens are 40 % of the padded width). `padded` is a plain loop over padded rows, as
-transformers computes them, 64 at a time.
+KIND is `full` (256 rows of 40 tokens), `tailed` (geometric lengths with a mean of 32 and a maximum
+of 256), or `ragged` (real tokens are 40 % of the padded width). `padded` is a plain loop over
+padded rows with transformers, 64 rows at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODEL = {
 
 
 def make(folder: Path) -> None:
-    """The 1M-parameter Qwen2, a tokenizer of 64 tokens, and every kind's rows."""
+    """Write the 1M-parameter Qwen2, a tokenizer with 64 tokens, and rows of every kind."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from trainer.cli.make_tiny import make_tokenizer
@@ -69,7 +69,7 @@ def make(folder: Path) -> None:
 
 
 def batch_of(folder: Path, kind: str) -> Any:
-    """The rows of a kind with every column that an update reads."""
+    """Return rows of this kind with every column that an update reads."""
     from verl_like.batch.protocol import DataProto
 
     stored = torch.load(folder / f"{kind}.pt")
@@ -88,7 +88,7 @@ def batch_of(folder: Path, kind: str) -> Any:
 
 
 def updater(folder: Path, strategy: str = "fsdp", **model: Any) -> Callable[[Any], Any]:
-    """An update of the actor's, on this process's rank."""
+    """Return the actor's update, on this process's rank."""
     from types import SimpleNamespace
 
     from workers.config import (
@@ -114,7 +114,7 @@ def updater(folder: Path, strategy: str = "fsdp", **model: Any) -> Callable[[Any
 
 
 def padded_updater(folder: Path, kind: str) -> Callable[[], None]:
-    """PPO's update on padded rows with nothing but transformers and torch."""
+    """Return PPO's update on padded rows, with only transformers and torch."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
@@ -132,7 +132,7 @@ def padded_updater(folder: Path, kind: str) -> Callable[[], None]:
 
 
 def padded_loss(model: Any, part: Any) -> torch.Tensor:
-    """PPO's clipped loss of some padded rows, added up over their response tokens."""
+    """Return PPO's clipped loss of some padded rows, summed over their response tokens."""
     logits = model(
         part["input_ids"],
         part["attention_mask"],
@@ -149,7 +149,7 @@ def padded_loss(model: Any, part: Any) -> torch.Tensor:
 
 
 def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
-    """TRL's own loss on the same rows: its forward, backward, clipping and optimizer step."""
+    """Return TRL's own update on the same rows: forward, backward, clipping and optimizer step."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -202,7 +202,7 @@ def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Median wall time of some calls after one."""
+    """Return the median wall time of some calls, after one to warm up."""
     work()
     times = []
     for _ in range(REPEATS):
@@ -213,7 +213,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def rate(folder: Path) -> dict[str, float]:
-    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate."""
+    """Return the rate of the update, at 6 N operations per token, relative to a matrix product."""
     left, right = torch.randn(10240, 128), torch.randn(128, 512)
     result = {}
     for name, model in (("float32", {}), ("bfloat16", {"dtype": "bfloat16"})):
@@ -241,7 +241,7 @@ def rate(folder: Path) -> dict[str, float]:
 
 
 def ranks(folder: Path, strategy: str) -> dict[str, float]:
-    """One rank of a group: seconds of an update, and the memory of its parameters and optimizer."""
+    """Return one rank's seconds of an update, and the memory of its parameters and optimizer."""
     import torch.distributed as dist
 
     from verl_like.batch.split import split_rows
@@ -262,7 +262,7 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """Peak memory of log-probs and entropy, forward and backward, over that of the logits."""
+    """Return the peak memory of log-probs and entropy, both passes, relative to the logits."""
     from verl_like.tensor_ops import logprobs_and_entropy_from_logits
 
     tokens, vocabulary = 4096, 65536
@@ -270,7 +270,7 @@ def memory(folder: Path) -> dict[str, float]:
     head = torch.randn(vocabulary, 16)
     labels = torch.randint(0, vocabulary, (tokens,))
     with torch.no_grad():
-        # From here on the process has once held the logits, and what matrix products need.
+        # From here on, the process has already allocated the logits and buffers of matrix products.
         (hidden @ head.t()) @ head
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     log_probs, entropy = logprobs_and_entropy_from_logits(

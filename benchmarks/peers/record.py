@@ -1,9 +1,9 @@
-"""Turn what a peer has logged of the job of `job.sh` into our row and JSON; its scripts call this.
+"""Turn a peer's log of the job of `job.sh` into our row and JSON; the peers' scripts call this.
 
-    python benchmarks/peers/record.py rows OUT                     prompts for those without parquet
+    python benchmarks/peers/record.py rows OUT                     prompts for peers without parquet
     python benchmarks/peers/record.py verl|openrlhf|trl LOG OUT    the row, and the JSON into OUT
 
-The job is in the environment variables. This runs in the peer's Python, without our packages.
+Environment variables define the job. This script runs in the peer's Python, without verl-like.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from job_record import Job, JobStep, check_steps, job_record, table
 from verl_like.errors import ConfigError
 
 NUMBER = re.compile(r"'([\w/]+)': (-?\d[\d.e+-]*)")
-"""A number of the dictionary that OpenRLHF prints."""
+"""A number in the dictionary that OpenRLHF prints."""
 
 
 def job_of(environment: Mapping[str, str]) -> Job:
-    """That of `job.sh`."""
+    """Return the job of `job.sh`."""
     number = {name: int(value) for name, value in environment.items() if value.isdecimal()}
     return Job(
         model=environment["MODEL"],
@@ -45,12 +45,12 @@ def job_of(environment: Mapping[str, str]) -> Job:
 
 
 def steps_of_verl(log: str, job: Job) -> list[JobStep]:
-    """Lines of its logger `file`."""
+    """Read the steps from the lines of verl's `file` logger."""
     steps, before = [], "timing_s/"
     for line in map(json.loads, log.splitlines()):
         data = line["data"]
         if "timing_s/step" not in data:
-            continue  # a validation's
+            continue  # the line of a validation
         times = {name[len(before) :]: data[name] for name in data if name.startswith(before)}
         seconds = times.pop("step")
         steps.append(
@@ -60,7 +60,7 @@ def steps_of_verl(log: str, job: Job) -> list[JobStep]:
 
 
 def steps_of_openrlhf(log: str, job: Job) -> list[JobStep]:
-    """Lines of its log, one a step."""
+    """Read the steps from OpenRLHF's log, which has one line per step."""
     steps, before = [], "timing/"
     for number, printed in re.findall(r"Global step (\d+): (\{.*\})", log):
         data = {name: float(value) for name, value in NUMBER.findall(printed)}
@@ -72,12 +72,12 @@ def steps_of_openrlhf(log: str, job: Job) -> list[JobStep]:
 
 
 def steps_of_trl(log: str, job: Job) -> list[JobStep]:
-    """What `trl_job.py` has written."""
+    """Read the steps that `trl_job.py` wrote."""
     return [JobStep(**json.loads(line), phases={}) for line in log.splitlines()]
 
 
 def tokens(mean_length: float, job: Job) -> float:
-    """Of all answers of a step."""
+    """Return the response tokens of a step."""
     return mean_length * job.prompts_per_step * job.samples_per_prompt
 
 
@@ -89,7 +89,7 @@ STEPS: Mapping[str, Callable[[str, Job], list[JobStep]]] = {
 
 
 def flat_rows(prompts: str, num_rows: int) -> list[dict[str, Any]]:
-    """Messages and ground truth, from the first row again where the file is short."""
+    """Return messages and ground truths; a short file is repeated from its first row."""
     import pyarrow.parquet as pq
 
     rows = pq.read_table(prompts, columns=["prompt", "reward_model"]).to_pylist()

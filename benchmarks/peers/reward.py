@@ -1,4 +1,4 @@
-"""One reward in the forms of four frameworks: 1 where the row's ground truth is in the answer."""
+"""One reward in the forms of four frameworks: 1 if the response contains the ground truth."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """Of one answer: verl's form, and ours."""
+    """Score one response, in verl's form, which is also ours."""
     return float(str(ground_truth) in solution_str)
 
 
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str], **_: Any
 ) -> dict[str, Any]:
-    """OpenRLHF's: `queries` are prompts with their answers."""
+    """Score responses in OpenRLHF's form: `queries` are prompts with their responses."""
     import torch
 
     scores = torch.tensor(
@@ -28,7 +28,7 @@ def reward_func(
 
 
 def reward_of_chats(completions: list[Any], ground_truth: list[str], **_: Any) -> list[float]:
-    """TRL's: an answer is a list of messages."""
+    """Score responses in TRL's form: a response is a list of messages."""
     return [
         compute_score("", messages[0]["content"], truth)
         for messages, truth in zip(completions, ground_truth, strict=True)

@@ -1,7 +1,7 @@
-"""The job of `job.sh` on TRL, started by `trl_job.sh`; writes a line for each step.
+"""Run the job of `job.sh` on TRL; started by `trl_job.sh`. Writes a line for each step.
 
-A step is what one is elsewhere: answers to a batch of prompts, and all updates on them. TRL takes
-several optimizer steps for it, and its own steps count these.
+A step is defined as in the other frameworks: responses to a batch of prompts, and all updates on
+them. TRL counts its optimizer steps, of which such a step has several.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from reward import reward_of_chats
 
 
 def whole(number: int, parts: int, what: str) -> int:
-    """The quotient; a job that does not divide is refused."""
+    """Return the quotient; raise if the division leaves a remainder."""
     if number % parts:
         sys.exit(f"{what}: {number} is no multiple of {parts}")
     return number // parts
 
 
 def make_config(job: argparse.Namespace) -> tuple[Any, int]:
-    """TRL's configuration, and its optimizer steps for each of ours."""
+    """Return TRL's configuration, and the number of its optimizer steps per step."""
     from trl import GRPOConfig
 
     processes = job.gpus if job.device == "cuda" else 1
@@ -70,7 +70,7 @@ def make_config(job: argparse.Namespace) -> tuple[Any, int]:
 
 
 def make_clock(updates: int) -> Any:
-    """A callback that times steps of `updates` optimizer steps each."""
+    """Return a callback that times steps of `updates` optimizer steps each."""
     import torch
     from transformers import TrainerCallback
 
@@ -94,7 +94,7 @@ def make_clock(updates: int) -> Any:
 
 
 def main() -> None:
-    """Train, then write the steps from the clock and from what TRL has logged."""
+    """Train, then write the steps from the clock and from TRL's log."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("batch", "mini-batch", "samples", "epochs", "steps", "max-response", "max-length"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -126,7 +126,8 @@ def main() -> None:
 
     if trainer.is_world_process_zero():
         log = trainer.state.log_history
-        name = "completions/mean_length"  # of the answers of all processes, once a generation
+        # over the responses of all processes, logged once per generation
+        name = "completions/mean_length"
         tokens = [line[name] * job.batch * job.samples for line in log if name in line]
         lines = [
             json.dumps({"step": number, "seconds": taken, "response_tokens": drawn})

@@ -227,7 +227,7 @@ PLACEMENTS: dict[str, Placement] = {
     "rowwise": Shard(-1),
     "packed_colwise": _StridedShard(-2, split_factor=2),
 }
-"""Style names of single parameters, such as all experts'. A packed one is two, concatenated."""
+"""Style names of single parameters, such as all experts'. Packed ones are two, concatenated."""
 
 
 @dataclass(frozen=True)

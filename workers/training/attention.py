@@ -182,7 +182,8 @@ class VarlenKernel:
         size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
         states = [part.to(self.dtype) for part in (query, key, value)]
         for number, part in enumerate(states):
-            if missing := size - part.shape[-1]:  # `pad` would always copy
+            # call `pad` only if it is needed, because it always copies
+            if missing := size - part.shape[-1]:
                 states[number] = pad(part, (0, missing))
         left = -1 if window is None or window >= longest else window - 1
         rows = bounds, bounds, longest, longest

@@ -1,7 +1,8 @@
 """Split a rank's chunk of a batch into mini- and micro-batches; the split does not affect results.
 
 - The real rows of the chunk are stored without padding, and pad rows of the dispatch are dropped
-  (`Rows.take`). Results return to their rows, with zeros for the pad rows (`Rows.restore`).
+  (`Rows.take`). Results are restored to the order of the rows, with zeros for pad rows
+  (`Rows.restore`).
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
   (`mini_batch`); `workers.training.update` permutes the rows.
 - Micro-batches are limited by rows or by tokens (`MicroBatchBudget`), longest rows first, so that

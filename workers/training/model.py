@@ -149,8 +149,8 @@ class Model:
         """Context in which the module (and the optimizer's state) is ready to compute on the
         device.
 
-        Packed rows attend row by row, and on a CPU linear layers use oneDNN. A sharded module is
-        resharded at the end.
+        Each packed row attends only to itself. On a CPU, linear layers use oneDNN. A sharded module
+        is resharded at the end.
         """
         with ExitStack() as stack:
             stack.enter_context(self.resident(optimizer))

@@ -1,4 +1,4 @@
-"""Training with float8 products in linear layers, for two of their three: `model.fp8_linear`.
+"""Linear layers that compute two of their three matrix products in float8: `model.fp8_linear`.
 
 Outputs and input gradients are products of e4m3 numbers, with one scale per row of each factor, so
 the result of a token does not depend on its neighbors. The weight gradient is a product in the
