@@ -158,8 +158,8 @@ def chosen(sampler: BatchSampler, view: BufferView) -> SelectedBatch:
     if view.version - oldest > view.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
-            f"{view.version}, and async_training.max_staleness={view.max_staleness}: it "
-            "held these samples back too long. verl_like.extend.urgent_chunks_first "
+            f"{view.version}, but async_training.max_staleness={view.max_staleness}. It "
+            "held these samples back too long. verl_like.urgent_chunks_first "
             "puts the samples that a batch must contain first."
         )
     return batch

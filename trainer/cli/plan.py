@@ -204,7 +204,9 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
                 for known_option in JOBS
                 if (known_option in ON_SAMPLES) != (recipe in ON_SAMPLES)
             ]
-            raise ConfigError(f"{name} does not apply to {recipe}; {', '.join(readers)} read it.")
+            raise ConfigError(
+                f"{name} does not apply to {recipe}; only {', '.join(readers)} use it."
+            )
         count, x, kind = value.partition("x")
         if option == "gpus" and count and x:
             value, options["device"] = count, kind

@@ -162,6 +162,6 @@ def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:
             samples = ", ".join(str(uids[int(row)]) for row in rows[:3])
             raise BatchError(
                 f"{name} is nan or infinite in {len(rows)} of {len(column)} samples, such as "
-                f"those of uid {samples}; no advantage can be computed. Look at its writer: the "
-                "reward model or the critic, whose logits may have overflowed."
+                f"those of uid {samples}; no advantage can be computed. Check what writes "
+                "this column: the reward model or the critic, whose logits may have overflowed."
             )

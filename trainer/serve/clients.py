@@ -99,5 +99,7 @@ class Sessions:
         known, earlier = session.answers[request]
         if known != digest:
             _, name, number = request
-            raise RequestError(f"{name} {number} was sent before with another body; use each once.")
+            raise RequestError(
+                f"{name} {number} was already sent with different contents; use each once."
+            )
         return earlier

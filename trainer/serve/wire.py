@@ -73,7 +73,9 @@ def tensor_of(message: Any, what: str) -> Array:
         sparse, (rows, width) = message.sparse_csr, shape
         ends, columns = (np.frombuffer(b, "<i8") for b in (sparse.crow_indices, sparse.col_indices))
         if len(ends) != rows + 1:
-            raise ValueError(f"{len(ends)} row pointers for {rows} rows of {width}")
+            raise ValueError(
+                f"a sparse tensor of {rows} rows needs {rows + 1} row pointers, not {len(ends)}"
+            )
         dense: Array = np.zeros((rows, width), dtype)
         places = np.repeat(np.arange(rows), np.diff(ends))
         dense[places, columns] = np.frombuffer(sparse.values, dtype)

@@ -45,7 +45,9 @@ class Router:
         """Listen at ADDRESS:PORT, or at the next free port."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            raise ConfigError(f"environment.endpoint={address}: give ADDRESS:PORT, as 0.0.0.0:8000")
+            raise ConfigError(
+                f"environment.endpoint={address}: give ADDRESS:PORT, such as 0.0.0.0:8000"
+            )
         self.folder = ""
         self._server = _listen(host, int(port))
         reachable = address_toward(ELSEWHERE) if host in ("0.0.0.0", "::") else host

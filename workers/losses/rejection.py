@@ -185,8 +185,8 @@ def _numbers(key: str, text: str) -> Bounds:
 def _require_order(key: str, text: str, lower: float, upper: float) -> None:
     if not 0 < lower < 1 < upper:
         raise ConfigError(
-            f"{key}={text}: the range from {lower:g} to {upper:g} must be positive and have 1 (the "
-            "ratio of equal policies) inside, for example 0.5_2.0."
+            f"{key}={text}: the range from {lower:g} to {upper:g} must be positive and contain 1 "
+            "(the ratio of equal policies), for example 0.5_2.0."
         )
 
 

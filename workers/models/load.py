@@ -110,7 +110,7 @@ def load_weights(
             extra = _describe_unused(module, source.unknown_entries(whole, stored_names))
             raise ConfigError(
                 f"the model {config.path!r} lacks {len(missing)} weights: "
-                f"{', '.join([*missing][:20])}{f'; it has {extra}' if extra else ''}."
+                f"{', '.join([*missing][:20])}{f'; it also has {extra}' if extra else ''}."
             )
         values = random_weights(config)
         for name, weight in missing.items():

@@ -66,13 +66,13 @@ class Routers:
             if len(routers) != 1 or not all(hasattr(routers[0], n) for n in ("weight", "top_k")):
                 raise ConfigError(
                     f"{KEY}: {type(block).__name__} has no router that is separate "
-                    "from its experts, so its choices cannot be replayed. Leave it out."
+                    "from its experts, so its choices cannot be replayed. Remove this setting."
                 )
             self.experts.append(experts)
             self.routers.append(routers[0])
         if not self.routers:
             raise ConfigError(
-                f"{KEY}: {type(module).__name__} has no routed experts. Leave it out."
+                f"{KEY}: {type(module).__name__} has no routed experts. Remove this setting."
             )
         self.num_experts = len(self.routers[0].weight)
         self.shape = len(self.routers), int(self.routers[0].top_k)
@@ -178,7 +178,7 @@ def check_routers(module: Any) -> None:
     if reason := Support.of(config).why_not(replayed_routing):
         raise ConfigError(
             f"{KEY}: the experts that a model of type {config.model_type!r} chooses cannot be "
-            f"replayed: {reason}. Leave it out."
+            f"replayed: {reason}. Remove this setting."
         )
 
 

@@ -75,8 +75,8 @@ def settle(
         )
     if whole and size not in (-1, 1):
         raise ConfigError(
-            f"strategy={strategy} keeps the whole model on every rank, {name}={size} shards it; "
-            f"set strategy=fsdp, or leave {name} at -1."
+            f"strategy={strategy} keeps the whole model on every rank, but {name}={size} shards "
+            f"it. Set strategy=fsdp, or leave {name} at -1."
         )
 
     offload: dict[str, Any] = {}

@@ -201,8 +201,8 @@ class RolloutEngine(ABC):
             self.abort()
             raise RolloutError(
                 f"rollout: new weights arrived during a generation of {num_lost} samples and "
-                "were rejected, so the engine has no weights; sync_weights(actor_group, "
-                "rollout_group, version), then generate them again."
+                "were rejected, so the engine has no weights. Call sync_weights(actor_group, "
+                "rollout_group, version), then generate these samples again."
             )
         try:
             finished = self._advance(TakeBudget(max_tokens, seconds, until_one))

@@ -406,7 +406,7 @@ def _local_mask(
     chunk = getattr(config, "attention_chunk_size", None)
     window = getattr(config, "sliding_window", None)
     if chunk == window:
-        raise TypeError(f"its chunks and its window are both of {chunk} tokens")
+        raise TypeError(f"its attention chunk and its sliding window both have {chunk} tokens")
     return LocalMask(chunk=chunk) if local_size == chunk else LocalMask(window=local_size)
 
 

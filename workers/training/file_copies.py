@@ -180,7 +180,9 @@ class FileCopies(FileWriter):
 
         def go_on(_: float = 0.0) -> None:
             if self._is_dropped:
-                raise CheckpointError(f"{path} was abandoned")
+                raise CheckpointError(
+                    f"the write of {path} was abandoned, because its checkpoint was dropped"
+                )
 
         go_on()
         return write_copy.write_file(path, copy.contents, start, go_on)

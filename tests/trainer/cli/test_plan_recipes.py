@@ -160,7 +160,7 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
         (["best-of-n"], "plan best-of-n: it trains nothing"),
         (
             ["sft", "--reward-s=3"],
-            "--reward-s does not apply to sft; ppo, async read it",
+            "--reward-s does not apply to sft; only ppo, async use it",
         ),
         (["ppo", "--mean-length=3"], "sft, reward-model, dpo read it"),
         (["sft", "--mean-length=2000"], "--mean-length=2000 is above the longest row=1024"),

@@ -123,7 +123,7 @@ def test_requests_run_by_number_in_whatever_order_they_come(
     assert shuffled.post_backward(bodies[2]) == promises[2]
     assert client.result(promises[2]) == client.result(promises[2])
     other = shuffled.backward_body(2, datums[0], "cross_entropy")
-    with pytest.raises(FailedError, match="400: seq_id 2 was sent before with another body"):
+    with pytest.raises(FailedError, match="400: seq_id 2 was already sent with different contents"):
         shuffled.post_backward(other)
 
 

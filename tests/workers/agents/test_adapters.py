@@ -74,7 +74,7 @@ def test_every_prefix_names_an_adapter() -> None:
         ("textarena:Nim-v0", "cannot start with one player: The number of players has to be 2"),
         ("textarena:Nimm-v0", "among the .* Did you mean 'Nim-v0'"),
         ("skyrl_gym:gsm9k", "Did you mean 'gsm8k'"),
-        ("mcp:true", "the server has ended without an answer to initialize"),
+        ("mcp:true", "the server exited without answering initialize"),
         ("mcp:no-such-command", "No such file or directory: 'no-such-command'"),
         ("openenv:http://127.0.0.1:9", "/schema does not answer like an OpenEnv server"),
         (f"{HERE}:Level", "add an id to it"),

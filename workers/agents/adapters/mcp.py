@@ -100,7 +100,7 @@ class Server:
                     raise RuntimeError(f"{method}: {answer['error'].get('message', answer)}")
                 result: dict[str, Any] = answer["result"]
                 return result
-        raise RuntimeError(f"the server has ended without an answer to {method}")
+        raise RuntimeError(f"the server exited without answering {method}")
 
     def tools(self) -> list[dict[str, Any]]:
         """Return all tools of the server, whose list may have several pages."""
