@@ -162,7 +162,7 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
             ["sft", "--reward-s=3"],
             "--reward-s does not apply to sft; only ppo, async use it",
         ),
-        (["ppo", "--mean-length=3"], "sft, reward-model, dpo read it"),
+        (["ppo", "--mean-length=3"], "only sft, reward-model, dpo use it"),
         (["sft", "--mean-length=2000"], "--mean-length=2000 is above the longest row=1024"),
         (["sft", "parallel.tp=16"], "does not divide key-value heads (8)"),
     ],
