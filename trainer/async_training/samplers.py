@@ -159,7 +159,7 @@ def chosen(sampler: BatchSampler, view: BufferView) -> SelectedBatch:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
             f"{view.version}, but async_training.max_staleness={view.max_staleness}. It "
-            "held these samples back too long. verl_like.urgent_chunks_first "
+            "held these samples back too long. verl_like.extend.urgent_chunks_first "
             "puts the samples that a batch must contain first."
         )
     return batch
