@@ -338,7 +338,7 @@ def test_a_restart_waits_for_room_and_a_first_start_does_not(
     with caplog.at_level("WARNING"):
         assert with_a_restart(tmp_path).wait_for_capacity(start, since) == "started"
     assert len(tries) == 3
-    said = r"the restart: has waited \d+ of at most 120 s for a node \(node 7 is gone\)"
+    said = r"the restart: waiting for a node \(node 7 is gone\) for \d+ s \(limit 120 s\)"
     assert re.search(said, caplog.text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import typing
 from collections.abc import Sequence
@@ -154,6 +155,8 @@ def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
     twins = [known for known, last in last_words if last == leaf]
     # `epochs` is a word of `total_epochs`
     twins = twins or [known for known, last in last_words if leaf in last.split("_")][:3]
-    if twins:
-        return f" Did you mean {' or '.join(map(repr, twins))}?"
-    return nearest(name, [*(key.name for key in keys), *groups])
+    hint = "" if twins else nearest(name, [*(key.name for key in keys), *groups])
+    if not twins and not hint:
+        similar = difflib.get_close_matches(leaf, {last for _, last in last_words}, n=1)
+        twins = [known for known, last in last_words if last in similar][:3]
+    return f" Did you mean {' or '.join(map(repr, twins))}?" if twins else hint

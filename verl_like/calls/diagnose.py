@@ -124,11 +124,11 @@ class WaitClock:
         """Log who waits for whom, once per doubling of the age."""
         if self.age_s >= self.next_warning_s:
             logger.warning(
-                "%s: has waited %.0f of at most %.0f s for %s",
+                "%s: waiting for %s for %.0f s (limit %.0f s)",
                 self.summary,
+                waiting_for(),
                 self.age_s,
                 self.limit_s,
-                waiting_for(),
             )
             self.next_warning_s *= 2
 

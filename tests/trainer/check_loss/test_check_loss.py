@@ -186,7 +186,7 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
         (dict(target=asks), r"asks takes \(log_prob, mask, teacher_logits\).* teacher_logits\. "),
         (
             dict(target=scores),
-            r"scores returns a tensor \[1\] without a gradient: an estim",
+            r"scores returns a tensor \[1\] without a gradient: it must return \(adv",
         ),
         (dict(target=3), "3 is of the type int, not a function with parameters"),
         (
@@ -223,7 +223,7 @@ def test_the_command_names_what_holds_and_what_does_not(
     file.write_text("def mine(log_prob, mask, scale):\n    return (-log_prob).mean() * scale\n")
     with pytest.raises(SystemExit, match=r"mine breaks prompt_tokens: gradient is -1.5, not 0"):
         run([f"{file}:mine", "--set", "scale=3"], monkeypatch)
-    with pytest.raises(SystemExit, match="missing or unknown: scale"):
+    with pytest.raises(SystemExit, match="--kind policy has no scale. It has old_log_prob"):
         run([f"{file}:mine"], monkeypatch)
 
 

@@ -239,7 +239,7 @@ def test_tab_completes_keys(decoys: Path) -> None:
 def test_an_unknown_command_is_refused(decoys: Path) -> None:
     done = verl_like(decoys, "pppo")
     assert done.returncode == 1
-    assert "no command 'pppo'. Did you mean 'ppo' or 'dpo'?" in done.stderr
+    assert "no command 'pppo'. Did you mean 'ppo'?" in done.stderr
 
 
 def test_every_command_is_in_the_list() -> None:

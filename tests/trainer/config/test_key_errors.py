@@ -24,6 +24,7 @@ REFUSED = [
     ("rewards=[{name: a}]", "There is no key 'rewards'. Did you mean 'reward.list'"),
     ("reward_model.sample_timeout_s=1", "no key 'reward_model.sample_timeout_s'.*reward.timeout_s"),
     ("reward_model.rule_weight=1", "Did you mean 'reward.rule_weight'"),
+    ("temprature=1", "Did you mean 'actor_rollout_ref.rollout.temperature' or "),
     ("reward.list=[{name: a, weight: x}]", ": weight: it takes a number.$"),
     ("critic.ppo_epochs=0", "critic.ppo_epochs=0: it must be above 0, or null for the actor's"),
     ("trainer.stop_at={reward: high}", r"reward: high\}: it takes \{metric: value\}.$"),

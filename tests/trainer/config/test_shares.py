@@ -154,7 +154,7 @@ ONE_DEVICE = "trainer.n_gpus_per_node=1"
 @pytest.mark.parametrize(
     ("overrides", "too_few"),
     [
-        (["placement=split", ONE_DEVICE], "leaves no device for 'critic_pool'. Set"),
+        (["placement=split", ONE_DEVICE], "leaves no device for 'critic_pool'. These pools need"),
         (
             ["placement=split", "role_mapping.ref=own", "resource_pool_spec.own=[1]", ONE_DEVICE],
             "comes first",

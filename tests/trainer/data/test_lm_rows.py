@@ -117,7 +117,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
             {"messages": [*CHAT[:1], {"role": "assistant", "content": " "}, *CHAT]},
             "message 1 of 'messages', the assistant's, is empty",
         ),
-        ([1], "it is a list, not an object"),
+        ([1], r"it is not an object with columns \(list\)"),
     ],
 )
 def test_a_bad_row_is_named_with_its_file_and_line(

@@ -178,7 +178,7 @@ GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}
     ("bad", "answer"),
     [
         ("{", "line 2: not JSON"),
-        ("3", "line 2: it is a int"),
+        ("3", "line 2: it is not an object with columns"),
         (json.dumps({**GOOD, "prompt": []}), "line 2: 'prompt' is empty"),
         (
             json.dumps({**GOOD, "prompt": [{"text": "a"}]}),

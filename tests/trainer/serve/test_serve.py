@@ -139,7 +139,9 @@ def test_a_failed_request_spoils_the_next_step_and_no_other(model: Model) -> Non
     failed, step = model.backward(unlike, "ppo"), model.step(**ADAM)
     with pytest.raises(FailedError, match="user: datum 0 has no clip_low_threshold, which other"):
         client.result(failed)
-    with pytest.raises(FailedError, match="it failed: datum 0 has no clip_low_threshold"):
+    with pytest.raises(
+        FailedError, match="forward_backward failed: datum 0 has no clip_low_threshold"
+    ):
         client.result(step)
     client.result(model.backward([datum()]))
     assert client.result(model.step(**ADAM))["metrics"]["skipped_steps"] == 0

@@ -95,7 +95,7 @@ def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_th
         ([make(2).select(["ids"]), make(2)], r"\['score'\] in addition"),
         ([make(2), DataProto()], r"part 1 lacks tensor columns \['ids', 'score'\]"),
         ([make(2), make(1, t=1), make(1, t=2)], r"part 2 .*meta_info\['t'\] is 1 and 2"),
-        ([make(2), {"ids": 1}], "part 1 is a dict"),
+        ([make(2), {"ids": 1}], "part 1 is not a DataProto"),
         (
             [
                 DataProto.from_dict({"a": torch.zeros(1, 2)}),

@@ -46,7 +46,7 @@ def test_columns_of_different_lengths_are_named_with_their_lengths():
             "one batch dim, not 2",
         ),
         (lambda: DataProto.from_single_dict({"a": [1]}), "'a' is a list"),
-        (lambda: DataProto({"a": torch.zeros(2)}), "batch is a dict"),
+        (lambda: DataProto({"a": torch.zeros(2)}), "batch is not a TensorDict"),
         (lambda: DataProto(TensorDict({}, batch_size=[2, 3])), r"\(2, 3\)"),
         (lambda: DataProto.from_tensordict(TensorDict({}, batch_size=[])), r"\(\)"),
     ],

@@ -128,10 +128,12 @@ def test_our_policy_losses_have_their_names_and_settings(one_layer_dir: Path) ->
 
 def test_unlike_ranks_and_kinds_are_rejected(one_layer_dir: Path) -> None:
     whole = started(ServedActorWorker, config_of(one_layer_dir, 0))
-    with pytest.raises(ConfigError, match="trains all weights .*; a state of rank 4 is not"):
+    with pytest.raises(
+        ConfigError, match="trains all weights .*, so it cannot add a state of rank 4"
+    ):
         whole.add_state("a", 4)
     adapted = started(ServedActorWorker, config_of(one_layer_dir, 4))
-    with pytest.raises(ConfigError, match="trains adapters .*; a state of rank 0 is not"):
+    with pytest.raises(ConfigError, match="trains adapters .*, so it cannot add a state of rank 0"):
         adapted.add_state("a", 0)
     adapted.add_state("a", 4)
     with pytest.raises(ConfigError, match="there is a state 'a' already"):
