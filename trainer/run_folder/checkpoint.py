@@ -51,9 +51,9 @@ from verl_like.process.random_state import save_random_state
 from workers.training.manifest import add_files
 
 AFTER_LOSS_S = 10.0
-"""Time for a checkpoint to be written after a worker is lost, which may be the writer."""
+"""How long to wait for a checkpoint after a worker is lost, which may be a writer."""
 DROP_S = 5.0
-"""Time for the writers to receive a request to hurry or to stop."""
+"""How long the writers may take to receive a request to hurry or to stop."""
 POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Checkpoints:
         self._written: int | None = None
         """The step of the checkpoint that is not committed yet."""
         self._unwritten: dict[str, Any] = {}
-        """Groups by role whose workers have copied their state and still have to write it."""
+        """Role -> group whose workers have copied their state and still have to write it."""
         self._writing: dict[str, Any] | None = None
         """The futures of the background writing."""
         self._committed: list[Path] = []
@@ -87,7 +87,7 @@ class Checkpoints:
 
     @property
     def is_enabled(self) -> bool:
-        """True if this run writes checkpoints; a run that is stopped then writes one."""
+        """True if this run writes checkpoints; if so, it also writes one when it is stopped."""
         return self.trainer.save_freq > 0 or self.trainer.save_every_minutes is not None
 
     def write(
@@ -164,7 +164,7 @@ class Checkpoints:
         self._committed.append(folder)
 
     def _hurry(self, is_wanted: bool) -> None:
-        """Tell the workers that write to hurry, or to stop."""
+        """Tell the workers that write the checkpoint to hurry, or to stop if not `is_wanted`."""
         for group in self._unwritten.values():
             with suppress(VerlLikeError):  # a lost worker writes no files
                 group.hurry_checkpoint.remote(is_wanted).get(timeout=DROP_S)

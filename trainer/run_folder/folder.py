@@ -10,7 +10,7 @@
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
   trackio_run.txt    the trackio run, if there is one       (trainer.run_folder.tracking)
   timeline.json      the calls of every worker              (trainer.run_folder.timeline)
-  faults.jsonl        injected faults, if there are any      (trainer.observers.fault_injection)
+  faults.jsonl       injected faults, if there are any      (trainer.observers.fault_injection)
   restarts.jsonl     lost and replaced workers, if any      (trainer.restarts)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
@@ -240,7 +240,7 @@ def committed(folder: Path) -> list[int]:
 
 
 def named(steps: list[int]) -> str:
-    """Return the folder names of these steps, for a message."""
+    """Return the folder names of these steps as text for a message."""
     return ", ".join(f"global_step_{step}" for step in steps) or "none"
 
 
@@ -279,7 +279,7 @@ def marker_of_model(run: Path) -> dict[str, Any] | None:
 def reject_damaged(folder: Path) -> None:
     """Raise if a file of a checkpoint is missing or changed.
 
-    The shards, which their ranks read, are checked only by name and size.
+    Shards, which the ranks read later, are checked only by name and size.
     """
     for name, written in read_marker(folder)["files"].items():
         if fault := file_fault(folder / name, written):
@@ -317,7 +317,7 @@ def drop_old(folder: Path, keep: int | None) -> None:
 def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
     """Return the steps of the checkpoints to delete, oldest first.
 
-    The newest `keep` stay, and so does the best by validation, or the later of equals.
+    The newest `keep` stay, and so does the one with the best validation, the latest of equals.
     """
     if keep is None:
         return []

@@ -1,4 +1,4 @@
-"""Metrics of a step: the calls joined, the headline on the console, and the goal that ends a run.
+"""Metrics of a step: their reduction to one number each, the console's headline, and goals.
 
 `trainer.run_folder.tracking` shows the headline.
 """

@@ -1,4 +1,4 @@
-"""The console of a run in a notebook: one output that shows the last step, and is refreshed.
+"""The console of a run in a notebook: one output, which is refreshed to show the last step.
 
 This module never imports IPython itself: a notebook's kernel has imported it, and outside notebooks
 nothing of this module is used.

@@ -50,7 +50,9 @@ class RunResult:
         folder = Path(config.trainer.default_local_dir)
         notes: list[str] = []
         file = folder / "metrics.jsonl"
-        metrics = read_metrics(file, notes) if file.is_file() else []  # a check writes none
+        metrics = (
+            read_metrics(file, notes) if file.is_file() else []
+        )  # a mere check writes no metrics
         for note in notes:
             logger.warning("%s", note)
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]

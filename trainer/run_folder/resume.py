@@ -120,7 +120,7 @@ class ResumePoint:
 
     @contextmanager
     def naming_checkpoint(self) -> Iterator[None]:
-        """Name the checkpoint in errors of loading the driver's state.
+        """Name the checkpoint in errors raised while the driver's state is loaded.
 
         No checkpoint is set aside, because the fault may be in a user's trainer.
         """
@@ -139,7 +139,7 @@ class ResumePoint:
     def load(self, groups: Any) -> dict[str, Any] | None:
         """Load every role's state of the chosen checkpoint; return the driver's state, or None.
 
-        If the checkpoint turns out to be damaged, the newest whole one before it is loaded.
+        If the checkpoint turns out to be damaged, load the newest undamaged one before it.
         """
         while self.start is not None:
             try:
@@ -159,7 +159,7 @@ class ResumePoint:
         load_random_state(start / "random.json")
         try:
             state = read_json_object(start / "trainer.json")
-            # a run can have written the state after that step: counts and numbers are finite
+            # reject a state that no run can have written after that step
             if state.get("global_step", self.start_step) != self.start_step:
                 raise ValueError(
                     f"global_step is {state['global_step']!r:.40}, not {self.start_step}"
@@ -195,7 +195,9 @@ class ResumePoint:
         for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        _ = self.inputs  # computed now, when the run reads the files, not at the first checkpoint
+        _ = (
+            self.inputs
+        )  # compute digests now, when the run reads the files, not at the first checkpoint
 
     def _set_aside(self, folder: Path, why: str) -> None:
         """Rename a damaged checkpoint so that no resume uses it."""
@@ -208,7 +210,7 @@ class ResumePoint:
         write_whole(self.folder / LATEST, str(self.start_step))
 
     def _auto(self) -> Path | None:
-        """Return the folder's newest whole checkpoint, if this configuration wrote it."""
+        """Return the folder's newest undamaged checkpoint; reject one of another configuration."""
         newest = self._newest_whole()
         differing = [] if newest is None else self._differing(newest)
         if differing:
@@ -267,7 +269,7 @@ class ResumePoint:
         return start
 
     def _is_whole(self, step: int) -> bool:
-        """Return whether the checkpoint of this step is whole; record a damaged one."""
+        """Return whether the checkpoint of this step is undamaged; record a damaged one."""
         folder = self.folder / f"global_step_{step}"
         if folder not in self.damaged:
             try:
@@ -277,7 +279,7 @@ class ResumePoint:
         return folder not in self.damaged
 
     def _differing(self, folder: Path) -> list[str]:
-        """Describe the changes of files' contents, and of keys that affect the results."""
+        """Describe changes to input files, and to keys that affect the results."""
         marker = read_marker(folder)
         saved, inputs, versions = marker["config"], marker["inputs"], marker["versions"]
         differing = keys_that_differ(self.schema, saved, self.config)
@@ -293,7 +295,7 @@ class ResumePoint:
         return differing
 
     def _instead(self) -> str:
-        """Advise on a damaged checkpoint that the user has named."""
+        """Advise what to do about a damaged checkpoint that the user named."""
         start = Path(self.trainer.resume_from_path or "").resolve()
         steps = [step for step in committed(start.parent) if start.name != f"global_step_{step}"]
         if not steps:

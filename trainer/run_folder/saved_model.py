@@ -4,7 +4,7 @@
 checkpoint:
 
     saved = find_saved_model("runs/sums")        # the policy after the last step
-    saved.export(Path("out"))                       # a folder for `from_pretrained`
+    saved.export(Path("out"))                    # a folder for `from_pretrained`
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def find_saved_model(
     """Return the model of `role` at `path`; without a role, the policy or the only model.
 
     For a run folder it is the final model of the run, or the newest checkpoint's. `base` replaces
-    the path of the model that it was trained from, if that model has moved. `or_model` says that
-    the caller also loads model folders, for the error.
+    the path of the model that training started from, if that model has moved. With
+    `or_model`, the error says that a model folder is accepted, too.
     """
     if not in_checkpoint and (left := _model_left(Path(path), role, base)):
         return left
@@ -119,7 +119,7 @@ def _model_left(run: Path, role: str, base: str) -> SavedModel | None:
 
 
 def find_checkpoint(path: Path, or_model: bool = False) -> tuple[Path, str]:
-    """Return (the `global_step_N` folder, the role) of a path; the role may be ""."""
+    """Return (the `global_step_N` folder, the role) that a path names; the role may be ""."""
     if (path / MARKER).is_file():
         return path, ""
     if (path / MANIFEST).is_file() and (path.parent / MARKER).is_file():

@@ -32,7 +32,7 @@ STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A run was asked to stop; the message says after which step."""
+    """Raised if a run was asked to stop; the message says after which step."""
 
     def __init__(self, number: int, where: str) -> None:
         super().__init__(f"Stopped by {signal.Signals(number).name} {where}")

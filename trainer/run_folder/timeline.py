@@ -36,13 +36,13 @@ Record = Mapping[str, Any]
 class Timeline:
     """The trace file: a lane group per pool, a lane per role and rank, and its calls.
 
-    Facts that a lane's calls share are written once, with its name.
+    Fields that all calls of a lane share are written once, with the lane's name.
     """
 
     def __init__(self, path: str | Path, resume: bool = False, stages: Sequence[str] = ()) -> None:
         """Begin the file, or continue an existing one.
 
-        `stages` are the parts of a step, for readers of the run folder.
+        `stages` are the names of a step's stages, for readers of the run folder.
         """
         self.path = Path(path)
         self._pools: dict[str, int] = {}

@@ -34,12 +34,12 @@ from verl_like.masking import masked
 
 logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
-"""Prefixes of metrics that do not show if the model learns."""
+"""Prefixes of metrics that do not show whether the model learns."""
 MOST_NUMBERS = 3
 EVERY_S = 1.0
 """Seconds between two lines of the console, except for lines that must not be missed."""
 MOST_SAMPLES = 16
-"""Rows of a table of samples."""
+"""The most rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 """Short, so that the first number is visible on a terminal of 40 columns."""
 Headline = Callable[[Mapping[str, float]], Sequence[str]]
@@ -63,7 +63,7 @@ Rows = Sequence[Mapping[str, Any]]
 class JsonLines:
     """`metrics.jsonl`: a line per step, which is on disk when `write` returns.
 
-    Numbers have all digits; times have microseconds.
+    Numbers have full precision; times are rounded to microseconds.
     """
 
     def __init__(self, folder: str | Path):
@@ -74,7 +74,7 @@ class JsonLines:
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line to the file of that name, which a resume may have replaced."""
-        numbers = {  # no clock has more digits
+        numbers = {  # clocks have no more digits
             name: round(value, 6) if name.startswith("timing_") else value
             for name, value in metrics.items()
         }
@@ -141,13 +141,13 @@ class Console:
 
 
 def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:
-    """Return the numbers of a step that people watch, in words."""
+    """Return the numbers of a step that people watch, as text such as "reward 0.5"."""
     names = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
     return headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in names]
 
 
 def scores_of(metrics: Mapping[str, float]) -> list[str]:
-    """Return the scores of a validation, in words."""
+    """Return the scores of a validation as text."""
     return [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith("val-core/")]
 
 
@@ -220,7 +220,7 @@ class WandB:
         self._run.log({f"samples/{name}": table}, step=step)
 
     def close(self) -> None:
-        """Finish the run: send everything that is not sent yet."""
+        """Finish the run, and send everything that is not sent yet."""
         self._run.finish()
 
 
@@ -311,7 +311,7 @@ class Tracking:
 
 
 def some_samples(path: Path) -> Rows:
-    """Return the best sample of a step, the worst, and some between; none without the file."""
+    """Return the best, the worst and some other samples of a step; none if there is no file."""
     rows, _ = json_objects(path)
     return spread(sorted(rows, key=lambda row: -float(row["score"])), MOST_SAMPLES)
 
@@ -322,7 +322,7 @@ def make_tracking(
 ) -> Iterator[Tracking]:
     """Open metrics.jsonl and the trackers of `trainer.logger`; the console shows the `headline`.
 
-    Metrics of a role with a worker of the user (`ROLE/NAME`) follow the headline. A tracker
+    Metrics of roles with the user's workers (`ROLE/NAME`) follow the headline. A tracker
     that is not installed is left out with a warning.
     """
     workers = config.role_workers
