@@ -118,7 +118,7 @@ class Job(ABC):
 
     @property
     def least(self) -> tuple[float, ...]:
-        """Seconds of every stage in which the driver itself works, in parallel with the roles."""
+        """Seconds of the driver's own work per stage, which runs in parallel with the roles."""
         return ()
 
     # ------------------------------------------------------------------ placements

@@ -56,7 +56,7 @@ class PPOJob(Job):
 
     @property
     def least(self) -> tuple[float, ...]:
-        """Seconds of every stage in which the driver itself works, in parallel with the roles."""
+        """Seconds of the driver's own work per stage, which runs in parallel with the roles."""
         return tuple(self.rewards * (stage == "score") for stage in self.stages)
 
     def models_in(self, config: PPOConfig) -> dict[str, RoleModelSpec]:

@@ -80,7 +80,7 @@ class PlannedPlacement:
 
     pools: tuple[PoolLayout, ...]
     least: Seconds = ()
-    """Seconds of every stage in which the driver itself works."""
+    """Seconds of the driver's own work per stage."""
 
     @cached_property
     def seconds(self) -> Seconds:
