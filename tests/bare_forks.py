@@ -1,7 +1,8 @@
 """Fork programs that import little, such as the process of a reward, instead of starting them.
 
-A new interpreter spends a tenth of a second on the standard library, more than a reward function of
-the tests on all its samples. `tests/forked.py` asks by `start_fork`; the server is this file, run.
+A new interpreter spends a tenth of a second on the standard library, which is longer than a reward
+function of the tests takes for all samples. `tests/forked.py` calls `start_fork`; the server runs
+this file.
 """
 
 from __future__ import annotations

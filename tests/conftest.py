@@ -82,7 +82,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def load(path: str) -> ModuleType:
     """Load a file that is in no package as a module.
 
-    It imports files beside it, as where it is run by hand.
+    It can import files next to it, as when it is run by hand.
     """
     name = path.removesuffix(".py").replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
@@ -140,7 +140,7 @@ FIGURES = ("curves", "timeline", "shares", "activity")
 def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
     """Replace the functions that draw figures, in all tests and fixtures.
 
-    Drawing takes 0.8 s, twice as long as a tiny run: reports are written, most without figures.
+    Drawing takes 0.8 s, twice as long as a tiny run, so most reports are written without figures.
     """
     from trainer.report import figures
 
@@ -178,7 +178,7 @@ def forks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forked_python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An executable in place of `python`: scripts' processes and their children are forked."""
+    """An executable to use as `python`: scripts' processes and their children are forked."""
     return write_python(tmp_path_factory.mktemp("forked"))
 
 

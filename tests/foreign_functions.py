@@ -1,8 +1,8 @@
 """Loaded by the server of forked processes (`PRELOADED` in `tests/conftest.py`) before any of our
 packages: the functions and classes of torch and transformers as they are without us.
 
-Then it loads ours, and notes which CPU kernels the roles and engines load. What our packages change
-`changed` finds; `tests/workers/cpu/test_isolation.py` asks in a fork.
+Then it loads our packages, and records which CPU kernels the roles and engines load. `changed`
+returns what our packages changed; `tests/workers/cpu/test_isolation.py` calls it in a fork.
 """
 
 from __future__ import annotations

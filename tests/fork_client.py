@@ -1,11 +1,11 @@
-"""Asks the server of `tests/fork_server.py` for a forked process, instead of starting one.
+"""Request a forked process from the server of `tests/fork_server.py`, instead of starting one.
 
     python fork_client.py ARGUMENTS             a Ray daemon's worker: this process ends at once
-    python fork_client.py --python ARGUMENTS    what `python ARGUMENTS` does: it ends as that does,
-                                                and hands on the signals that it gets
+    python fork_client.py --python ARGUMENTS    what `python ARGUMENTS` does: same exit status;
+                                                signals are passed to the fork
     python fork_client.py --tests ARGUMENTS     the same for a process that runs tests itself
 
-Nothing is imported here that takes long.
+This file imports nothing that takes long to load.
 """
 
 import os

@@ -1,10 +1,9 @@
-"""A server that has torch and transformers loaded, and forks what else would be started.
+"""A server that has torch and transformers loaded, and forks processes instead of starting them.
 
-A new interpreter spends seconds on importing them; a fork has them at once. `fork_client.py` asks
-for one in the place of a worker of a Ray cluster (`tests/forked_ray.py`), of the Python that
+A new interpreter spends seconds on importing them; a fork has them at once. `fork_client.py`
+requests forks instead of workers of a Ray cluster (`tests/forked_ray.py`), of the Python that
 scripts run (`forked_python`) and of the processes of pytest-xdist (`tests/conftest.py`). Program,
-arguments, environment, folder, input, output, exit status and signals are as in a process of its
-own.
+arguments, environment, folder, input, output, exit status and signals are as in a started process.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def fork_server() -> Iterator[None]:
     """Context in which this process and its children find a fork server, an existing one or their
     own.
 
-    A server ends with whoever has started it.
+    A server ends with the process that started it.
     """
     if ADDRESS in os.environ:
         yield

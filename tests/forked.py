@@ -1,7 +1,7 @@
-"""Worker processes forked from the test run's server instead of started anew.
+"""Worker processes that are forked from the test run's server instead of started.
 
 A new interpreter spends seconds on importing torch and transformers; a process of the server, which
-has them loaded (`PRELOADED` in `tests/conftest.py`), starts at once. All else is as in a child of
+has them loaded (`PRELOADED` in `tests/conftest.py`), starts at once. The rest is as in a child of
 `verl_like.process.child`: program, pipe, environment, import path, group, output, exit status.
 """
 
@@ -107,7 +107,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Do what `program()` does, in a forked process with these `sys.argv[1:]`, in `folder`.
 
-    For programs whose imports are not what is tested. The function must stand at the top of a file.
+    This is for programs whose imports are not tested. The function must be at module level.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         descriptors = Descriptors(output.fileno(), errors.fileno())

@@ -1,8 +1,8 @@
 """Loaded last by the server of forked processes (`PRELOADED` in `tests/conftest.py`).
 
-What it has loaded stays: the garbage collector of a process need not walk it, nor copy its pages.
-And these are huge ones, of 2 MiB, where the system has them: a fork copies the list of all pages,
-which is two thirds of its time where they are of 4 KiB.
+The loaded modules stay: the garbage collector of a fork need not walk them, so their pages are not
+copied. If the system has huge pages of 2 MiB, they are used: with pages of 4 KiB, a fork spends two
+thirds of its time on copying the list of pages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The modules of the three packages and their imports, read from their source.
 
-An import is of one of three kinds: made when the module is imported, made by type checkers alone
-(`if TYPE_CHECKING`), or made inside a function when it is called.
+An import has one of three kinds: it runs when the module is imported, only for type checkers
+(`if TYPE_CHECKING`), or inside a function when that is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which modules an import loads, found in forks of one interpreter that has loaded nothing.
+"""Find the modules that an import loads, in forks of one interpreter that has loaded nothing.
 
 python -P -m tests.loaded_modules MODULES --torch MODULES    # the later ones find torch loaded
 """

@@ -3,7 +3,7 @@
     with two_hosts() as hosts:
         subprocess.run(["ip", "netns", "exec", hosts[0], ...])
 
-What runs in one reaches what runs in the other by its address alone, and nothing else.
+A process in one namespace can reach the other only by its address, and nothing else.
 """
 
 from __future__ import annotations

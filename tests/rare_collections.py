@@ -1,7 +1,7 @@
 """Loaded first by the test run and by the server of forked processes (`tests/conftest.py`).
 
-Modules are no garbage: with Python's thresholds the collector walks them again and again while
-torch, transformers and the tests are loaded, for a fifth of that time.
+Modules are never garbage. With Python's default thresholds, the collector would walk them again and
+again while torch, transformers and the tests are loaded, and take a fifth of that time.
 """
 
 import gc

@@ -37,6 +37,6 @@ def _socket_inodes(pid: int) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """Parse an address of /proc: words of four bytes, each in the machine's byte order."""
+    """Parse an address of /proc: four-byte words, each in the machine's byte order."""
     words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
     return str(ipaddress.ip_address(b"".join(words)))

@@ -1,7 +1,7 @@
 """Loaded by the server of forked processes (`PRELOADED` in `tests/conftest.py`).
 
-What it has found out about the tiny model, of two layers or one, its forks need not find out again:
-how its rows may be packed, and that either engine decodes with it.
+It checks the tiny models of one and two layers, so that its forks need not check them again: how
+their rows may be packed, and that both engines decode with them.
 """
 
 from __future__ import annotations

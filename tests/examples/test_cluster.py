@@ -209,7 +209,7 @@ def test_the_image_has_what_kuberay_submits_a_job_to() -> None:
 
 
 def living_on(addresses: tuple[str, ...]) -> list[str]:
-    """Return the commands of processes that were passed such an address."""
+    """Return the commands of processes that have such an address as an argument."""
     found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

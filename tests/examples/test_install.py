@@ -1,4 +1,4 @@
-"""`tools/install.sh` without one of its requirements names it and the way out.
+"""`tools/install.sh` names a missing requirement and the way out.
 
 Python, pip and uv are stand-ins.
 """

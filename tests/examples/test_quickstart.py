@@ -26,9 +26,9 @@ def interrupted_in_a_terminal(
 ) -> tuple[int, str]:
     """Run the script in a terminal, and press Ctrl-C once `ready` exists.
 
-    Gives the exit code and what was shown.
+    Return the exit code and the output.
 
-    None of the processes that it had started is left.
+    Check that no process that the script started is left.
     """
     descendants = load("examples/quickstart/watch.py").descendants
     pid, terminal = pty.fork()

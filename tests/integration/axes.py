@@ -1,7 +1,7 @@
 """Which layouts work with which other features of a run; `docs/parallel.md` summarizes it.
 
-`test_axes_together.py` runs every cell: one that works follows the numbers of one process, one that
-is rejected says its words before a process starts.
+`test_axes_together.py` runs every cell. If it works, it must give the numbers of one process; if it
+is rejected, the error must come before a process starts.
 """
 
 from __future__ import annotations

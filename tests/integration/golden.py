@@ -1,6 +1,6 @@
 """The golden curve: five seeded PPO steps on the tiny task, in `golden_ppo.json`.
 
-    python -m tests.integration.golden    # writes it anew, after a change meant to move numbers
+    python -m tests.integration.golden    # writes it again, after a change meant to move numbers
 
 `test_golden.py` runs the same steps and compares.
 """

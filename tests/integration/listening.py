@@ -1,8 +1,8 @@
 """List the sockets on which the processes of a run on Ray listen; run by `test_sockets.py`.
 
-    python -m tests.integration.listening        tells it
+    python -m tests.integration.listening        prints the list
 
-The cluster is this process's own, and nothing but the run has sockets here.
+This process starts its own cluster, so only the run has sockets here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs whose cluster loses its head, then its node; run by `test_lost_cluster.py`.
 
-python -m tests.integration.lost_cluster RUN_DIR        tells what happened
+python -m tests.integration.lost_cluster RUN_DIR        prints what happened
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LosesCluster(RegressionTrainer):
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """Print the daemon's processes that each run's steps have seen."""
+    """Print the daemon's processes that each run's steps saw."""
     found = {}
     for kind in DAEMONS:
         LosesCluster.kind, LosesCluster.seen = kind, []

@@ -1,8 +1,8 @@
 """Runs on a simulated cluster that lose a node; run by `test_lost_nodes.py`.
 
-    python -m tests.integration.lost_nodes TINY_DIR RUN_DIR        tells what happened
+    python -m tests.integration.lost_nodes TINY_DIR RUN_DIR        prints what happened
 
-Each node has room for one process. First there are three, for two pools: one is spare.
+Each node has room for one process. At first there are three nodes for two pools: one is spare.
 """
 
 from __future__ import annotations

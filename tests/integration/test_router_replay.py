@@ -1,4 +1,4 @@
-"""PPO of mixtures of experts whose actor and rollout route alike."""
+"""PPO of mixtures of experts: the actor uses the experts that the rollout chose."""
 
 from __future__ import annotations
 

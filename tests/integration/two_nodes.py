@@ -1,9 +1,9 @@
-"""One PPO step on a simulated cluster of two nodes, then the loss of a node in mid-step; run by
+"""One PPO step on a simulated cluster of two nodes, then the loss of a node during a step; run by
 `test_cluster.py`.
 
-    python -m tests.integration.two_nodes TINY_DIR RUN_DIR        tells what happened
+    python -m tests.integration.two_nodes TINY_DIR RUN_DIR        prints what happened
 
-`RUN_DIR/code/my_critic.py` is a module of the user's that no node can import unless it is shipped.
+`RUN_DIR/code/my_critic.py` is a user's module, which a node can import only if it is shipped.
 """
 
 from __future__ import annotations

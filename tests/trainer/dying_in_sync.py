@@ -26,8 +26,10 @@ PLACES = ("call", "groups", "bucket", "vote", "report")
 
 @contextmanager
 def dying(worker: Any) -> Iterator[None]:
-    """The process ends within, if it is its turn: before it has come, as the groups form, with a
-    part of the weights, with all of them, or with the new version, of which nobody is told.
+    """End the process inside the block if it is its turn.
+
+    That is before it joins, while the groups form, with some of the weights, with all of them, or
+    with the new version before it is reported.
     """
     order = Path(worker.folder, ORDER)
     role, rank, place = order.read_text().split() if order.exists() else ("", "0", "")

@@ -1,7 +1,7 @@
 """The loop, checkpoints, report, tracking, timeline and placement work for any recipe.
 
-Shown on a regression of less than 60 lines, its YAML included, on a toy worker: no algorithm, no
-tokenizer, no prompts.
+The tests use a regression of less than 60 lines, including its YAML, on a toy worker, without an
+algorithm, a tokenizer or prompts.
 """
 
 from __future__ import annotations

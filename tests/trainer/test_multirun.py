@@ -48,11 +48,11 @@ def test_a_failing_job_does_not_end_the_others(
     ended = jobs(monkeypatch, tmp_path, "trainer.seed=2,3", run, recipe)
     assert ended is not None
     assert ended.value.code == "error: 1 of 2 jobs failed"
-    said = capsys.readouterr()
-    assert "ValueError: of the user's own" in said.err
-    assert "HYDRA_FULL_ERROR" not in said.err
-    assert "\ntrainer.seed=2  its traceback is above\n" in said.out
-    assert "Results" in said.out
+    captured = capsys.readouterr()
+    assert "ValueError: of the user's own" in captured.err
+    assert "HYDRA_FULL_ERROR" not in captured.err
+    assert "\ntrainer.seed=2  its traceback is above\n" in captured.out
+    assert "Results" in captured.out
     assert (tmp_path / "comparison.html").is_file()
 
 

@@ -1,7 +1,7 @@
-"""A cluster of one's own whose driver gets a signal, and that then loses its head, and one whose
-daemon is frozen when a run ends.
+"""A separate cluster whose driver gets a signal and then loses the head, and one whose daemon is
+frozen when a run ends.
 
-`backends/ray/test_broken_cluster` runs this in a process of its own.
+`backends/ray/test_broken_cluster` runs this in a separate process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A cluster that loses a node, and one low on memory.
 
-`backends/ray/test_ray_backend` runs this in a process of its own.
+`backends/ray/test_ray_backend` runs this in a separate process.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m tests.verl_suite CHECKOUT [FILE ...]
 
 CHECKOUT is a folder with verl's `tests/`: a clone, or an unpacked source distribution
-(`pip download verl==0.8.0 --no-deps --no-binary verl`). Each file runs in a pytest of its own; what
-failed is listed, and a table of what passed ends the output.
+(`pip download verl==0.8.0 --no-deps --no-binary verl`). Each file runs in a separate pytest. The
+output lists the failed tests, and ends with a table of the passed ones.
 """
 
 from __future__ import annotations

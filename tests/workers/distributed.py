@@ -3,7 +3,7 @@
     results = run(2, function, *args)      # function(*args) in each process, results in rank order
 
 The ranks are processes forked from a server, which has loaded the modules that `tests/conftest.py`
-names. The function must stand at the top of its test file; arguments and results are pickled. In
+names. The function must be at module level; arguments and results are pickled. In
 it, a `Worker` finds its rank, its world size and the rendezvous store in the environment, as under
 torchrun. `kept_ranks` does the same in processes that stay.
 """

@@ -2,10 +2,10 @@
 
     results = run_kept(2, function, *args)      # as `distributed.run`
 
-How an operation on shards is made torch works out once in a process, two thirds of a short training
-of a tiny model. After each function the process leaves its groups, and its environment, its random
-state and the settings of our modules are as before. A function that looks at the memory of its
-process, limits it, ends it or starts threads takes `distributed.run`.
+In each process, torch plans every operation on shards once, which takes two thirds of a short
+training of a tiny model. After each function the process leaves its groups, and its environment,
+its random state and the settings of our modules are as before. Use `distributed.run` for a function
+that measures or limits the memory of its process, ends the process or starts threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module with the names that are taken from verl 0.9.1, and our functions behind them."""
+"""A module with the names that we import from verl 0.9.1, backed by our functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check says of correct functions, of what cannot be checked, and how it shrinks a batch."""
+"""Checks of correct functions, errors for functions that cannot be checked, and shrunk batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bugs of other projects, each from a public thread, planted in a small loss: all are named.
 
-A mutant is written from what its thread says; a project's own code is not copied.
+Each mutant is written from the thread's description; no project's code is copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mutant(thread: str, relation: str, **settings: Any) -> Callable[[Mutant], Mu
 
 
 def surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """PPO's clipped surrogate of tokens, zero outside the mask whatever is there."""
+    """PPO's clipped surrogate per token; zero outside the mask, whatever the inputs are there."""
     log_ratio = (log_prob - old_log_prob).where(mask > 0, 0).clamp(-20, 20)
     advantages = advantages.where(mask > 0, 0)
     free, clipped = log_ratio.exp(), log_ratio.exp().clamp(0.8, 1.2)
@@ -77,7 +77,7 @@ def multiplied_denominator(log_prob, mask, global_batch_size, dp_size):
 
 @mutant("maxtext#4025", "declared_aggregation", loss_agg_mode="token-mean")
 def default_of_another_stack(log_prob, mask, global_batch_size):
-    """The recipe sets token-mean, and the stack below uses the mean over sequences."""
+    """The recipe sets token-mean, but the layer below uses the mean over sequences."""
     counts = {"global_batch_size": global_batch_size}
     return agg_loss(-log_prob, mask, "seq-mean-token-mean", **counts)
 

@@ -35,10 +35,10 @@ def test_a_command_for_gpus_is_checked_without_any(
     sizes = (f"trainer.nnodes={nodes}", "placement=split", "data.train_batch_size=16")
     settings = (*FOR_GPUS, *sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=8xH100"))
-    said = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
+    output = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
     where = "each of 2 machines" if nodes > 1 else "1 machine"
-    assert f"Devices: 8 x H100 on {where}" in said
-    assert "(72.7 of 79.0 GiB are usable: fits)" in said
+    assert f"Devices: 8 x H100 on {where}" in output
+    assert "(72.7 of 79.0 GiB are usable: fits)" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -52,10 +52,10 @@ def test_a_dry_run_fits_the_passes_before_it_shows_them(
     )
     settings = (*lengths, *rollout, "trainer.simulate=1x4.01GiB")
     run(config_of(tiny_dir, tmp_path, *settings))
-    said = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
-    assert ": fits" in said
-    assert "does NOT fit" not in said
-    assert ALL_FOUND in said
+    output = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
+    assert ": fits" in output
+    assert "does NOT fit" not in output
+    assert ALL_FOUND in output
     default = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
     with pytest.raises(ConfigError, match=r"does not fit: .* 0\.0 of 4\.0 GiB are usable"):
         run(config_of(tiny_dir, tmp_path, *settings, default))
@@ -93,8 +93,8 @@ def test_what_the_simulated_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path
     ],
 )
 def test_cards_have_names_or_a_size(simulate: str, gib: int) -> None:
-    found = devices_of(TrainerConfig(simulate=simulate))
-    assert (found.type, found.num_gpus, found.bytes) == ("cuda", int(simulate[0]), gib * 2**30)
+    gpus = devices_of(TrainerConfig(simulate=simulate))
+    assert (gpus.type, gpus.num_gpus, gpus.bytes) == ("cuda", int(simulate[0]), gib * 2**30)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """No reason of `migrate` denies a feature that exists.
 
-A reason either names a key or a command, which exists, or it says that something is not here. Then
-`REFUTED_BY` has the pattern of the key, or of the entry of a registry, that would make it untrue.
+A reason either names a key or a command, which must exist, or says that a feature is missing. Then
+`REFUTED_BY` has the pattern of a key or a registry entry that would make it untrue.
 """
 
 from __future__ import annotations

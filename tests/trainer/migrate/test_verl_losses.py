@@ -1,7 +1,7 @@
 """Every verl loss next to that of the migrated command: value and gradient.
 
-A twin is verl 0.9.1's formula, a token at a time, with verl's defaults: the token's loss and the
-slope by its log-prob. `expected` aggregates as verl does, which is not always as its key says.
+A twin is verl 0.9.1's formula for one token, with verl's defaults: it returns the token's loss and
+the slope by its log-prob. `expected` aggregates as verl does, which may differ from verl's key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Translations of one command, with and without the shell.
 
-Whatever these give to a test has been pasted into bash, and the program got its very words.
+Every returned command was pasted into bash, which passed exactly its words to the program.
 """
 
 from __future__ import annotations

@@ -20,5 +20,5 @@ from trainer.planner.cost import data_sheet
     ],
 )
 def test_a_drivers_name_leads_to_the_data_sheet(name: str, card: str | None) -> None:
-    found = data_sheet(name)
-    assert (found and found.name) == card
+    device = data_sheet(name)
+    assert (device and device.name) == card

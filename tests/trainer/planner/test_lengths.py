@@ -22,9 +22,9 @@ def planned(*arguments: str) -> PPOJob:
 def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(json.dumps([10] * 900 + [500] * 100))
-    found = plan.read_lengths(str(file))
-    assert sum(found) / len(found) == pytest.approx(59, rel=0.1)
-    assert found[-1] == 500
+    lengths = plan.read_lengths(str(file))
+    assert sum(lengths) / len(lengths) == pytest.approx(59, rel=0.1)
+    assert lengths[-1] == 500
 
 
 @pytest.mark.parametrize(

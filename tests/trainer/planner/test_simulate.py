@@ -198,8 +198,8 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
 def longer_and_longer(short: Phases) -> Iterator[Phases]:
     """Run ever longer phases, because a busy machine wakes threads some milliseconds late.
 
-    That hides no wrong prediction, which is as wrong for all of them. It would hide a delay of the
-    buffer's own, of as many milliseconds however long phases are; so none are very long.
+    This does not hide a wrong prediction, which is wrong by the same factor for all lengths. It
+    would hide a constant delay in the buffer, so no phase is very long.
     """
     for longer in (1, 3, 5):
         yield short.times(longer, longer, longer)

@@ -1,6 +1,6 @@
 """The nodes of the printed graph of a step are the calls that a real run makes.
 
-Tiny models in process; two processes a pool where calls must run side by side.
+Tiny models run in this process, or in two processes per pool if calls must run concurrently.
 """
 
 from __future__ import annotations

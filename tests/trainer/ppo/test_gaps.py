@@ -1,6 +1,6 @@
 """The driver computes the same from a batch whose masks have gaps as from one without gaps.
 
-In a gap stands what was observed: real tokens that the policy did not draw.
+A gap has observed tokens: real tokens that the policy did not sample.
 """
 
 from __future__ import annotations

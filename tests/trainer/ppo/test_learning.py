@@ -1,7 +1,7 @@
 """Every preset, estimator and policy loss raises the reward of the tiny task in 20 steps.
 
-They are trained by the command line, in this process, as `docs/make_curves.py` does; a new
-algorithm is in by being registered.
+They are trained by the command line in this process, as in `docs/make_curves.py`; a new algorithm
+is included once it is registered.
 """
 
 from __future__ import annotations

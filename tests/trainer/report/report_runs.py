@@ -53,7 +53,7 @@ def make_run(
 ) -> Path:
     """Create a run of `num_steps` steps in which actor and critic update concurrently.
 
-    The more ranks, the more differ their ends, by up to 0.05 s.
+    The ranks of a call end up to 0.05 s apart.
     """
     (folder / "rollouts").mkdir(parents=True)
     lines = [json.dumps(metrics_of(step)) + "\n" for step in range(1, num_steps + 1)]

@@ -81,9 +81,9 @@ def test_outcomes_are_counted_by_the_number_of_turns() -> None:
 
 @pytest.mark.parametrize("turns", [None, 7, [], [7, {}], [{"role": "assistant", "reward": "x"}]])
 def test_lines_of_anything_else_are_shown_as_they_are(turns: Any) -> None:
-    found = trajectory_of({"turns": turns, "ended": None})
-    assert found.longest == 0
-    assert [turn.reward for turn in found.turns] in ([], [None])
+    trajectory = trajectory_of({"turns": turns, "ended": None})
+    assert trajectory.longest == 0
+    assert [turn.reward for turn in trajectory.turns] in ([], [None])
 
 
 def test_the_summary_says_how_trajectories_ended_and_what_fails(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_trackio_has_the_numbers_and_the_samples(run: Path) -> None:
 def messages_of(log: bytes) -> Iterator[bytes]:
     """Return the records of a LevelDB file: blocks of 32 KiB, the first with a header.
 
-    Of each piece: a checksum, its length, and whether it is whole, a first, a middle or a last one.
+    Each piece has a checksum, its length, and its kind: full, first, middle or last.
     """
     message, place = b"", 7
     while place + 7 <= len(log):

@@ -1,7 +1,7 @@
-"""Call every method of the `tinker` SDK that is not deprecated; print what each gave as JSON.
+"""Call every method of the `tinker` SDK that is not deprecated; print the results as JSON.
 
-Runs in an environment with the SDK: `sdk_probe.py URL MODEL`. A value is "works" where the method
-gave what it must, else an error's text.
+Runs in an environment with the SDK: `sdk_probe.py URL MODEL`. A value is "works" if the method
+returned the expected result, otherwise the error's text.
 """
 
 from __future__ import annotations

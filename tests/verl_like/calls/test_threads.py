@@ -47,7 +47,7 @@ def pools(request: pytest.FixtureRequest):
 
 
 def in_threads(jobs: list[Callable[[], object]]) -> None:
-    """Run each in a separate thread; raise the first error."""
+    """Run each function in a separate thread; raise the first error."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()

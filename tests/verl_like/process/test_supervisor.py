@@ -19,7 +19,7 @@ DEPTH = 1100
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file and a link outside, in a folder at every hundredth level.
 
-    Not in pytest's own folder: what a killed run leaves there, it removes by recursion.
+    It is not in pytest's folder, whose leftovers pytest removes by recursion.
     """
     place = Path(tempfile.mkdtemp())
     outside = place / "outside"

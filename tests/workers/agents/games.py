@@ -60,7 +60,7 @@ class Dice(Environment):
 
 
 class Sometimes(Count):
-    """Raises in the second turn until it has started so often (a file counts)."""
+    """Raises in the second turn until it has started this often, counted in a file."""
 
     def __init__(self, file: str, fails: int) -> None:
         super().__init__()

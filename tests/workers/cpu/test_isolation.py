@@ -1,6 +1,6 @@
 """The CPU kernels change neither other packages nor the process, and only a CPU loads them.
 
-They are looked at in a fork of a process that has noted what was there before our packages were
+The tests look in a fork of a process that recorded the state before our packages were loaded
 (`tests/foreign_functions.py`).
 """
 
@@ -53,7 +53,7 @@ def import_all(package: str) -> None:
 def changed_by_engines(tiny_dir: Path) -> list[Any]:
     """Return the changes while an engine runs, and after training and sampling.
 
-    With each whether the module of the model's class is as it was.
+    Each comes with whether the module of the model's class is unchanged.
     """
     from transformers.models.llama import modeling_llama
 

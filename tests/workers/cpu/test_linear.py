@@ -94,7 +94,7 @@ NUM_KEPT = 16 * 2**20
 def page_faults_of_a_tensor(tiny_dir: Path) -> int:
     """Return the page faults of a tensor of 64 MiB, the twentieth one in a process that trains.
 
-    By then the heap has found its layout.
+    By then the heap's layout is stable.
     """
     os.environ[OWN_PROCESS] = "1"
     started(ActorWorker, tiny_config(tiny_dir), 1)

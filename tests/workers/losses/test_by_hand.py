@@ -1,8 +1,8 @@
 """Policy losses on two rows of four tokens, worked by hand.
 
 Every token had probability 0.2. The first row (A = 1) has three tokens of ratios 1, 1.5 and 0.5,
-the second (A = -2) four of ratios 1, 0.5, 2 and 4; ratios may go from 0.8 to 1.3, the dual clip is
-at 3. Each entry is the sum over the seven tokens.
+the second (A = -2) four of ratios 1, 0.5, 2 and 4; ratios are clipped to 0.8 to 1.3, and the dual
+clip is 3. Each entry is the sum over the seven tokens.
 """
 
 from __future__ import annotations

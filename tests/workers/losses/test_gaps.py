@@ -1,7 +1,7 @@
 """Masks with gaps and of any dtype, for every loss, correction, KL and masked operation.
 
-A row with gaps gives what the row without them gives. Whatever is not zero in a mask of any dtype
-is inside. Nothing that is given is written to.
+A row with gaps gives the same result as the row without them. Every nonzero entry of a mask of any
+dtype is inside. No argument is modified.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
         config = tiny_model_config(case)        # raises NotBuilt with the reason
         module = build_tiny(config)             # float32, state off its defaults, deterministic
 
-Whatever a proof must not be short of is small here: windows, chunks and original lengths are
-`WINDOW` tokens, so a row of 160 tokens is longer than all of them.
+Sizes that a proof must exceed are small here: windows, chunks and original lengths are `WINDOW`
+tokens, so a row of 160 tokens is longer than all of them.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
 def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
     """Ranks 0 and 1 are one sharded actor, rank 2 a rollout; return checksums, errors, buffers.
 
-    The actor's buffers leave their values, go to the rollout and into a checkpoint, and come back.
+    The actor's buffers change, are sent to the rollout and saved in a checkpoint, and are restored.
     """
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))

@@ -2,8 +2,8 @@
 
     print(walk("gpt_neox", folder))     # {"training": "right (packed)", "native": "right", ...}
 
-Each result begins with "right", "refused" (by a `ConfigError`, its words follow) or "wrong". What
-is compared with are plain transformers' passes over each row by itself, without padding.
+Each result begins with "right", "refused" (by a `ConfigError`, whose text follows) or "wrong". The
+reference is transformers' own pass over each row alone, without padding.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def each_row_alone(module: Any, data: DataProto) -> Alone:
 def rounding_of_gradient(module: Any, data: DataProto, plain: dict[str, Tensor]) -> float:
     """Return how far transformers' gradient moves if each weight moves by its last bit.
 
-    Two ways to the same gradient cannot agree better than that: norms of outputs that all but
-    cancel, as in gated linear attention, blow rounding up.
+    Two ways to compute the same gradient cannot agree better than that: norms of outputs that
+    nearly cancel, as in gated linear attention, amplify rounding.
     """
     moved = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(0)

@@ -124,7 +124,7 @@ def test_a_reference_that_follows_moves_its_part_of_every_weight(
 
 
 def log_probs(folder: Path, axis: str, model: dict[str, Any]) -> list[torch.Tensor]:
-    """Return those of an actor after an update, and of the reference that is its base."""
+    """Return the log-probs of an actor after an update, and of the reference that is its base."""
     config = tiny_config(folder, ppo_mini_batch_size=4, parallel=cut_over_all(axis))
     for name, value in model.items():
         setattr(config.actor_rollout_ref.model, name, value)

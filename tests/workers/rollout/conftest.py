@@ -1,6 +1,6 @@
 """Every rollout engine on one tiny model: `hf`, `native`, and `vllm` here and as a server.
 
-vLLM has an environment of its own, tests/run_vllm.sh.
+vLLM has a separate environment, which tests/run_vllm.sh creates.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from workers.rollout.sample import Sample
 
 
 def largest_gap(engine: HFEngine, module: Any) -> float:
-    """Return it between log-probs of greedy tokens and those of transformers' pass over the row."""
+    """Return the largest gap between log-probs of greedy tokens and of transformers' pass."""
     engine.commit(0)
     prompt = list(range(6, 24))
     sampling = SamplingParams(max_tokens=12, stop_token_ids=(), do_sample=False)

@@ -1,6 +1,6 @@
 """A pass computes only on the model's device.
 
-torch's meta device stands for a GPU: it computes shapes, and refuses tensors of other devices.
+torch's meta device simulates a GPU: it computes shapes, and rejects tensors of other devices.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ def on_ranks(
 ) -> dict[str, Any]:
     """Return gradients, log-probs and an update of every rank.
 
-    The update has two mini-batches, or one where the number of rows is odd.
+    The update has two mini-batches, or one if the number of rows is odd.
 
-    An `is_large` model has a unit of FSDP2 for each of its layers. Several ranks, each a process of
-    its own, take a row at a time, so that a mini-batch is several passes; and they multiply through
-    oneDNN, where one leaves it to torch.
+    An `is_large` model has an FSDP2 unit for each of its layers. Several ranks, in separate
+    processes, take one row per pass, so that a mini-batch has several passes; and their products
+    use oneDNN, whereas those of one rank use torch's kernels.
     """
     if is_large:
         sharding.SMALL_ELEMENTS = 0

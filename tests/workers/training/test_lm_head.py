@@ -119,7 +119,7 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
 class LargestLogits(TorchDispatchMode):
     """Counts positions of the largest tensor whose last dim is the vocabulary.
 
-    A gradient of the head's weight, transposed, is none.
+    The transposed gradient of the head's weight does not count.
     """
 
     def __init__(self, hidden_size: int) -> None:

@@ -74,8 +74,8 @@ def sharded_actor_and_lonely_rollout(
 ) -> list[Any]:
     """All ranks but the last train one sharded actor, the last is a rollout in another pool.
 
-    Five versions; before the fourth, actor and rollout are made anew and the actor resumes. Returns
-    what each rank thinks of every version.
+    Sync five versions; before the fourth, create actor and rollout again, and let the actor resume.
+    Return what each rank reports about every version.
     """
     rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))

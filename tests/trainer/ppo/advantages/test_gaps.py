@@ -86,10 +86,10 @@ def test_a_mask_of_any_dtype_is_the_same_and_nothing_given_is_written(columns, n
 
 
 def expected_gradient(name, rewards, samples=3, chance=0.4):
-    """Of a game in which a policy goes on with this chance, or stops, and a step ends with either.
+    """Return (the estimator's mean gradient, the gradient of the expected reward) of a small task.
 
-    `rewards[k]` are those of stopping and of going on at step k. All groups of so many samples are
-    enumerated; (what the estimator gives on average, the gradient of the expected reward).
+    At each step, the policy continues with probability `chance`, or stops. `rewards[k]` has the
+    rewards of stopping and of continuing at step k. All groups of this many samples are enumerated.
     """
     last = len(rewards) - 1
     games = [[1] * number + [0] for number in range(last + 1)] + [[1] * (last + 1)]

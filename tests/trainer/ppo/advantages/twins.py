@@ -222,7 +222,7 @@ def optimal_token_baseline(case):
 
 
 def squared_norm(case, row, t):
-    """Return that of the gradient of log softmax: 1 - p at the token, -p at every other word."""
+    """Return the squared norm of the gradient of log softmax: 1 - p at the token, -p elsewhere."""
     return 1 - 2 * math.exp(case.old_log_probs[row][t]) + case.sum_pi_squared[row][t]
 
 

@@ -1,6 +1,6 @@
 """Layers by torch.compile next to the same layers without, on the CPU.
 
-All but one test have graphs that torch runs as they are: g++ takes minutes.
+All tests but one run the traced graphs without compiling them, because g++ takes minutes.
 """
 
 from __future__ import annotations
