@@ -219,7 +219,7 @@ class ChatTrajectory:
         self._ids = self._renderer.prompt(with_observation(prompt, observed))
 
     def turn(self) -> Answer | None:
-        """Return the environment's reply to the next turn, or None if the user ends."""
+        """Return the environment's reply to the next turn, or None if the user ends the chat."""
         tokenizer = self._chat.tokenizer
         text = _user_turn()
         if text is None:

@@ -100,7 +100,7 @@ class PoolStarter:
 
 
 def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
-    """Run these calls in a thread each, and wait for all.
+    """Run each of these calls in a thread, and wait for all.
 
     If some fail, the first error is raised with the others in its notes.
     """

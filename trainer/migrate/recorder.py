@@ -5,7 +5,7 @@
 
 The shell takes care of variables, arrays, loops, files and other scripts. A variable that the
 script reads and nobody sets stays a variable, `$NAME`, so that you can paste the translation where
-it is set. So do keys and tokens.
+it is set. API keys and access tokens also stay variables.
 
 `record` starts a process with `main`, and sends it a `Script`. Bash runs the script as it is, but
 `recorder.sh` has functions instead of `python`, `torchrun`, `ray` and everything else that trains,
@@ -45,7 +45,7 @@ CONTINUATION = re.compile(r"\\[ \t]+(?:#[^\n]*)?(?:\n|\Z)")
 """A backslash before blanks or a comment at the end of a line, which bash does not continue."""
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 MARKED = re.compile("\2[$](\\w+)\3")
-"""Value that the script sees for a variable that stays a variable; no other `$` looks like it."""
+"""Pattern of the value that the script sees for a variable that stays `$NAME`; it marks the `$`."""
 MARKED_BY_BASH = re.compile(r"\$'\\002(\$\w+)\\003([^']*)'")
 """`MARKED` as bash prints it."""
 REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
@@ -113,8 +113,8 @@ def source_text(source: str) -> str:
 def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return variables that are never set: names that can stay `$NAME`, and names that cannot.
 
-    A variable that a script tests or computes with does not stay `$NAME`. Keys and tokens stay
-    variables although they are set.
+    A variable that a script tests or computes with does not stay `$NAME`. API keys and access
+    tokens stay variables although they are set.
     """
     code = re.sub(r"(?m)^\s*#.*", "", script)
     references, others = list[str](), list[str]()
@@ -186,7 +186,7 @@ class Recording:
     ending: str
     printed: str
     variables: Sequence[str] = ()
-    """Variables that stay variables."""
+    """Variables that stay `$NAME` in the translation."""
     unset: Sequence[str] = ()
     """Other variables that the script reads and does not set."""
 

@@ -131,7 +131,7 @@ def _trajectories(data: RunData) -> Iterator[str]:
 
 
 def _best_validations(data: RunData) -> Iterator[str]:
-    """Yield the highest value of each validation metric, and the last."""
+    """Yield the highest and the last value of each validation metric."""
     for name in metric_names(data.metrics):
         steps, values = data.series(name)
         finite = [value for value in values if math.isfinite(value)]

@@ -18,8 +18,8 @@ PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return one number for each name, from a list of numbers (such as one per mini-batch).
 
-    A name whose last word is max or min (`…/max`, `…_max`), and verl's two memory peaks, take that
-    extreme; every other name takes the mean. Only the last word of a name decides.
+    A name whose last word is max or min (`…/max`, `…_max`), and verl's two memory peaks, are
+    reduced by max or min, all others by the mean. Only the last word of a name decides.
     """
     return {name: _one_number(name, values) for name, values in metrics.items()}
 
