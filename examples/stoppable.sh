@@ -1,7 +1,7 @@
-# Sourced by the scripts of examples that have something to do after a run.
-#   stoppable COMMAND ...   runs it, hands SIGTERM, SIGHUP and SIGUSR1 on to it, so that a run stops
-#                           with a checkpoint, and gives its exit code. Ctrl-C reaches it from the
-#                           terminal.
+# Example scripts that continue after a run source this file.
+#   stoppable COMMAND ...   runs COMMAND and returns its exit code. It forwards SIGTERM, SIGHUP and
+#                           SIGUSR1, so that a run stops with a checkpoint. Ctrl-C reaches COMMAND
+#                           from the terminal.
 stoppable() {
     local child code=0 of_child=0 interrupted=
     (

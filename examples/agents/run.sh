@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Policies that act in several turns, learned from a tiny model on two CPU cores, about a minute each:
-#   bash examples/agents/run.sh guess [key=value ...]         finds a number by hints; each turn has an advantage of its own
+# Train a tiny model to act in several turns, on two CPU cores, in about a minute each:
+#   bash examples/agents/run.sh guess [key=value ...]         finds a number with hints; each turn has its own advantage
 #   bash examples/agents/run.sh calculator [key=value ...]    calls a tool, then answers; GRPO
-#   bash examples/agents/run.sh agent [key=value ...]         an agent that asks by OpenAI's API (pip install openai)
-# RUN_DIR=<folder> chooses where it goes (default runs/agents/<which>), PYTHON which Python has this project.
+#   bash examples/agents/run.sh agent [key=value ...]         an agent that uses OpenAI's API (pip install openai)
+# RUN_DIR=<folder> sets the run folder (default runs/agents/<which>), PYTHON the Python that has this project.
 set -euo pipefail
 which=${1:-}
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

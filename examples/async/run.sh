@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What the scripts beside this one share: a tiny model learns by PPO whose samples are made beside the training.
+# The common part of the scripts in this folder: asynchronous PPO on a tiny model.
 #   bash examples/async/run.sh TOPOLOGY [key=value ...]
-# BACKEND=local runs it without Ray, RUN_DIR=<folder> chooses where it goes (default runs/async/TOPOLOGY), PYTHON which
-# Python has this project. A run that is there already is started anew.
+# BACKEND=local runs it without Ray, RUN_DIR=<folder> sets the run folder (default runs/async/TOPOLOGY), PYTHON the
+# Python that has this project. A run that is already in the folder is started again from the beginning.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 topology=${1:?a topology: 1m1t, 2m1t, 1m2t, 2m2t}

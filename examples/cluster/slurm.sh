@@ -7,10 +7,10 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:TERM@300
-# A run on the nodes of a Slurm job: Ray on each of them, and the driver on the first. From the repository's root:
+# Run on the nodes of a Slurm job, with Ray on each node and the driver on the first. From the repository's root:
 #   sbatch [--nodes=4 --gpus-per-node=4 ...] examples/cluster/slurm.sh key=value ...
-# PYTHON is an interpreter that has this project and that all nodes see, as they see the model, the data and the run folder.
-# Five minutes before its time is over the run writes a checkpoint and stops; the same command later goes on from there.
+# PYTHON is an interpreter with this project. All nodes must see it, as well as the model, the data and the run folder.
+# Five minutes before the time limit, the run writes a checkpoint and stops; the same command resumes from there.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?it is for sbatch: sbatch examples/cluster/slurm.sh key=value ...}"
 source examples/stoppable.sh
@@ -28,7 +28,7 @@ on() { # a node, a command there; in a subshell, which srun replaces: a signal t
     exec srun --nodes=1 --ntasks=1 --nodelist="$node" --cpus-per-task="$cpus" --overlap "$@"
 }
 
-# Ray lets in who has the token. Ports differ from job to job, for nodes that several jobs share.
+# Ray accepts connections with the token. Ports differ between jobs, because several jobs can share a node.
 RAY_AUTH_TOKEN=$("$py" -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 address_of() { # its first one, or that of the interface which gloo is told to take

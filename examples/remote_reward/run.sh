@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# PPO whose rewards come from a server over HTTP, and the same run with the reward in process, to see the same numbers:
+# PPO with rewards from a server over HTTP, and the same run with the reward in process, which must give the same numbers:
 #   bash examples/remote_reward/run.sh [key=value ...]
-# RUN_DIR=<folder> chooses where both runs go (default runs/remote_reward), PYTHON which Python has this project.
+# RUN_DIR=<folder> sets the folder of both runs (default runs/remote_reward), PYTHON the Python that has this project.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/stoppable.sh

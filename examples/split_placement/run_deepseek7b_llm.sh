@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# DeepSeek-LLM-7B, PPO on GSM8K: actor, rollout and reference on one half of the cards, the critic on the other half.
+# DeepSeek-LLM-7B, PPO on GSM8K: actor, rollout and reference on one half of the GPUs, the critic on the other half.
 #   bash run_deepseek7b_llm.sh [key=value ...]          eight GPUs, the model, the data
-#   ... trainer.simulate=8xH100                          a dry run as on eight H100s, without any
+#   ... trainer.simulate=8xH100                          a dry run for eight H100s, without GPUs
 #   TINY=1 bash run_deepseek7b_llm.sh [key=value ...]   the same dataflow with a tiny Llama on this machine's CPU
-# MODEL and DATA say where model and data lie; README.md tells what each step of the original example became here.
+# MODEL and DATA are the paths of the model and the data; README.md maps the steps of the original example to this one.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -81,7 +81,7 @@ fi
 
 run_dir=${RUN_DIR:-runs/split_placement/tiny}
 split=$run_dir/split colocate=$run_dir/colocate devices=2
-others=(trainer.resume_mode=disable)   # and what is given, but for folder and placement: the run in turns has its own
+others=(trainer.resume_mode=disable)   # and the given settings, except for folder and placement, which the colocated run sets itself
 for setting in "$@"; do
     case $setting in
         trainer.default_local_dir=*) split=${setting#*=} colocate=${setting#*=}-colocate ;;
@@ -105,7 +105,7 @@ changes=(
     critic.model.path="$run_dir/data/model"
     critic.optim.lr=1e-3
     critic.ppo_micro_batch_size_per_gpu=32
-    "~actor_rollout_ref.rollout.tensor_model_parallel_size"   # of vLLM alone
+    "~actor_rollout_ref.rollout.tensor_model_parallel_size"   # only vLLM has it
     "~actor_rollout_ref.rollout.gpu_memory_utilization"
     trainer.n_gpus_per_node=2
     trainer.device=cpu
