@@ -109,7 +109,7 @@ def learn(folder: Path, case: str, seed: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     folder, seed, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     print(json.dumps({case: learn(folder, case, seed, steps) for case in CASES}), flush=True)
 

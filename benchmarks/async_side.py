@@ -281,7 +281,7 @@ def keep_cluster() -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     if sys.argv[1] == "cluster":
         keep_cluster()
         return

@@ -190,7 +190,7 @@ def measure(model: Path, folder: Path, num_ranks: int, rounds: int) -> dict[str,
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", default="1,2")

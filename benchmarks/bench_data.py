@@ -99,7 +99,7 @@ def parse(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--side", choices=["prompts", "rows", "parse"], help=argparse.SUPPRESS)

@@ -122,7 +122,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     try:
         job(sys.argv[1:])
     except ConfigError as error:

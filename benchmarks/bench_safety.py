@@ -228,7 +228,7 @@ def ms_of_lock(folder: Path) -> float:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--all", action="store_true", help="only everything on, everything off")

@@ -167,7 +167,7 @@ def report(folders: dict[str, Path], sides: dict[str, dict[str, Any]], steps: in
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kill-every", type=int, default=100)

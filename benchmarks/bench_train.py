@@ -121,7 +121,7 @@ def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

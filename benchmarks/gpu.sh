@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Measure one GPU, in at most 15 minutes: the LOCAL_RANK trap, the gpu tests, FSDP2, memory, MFU, hashing, sampling,
 # copies, decoding, and three steps of GRPO and PPO with 0.5B. Writes gpu.json, gpu.md (to paste into an issue) and gpu.log.
-#   bash benchmarks/gpu.sh --prepare            where there is a network: pure packages that the GPU machine may lack, into
-#                                               .gpu-packages (12 MB); take the folder along
+#   bash benchmarks/gpu.sh --prepare            on a machine with a network: download pure Python packages that the GPU
+#                                               machine may lack to .gpu-packages (12 MB); copy this folder there
 #   bash benchmarks/gpu.sh                      on the machine with the GPU; needs torch, transformers, pyarrow and pytest, but
 #                                               no network, no Ray and no vLLM
-#   bash benchmarks/gpu.sh --dry-run H100       check every run as on such a GPU
-#   bash benchmarks/gpu.sh --device cpu --tiny  the same commands, small, on this machine
+#   bash benchmarks/gpu.sh --dry-run H100       check every run as if on such a GPU
+#   bash benchmarks/gpu.sh --device cpu --tiny  run the same commands with small sizes on this machine
 # Options are those of gpu_hour.py; gpu_node.sh is for several GPUs. PYTHON chooses the interpreter.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -26,7 +26,7 @@ if [ "${1:-}" = --prepare ]; then
     exit
 fi
 
-# The packages come last: only what the interpreter lacks is taken from there.
+# The packages come last on the path, so only those that the interpreter lacks are used.
 site=$("$py" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}:$site:$packages TOKENIZERS_PARALLELISM=false
 exec "$py" benchmarks/gpu_hour.py "$@"

@@ -218,7 +218,7 @@ def run_parts(
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="8 by gpu_node.sh")

@@ -227,7 +227,7 @@ def distance(weights: Any, others: Any) -> float:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     import torch
 
     torch.set_num_threads(1)

@@ -220,7 +220,7 @@ def calls(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     sides = {
         "split": split,
         "colocate": colocate,

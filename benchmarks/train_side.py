@@ -283,7 +283,7 @@ def memory(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line; one JSON object on the last line of stdout."""
+    """Parse the command line; print a JSON object on the last line of stdout."""
     torch.set_num_threads(1)
     side, folder = sys.argv[1], Path(sys.argv[2])
     kind = sys.argv[3] if len(sys.argv) > 3 else ""

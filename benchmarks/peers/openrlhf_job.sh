@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The job of job.sh on OpenRLHF 0.11 (flags with sections), all models and vLLM on the same cards. Its flags are checked
-# against OpenRLHF's sources; it has not been run on cards yet. Further flags of OpenRLHF's go behind the script.
+# The job of job.sh on OpenRLHF 0.11 (flags with sections), all models and vLLM on the same GPUs. Its flags are checked
+# against OpenRLHF's sources; it has not been run on GPUs yet. More OpenRLHF flags can follow the script's name.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/job.sh"
 

@@ -103,7 +103,7 @@ def flat_rows(prompts: str, num_rows: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and run the benchmark."""
     what, *files = sys.argv[1:]
     job = job_of(os.environ)
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The job of job.sh on verl 0.8 to 0.10, with vLLM. Its keys are checked against verl's sources; it has not been run on
-# cards yet. Further keys of verl's go behind the script.
+# GPUs yet. More verl keys can follow the script's name.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/job.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The job of job.sh on this repository: bench_job.py, which prints the row itself.
+# The job of job.sh on verl-like: it runs bench_job.py, which prints the row itself.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/job.sh"
 
