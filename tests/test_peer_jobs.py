@@ -127,9 +127,9 @@ def test_a_script_without_a_model_says_what_it_wants(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["verl", "openrlhf", "trl"])
-def test_a_peers_script_says_that_it_has_not_run_on_cards(script: str) -> None:
+def test_a_peers_script_says_that_it_has_not_run_on_gpus(script: str) -> None:
     head = (PEERS / f"{script}_job.sh").read_text(encoding="utf-8").partition("\nset ")[0]
-    assert "has not been run on cards yet" in " ".join(re.findall(r"[^\s#]+", head))
+    assert "has not been run on GPUs yet" in " ".join(re.findall(r"[^\s#]+", head))
 
 
 WRITTEN = {

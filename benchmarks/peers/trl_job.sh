@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The job of job.sh on TRL 1.16, with vLLM next to the trainer on each GPU; DEVICE=cpu uses transformers' generation
-# instead. It has been run on a CPU, but not on GPUs yet. Every GPU holds the whole model; if it is too large, set
+# instead. It runs on a CPU; it has not been run on GPUs yet. Every GPU holds the whole model; if it is too large, set
 # ACCELERATE="--config_file zero3.yaml".
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/job.sh"
