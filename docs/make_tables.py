@@ -649,7 +649,7 @@ def migration_list(
         reason: _joined([name for name in general if rejected[name] == reason])
         for reason in sorted(dict.fromkeys(REASONS.values()), key=NO_EQUIVALENT.__eq__)
     }
-    title = "**Rejected**, unless the value changes nothing; the error names the way out:"
+    title = "**Rejected** if it has an effect; the error says what to do instead, if possible:"
     lines += ["", title, ""]
     lines += [f"- {reason}: {names}" for reason, names in by_reason.items() if names]
     return "\n".join(lines)

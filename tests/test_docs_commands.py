@@ -362,7 +362,7 @@ def is_of_code(name: str, page: Path) -> bool:
     first, *rest = name.split(".")
     if rest[-1] in KINDS_OF_FILES or first in (*OTHER_SYSTEMS, "self", "module"):
         return True
-    for start in (name, f"verl_like.{name}"):
+    for start in (name, f"verl_like.{name}", f"verl_like.extend.{name}"):
         with suppress(ImportError, AttributeError, ValueError):
             resolve_name(start)
             return True

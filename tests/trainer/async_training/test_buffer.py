@@ -270,7 +270,7 @@ def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_ru
             finish(buffer, begin(buffer))
         if version < 3:
             train(buffer, buffer.take(Demand(4)), version + 1)
-    words = "NewestAtFirst took samples of version 1 for the update of version 3, and .*staleness=1"
+    words = "NewestAtFirst took samples of version 1 for the update of version 3, but .*staleness=1"
     with pytest.raises(SamplerError, match=words):
         buffer.take(Demand(4))
 

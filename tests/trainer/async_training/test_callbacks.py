@@ -40,7 +40,7 @@ def config_of(tiny: Path, folder: Path) -> AsyncConfig:
 def test_hooks_come_in_their_order(tiny_dir: Path, tmp_path: Path) -> None:
     recorder = Recorder()
     run(config_of(tiny_dir, tmp_path), callbacks=[recorder])
-    step = ["step_begin", "sample_begin", "samples", "sample_end", "update"]
+    step = ["step_begin", "sample_begin", "generated", "sample_end", "update"]
     shown = [one for one in recorder.seen if not one[1].startswith(("stage_", "filter"))]
     assert shown == [
         (0, "init_end"),

@@ -116,7 +116,7 @@ def test_headings_are_not_repeated() -> None:
 def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
     text = explained("algorithm=gspo").partition("Metrics to watch")[2].partition("Changed")[0]
     assert "grpo: If `actor/grad_norm`" in text
-    assert "gspo: If `actor/pg_clipfrac`" in text
+    assert "gspo: `actor/pg_clipfrac` is usually 0.1 or more" in text
 
 
 def test_keys_without_effect_are_listed_with_the_reason() -> None:

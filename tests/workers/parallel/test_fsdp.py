@@ -194,7 +194,7 @@ def test_a_folder_whose_weights_do_not_fit_its_config_names_them(
     ("strategy", "config", "answer"),
     [
         ("single", FSDPConfig(fsdp_size=2), "keeps the whole model on every rank"),
-        ("ddp", FSDPConfig(fsdp_size=4), "set strategy=fsdp"),
+        ("ddp", FSDPConfig(fsdp_size=4), "Set strategy=fsdp"),
         ("fsdp_offload", FSDPConfig(param_offload=False), "contradict each other"),
         ("shard_grad_op+offload", FSDPConfig(optimizer_offload=False), "contradict each other"),
     ],

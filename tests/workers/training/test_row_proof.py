@@ -284,7 +284,7 @@ def test_without_a_small_model_to_prove_it_on_rows_are_padded(
         engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
     proof._answer_of.cache_clear()
     assert engine.row_passes.kind == "padded"
-    assert "not proven right from packed rows (there is no small model" in caplog.text
+    assert "could not be tested on packed rows (there is no small model" in caplog.text
     assert "a width that does not shrink" in caplog.text
 
 
