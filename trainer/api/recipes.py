@@ -142,7 +142,7 @@ class PPO(PythonRun):
             raise ConfigError(
                 f"data.train_batch_size={size} is not a multiple of update_timesteps="
                 f"{update_timesteps}. Set update_timesteps to a divisor of {size}, or "
-                f"data.train_batch_size={size - size % update_timesteps}."
+                f"data.train_batch_size={size + update_timesteps - size % update_timesteps}."
             )
         per_rollout = size // update_timesteps
         prompts = num_episodes * max_timesteps * per_rollout

@@ -131,7 +131,7 @@ class AsyncConfig(PPOConfig):
     async_training: AsyncSettings = key(factory=AsyncSettings)
     """Generators, trainers, and the buffer between them."""
     trainer: AsyncTrainerConfig = key(factory=AsyncTrainerConfig)
-    """The run."""
+    """Length, devices, checkpoints and logging of the run."""
 
     @property
     def child_pools(self) -> frozenset[str]:

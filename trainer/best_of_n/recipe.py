@@ -55,9 +55,9 @@ class SampledPolicyConfig(Section):
     """Settings of the sampled policy."""
 
     model: ModelConfig = key(factory=ModelConfig)
-    """Model."""
+    """The model, its adapter and its precision."""
     rollout: RolloutConfig = key(factory=partial(RolloutConfig, n=8))
-    """Generation."""
+    """How samples are generated."""
 
 
 @dataclass(kw_only=True)

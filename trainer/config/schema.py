@@ -72,7 +72,7 @@ class TrainerConfig(Section):
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the run; null: as many as `total_epochs` has."""
     stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
-    """End the run when a metric reaches its value."""
+    """Targets: the run ends when one of these metrics reaches its value."""
     nnodes: int = key(1, above=0)
     """Number of machines."""
     n_gpus_per_node: int = key(1, above=0)
@@ -99,10 +99,10 @@ class TrainerConfig(Section):
         None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
     """Check as if the machines had these GPUs; sets dry_run (`verl-like check --gpus`)."""
-    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for none by steps")
+    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints by steps")
     """Steps between checkpoints; -1: only by `save_every_minutes`."""
     save_every_minutes: float | None = key(
-        SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"
+        SAVE_EVERY_MINUTES, above=0, hint="or null for no checkpoints by time"
     )
     """Minutes between checkpoints; null: only by `save_freq`. A run that lasts longer also saves
     its last step.
@@ -216,7 +216,7 @@ class RunConfig(Section):
     """Reason -> keys of shared sections that this recipe does not read."""
 
     trainer: TrainerConfig = key(factory=TrainerConfig)
-    """The run."""
+    """Length, devices, checkpoints and logging of the run."""
     ray: RayConfig = key(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
     """The Ray cluster."""
     timeouts: dict[str, float] = key(

@@ -279,7 +279,10 @@ def prompts_in_memory(read: Read, prompt_key: str) -> PromptTable:
 
 
 def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
-    """Return the table cached under `key`, which has only plain values, or None."""
+    """Return the prompts cached under `key`; read and cache them if there are none yet.
+
+    Return None if a row has values that JSON cannot represent, or if no cache can be written.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -182,11 +182,11 @@ class PPOConfig(RunConfig, WorkersConfig):
     """The configuration of a PPO run."""
 
     data: DataConfig = key(factory=DataConfig)
-    """Prompts."""
+    """Prompts: files, columns and lengths."""
     algorithm: AlgorithmConfig = key(factory=AlgorithmConfig)
     """Advantages and KL."""
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)
-    """The run."""
+    """Length, devices, checkpoints and logging of the run."""
     faults: dict[str, Any] = key(factory=dict, options=PPOFaultsConfig, may_change_on_resume=True)
     """Fault injection."""
 

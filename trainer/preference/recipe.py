@@ -41,11 +41,11 @@ class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     """A run of preference training."""
 
     data: PreferenceDataConfig = key(factory=PreferenceDataConfig)
-    """Rows."""
+    """Training rows: files, columns and lengths."""
     trainer: ValidatingTrainerConfig = rows.trainer_section(
         "trainer.preference.step.PreferenceTrainer", "dpo"
     )
-    """The run."""
+    """Length, devices, checkpoints and logging of the run."""
 
 
 def inactive_roles(config: Any) -> dict[str, str]:

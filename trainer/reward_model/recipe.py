@@ -29,7 +29,7 @@ class RewardModelRunConfig(RowConfig, RewardTrainingConfig):
     trainer: ValidatingTrainerConfig = rows.trainer_section(
         "trainer.reward_model.step.RewardModelTrainer", "reward_model"
     )
-    """The run."""
+    """Length, devices, checkpoints and logging of the run."""
 
 
 REWARD_MODEL = Recipe(

@@ -126,7 +126,7 @@ class Checkpoints:
         return folder
 
     def commit(self) -> list[Path]:
-        """Rename what was written to `global_step_<step>`, and return newly committed folders.
+        """Move the finished checkpoint to `global_step_<step>`; return newly committed folders.
 
         If files remain to be written, workers write them in the background, and a later call
         renames the folder or raises their error.

@@ -239,7 +239,7 @@ class ResumePoint:
         if steps:
             raise CheckpointError(
                 f"trainer.resume_mode=disable, but {self.folder} holds the checkpoints of steps "
-                f"{', '.join(map(str, steps))}: a later resume would take them for this run's. "
+                f"{', '.join(map(str, steps))}: a later resume would continue from them. "
                 "Choose another trainer.default_local_dir, remove them, or set "
                 "trainer.resume_mode=auto."
             )
@@ -259,8 +259,8 @@ class ResumePoint:
         if newer:
             raise CheckpointError(
                 f"resuming from step {step}, but {self.folder} holds checkpoints of later steps: "
-                f"{', '.join(map(str, newer))}. The next automatic resume would take those: move "
-                "them away, or choose another trainer.default_local_dir."
+                f"{', '.join(map(str, newer))}. The next automatic resume would continue from "
+                "those: move them away, or choose another trainer.default_local_dir."
             )
         for line in self._differing(start):
             logger.warning(

@@ -203,9 +203,9 @@ class WandB:
             )
         except wandb.errors.Error as error:
             raise ConfigError(
-                f"trainer.logger names wandb, which cannot start a run: {error}. Log in by "
-                "`wandb login` or WANDB_API_KEY, keep the numbers here by WANDB_MODE=offline, "
-                "or take wandb out."
+                f"trainer.logger names wandb, which cannot start a run: {error}. Log in with "
+                "`wandb login` or WANDB_API_KEY, set WANDB_MODE=offline to log locally, or remove "
+                "wandb from trainer.logger."
             ) from error
         write_whole(name, self._run.id)
 

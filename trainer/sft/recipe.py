@@ -32,9 +32,9 @@ class SFTConfig(RowConfig):
     """A run of supervised fine-tuning."""
 
     trainer: ValidatingTrainerConfig = trainer_section("trainer.sft.step.SFTTrainer", "sft")
-    """The run."""
+    """Length, devices, checkpoints and logging of the run."""
     data: SFTDataConfig = key(factory=SFTDataConfig)
-    """Rows."""
+    """Training rows: files, columns and lengths."""
 
 
 SFT = Recipe(

@@ -175,8 +175,8 @@ def _restrict_with_landlock(*places: str) -> None:
     libc, version = ctypes.CDLL(None, use_errno=True), _landlock_version()
     if version < 1:
         raise ConfigError(
-            "writing cannot be limited to a folder here: this needs Linux 5.13 or newer with "
-            "Landlock (/sys/kernel/security/lsm names it where it is on)."
+            "this machine cannot restrict which folders a process may write to: this needs Linux "
+            "5.13 or newer with Landlock (/sys/kernel/security/lsm must list it)."
         )
     rights = _WRITES | (_REFER if version > 1 else 0) | (_TRUNCATE if version > 2 else 0)
     handled = struct.pack("QQQ", rights, 0, _SIGNALS_AND_SOCKETS if version > 5 else 0)

@@ -198,7 +198,7 @@ class ActorConfig(ShardedConfig):
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     optim: OptimConfig = key(factory=OptimConfig)
-    """Optimizer."""
+    """Optimizer, learning rate and schedule."""
     fsdp_config: dict[str, Any] = role_sharding()
     """FSDP settings that override `strategy`."""
     parallel: dict[str, Any] = role_axes()
@@ -251,7 +251,7 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig = key(factory=ActorConfig)
     """Training of the policy."""
     rollout: RolloutConfig = key(factory=RolloutConfig)
-    """Generation."""
+    """How samples are generated."""
     ref: RefConfig = key(factory=RefConfig, read_when=HAS_REFERENCE)
     """Model whose log-probs the KL compares with the policy's."""
 

@@ -73,15 +73,15 @@ class RowWorkerConfig(Section):
     """Sections of the configuration that the worker reads."""
 
     model: TrainedModelConfig = key(factory=TrainedModelConfig)
-    """Model."""
+    """The model, its adapter and its precision."""
     parallel: ParallelConfig = key(factory=ParallelConfig)
     """Sizes of the parallel axes."""
     optim: OptimConfig = key(factory=lambda: OptimConfig(lr=1e-5))
-    """Optimizer."""
+    """Optimizer, learning rate and schedule."""
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     data: RowDataConfig = key(factory=RowDataConfig)
-    """Rows."""
+    """Training rows: files, columns and lengths."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """Contents of checkpoints."""
 
@@ -179,4 +179,4 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     reference_free: bool = key(False, read_when=MAY_BE_REFERENCE_FREE)
     """Use a uniform reference instead of a model."""
     ref: ReferenceConfig = key(factory=ReferenceConfig, read_when=HAS_REFERENCE)
-    """Reference."""
+    """The frozen reference model."""

@@ -58,8 +58,8 @@ class RemoteScorer:
             self._ask([], time.monotonic() + self._config.timeout_s)
         except (RewardServerError, TimeoutError) as err:
             raise ConfigError(
-                f"The reward server {self._config.url} does not answer: {err}. Start it "
-                "(`verl-like serve-reward`), or fix the url."
+                f"the test request to the reward server {self._config.url} failed: {err}. Check "
+                "that it runs (`verl-like serve-reward`), and that `url` and `protocol` are right."
             ) from err
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:

@@ -175,8 +175,8 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             raise BatchError(
                 "update_actor: meta_info['on_policy'] is set, but ppo_epochs="
                 f"{self.config.ppo_epochs} and mini-batches of {mini_batch_size} samples make more "
-                f"than one optimizer step of {num_rows} samples, and the policy moves with the "
-                "first. Leave it out and give old_log_probs (actor.compute_log_prob)."
+                f"than one optimizer step of {num_rows} samples, and the policy changes after the "
+                "first. Leave out on_policy, and provide old_log_probs (actor.compute_log_prob)."
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -207,7 +207,7 @@ LARGEST_ERROR = 2e-5
 
 
 def cache_problem(config: Any, longest: int) -> str:
-    """Return what is wrong with decoding such a model from a cache; "" if nothing is.
+    """Return why models with this config cannot be decoded with a cache, or "" if they can.
 
     Each class has its own cache, and some are wrong: the state of a linear attention differs from
     that of the whole row (minimax), or positions restart. So a tiny model of the class decodes a

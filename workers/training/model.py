@@ -212,7 +212,7 @@ class Model:
         return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
 
     def without_copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors without copies of weights that belong to another stage."""
+        """Drop the duplicates of weights that another pipeline stage owns."""
         copies = tuple(f".{name}" for name in self.layers.copies)
         return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
 

@@ -227,7 +227,7 @@ def test_a_missing_login_is_said_with_the_way_out(
     wandb = SimpleNamespace(init=init, errors=SimpleNamespace(Error=UsageError))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with (
-        pytest.raises(ConfigError, match="api_key not configured. Log in by `wandb login`"),
+        pytest.raises(ConfigError, match="api_key not configured. Log in with `wandb login`"),
         make_tracking(config(tmp_path, "wandb"), total_steps=1),
     ):
         pass

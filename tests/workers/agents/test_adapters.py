@@ -183,7 +183,7 @@ def test_a_class_of_skyrl_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert path == f"skyrl_gym:{tmp_path}/echo.py:Echo"
     episode, _ = begin(path, {"word": "hm"}, mark="!")
     assert said(episode.step("a")) == "hm! a"
-    with pytest.raises(ValueError, match="changes earlier messages"):
+    with pytest.raises(ValueError, match="changes the policy's text"):
         episode.step("change")
 
 

@@ -229,7 +229,9 @@ def test_the_deadline_of_a_batch_ends_the_retries(ask: Any, serve: Any) -> None:
 
 
 def test_a_server_that_is_down_at_the_start_is_refused(ask: Any) -> None:
-    with pytest.raises(ConfigError, match=r"reward server .* does not answer: .*failed 2 times"):
+    with pytest.raises(
+        ConfigError, match=r"test request to the reward server .* failed: .*failed 2 times"
+    ):
         ask("http://127.0.0.1:9/score", retries=1).start()
 
 

@@ -50,7 +50,7 @@ class SkyRLGym(EnvironmentAdapter):
         """Return the texts of the environment's messages."""
         output = self._env.step(text)
         if output.get("postprocessed_action", text) not in (None, text):
-            raise ValueError("`step` changes earlier messages, but sampled tokens cannot change")
+            raise ValueError("`step` changes the policy's text (postprocessed_action)")
         if output["done"]:
             return TrajectoryEnd(output["reward"])
         texts = [message["content"] for message in output["observations"]]

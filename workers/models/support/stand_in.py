@@ -102,7 +102,7 @@ class ConfigByContent:
 def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
     """Return the tiny model in evaluation mode; raise a ValueError if there is none.
 
-    If no row has more than `longest` tokens, no row exceeds limits of at least that length.
+    `longest` is the length of the run's longest row: limits that no row exceeds are not reduced.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
