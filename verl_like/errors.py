@@ -128,6 +128,9 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """
     by_lower_case = {str(v).lower(): str(v) for v in valid}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
-    if not close:
-        return ""
-    return " Did you mean " + " or ".join(repr(by_lower_case[c]) for c in close) + "?"
+    return did_you_mean([by_lower_case[c] for c in close])
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return a hint that suggests these names, or "" if there are none."""
+    return f" Did you mean {' or '.join(map(repr, names))}?" if names else ""

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from trainer.config.key_errors import no_such_key, unknown_key
 from trainer.config.recipe import Recipe
 from trainer.config.settings import flat_settings
-from verl_like.errors import ConfigError, nearest
+from verl_like.errors import ConfigError, did_you_mean, nearest
 
 Section = Mapping[str, Any]
 """Keys of a section of the configuration; a value may be a section, too."""
@@ -176,6 +176,6 @@ def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."
     else:
         known = [*names, *(trl for trl, flat in OF_TRL.items() if flat in names)]
-        hint = f" Did you mean {same[0]!r}?" if same else nearest(name, known)
+        hint = did_you_mean(same[:1]) or nearest(name, known)
     text = f"There is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
     return f"{text} Flat names: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"

@@ -24,7 +24,7 @@ from verl_like.batch.protocol import DataProto
 
 @dataclass(frozen=True)
 class Demand:
-    """How many samples the trainer waits for now, and how many it will need later."""
+    """Numbers of samples: those that the trainer waits for now, and those it will need later."""
 
     num_samples: int = 0
     attempt: int = 0

@@ -57,7 +57,7 @@ class SampledPolicyConfig(Section):
     model: ModelConfig = key(factory=ModelConfig)
     """The model, its adapter and its precision."""
     rollout: RolloutConfig = key(factory=partial(RolloutConfig, n=8))
-    """How samples are generated."""
+    """Engine, sampling and memory of the generation."""
 
 
 @dataclass(kw_only=True)

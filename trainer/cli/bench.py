@@ -52,7 +52,7 @@ ADVICE = {
     "generators": "Generation is then the bottleneck: one more generator gives {:.3g} s per step.",
     "trainer": "The trainer is then the bottleneck: one more trainer gives {:.3g} s per step.",
 }
-"""What limits a run -> advice to make the run faster."""
+"""Bottleneck of a run -> advice to make the run faster."""
 
 
 @dataclass(frozen=True)

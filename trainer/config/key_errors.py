@@ -20,7 +20,7 @@ from trainer.config.keys import (
     named_keys,
 )
 from trainer.config.recipe import Recipe
-from verl_like.errors import nearest
+from verl_like.errors import did_you_mean, nearest
 
 OTHER_TYPE = re.compile("Value .* could not be converted to|Value .* is not a valid bool")
 """Pattern of OmegaConf's message for a value of the wrong type."""
@@ -155,8 +155,8 @@ def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
     twins = [known for known, last in last_words if last == leaf]
     # `epochs` is a word of `total_epochs`
     twins = twins or [known for known, last in last_words if leaf in last.split("_")][:3]
-    hint = "" if twins else nearest(name, [*(key.name for key in keys), *groups])
-    if not twins and not hint:
-        similar = difflib.get_close_matches(leaf, {last for _, last in last_words}, n=1)
-        twins = [known for known, last in last_words if last in similar][:3]
-    return f" Did you mean {' or '.join(map(repr, twins))}?" if twins else hint
+    if twins:
+        return did_you_mean(twins)
+    similar = difflib.get_close_matches(leaf, {last for _, last in last_words}, n=1)
+    of_similar_words = [known for known, last in last_words if last in similar][:3]
+    return nearest(name, [*(key.name for key in keys), *groups]) or did_you_mean(of_similar_words)

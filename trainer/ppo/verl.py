@@ -93,7 +93,7 @@ class KeyTranslation:
     value: str = ""
     """The value that our key gets."""
     nothing: str = ""
-    """What this project does, if the key has no effect."""
+    """This project's behavior, if the key has no effect."""
     rejected: str = ""
     """The way out, if the key has no counterpart."""
     lays_out: bool = False

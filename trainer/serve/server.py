@@ -19,7 +19,7 @@ from trainer.serve.work_queue import WorkQueue, started
 SWITCH_S = 0.001
 """Python's thread switch interval while the server runs; the default is 5 ms."""
 KEEP_ALIVE_S = 75
-"""How long an idle connection stays open; clients pause less between requests."""
+"""Seconds that an idle connection stays open; clients pause less between requests."""
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class EnvironmentHost:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._spec, self._step_timeout_s = spec, step_timeout_s
         self.num_starts = 0
-        """How often a process has loaded the code; more than once after a restart."""
+        """Number of processes that have loaded the code; more than one after a restart."""
         self._open: dict[int, _Process] = {}
         """By number of a trajectory: its process."""
         self._idle: list[_Process] = []

@@ -65,8 +65,8 @@ class EnvironmentConfig(Section):
     )
     """Maximum number of tokens per turn; null: what is left of the response."""
     history_tokens: str = key("sampled", choices=("sampled", "retokenized"))
-    """How a turn reads older turns. `sampled`: the sampled tokens; `retokenized`: the whole chat,
-    rendered by the chat template and tokenized again.
+    """The older turns that a turn reads. `sampled`: the sampled tokens; `retokenized`: the whole
+    chat, rendered by the chat template and tokenized again.
     """
     step_timeout_s: float = key(30.0, above=0, may_change_on_resume=True)
     """Timeout of a reply in seconds."""

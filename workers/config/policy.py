@@ -32,7 +32,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
     "token-sum",
 )
-"""How token losses can be reduced to one number."""
+"""Ways to reduce token losses to one number."""
 SHUFFLE_SEED = 42
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_swapped")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
@@ -251,7 +251,7 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig = key(factory=ActorConfig)
     """Training of the policy."""
     rollout: RolloutConfig = key(factory=RolloutConfig)
-    """How samples are generated."""
+    """Engine, sampling and memory of the generation."""
     ref: RefConfig = key(factory=RefConfig, read_when=HAS_REFERENCE)
     """Model whose log-probs the KL compares with the policy's."""
 

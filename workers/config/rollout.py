@@ -18,7 +18,7 @@ for _built_in in (AUTO, "native", "hf", "vllm"):
     ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
 FP8 = "fp8"
 WEIGHT_SYNCS = ("full", "changed")
-"""What a weight sync sends."""
+"""Contents of a weight sync."""
 
 
 def _is_apart(_: Any, run: Any) -> bool:
