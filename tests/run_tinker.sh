@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests with the unmodified tinker SDK and tinker-cookbook. Their environment is .venv-tinker, which
-# also sees the packages of .venv, so that only the SDK and its own dependencies are installed.
+# Run the tests with the unmodified tinker SDK and tinker-cookbook, in the environment .venv-tinker.
+# It also sees the packages of .venv, so only the SDK and its own dependencies are installed.
 #   bash tests/run_tinker.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +16,7 @@ if ! "$sdk/bin/python" -c 'import tinker' 2>/dev/null; then
         { say "the SDK could not be installed: its tests are skipped" && rm -rf "$sdk"; }
 fi
 if [ -d "$sdk" ] && ! "$sdk/bin/python" -c 'import tinker_cookbook, chz' 2>/dev/null; then
-    # without its dependency tml-renderers, which no recipe of the tests imports, and not every index has
+    # Without its dependency tml-renderers: no tested recipe imports it, and some indexes lack it.
     "$sdk/bin/python" -m pip install -qq --no-deps 'tinker-cookbook==0.6.1' &&
         "$sdk/bin/python" -m pip install -qq blobfile chz cloudpickle datasets math-verify pillow pylatexenc pyrage \
             sympy termcolor tiktoken tqdm 2>/dev/null ||

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The vLLM tests, on CPUs, in an environment of their own: vLLM pins versions that the rest of the
-# project need not have.
-#   bash tests/run_vllm.sh [pytest arguments]    makes .venv-vllm if it is not there
+# Run the vLLM tests on CPUs, in the environment .venv-vllm: vLLM pins versions of packages that the
+# rest of the project does not need. The environment is made if it does not exist.
+#   bash tests/run_vllm.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-unset PYTHONDONTWRITEBYTECODE # what the first process has compiled, the others need not
+unset PYTHONDONTWRITEBYTECODE # so that each file is compiled only once
 source tools/install.sh
 py=.venv-vllm/bin/python
 works() {
@@ -15,8 +15,8 @@ from vllm import LLM
 '
 }
 
-# One resolution; torchvision and its kin would come as CUDA builds, which do not load beside the
-# CPU build of torch.
+# Leave out torchvision, torchaudio and torchcodec: their CUDA builds would be installed, which do not
+# load with the CPU build of torch.
 install_with_uv() {
     local overrides
     overrides=$(mktemp)

@@ -1,7 +1,7 @@
-# Sourced by tests/run.sh, tests/run_vllm.sh and examples/quickstart/run.sh, from the repository's
-# root: makes or repairs .venv and installs into it.
+# Make or repair .venv and install into it. tests/run.sh, examples/quickstart/run.sh and others source
+# this file from the repository's root.
 #   install_project            what a run needs
-#   install_project dev        and the extra `dev`
+#   install_project dev        the same, and the extra `dev`
 py=.venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 say() { echo "$(basename "$(dirname "$0")")/$(basename "$0"): $*" >&2; }
@@ -12,7 +12,7 @@ make_venv() {
     local candidate
     for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python; do
         if recent "$candidate"; then
-            if [ -e .venv ]; then say ".venv is not whole or not of a recent Python; making it anew"; fi
+            if [ -e .venv ]; then say ".venv is incomplete or its Python is too old; making a new one"; fi
             rm -rf .venv
             "$candidate" -m venv .venv && return
             say "'$candidate -m venv .venv' failed: is the venv module there? On Debian and Ubuntu: apt install python3-venv"
@@ -23,18 +23,19 @@ make_venv() {
     exit 1
 }
 
-# pip would compile 12,000 files, half a minute; Python does so with the tenth that is imported,
-# unless it is told to write no bytecode: then every process would compile them again
+# pip would compile 12,000 files, which takes half a minute. Python compiles only the tenth that is
+# imported; but if it may not write bytecode, every process would compile them again.
 compile=--no-compile uv_compile=
 [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile uv_compile=--compile-bytecode
 
-# What pip has been told of places to look in, by a file or by variables, as uv wants it.
-pips_places() {
+# Print the options for uv that match pip's indexes and folders of wheels, from its configuration file
+# and environment variables.
+index_options() {
     local name kind values value
     "$py" -m pip config list | tr -d "'" | while IFS='=' read -r name values; do
         kind=${name##*.}
         case "$kind" in
-            *-url | *-links) # of indexes, and of folders of wheels
+            *-url | *-links)
                 for value in ${values//\\n/ }; do echo "--$kind=$value"; done
                 ;;
             no-index) case "$values" in 1 | [Tt]rue | yes | on) echo --no-index ;; esac ;;
@@ -42,16 +43,16 @@ pips_places() {
     done
 }
 
-# uv takes a tenth of pip's time; a package is looked for in all places, as pip does.
+# uv takes a tenth of pip's time. Like pip, it searches all indexes for a package.
 uv_install() {
     "$py" -m uv --version >/dev/null 2>&1 || "$py" -m pip install -qq uv >/dev/null || return
-    local place places=()
-    while read -r place; do places+=("$place"); done < <(pips_places)
+    local option options=()
+    while read -r option; do options+=("$option"); done < <(index_options)
     "$py" -m uv pip install -q --python "$py" --index-strategy unsafe-best-match $uv_compile \
-        ${places[@]+"${places[@]}"} "$@"
+        ${options[@]+"${options[@]}"} "$@"
 }
 
-# Where uv cannot be had, or finds no solution: pip, which says what is wrong.
+# Fall back to pip if uv is not available or finds no solution; pip prints the reason.
 install_packages() {
     uv_install "$@" 2>/dev/null || "$py" -m pip install -qq $compile "$@"
 }
@@ -84,10 +85,10 @@ install_project() {
     if grep -qxF -e "$state $target" -e "$state .[dev]" .venv/installed 2>/dev/null && "$py" -P -c "$needed"; then
         return
     fi
-    say "installing into .venv: torch (CPU build: 200 MB), ray, pyarrow, transformers and what they need; 450 MB to download, 1.7 GB on disk"
+    say "installing into .venv: torch (CPU build: 200 MB), ray, pyarrow, transformers and their dependencies; 450 MB to download, 1.7 GB on disk"
     free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024) }')
     if [ "$free" -lt 2000 ] && ! "$py" -c 'import torch' 2>/dev/null; then
-        say "$free MB are free here, 2000 are needed; make room or clone to another disk"
+        say "$free MB are free here, 2000 are needed. Free some space or clone to another disk."
         exit 1
     fi
     install_torch
