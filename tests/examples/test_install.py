@@ -103,7 +103,7 @@ def test_a_half_made_environment_is_made_anew(project: Path) -> None:
     (project / ".venv" / "no-pip").touch()
     done = install(project)
     assert done.returncode == 0
-    assert "not whole" in done.stderr
+    assert "incomplete" in done.stderr
     assert not (project / ".venv" / "no-pip").exists()
 
 
