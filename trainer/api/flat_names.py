@@ -34,6 +34,10 @@ class RunKeys(TypedDict, total=False):
     output_dir: str
     save_steps: int
     eval_steps: int
+    max_steps: int
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
 
 
 class PPOKeys(RunKeys, total=False):
@@ -47,6 +51,7 @@ class PPOKeys(RunKeys, total=False):
     critic: Section
     ptx: Section
     distillation: Section
+    reward_funcs: Any
     num_generations: int
     max_completion_length: int
     beta: float
@@ -112,12 +117,20 @@ OF_TRL = {
     "eval_steps": "validate_every",
     "learning_rate": "lr",
     "max_completion_length": "max_new_tokens",
+    "max_steps": "trainer.total_training_steps",
     "num_generations": "n",
     "num_train_epochs": "epochs",
     "output_dir": "save_to",
     "save_steps": "save_every",
 }
-"""Accepted names of TRL -> this project's names for the same values."""
+"""Accepted names of TRL -> this project's flat name or key for the same value."""
+OBJECTS_OF_TRL = {
+    "train_dataset": ("prompts", "rows"),
+    "eval_dataset": ("val_prompts", "val_rows"),
+    "processing_class": ("tokenizer",),
+    "reward_funcs": ("reward",),
+}
+"""TRL's name of an argument that is no setting -> our names of the same argument, per class."""
 LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
 """TRL's name -> the similar name here, which the error suggests; the values have other meanings."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
@@ -127,6 +140,23 @@ SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use
 def named(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with these names that are not None; `values` is a call's `locals()`."""
     return {name: values[name] for name in names if values[name] is not None}
+
+
+def trl_names(names: Mapping[str, str]) -> list[str]:
+    """Return the names of TRL that a recipe with these flat names accepts for its settings."""
+    return [trl for trl, ours in OF_TRL.items() if ours in names or "." in ours]
+
+
+def with_objects_of_trl(keys: dict[str, Any], **objects: Any) -> dict[str, Any]:
+    """Return the arguments; those that `keys` has under TRL's names are moved to ours."""
+    for name in OBJECTS_OF_TRL.keys() & keys.keys():
+        ours = next((ours for ours in OBJECTS_OF_TRL[name] if ours in objects), None)
+        if ours is None:
+            continue
+        if objects[ours] is not None:
+            raise ConfigError(f"{name} and {ours} are two names of the same argument. Drop one.")
+        objects[ours] = keys.pop(name)
+    return objects
 
 
 def settings_of(
@@ -155,7 +185,7 @@ def _with_our_names(keywords: Mapping[str, Any], names: Mapping[str, str]) -> di
     """Return the keywords with TRL's names replaced."""
     ours: dict[str, Any] = {}
     for name, value in keywords.items():
-        flat = OF_TRL[name] if OF_TRL.get(name) in names else name
+        flat = OF_TRL[name] if name in trl_names(names) else name
         if flat != name and flat in keywords:
             raise ConfigError(f"{name} and {flat} are two names of the same setting. Drop one.")
         ours[flat] = value
@@ -175,7 +205,7 @@ def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     if LIKE_TRL.get(name) in names:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."
     else:
-        known = [*names, *(trl for trl, flat in OF_TRL.items() if flat in names)]
+        known = [*names, *trl_names(names)]
         hint = did_you_mean(same[:1]) or nearest(name, known)
     text = f"There is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
     return f"{text} Flat names: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"

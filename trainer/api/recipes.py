@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from trainer.api.flat_names import OF_PPO, OF_ROWS, PPOKeys, RowKeys, Section, named
+from trainer.api.flat_names import (
+    OF_PPO,
+    OF_ROWS,
+    PPOKeys,
+    RowKeys,
+    Section,
+    named,
+    with_objects_of_trl,
+)
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
@@ -47,7 +55,7 @@ class PPO(PythonRun):
     def __init__(
         self,
         model: Any,
-        prompts: Any,
+        prompts: Any = None,
         reward: Callable[..., Any] | Sequence[Any] | Section | None = None,
         *,
         val_prompts: Any = None,
@@ -91,14 +99,23 @@ class PPO(PythonRun):
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
         - `n`: samples per prompt; `save_to`: the run folder; `devices`: processes per node.
           All keywords from `lr` to `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration, or names of TRL such as `num_generations`.
+        - `keys`: keys of the configuration, or names of TRL such as `num_generations` and
+          `train_dataset`.
         """
-        settings = {**keys, **named(OF_PPO, locals())}
+        settings: dict[str, Any] = {**keys, **named(OF_PPO, locals())}
+        objects = with_objects_of_trl(
+            settings, prompts=prompts, val_prompts=val_prompts, reward=reward, tokenizer=tokenizer
+        )
+        if objects["prompts"] is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} needs prompts: {name}(model, prompts, reward).")
+        reward = objects["reward"]
         if reward is not None:
             rewards = reward if isinstance(reward, list | tuple) else [reward]
             settings["reward"] = reward if isinstance(reward, Mapping) else {"list": rewards}
         self._columns: list[str] | None = None
-        data = {"data.train_files": prompts, "data.val_files": val_prompts}
+        data = {"data.train_files": objects["prompts"], "data.val_files": objects["val_prompts"]}
+        tokenizer = objects["tokenizer"]
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
     def fit(
@@ -228,14 +245,17 @@ class RowsRun(PythonRun):
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
         - `save_to`: the run folder; `devices`: processes per node. All keywords from `lr` to
           `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration, or names of TRL such as `output_dir`.
+        - `keys`: keys of the configuration, or names of TRL such as `output_dir` and
+          `train_dataset`.
 
         `model` and `rows` may be passed by name. With a positional model, `model={...}` sets keys
         of the section `model`.
         """
-        settings = {**keys, **named(OF_ROWS, locals())}
+        settings: dict[str, Any] = {**keys, **named(OF_ROWS, locals())}
         model = settings.pop("model", None) if model is None else model
         rows = settings.pop("rows", None) if rows is None else rows
+        objects = with_objects_of_trl(settings, rows=rows, val_rows=val_rows, tokenizer=tokenizer)
+        rows, val_rows, tokenizer = objects["rows"], objects["val_rows"], objects["tokenizer"]
         if model is None or rows is None:
             raise ConfigError(f"{type(self).__name__}(model, rows) needs both.")
         data = {"data.train_files": rows, "data.val_files": val_rows}

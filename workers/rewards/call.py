@@ -37,6 +37,11 @@ SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
 SHORT_PLURALS = [f"{name}s" for name in SHORT_NAMES]
 BATCH_MARKS = ("solution_strs", "responses")
 """A function with one of these parameters scores a whole batch in one call."""
+COMPLETIONS = "completions"
+"""The parameter that marks a reward function written for TRL.
+
+It scores a whole batch. Its columns have their own names, and completions of chats are messages.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ class RewardCall:
             return cls(function, {name: name for name in SAMPLE_FIELDS}, kwargs)
 
         parameters = signature.parameters
-        takes_batches = any(mark in parameters for mark in BATCH_MARKS)
+        of_trl = COMPLETIONS in parameters and COMPLETIONS not in columns
+        takes_batches = of_trl or any(mark in parameters for mark in BATCH_MARKS)
         returned = inspect.formatannotation(signature.return_annotation).strip("'\"")
         is_list = returned.removeprefix("typing.").lower().startswith("list")
         if is_list and not takes_batches:
@@ -82,10 +88,14 @@ class RewardCall:
                 f"the reward function returns a {returned}, and it is called on one sample: "
                 "return a number, or score a batch by the parameters solution_strs, prompts, ..."
             )
+        plural = "s" if takes_batches and not of_trl else ""
         # by parameter: the entry of a sample that it gets
         fills = {column: column for column in columns}
-        for name, entry in [*zip(SAMPLE_FIELDS, SAMPLE_FIELDS, strict=True), *SHORT_NAMES.items()]:
-            fills[f"{name}s" if takes_batches else name] = entry
+        fills |= {f"{name}{plural}": name for name in SAMPLE_FIELDS}
+        if of_trl:
+            fills |= {"prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
+        else:
+            fills |= {f"{name}{plural}": entry for name, entry in SHORT_NAMES.items()}
         if not has_truth:
             fills = {name: entry for name, entry in fills.items() if entry != TRUTH}
         for parameter in parameters.values():
@@ -94,13 +104,19 @@ class RewardCall:
         fields = {name: fills[name] for name in parameters if name in fills}
         takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if takes_rest and takes_batches:
-            fields = {name: fills[name] for name in fills if name not in SHORT_PLURALS} | fields
+            duplicates = () if of_trl else SHORT_PLURALS
+            fields = {name: fills[name] for name in fills if name not in duplicates} | fields
         return cls(function, fields, kwargs, takes_batches, takes_rest)
 
     @property
     def reads(self) -> list[str] | None:
         """Names of the entries of a sample that the function gets; None means all."""
-        return None if self.takes_rest else list(self.fields.values())
+        if self.takes_rest:
+            return None
+        entries = {*self.fields.values()}
+        return sorted(
+            entries | ({"raw_prompt", "solution_str"} if COMPLETIONS in entries else set())
+        )
 
     @property
     def is_async(self) -> bool:
@@ -119,8 +135,17 @@ class RewardCall:
         """Call the function on all samples at once."""
         read = {}
         for name, entry in self.fields.items():
-            read[name] = [sample.get(entry) for sample in samples]
+            read[name] = [_value(sample, entry) for sample in samples]
         return self.function(**(read | self.kwargs))
+
+
+def _value(sample: Sample, entry: str) -> Any:
+    """Return an entry of a sample; a completion is text, or messages if the prompt is a chat."""
+    if entry != COMPLETIONS or COMPLETIONS in sample:
+        return sample.get(entry)
+    text = sample["solution_str"]
+    is_chat = isinstance(sample.get("raw_prompt"), list)
+    return [{"role": "assistant", "content": text}] if is_chat else text
 
 
 def _check_filled(

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from trainer import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
-from trainer.api.flat_names import LIKE_TRL, OF_PPO, OF_TRL, SWITCHES, PPOKeys, RowKeys, settings_of
+from trainer.api.flat_names import (
+    LIKE_TRL,
+    OBJECTS_OF_TRL,
+    OF_PPO,
+    OF_TRL,
+    SWITCHES,
+    PPOKeys,
+    RowKeys,
+    settings_of,
+    trl_names,
+)
 from trainer.config.keys import keys_by_name, named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from verl_like.errors import ConfigError
@@ -121,8 +131,38 @@ def test_the_same_value_by_both_names_is_no_contradiction() -> None:
 
 def test_trl_s_names_are_names_of_nothing_else() -> None:
     names = OF_TRL | LIKE_TRL
-    assert set(names.values()) <= OF_PPO.keys()
-    assert not names.keys() & {*OF_PPO, *named_keys(PPO_RECIPE.schema)}
+    keys = {*named_keys(PPO_RECIPE.schema)}
+    assert {*names.values()} <= {*OF_PPO, *keys}
+    assert not (names | OBJECTS_OF_TRL).keys() & {*OF_PPO, *keys}
+
+
+def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: Path) -> None:
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    model, prompts = tiny_dir / "model", [{"prompt": "a"}, {"prompt": "b"}]
+    theirs = GRPO(
+        model=model,
+        reward_funcs=reward,
+        train_dataset=prompts,
+        eval_dataset=prompts[:1],
+        num_generations=2,
+        max_steps=3,
+        output_dir=tmp_path / "theirs",
+    )
+    ours = GRPO(model, prompts, reward, val_prompts=prompts[:1], n=2, save_to=tmp_path / "ours")
+    expected = {**ours.settings, "trainer.total_training_steps": 3}
+    assert str(sorted(theirs.settings.items())) == str(sorted(expected.items())).replace(
+        "/ours", "/theirs"
+    )
+    sft = SFT(model=model, train_dataset=ROWS, eval_dataset=ROWS[:2], output_dir=tmp_path / "sft")
+    assert sft.config().data.val_files
+    with pytest.raises(ConfigError, match="train_dataset and prompts are two names of the same"):
+        GRPO(model, prompts, reward, train_dataset=prompts)
+    with pytest.raises(ConfigError, match=r"GRPO needs prompts: GRPO\(model, prompts, reward\)"):
+        GRPO(model, reward=reward)
+    with pytest.raises(ConfigError, match="no key 'reward_funcs'"):
+        SFT(model, ROWS, reward_funcs=reward)
 
 
 @pytest.mark.parametrize("name", OF_TRL)
@@ -141,7 +181,8 @@ def test_every_first_word_of_a_key_is_offered(
 ) -> None:
     recipes = [load_object(cls.recipe, "") for cls in classes]
     known = {name for recipe in recipes for name in [*vars(recipe.schema()), *recipe.groups]}
-    of_trl = {name for name, flat in OF_TRL.items() if flat in classes[0].flat_names}
+    of_trl = {*trl_names(classes[0].flat_names), "train_dataset", "eval_dataset"}
+    of_trl |= {"processing_class"} | ({"reward_funcs"} if PPO in classes else set())
     assert {*keys.__annotations__} == (known | of_trl | more) - {"reward"}  # a parameter
 
 

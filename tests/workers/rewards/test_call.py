@@ -95,6 +95,27 @@ def test_plurals_get_the_whole_batch() -> None:
     assert outcomes == [(8.0, {}, None), (5.0, {}, None)]
 
 
+def test_a_reward_function_of_trl_gets_what_trl_passes() -> None:
+    def of_trl(completions: list[Any], answer: list[str], **kwargs: Any) -> list[Any]:
+        return list(
+            zip(completions, answer, kwargs["prompts"], kwargs["ground_truth"], strict=True)
+        )
+
+    chat = [{"role": "user", "content": "2 + 2"}]
+    rows = [{**SAMPLE, "raw_prompt": "p", "answer": "4"}, {**SAMPLE, "raw_prompt": chat}]
+    call = RewardCall.of(of_trl, {}, ["answer"])
+    message = {"role": "assistant", "content": "four"}
+    assert call.takes_batches
+    assert call.whole_batch(rows) == [("four", "4", "p", "4"), ([message], None, chat, "4")]
+    fewer = RewardCall.of(lambda completions: completions, {})
+    assert fewer.reads == ["completions", "raw_prompt", "solution_str"]
+
+
+def test_a_column_named_completions_is_no_mark_of_trl() -> None:
+    call = RewardCall.of(lambda response, completions: completions, {}, ["completions"])
+    assert call({**SAMPLE, "completions": 3}) == 3
+
+
 def test_a_batch_with_a_score_too_few_fails_whole() -> None:
     outcomes = score_batch(one_too_few, [SAMPLE] * 3)
     assert outcomes == [(None, {}, "ValueError: it got 3 samples and returned 2 scores")] * 3
