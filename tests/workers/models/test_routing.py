@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.training.test_sequence_ranks import FAMILIES, SIZES
+from tests.workers.training.rank_layouts import FAMILIES, SIZES
 from verl_like.errors import BatchError, ConfigError
 from workers.models.routing import Routers, check_routers
 

@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
-from tests.workers.training.test_sequence_ranks import distance
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ParallelConfig
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of, settle
-from workers.roles.actor import ActorWorker
-
-
-def update_on(folder: Path, tp: int) -> Any:
-    """Do an update with tensor parallelism inside a model group."""
-    config = tiny_config(folder, ppo_mini_batch_size=3)
-    config.parallel = ParallelConfig(tp=tp)
-    actor = started(ActorWorker, config, 10)
-    dims = actor.engine.dims
-    data = own_chunk(make_batch(6), dims.data_rank(actor.rank), dims.data_size)
-    metrics = actor.update_actor(data)
-    numbers = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
-    return numbers, weights_of(actor)
-
-
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
-def test_ranks_with_the_same_rows_give_the_numbers_of_one(
-    one_layer_dir: Path, world: int, tp: int
-) -> None:
-    [(expected, weights)] = run_kept(1, update_on, one_layer_dir, 1)
-    for metrics, own in run_kept(world, update_on, one_layer_dir, tp):
-        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert distance(own, weights) < 1e-6
 
 
 def test_the_axes_fill_the_pool() -> None:

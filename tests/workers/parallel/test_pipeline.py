@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.training.test_sequence_ranks import FAMILIES, SIZES, saved
+from tests.workers.training.rank_layouts import FAMILIES, SIZES, saved
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.memory import LargestPass, RoleModelSpec, memory_of

@@ -13,8 +13,7 @@ from torch import Tensor
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config, weights_of
-from tests.workers.training.test_expert_ranks import saved
-from tests.workers.training.test_sequence_ranks import distance
+from tests.workers.training.rank_layouts import distance, saved
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, MissingColumnError
@@ -84,8 +83,7 @@ def any_choices(actor: ActorWorker, seed: int = 0) -> list[Tensor]:
     return rows
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "packed"), [("mixtral", True), ("deepseek-v3", False)])
 def test_own_choices_change_no_bit_of_log_probs_and_updates(
     tmp_path: Path, family: str, packed: bool
 ) -> None:
@@ -104,8 +102,7 @@ def test_own_choices_change_no_bit_of_log_probs_and_updates(
     assert actor.engine.weights_checksum() == plain.engine.weights_checksum()
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "packed"), [("mixtral", True), ("deepseek-v3", False)])
 def test_experts_get_the_tokens_that_the_column_sends_to_them(
     tmp_path: Path, family: str, packed: bool
 ) -> None:
@@ -163,7 +160,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 4, "target_modules": "all-linear"},
 }
 QUICK = [("qwen3-moe", "experts, checkpointing"), ("mixtral", "tokens, router loss")]
-QUICK += [("deepseek-v3", "matrices"), ("qwen3-moe", "layers, checkpointing")]
+QUICK += [("qwen3-moe", "layers, checkpointing")]
 
 
 def cells() -> list[Any]:
@@ -190,12 +187,6 @@ def test_two_ranks_replay_as_one(tmp_path: Path, family: str, change: str) -> No
         assert distance(result["weights"], alone["weights"]) < 1e-6
         for ours, theirs in zip(result["metrics"], alone["metrics"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-
-
-def test_a_rank_without_a_row_takes_part(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "qwen3-moe")
-    found = run_kept(2, trained, folder, {"ep": 2}, 1)
-    assert sorted(len(result["log_probs"]) for result in found) == [0, 1]
 
 
 def test_a_batch_without_the_column_or_of_another_model_is_refused(tmp_path: Path) -> None:
