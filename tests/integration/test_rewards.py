@@ -42,7 +42,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_an_exit_code_and_their_words(
     assert error.startswith(
         f"error: the reward 'mine' (broken in {path}) failed for 8 of 8 samples"
     )
-    assert "more than reward.max_failed_share=0.5 allows" in error
+    assert "more than reward.max_failed_fraction=0.5 allows" in error
     assert error.endswith(
         f"ZeroDivisionError: division by zero\n    at {path}, line 2: return 1 / 0"
     )

@@ -47,7 +47,7 @@ class ServeConfig(RunConfig, WorkersConfig):
             *(f"{ROLLOUT}.{name}" for name in ("sampling_kwargs", "val_kwargs")),
         ),
         CLIENTS_LOOP: (
-            *("reward.function", "reward.max_failed_share", "reward.trust_programs"),
+            *("reward.function", "reward.max_failed_fraction", "reward.trust_programs"),
             *("reward.sandbox", "environment"),
             *("ptx", "distillation", "trainer.cls", "trainer.stop_at", "trainer.logger"),
             *("trainer.total_epochs", "trainer.total_training_steps", "trainer.test_freq"),

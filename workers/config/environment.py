@@ -76,7 +76,7 @@ class EnvironmentConfig(Section):
     """How often a trajectory is restarted after its environment failed."""
     reward_on_failure: float | None = key(None, allows="a number", may_change_on_resume=True)
     """Reward of failed trajectories; null leaves them out of the update."""
-    max_failed_share: float = key(0.5, at_least=0, at_most=1, may_change_on_resume=True)
+    max_failed_fraction: float = key(0.5, at_least=0, at_most=1, may_change_on_resume=True)
     """Fraction of failed trajectories in a batch above which the run ends."""
     sandbox: dict[str, Any] = key(factory=dict, options=Sandbox, may_change_on_resume=True)
     """Limits of the environments' processes."""

@@ -195,7 +195,7 @@ class ScoringConfig(Section):
         factory=OverlongPenaltyConfig, verl="reward_model.reward_kwargs.overlong_buffer_cfg"
     )
     """Penalty on long responses (DAPO)."""
-    max_failed_share: float = key(
+    max_failed_fraction: float = key(
         0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
     )
     """Fraction of failed samples in a batch above which the run ends."""

@@ -88,7 +88,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             is_environment = config.kind == "environment"
             rules: Any = run.environment if is_environment else run.reward
-            parts.append(RewardTerm(config, manager, rules.max_failed_share))
+            parts.append(RewardTerm(config, manager, rules.max_failed_fraction))
     except BaseException:
         rewards.close()
         raise
@@ -150,7 +150,7 @@ class RewardTerm:
 
     config: RewardConfig
     manager: RewardManager | EnvironmentScores | None
-    max_failed_share: float = 1.0
+    max_failed_fraction: float = 1.0
     """Fraction of failed samples in a batch above which the run ends."""
 
 
@@ -188,7 +188,7 @@ class Rewards:
         batch: DataProto,
         call_model: Callable[[RewardConfig], Any],
         normalize: bool = True,
-        check: Callable[[str], None] = lambda what: None,
+        check: Callable[[str], None] = lambda _: None,
     ) -> WeightedScores:
         """Start every reward on a batch, and return a future of the weighted scores.
 
@@ -338,14 +338,13 @@ def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dic
 
 def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> None:
     """Raise if a reward failed too often; the error has the first failure of each kind."""
-    config, most, count = part.config, part.max_failed_share, int(failed.sum())
+    config, most, count = part.config, part.max_failed_fraction, int(failed.sum())
     if config.on_failure == "fail" and count:
         rule = ". Its on_failure is fail. Fix it, or set on_failure=default or skip."
     elif count > most * len(failed):
         section = "environment" if config.kind == "environment" else "reward"
-        rule = (
-            f", more than {section}.max_failed_share={most:g} allows. Fix it, or raise the limit."
-        )
+        key = f"{section}.max_failed_fraction"
+        rule = f", more than {key}={most:g} allows. Fix it, or raise the limit."
     else:
         return
     text = "".join(f"\n  {failure}" for failure in failures.values())

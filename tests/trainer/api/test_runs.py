@@ -322,9 +322,11 @@ def test_rewards_are_a_function_a_list_or_the_section(tiny_dir: Path) -> None:
 
     assert [one.name for one in reward_of(short).list] == ["short"]
     assert [one.name for one in reward_of([short, judge]).list] == ["short", "judge"]
-    section = reward_of({"list": [short], "max_failed_share": 0.1, "overlong_penalty": {"len": 2}})
+    section = reward_of(
+        {"list": [short], "max_failed_fraction": 0.1, "overlong_penalty": {"len": 2}}
+    )
     assert [one.name for one in section.list] == ["short"]
-    assert section.max_failed_share == 0.1
+    assert section.max_failed_fraction == 0.1
     model = reward_of({"model": {"enable": True, "path": "j"}, "rule_weight": 0})
     assert (model.model.path, model.rule_weight, model.list) == ("j", 0, [])
 

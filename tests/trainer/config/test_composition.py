@@ -246,7 +246,7 @@ def test_multirun_makes_a_plan_for_each(tiny_dir: Path, tmp_path: Path) -> None:
 def test_by_default_a_run_keeps_its_work(recipe: Recipe[Any]) -> None:
     config = recipe.schema()
     assert (config.trainer.max_restarts, config.trainer.save_every_minutes) == (3, 30)
-    assert not isinstance(config, PPOConfig) or config.reward.max_failed_share == 0.5
+    assert not isinstance(config, PPOConfig) or config.reward.max_failed_fraction == 0.5
 
 
 def test_grpo_process_with_environments_says_that_it_is_biased(
@@ -263,8 +263,8 @@ def test_grpo_process_with_environments_says_that_it_is_biased(
 def test_a_reward_is_named_as_other_code_is(path: str) -> None:
     function = load_config([*NEEDED, f"reward={path}:score"]).reward.function
     assert (function.path, function.name) == (path, "score")
-    config = load_config([*NEEDED, f"reward={path}", "reward.max_failed_share=0.1"])
-    assert (config.reward.function.path, config.reward.max_failed_share) == (path, 0.1)
+    config = load_config([*NEEDED, f"reward={path}", "reward.max_failed_fraction=0.1"])
+    assert (config.reward.function.path, config.reward.max_failed_fraction) == (path, 0.1)
 
 
 def test_a_list_is_the_list_of_rewards() -> None:

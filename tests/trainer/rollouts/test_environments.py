@@ -77,7 +77,7 @@ def test_a_reward_function_is_added_to_the_environments(tiny_dir: Path, tmp_path
 
 
 def test_failed_trajectories_are_left_out_and_counted(tiny_dir: Path, tmp_path: Path) -> None:
-    more = (*POLICY_ALONE, "environment.retries=0", "environment.max_failed_share=1")
+    more = (*POLICY_ALONE, "environment.retries=0", "environment.max_failed_fraction=1")
     play(tiny_dir, tmp_path / "run", *more, f"environment={GAMES}:Flaky")
     line = lines(tmp_path / "run")[0]
     assert 0 < line["reward/num_failed"] < 16
@@ -113,7 +113,7 @@ def test_a_run_whose_environments_are_killed_makes_up_no_reward(
     kills = (
         "faults.kill_environment=0.3",
         "environment.retries=0",
-        "environment.max_failed_share=1",
+        "environment.max_failed_fraction=1",
     )
     play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *kills, f"environment={GAMES}:Count")
     *faults, ledger = lines(tmp_path / "run", "faults.jsonl")
@@ -133,7 +133,7 @@ def test_a_run_whose_environments_are_killed_makes_up_no_reward(
 
 
 def test_trajectories_that_never_began_are_left_out(tiny_dir: Path, tmp_path: Path) -> None:
-    more = (*POLICY_ALONE, "environment.retries=0", "environment.max_failed_share=1")
+    more = (*POLICY_ALONE, "environment.retries=0", "environment.max_failed_fraction=1")
     play(tiny_dir, tmp_path / "run", *more, f"environment={GAMES}:NeverBegins")
     for line in lines(tmp_path / "run"):
         assert line["reward/num_skipped"] == 16
@@ -142,7 +142,9 @@ def test_trajectories_that_never_began_are_left_out(tiny_dir: Path, tmp_path: Pa
 
 def test_too_many_failures_end_the_run(tiny_dir: Path, tmp_path: Path) -> None:
     more = (*POLICY_ALONE, "environment.retries=0")
-    words = r"(?s)'environment' failed for 16 of 16.*environment\.max_failed_share=0\.5.*has ended"
+    words = (
+        r"(?s)'environment' failed for 16 of 16.*environment\.max_failed_fraction=0\.5.*has ended"
+    )
     with pytest.raises(RewardError, match=words):
         play(tiny_dir, tmp_path / "run", *more, f"environment={GAMES}:Dies")
 

@@ -79,10 +79,14 @@ def scores_of(*parts: RewardTerm, normalize: bool = True, overlong: Any = None) 
 
 
 def part(
-    name: str, sums: list[float], extras: Any = None, max_failed_share: float = 1.0, **settings: Any
+    name: str,
+    sums: list[float],
+    extras: Any = None,
+    max_failed_fraction: float = 1.0,
+    **settings: Any,
 ) -> RewardTerm:
     told: Any = Told(sums, **(extras or {}))
-    return RewardTerm(RewardConfig(name=name, **settings), told, max_failed_share)
+    return RewardTerm(RewardConfig(name=name, **settings), told, max_failed_fraction)
 
 
 class Slow:
@@ -199,7 +203,7 @@ def test_scores_that_are_waited_for_are_called_by_their_rewards_in_messages() ->
 @pytest.mark.parametrize("on_failure", ["default", "skip"])
 def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> None:
     nan = float("nan")
-    rules: dict[str, Any] = {"on_failure": on_failure, "max_failed_share": 0.5}
+    rules: dict[str, Any] = {"on_failure": on_failure, "max_failed_fraction": 0.5}
     half = Rewards([part("judge", [nan, nan, 1.0, 1.0], **rules)])
     more = Rewards([part("judge", [nan, nan, nan, 1.0], **rules)])
     half.launch(batch(), lambda _: None).get()
