@@ -1,4 +1,4 @@
-"""The names that users of runs import: `GRPO`, `Environment`, `Worker`, `DataProto`, ...
+"""The names that you import to run training, and to write drivers: `GRPO`, `Environment`, `Worker`.
 
 `verl_like.extend` has the names for authors of roles, engines, losses and recipes. Each name is
 imported on first use, so `import verl_like` is quick and loads neither torch nor ray. Only these
@@ -100,7 +100,7 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from workers.agents import Turn as Turn
     from workers.rewards.functions import default_compute_score as default_compute_score
 
-_NAMES = {
+_RUNS = {
     "trainer.api.recipes": ("AsyncPPO", "DPO", "GRPO", "PPO", "RewardModel", "SFT"),
     "trainer.check_loss": ("check_loss",),
     "trainer.hooks": ("Hooks",),
@@ -111,41 +111,19 @@ _NAMES = {
     "trainer.report.page": ("write_report",),
     "trainer.run_folder.result": ("RunResult",),
     "trainer.run_folder.signals": ("RunInterrupted",),
+    "workers.agents": ("Environment", "EnvironmentAdapter", "TrajectoryEnd", "Turn"),
+    "workers.rewards.functions": ("default_compute_score",),
+}
+"""Start here: recipes, environments, hooks, and the results of runs. Module -> names."""
+_DRIVERS = {
     "verl_like.backends.local": ("LocalWorkerGroup",),
-    "verl_like.backends.ray": (
-        "RayClassWithInitArgs",
-        "RayResourcePool",
-        "RayWorkerGroup",
-        "ResourcePoolManager",
-        "merge_resource_pool",
-        "split_resource_pool",
-    ),
-    "verl_like.batch.merge": ("union_numpy_dict", "union_tensor_dict"),
-    "verl_like.batch.protocol": ("DataProto", "DataProtoItem"),
+    "verl_like.backends.ray": ("RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"),
+    "verl_like.batch.protocol": ("DataProto",),
     "verl_like.batch.ragged": ("Ragged",),
-    "verl_like.batch.verl_compat": (
-        "collate_fn",
-        "fold_batch_dim",
-        "pad_dataproto_to_divisor",
-        "prepare_dynamic_batch",
-        "rearrange_micro_batches",
-        "restore_dynamic_batch",
-        "unfold_batch_dim",
-        "unpad_dataproto",
-    ),
-    "verl_like.calls.dispatch": (
-        "Dispatch",
-        "Execute",
-        "Scatter",
-        "make_nd_compute_dataproto_dispatch_fn",
-        "register",
-        "register_dispatch_mode",
-        "update_dispatch_mode",
-    ),
+    "verl_like.calls.dispatch": ("Dispatch", "Execute", "Scatter", "register"),
     "verl_like.calls.future": ("DataProtoFuture", "gather"),
-    "verl_like.calls.group": ("ClassWithInitArgs", "WorkerGroup", "create_colocated_worker_cls"),
+    "verl_like.calls.group": ("ClassWithInitArgs", "create_colocated_worker_cls"),
     "verl_like.calls.result": ("CallMetrics", "CallResult"),
-    "verl_like.calls.verl_surface": ("scatter_lists",),
     "verl_like.errors": (
         "BatchError",
         "CallbackError",
@@ -153,9 +131,9 @@ _NAMES = {
         "ConfigError",
         "DamagedCheckpointError",
         "DispatchError",
+        "InsufficientResourcesError",
         "LostSamplesError",
         "MissingColumnError",
-        "InsufficientResourcesError",
         "PlacementError",
         "RewardError",
         "RolloutError",
@@ -168,18 +146,44 @@ _NAMES = {
     ),
     "verl_like.placement.plan": ("Placement",),
     "verl_like.placement.pools": ("Node", "ResourcePool"),
-    "verl_like.placement.roles": ("Role",),
     "verl_like.process.worker": ("Worker", "create_colocated_worker_raw_cls"),
+}
+"""For your own roles and drivers: workers, batches, calls, placement, errors."""
+_VERL = {
+    "verl_like.backends.ray": ("ResourcePoolManager", "merge_resource_pool", "split_resource_pool"),
+    "verl_like.batch.merge": ("union_numpy_dict", "union_tensor_dict"),
+    "verl_like.batch.protocol": ("DataProtoItem",),
+    "verl_like.batch.verl_compat": (
+        "collate_fn",
+        "fold_batch_dim",
+        "pad_dataproto_to_divisor",
+        "prepare_dynamic_batch",
+        "rearrange_micro_batches",
+        "restore_dynamic_batch",
+        "unfold_batch_dim",
+        "unpad_dataproto",
+    ),
+    "verl_like.calls.dispatch": (
+        "make_nd_compute_dataproto_dispatch_fn",
+        "register_dispatch_mode",
+        "update_dispatch_mode",
+    ),
+    "verl_like.calls.group": ("WorkerGroup",),
+    "verl_like.calls.verl_surface": ("scatter_lists",),
+    "verl_like.placement.roles": ("Role",),
     "verl_like.tensor_ops": (
         "get_group_balanced_partitions",
         "get_reverse_idx",
         "get_seqlen_balanced_partitions",
     ),
-    "workers.agents": ("Environment", "EnvironmentAdapter", "TrajectoryEnd", "Turn"),
-    "workers.rewards.functions": ("default_compute_score",),
 }
-"""The public names of each module."""
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+"""Names that only code for verl's single controller needs."""
+_MODULE_OF = {
+    name: module
+    for group in (_RUNS, _DRIVERS, _VERL)
+    for module, names in group.items()
+    for name in names
+}
 __all__ = sorted(_MODULE_OF)
 
 

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
+    from trainer.async_training.samplers import SAMPLERS as SAMPLERS
     from trainer.async_training.samplers import BatchSampler as BatchSampler
     from trainer.async_training.samplers import BufferView as BufferView
     from trainer.async_training.samplers import SampleChunk as SampleChunk
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from trainer.config.schema import TRACKERS as TRACKERS
     from trainer.config.schema import RunConfig as RunConfig
     from trainer.loop import Trainer as Trainer
+    from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
+    from trainer.ppo.advantages.registry import has_kl_in_loss as has_kl_in_loss
     from trainer.ppo.stages import PPOTrainer as PPOTrainer
     from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
     from trainer.run_folder.metrics import goal_message as goal_message
@@ -29,13 +32,20 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from trainer.run_folder.tracking import Tracker as Tracker
     from trainer.sft.step import SFTTrainer as SFTTrainer
     from verl_like.config_key import KeyRules as KeyRules
+    from workers.agents.environment import ADAPTERS as ADAPTERS
     from workers.columns import read_columns as read_columns
     from workers.columns import write_columns as write_columns
     from workers.config import FSDPConfig as FSDPConfig
     from workers.config import ModelConfig as ModelConfig
     from workers.config import OptimConfig as OptimConfig
+    from workers.config.rollout import ENGINES as ENGINES
     from workers.losses.aggregate import agg_loss as agg_loss
+    from workers.losses.pairwise import PAIRWISE_LOSSES as PAIRWISE_LOSSES
+    from workers.losses.preference.registry import PREFERENCE_LOSSES as PREFERENCE_LOSSES
+    from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
+    from workers.losses.registry import chooses_tokens as chooses_tokens
     from workers.losses.registry import declare_loss_keys as declare_loss_keys
+    from workers.losses.token_loss import token_loss as token_loss
     from workers.memory import RoleModelSpec as RoleModelSpec
     from workers.models.load import load_model as load_model
     from workers.rewards.weighted import place_at_last_token as place_at_last_token
@@ -49,6 +59,7 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
     from workers.training.microbatch import MiniBatch as MiniBatch
+    from workers.training.optim import OPTIMIZERS as OPTIMIZERS
     from workers.training.optim import OptimStepSettings as OptimStepSettings
     from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
     from workers.training.schedules import lr_factor as lr_factor
@@ -59,6 +70,7 @@ _NAMES = {
     "trainer.async_training.samplers": (
         "BatchSampler",
         "BufferView",
+        "SAMPLERS",
         "SampleChunk",
         "SelectedBatch",
         "select_chunks",
@@ -67,16 +79,22 @@ _NAMES = {
     "trainer.config.recipe": ("Recipe", "placement_presets"),
     "trainer.config.schema": ("RunConfig", "TRACKERS"),
     "trainer.loop": ("Trainer",),
+    "trainer.ppo.advantages.registry": ("ADVANTAGE_ESTIMATORS", "has_kl_in_loss"),
     "trainer.ppo.stages": ("PPOTrainer",),
     "trainer.reward_model.step": ("RewardModelTrainer",),
     "trainer.run_folder.metrics": ("goal_message", "reduce_metrics"),
     "trainer.run_folder.tracking": ("Tracker",),
     "trainer.sft.step": ("SFTTrainer",),
     "verl_like.config_key": ("KeyRules",),
+    "workers.agents.environment": ("ADAPTERS",),
     "workers.columns": ("read_columns", "write_columns"),
     "workers.config": ("FSDPConfig", "ModelConfig", "OptimConfig"),
+    "workers.config.rollout": ("ENGINES",),
     "workers.losses.aggregate": ("agg_loss",),
-    "workers.losses.registry": ("declare_loss_keys",),
+    "workers.losses.pairwise": ("PAIRWISE_LOSSES",),
+    "workers.losses.preference.registry": ("PREFERENCE_LOSSES",),
+    "workers.losses.registry": ("POLICY_LOSSES", "chooses_tokens", "declare_loss_keys"),
+    "workers.losses.token_loss": ("token_loss",),
     "workers.memory": ("RoleModelSpec",),
     "workers.models.load": ("load_model",),
     "workers.rewards.weighted": ("place_at_last_token",),
@@ -87,7 +105,7 @@ _NAMES = {
     "workers.rollout.sampling": ("noise_key",),
     "workers.training.checkpoint": ("CheckpointMixin",),
     "workers.training.microbatch": ("MiniBatch", "MicroBatchBudget"),
-    "workers.training.optim": ("OptimStepSettings",),
+    "workers.training.optim": ("OPTIMIZERS", "OptimStepSettings"),
     "workers.training.schedules": ("LR_SCHEDULES", "lr_factor"),
     "workers.training.score_engine": ("ScoreEngine",),
     "workers.weights.module_writer": ("ModuleWriter",),

@@ -23,6 +23,7 @@ PairwiseLoss = Callable[[Tensor], Tensor]
 PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry(
     "pairwise loss", partial(check_call, call=CallSignature("gap"))
 )
+"""Names for `loss` of a reward model's training."""
 
 
 @PAIRWISE_LOSSES.register("log_sigmoid")

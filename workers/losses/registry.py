@@ -102,6 +102,7 @@ def _check(policy_loss: Any, subject: str) -> None:
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
+"""Names for `actor.policy_loss.loss_mode`."""
 
 
 def get_policy_loss(name: str) -> PolicyLoss:

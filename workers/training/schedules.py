@@ -32,6 +32,7 @@ def _check(schedule: Any, subject: str) -> None:
 
 
 LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule", _check)
+"""Names for `optim.lr_scheduler_type`."""
 
 
 @LR_SCHEDULES.register("constant")

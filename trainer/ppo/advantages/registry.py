@@ -21,6 +21,7 @@ Estimator = Callable[..., tuple[Tensor, Tensor]]
 AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)
 
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", check_by_name)
+"""Names for `algorithm.adv_estimator`."""
 
 
 def needs_groups(estimator: Estimator) -> bool:
