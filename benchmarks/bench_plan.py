@@ -104,7 +104,7 @@ def steps(published: Case, root: Path) -> list[Case]:
         tokens = int(case["rows"] * case["tokens"] // axes["sp"])
         largest = LargestPass(tokens, tokens)
         memory = memory_of(role_model, "model", "all", case["gpus"], "cuda", largest)
-        gib = (memory.kept + memory.call) / GIB
+        gib = (memory.resident + memory.call) / GIB
         row = {"case": case["name"], "of": "GiB", "published": case["GiB"]}
         row |= {"predicted": round(gib, 2), "ratio": round(gib / case["GiB"], 3)}
         rows.append(row | ({"why": case["why"]["GiB"]} if "GiB" in case.get("why", ()) else {}))

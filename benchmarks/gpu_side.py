@@ -276,7 +276,7 @@ def memory(trial: Trial) -> Iterator[Figure]:
                 name = f"{size}, {tokens} tokens{', recomputed' * recompute}"
                 largest = LargestPass(tokens, num_rows // 2 * RESPONSE)
                 predicted = memory_of(role_model, "actor", "pool", 1, trial.device, largest)
-                yield f"{name}: predicted GiB", (predicted.kept + predicted.call) / GIB
+                yield f"{name}: predicted GiB", (predicted.resident + predicted.call) / GIB
                 if trial.device == "cuda":
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()

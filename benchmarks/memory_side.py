@@ -275,7 +275,7 @@ def compared(folder: str, case: Case) -> dict[str, Any]:
     memory, results = predicted(folder, case), measured(folder, case)
     kept_bytes = results.pop("kept")
     return {
-        "kept": {"predicted": memory.kept, "measured": kept_bytes},
+        "kept": {"predicted": memory.resident, "measured": kept_bytes},
         "call": {"predicted": memory.call, "measured": max(results.values())},
         "calls": results,
         "parts": {name: getattr(memory, name) for name in PARTS},

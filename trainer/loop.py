@@ -175,18 +175,18 @@ class Trainer(Hooks, ABC):
         return ended_in
 
     def call(
-        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
+        self, role: str, method: str, batch: DataProto, *others: DataProto, **settings: Any
     ) -> Any:
         """Call a role's method with the columns that it reads, and return the future.
 
-        `settings` travel in the batch's meta_info; `more` batches are passed unchanged.
+        `settings` travel in the batch's meta_info; batches in `others` are passed unchanged.
         """
         group = self.groups[role]
         sent = select_reads(batch, group.roles[role], method)
         if settings:
             sent = sent.select()
             sent.meta_info = sent.meta_info | settings
-        return getattr(group, method).remote(sent, *more)
+        return getattr(group, method).remote(sent, *others)
 
     # ------------------------------------------------------------- models, validation and state
 
@@ -275,20 +275,20 @@ class Loop:
     def run(self) -> None:
         """Run every step."""
         trainer, record = self.trainer, self.record
-        record.checkpoints.resume.cut_back()
+        record.checkpoints.resume.discard_later_steps()
         with make_tracking(record.config, trainer.total_steps, trainer.headline) as tracking:
             resumes = record.checkpoints.resume.resumes_in_place
             timeline = Timeline(record.folder / "timeline.json", resumes, trainer.stages)
             try:
                 self.start(tracking, timeline)
-                with record.stop.held(), ignore_old_objects():
+                with record.stop.deferred(), ignore_old_objects():
                     reached = ""
                     while not reached and record.step < trainer.total_steps:
                         if record.stop.received and trainer.can_save:
                             self._stop_here()
                         reached = self._next_step(tracking, timeline)
                     self._finish_checkpoint()
-                    self._leave_model()
+                    self._save_final_model()
                 if reached:
                     print(reached, flush=True)
                 trainer.finish()
@@ -422,7 +422,7 @@ class Loop:
             self._finish_checkpoint()
         record.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
 
-    def _leave_model(self) -> None:
+    def _save_final_model(self) -> None:
         """Save the trained model in the run folder if configured, and print its path."""
         trainer, record = self.trainer, self.record
         if not trainer.exports_model(record.config):

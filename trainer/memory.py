@@ -72,7 +72,7 @@ def memory_table(
     """Return the GiB of every role per device and each pool's sum; if `brief`, only the sums."""
     table = []
     for role in roles:
-        numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
+        numbers = (role.weights, role.gradients, role.moments, role.gathered, role.activations)
         table.append((*numbers, role.kv_cache, role.host))
     decimals = _decimals(max((n for row in table for n in row if n is not None), default=0))
     lines: list[tuple[str, ...]] = [HEAD]
@@ -149,7 +149,8 @@ def check_fit(
         usable = _usable(roles, pool, device_type, device_bytes)
         if total > usable:
             parts = "; ".join(
-                f"{role.role}: {_gib(role.kept)} GiB resident and {_gib(role.call)} GiB in a call"
+                f"{role.role}: {_gib(role.resident)} GiB resident and "
+                f"{_gib(role.call)} GiB in a call"
                 for role in roles
                 if role.pool == pool
             )

@@ -38,11 +38,11 @@ from verl_like.masking import mask_text
 
 LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
 """Errors after which another attempt may succeed."""
-POISON = 3
+MAX_STEP_FAILURES = 3
 """A step that fails this many times counts as the cause of the failures."""
 FIRST_WAIT_S = 2.0
 """The pause before a restart, which doubles with every restart that makes no progress."""
-FIRST_WORD_S, LOOK_AGAIN_S = 1.0, 1.0
+FIRST_MESSAGE_S, LOOK_AGAIN_S = 1.0, 1.0
 """While a run waits for a node: seconds until the first message, and between checks."""
 TURN_S = 60.0
 """Time for the other processes to finish their calls; after it they count as lost, too."""
@@ -147,8 +147,8 @@ class Restarts:
         """Return why there is no further attempt ("" if that is plain), or None if there is one."""
         if step == 0:
             return ""
-        if failures >= POISON and self._count:
-            return f"step {step} has failed {POISON} times: it is not tried again."
+        if failures >= MAX_STEP_FAILURES and self._count:
+            return f"step {step} has failed {MAX_STEP_FAILURES} times: it is not tried again."
         if self._count >= self._config.trainer.max_restarts:
             return f"after {self._count} restarts (trainer.max_restarts)" if self._count else ""
         return None
@@ -247,7 +247,7 @@ def wait_for_room(
     wait.
     """
     limit_s = Deadlines.of(config.timeouts).placement_s
-    clock = WaitClock(summary, limit_s, FIRST_WORD_S, since)
+    clock = WaitClock(summary, limit_s, FIRST_MESSAGE_S, since)
     while True:
         try:
             return start()

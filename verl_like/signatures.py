@@ -85,8 +85,8 @@ def check_method(owner: Any, name: str, subject: str, call: CallSignature) -> No
     is_unbound = isinstance(owner, type) and not isinstance(
         inspect.getattr_static(owner, name), BOUND_OTHERWISE
     )
-    whole = CallSignature("self", *call.by_position, by_name=call.by_name) if is_unbound else call
-    check_call(getattr(owner, name), f"{subject}: its {name}", whole)
+    full = CallSignature("self", *call.by_position, by_name=call.by_name) if is_unbound else call
+    check_call(getattr(owner, name), f"{subject}: its {name}", full)
 
 
 def call_of(method: Any) -> CallSignature:

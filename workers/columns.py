@@ -265,9 +265,9 @@ def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
 def token_counts(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Return the numbers of prompt and response tokens of every row, in the loss or not."""
     require(batch, "attention_mask", "responses")
-    whole, responses = batch.column("attention_mask"), batch.column("responses")
-    if isinstance(whole, Ragged) and isinstance(responses, Ragged):
-        return whole.lengths - responses.lengths, responses.lengths
+    mask, responses = batch.column("attention_mask"), batch.column("responses")
+    if isinstance(mask, Ragged) and isinstance(responses, Ragged):
+        return mask.lengths - responses.lengths, responses.lengths
     inside = batch.padded("attention_mask").bool()
     width = inside.shape[-1] - responses.shape[-1]
     return inside[:, :width].sum(dim=-1), inside[:, width:].sum(dim=-1)

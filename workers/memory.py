@@ -131,7 +131,7 @@ class RoleMemory:
     weights: float = 0
     gradients: float = 0
     moments: float = 0
-    whole: float = 0
+    gathered: float = 0
     """Weights that are gathered (unsharded) during a call, and their unsharded gradients."""
     activations: float | None = 0
     """None if they cannot be estimated."""
@@ -150,7 +150,7 @@ class RoleMemory:
     """True if the role also computes while an engine that otherwise sleeps is awake."""
 
     @property
-    def kept(self) -> float:
+    def resident(self) -> float:
         """Bytes on the device between calls; for a role next to an awake engine, also of calls."""
         if self.sleeps:
             return 0.0
@@ -166,7 +166,7 @@ class RoleMemory:
     def _of_call(self) -> float:
         if self.sleeps:
             return self.weights + max(self.kv_cache, self.sync)
-        of_pass = self.gradients + self.whole + (self.activations or 0.0)
+        of_pass = self.gradients + self.gathered + (self.activations or 0.0)
         return of_pass + self.sync + self.host
 
 
@@ -175,7 +175,9 @@ def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:
     pools: dict[str, float] = {}
     for pool in dict.fromkeys(role.pool for role in roles):
         roles_here = [role for role in roles if role.pool == pool]
-        pools[pool] = sum(role.kept for role in roles_here) + max(role.call for role in roles_here)
+        pools[pool] = sum(role.resident for role in roles_here) + max(
+            role.call for role in roles_here
+        )
     return pools
 
 
@@ -227,7 +229,7 @@ def memory_of(
         stages = [StageOf(rank, dims.pp, schedule, dims.ep) for rank in range(dims.pp)]
     ranks_of_stages = [_Rank(model, dims, device_type, stage) for stage in stages]
     memories = [rank.memory(role, pool, largest, copies) for rank in ranks_of_stages]
-    return max(memories, key=lambda memory: memory.kept + memory.call)
+    return max(memories, key=lambda memory: memory.resident + memory.call)
 
 
 class _Rank:
@@ -239,21 +241,24 @@ class _Rank:
         self.role_model, self.dims, self.device_type = role_model, dims, device_type
         precision = precision_of(role_model.model, device_type)
         self.compute = precision.compute
-        self.kept = precision.weights if role_model.trains else precision.compute
+        self.weight_dtype = precision.weights if role_model.trains else precision.compute
         self.shapes = model_shapes(role_model.model, role_model.head, self.compute, dims.tp, stage)
         is_sharded = role_model.sharding.strategy not in ("ddp", "single")
         self.shards = dims.shard * dims.sp if is_sharded else 1
 
     def memory(self, role: str, pool: str, largest: LargestPass, copies: bool) -> RoleMemory:
         """Return the estimate for this rank; with `copies`, checkpoints are written from copies."""
-        trained = self.role_model.trains * self.shapes.num_trained * self.kept.itemsize
-        stored = self.shapes.held(self.kept, self.role_model.quantization) + self._averages()
+        trained = self.role_model.trains * self.shapes.num_trained * self.weight_dtype.itemsize
+        stored = (
+            self.shapes.weight_bytes(self.weight_dtype, self.role_model.quantization)
+            + self._averages()
+        )
         weights, moments = stored / self.shards, 2 * trained / self.shards
         sharding, may_offload = self.role_model.sharding, self.device_type == "cuda"
         offloaded = sharding.param_offload * weights + sharding.optimizer_offload * moments
-        whole, activations = self._largest_moment(largest)
+        gathered, activations = self._largest_moment(largest)
         copied = self._copied_for_checkpoints(trained) if copies else 0.0
-        names = [self.role_model.quantization or name_of(self.kept), name_of(self.compute)]
+        names = [self.role_model.quantization or name_of(self.weight_dtype), name_of(self.compute)]
         return RoleMemory(
             role=role,
             pool=pool,
@@ -261,7 +266,7 @@ class _Rank:
             weights=weights,
             gradients=trained / self.shards,
             moments=moments,
-            whole=whole,
+            gathered=gathered,
             activations=activations,
             host=may_offload * offloaded,
             copies=copied if copied >= LEAST_BYTES else 0,
@@ -274,20 +279,20 @@ class _Rank:
         """
         if self.role_model.has_average and self.role_model.trains:
             return self.shapes.num_trained * torch.float32.itemsize
-        if self.role_model.has_average and self.kept != torch.float32:
+        if self.role_model.has_average and self.weight_dtype != torch.float32:
             return self.shapes.num_weights * torch.float32.itemsize
         return 0
 
     def _copied_for_checkpoints(self, trained: float) -> float:
         """Return the bytes of the copies from which a checkpoint is written."""
-        model = self._averages() + (trained or self.shapes.held(self.kept))
+        model = self._averages() + (trained or self.shapes.weight_bytes(self.weight_dtype))
         saved = {"optimizer": 2 * trained, "model": model}
         writers = self.dims.per_stage if self.shards == self.dims.tp == 1 else self.shards
         copied = sum(saved.get(name, 0) for name in self.role_model.saved) / writers
         if "hf_model" in self.role_model.saved:  # on the first rank, in the folder's dtype
             stored = getattr(hf_config_of(self.role_model.model), "dtype", None) or self.compute
-            whole = model_shapes(self.role_model.model, self.role_model.head, self.compute)
-            copied += whole.num_weights * stored.itemsize
+            full_model = model_shapes(self.role_model.model, self.role_model.head, self.compute)
+            copied += full_model.num_weights * stored.itemsize
         return copied
 
     def _largest_moment(self, largest: LargestPass) -> tuple[float, float | None]:
@@ -318,7 +323,7 @@ class _Rank:
         """
         shapes = self.shapes
         if self.shards == 1:
-            copied = (self.kept != self.compute) * shapes.num_weights * shapes.compute_bytes
+            copied = (self.weight_dtype != self.compute) * shapes.num_weights * shapes.compute_bytes
             return Moments(copied, copied)
         gathered = shapes.num_weights - shapes.num_in_experts * (1 - 1 / self.dims.ep)
         outside = shapes.num_outside_layers
@@ -415,7 +420,7 @@ def rollout_memory(
     rollout = policy.rollout
     dtype = rollout_dtype(policy, device_type)
     shapes = model_shapes(replace(policy.model, lora_rank=0), "token", dtype)
-    weights: float = shapes.held(dtype, rollout.quantization)
+    weights: float = shapes.weight_bytes(dtype, rollout.quantization)
     per_sample = shapes.key_value_numbers * dtype.itemsize * width
     cache: float = min(rollout.kv_cache_gb * GIB, rollout.max_num_seqs * per_sample)
 

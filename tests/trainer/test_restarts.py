@@ -298,7 +298,7 @@ def test_a_pause_ends_when_the_run_is_told_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
-    with StopSignals() as stop, stop.held():
+    with StopSignals() as stop, stop.deferred():
         made = restarts.Restarts(config(tmp_path), stop)
 
         def sleep(seconds: float) -> None:
@@ -322,7 +322,7 @@ def with_a_restart(folder: Path, stop: StopSignals | None = None, **timeouts: fl
 def test_a_restart_waits_for_room_and_a_first_start_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(restarts, "FIRST_MESSAGE_S", 0.0)
     monkeypatch.setattr(restarts, "LOOK_AGAIN_S", 0.001)
     tries: list[int] = []
 
@@ -351,7 +351,7 @@ def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path
         InsufficientResourcesError, match=r"gone\. After \d+ s .* \(timeouts\.placement_s=8\)"
     ):
         with_a_restart(tmp_path, placement_s=8.0).wait_for_capacity(start, since)
-    with StopSignals() as stop, stop.held():
+    with StopSignals() as stop, stop.deferred():
         made = with_a_restart(tmp_path, stop)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(RunInterrupted, match="SIGTERM while it waited for a node"):

@@ -184,12 +184,12 @@ class PPO(PythonRun):
             settings["reward.model.enable"] = True
         return settings
 
-    def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
+    def plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
         """Replace reward functions by files."""
-        settings = dict(own)
-        if "reward.list" in own:
-            rewards = own["reward.list"]
-            settings["reward.list"] = reward_list(rewards, inputs / "rewards", self._columns)
+        plain = dict(settings)
+        if "reward.list" in settings:
+            rewards = settings["reward.list"]
+            plain["reward.list"] = reward_list(rewards, inputs / "rewards", self._columns)
         return settings
 
 

@@ -360,22 +360,22 @@ class ExperienceBuffer:
 
     def _take_chosen(self) -> list[SampleChunk]:
         """Return the batch that the sampler chooses, separately for each routed trainer rank."""
-        whole = SelectedBatch()
+        batch = SelectedBatch()
         for view in self.open.views(self._demand, self.version, self._num_taken):
             choice = chosen(self._sampler, view)
-            whole.dropped += choice.dropped
+            batch.dropped += choice.dropped
             if not choice.selected:
-                whole.selected = []
+                batch.selected = []
                 break
-            whole.selected += choice.selected
-        for chunk, reason in whole.dropped:
+            batch.selected += choice.selected
+        for chunk, reason in batch.dropped:
             self._drop(chunk, reason)
             self._look_again()
-        for chunk in whole.selected:
+        for chunk in batch.selected:
             self.open.ready.remove(chunk)
             self.log.move(chunk.names, TAKEN)
-        self._num_taken += bool(whole.selected)
-        return whole.selected
+        self._num_taken += bool(batch.selected)
+        return batch.selected
 
     def _begin_next(self, generator: int, version: int) -> SampleChunk | None:
         """Start the first chunk that this generator may generate, if there is room; return it."""

@@ -177,6 +177,7 @@ def _check(sampler: Any, subject: str) -> None:
 
 
 SAMPLERS: Registry[type[BatchSampler]] = Registry("sampler", _check)
+"""Names for `async_training.sampler`: subclasses of `BatchSampler`."""
 
 
 def select_chunks(chunks: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:

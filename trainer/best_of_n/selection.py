@@ -23,7 +23,7 @@ from workers.agents.chat import Message
 from workers.columns import read_columns
 from workers.rewards.manager import decode_responses
 from workers.rewards.weighted import SKIPPED
-from workers.rollout.sample import CUT_BY_LENGTH
+from workers.rollout.sample import LENGTH_LIMIT
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -65,10 +65,10 @@ def select(
         counts["num_prompts"] += 1
         good = [sample for sample in samples if not sample.is_empty]
         counts["num_empty"] += len(samples) - len(good)
-        whole = [sample for sample in good if sample.fields["finish_reason"] != CUT_BY_LENGTH]
-        counts["num_cut"] += len(good) - len(whole)
+        complete = [sample for sample in good if sample.fields["finish_reason"] != LENGTH_LIMIT]
+        counts["num_cut"] += len(good) - len(complete)
         if config.truncated == "drop":
-            good = whole
+            good = complete
         if good and good[0].score < least:
             counts["num_below_min_score"] += 1
         elif config.format == "sft":

@@ -60,7 +60,7 @@ def check_loss(
     for name in skip:
         check_name(name, NAMES, "there is no relation")
     left_out = {*skip, *subject.exempt}
-    chosen = [each for each in RELATIONS[subject.kind] if each.__name__ not in left_out]
+    chosen = [relation for relation in RELATIONS[subject.kind] if relation.__name__ not in left_out]
     batches = all_batches()
     _try(subject, chosen, batches)
     for mode in AGGREGATIONS if "loss_agg_mode" in subject.reads else ():

@@ -57,7 +57,7 @@ def subject_of(target: str, kind: str | None = None, **settings: Any) -> Subject
 def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
     kind, (trainer_name, mode) = look_up(name, kind, TRAINERS, "trl has no loss")
     module = import_module(f"trl.trainer.{trainer_name.lower()}_trainer")
-    config = {each.name: each.default for each in fields(getattr(module, f"{trainer_name}Config"))}
+    config = {f.name: f.default for f in fields(getattr(module, f"{trainer_name}Config"))}
     config["loss_type"] = {"dpo": "sigmoid", "sft": "nll"}.get(name, name)
     config["max_completion_length"] = LOSS_SCALE_FACTOR
     config |= {key: settings[key] for key in settings if key in config}
@@ -151,7 +151,7 @@ def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subjec
         config = core.ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)
         owners = [config.policy_loss, config]
         settings = {"loss_agg_mode": config.loss_agg_mode, **settings}
-    owner_of = {each.name: owner for owner in owners for each in fields(owner)}
+    owner_of = {f.name: owner for owner in owners for f in fields(owner)}
     for key in {*owner_of} & {*settings}:
         object.__setattr__(owner_of[key], key, settings[key])
     subject = match(function, f"verl:{name}", kind, {**settings, "config": config})

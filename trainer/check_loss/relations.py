@@ -206,7 +206,7 @@ def finite_differences(subject: Subject, batch: Batch) -> Pairs:
     with Recorder() as record:
         actual = (subject.measure(batch)["gradient"] * direction).sum()
     slopes = [slope(step, known) for step in STEPS for known in (list[Tensor](), record.constants)]
-    closest = min(slopes, key=lambda each: float((each - actual).abs()))
+    closest = min(slopes, key=lambda value: float((value - actual).abs()))
     yield "against the difference of losses", {"slope": closest}, {"slope": actual}
 
 
@@ -345,6 +345,6 @@ RELATIONS: Mapping[str, Sequence[Relation]] = {
     "estimator": [*FIRST, *MASKED, *GROUPED, all_masked],
 }
 """Kind -> its relations, in the order in which they are tried."""
-NAMES = list(dict.fromkeys(each.__name__ for named in RELATIONS.values() for each in named))
+NAMES = list(dict.fromkeys(relation.__name__ for named in RELATIONS.values() for relation in named))
 TOLERANCES = {"finite_differences": 1e-3, "reward_scale_and_shift": 1e-2}
 """Relation -> its tolerance, if it is not 1e-6."""

@@ -148,7 +148,7 @@ def look_up(
 ) -> tuple[str, Any]:
     """Return the kind and the function of this name; an error begins with `words`."""
     searched = {key: named[key] for key in named if kind in (None, key)}
-    check_name(name, [each for functions in searched.values() for each in functions], words)
+    check_name(name, [n for functions in searched.values() for n in functions], words)
     kind, *others = (key for key in searched if name in searched[key])
     if others:
         raise ConfigError(f"{name} is of the kinds {kind} and {others[0]}: say --kind {kind}.")

@@ -217,11 +217,11 @@ def main(arguments: Sequence[str]) -> None:
     """Check the run of these settings; an error ends the process with its message."""
     name, rest = "ppo", list(arguments)
     if rest and "=" not in rest[0] and not rest[0].startswith("-"):
-        given = rest.pop(0)
-        name, *preset = resolve_command(given) or [given]
+        command = rest.pop(0)
+        name, *preset = resolve_command(command) or [command]
         if name not in RECIPES:
-            hint, known = nearest(given, RECIPES), ", ".join(RECIPES)
-            raise ConfigError(f"check {given}: no such recipe.{hint} Known: {known}.")
+            hint, known = nearest(command, RECIPES), ", ".join(RECIPES)
+            raise ConfigError(f"check {command}: no such recipe.{hint} Known: {known}.")
         rest = [*preset, *rest]
     parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")

@@ -251,8 +251,8 @@ class Arguments:
         def keys_of(*entries: Any) -> dict[str, Key]:
             return {
                 name: Key(f"{key.name}.{name}", argument.kind, argument.rules)
-                for each in entries
-                for name, argument in arguments_of(each).items()
+                for function in entries
+                for name, argument in arguments_of(function).items()
                 if name not in siblings
             }
 

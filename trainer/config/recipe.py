@@ -96,8 +96,8 @@ class Recipe(Generic[C]):
         if self.own_folder is None:
             return self._own_and_shared
         is_main = (self.own_folder / self.config_name).with_suffix(".yaml").is_file()
-        own, ours = [self.own_folder], self._own_and_shared
-        return [*own, *ours] if is_main else [*ours, *own]
+        user_folders, our_folders = [self.own_folder], self._own_and_shared
+        return [*user_folders, *our_folders] if is_main else [*our_folders, *user_folders]
 
     @property
     def _own_and_shared(self) -> list[Path]:

@@ -275,8 +275,8 @@ def _too_few(
     taken = sum(max(_devices_of(config, pool, n) for n in user_pools[pool]) for pool in user_pools)
     left = max(num_devices - taken, 0)
     instead = ", or placement=colocate, where roles share processes" if left else ""
-    given = [f"resource_pool_spec.{pool}={list(user_pools[pool])}" for pool in user_pools]
-    first_words = f" {' and '.join(given)} come{'s' * (len(given) == 1)} first." if given else ""
+    texts = [f"resource_pool_spec.{pool}={list(user_pools[pool])}" for pool in user_pools]
+    first_words = f" {' and '.join(texts)} come{'s' * (len(texts) == 1)} first." if texts else ""
     return ConfigError(
         f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device for "
         f"{pools[min(left, len(pools) - 1)]!r}.{first_words} These pools need at least a device "

@@ -43,7 +43,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.folder import generation_eos
-from workers.rollout.sample import CUT_BY_LENGTH
+from workers.rollout.sample import LENGTH_LIMIT
 
 
 @dataclass(frozen=True)
@@ -169,16 +169,16 @@ def cut_rows(
     and says that dropped rows lack tokens of `lost`.
     """
     good: list[EncodedRow] = []
-    num_cut = 0
+    num_truncated = 0
     for row in rows:
         if max(len(side.ids) for side in row.sides) > max_length:
-            num_cut += 1
+            num_truncated += 1
             row = row._replace(sides=[side.cut(max_length) for side in row.sides])
         if teaches(row.sides):
             good.append(row)
     skipped = f", {num_bad} malformed and skipped" if num_bad else ""
     return good, (
-        f"{key}: {len(rows) + num_bad} {kind}{skipped}; {num_cut} truncated to {max_length} "
+        f"{key}: {len(rows) + num_bad} {kind}{skipped}; {num_truncated} truncated to {max_length} "
         f"tokens; {len(rows) - len(good)} dropped because no token of {lost} was left"
     )
 
@@ -247,7 +247,7 @@ def _encode_response(row: Row, tokenizer: Any) -> LMRow:
         raise ValueError("'prompt' is empty")
     prompt = encode_prompt(row["prompt"], tokenizer)
     response = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
-    if row.get("finish_reason") != CUT_BY_LENGTH:
+    if row.get("finish_reason") != LENGTH_LIMIT:
         response = _with_end(response, tokenizer)
     ids = np.concatenate([prompt, np.array(response, dtype=np.int64)])
     return LMRow(ids, np.arange(len(ids)) >= len(prompt))

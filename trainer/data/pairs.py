@@ -128,9 +128,9 @@ def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = N
         return encode_lm_row(row, tokenizer)
     if not isinstance(prompt, list) or not isinstance(reply, list):
         raise ValueError("prompt and response must both be texts, or both lists of messages")
-    whole = encode_lm_row({"messages": [*prompt, *reply]}, tokenizer)
+    encoded = encode_lm_row({"messages": [*prompt, *reply]}, tokenizer)
     start = len(encode_prompt(prompt, tokenizer))
-    return LMRow(whole.ids, whole.in_loss & (np.arange(len(whole.ids)) >= start))
+    return LMRow(encoded.ids, encoded.in_loss & (np.arange(len(encoded.ids)) >= start))
 
 
 def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRow]:

@@ -106,8 +106,8 @@ def cached_rows(
         unfinished = Path(tempfile.mkdtemp(dir=cache, prefix="unfinished_"))
         try:
             num_bad = _write(unfinished / ROWS, columns, read())
-            whole = {"num_bad": num_bad, **summary()}
-            (unfinished / SUMMARY).write_text(json.dumps(whole), encoding="utf-8")
+            totals = {"num_bad": num_bad, **summary()}
+            (unfinished / SUMMARY).write_text(json.dumps(totals), encoding="utf-8")
             shutil.rmtree(cache / key, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run was faster
                 unfinished.rename(cache / key)

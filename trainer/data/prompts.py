@@ -56,7 +56,7 @@ class PromptSet:
 
     - `num_bad`: number of rows that `data.on_bad_row=skip` left out
     - `num_overlong`: number of prompts that the length filter dropped
-    - `num_cut`: number of prompts that `data.truncation` cut
+    - `num_truncated`: number of prompts that `data.truncation` cut
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class PromptSet:
         fits = lengths <= config.max_prompt_length
         self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
         self.num_overlong = len(lengths) - len(self.rows)
-        self.num_cut = len(self.rows) - int(fits.sum())
+        self.num_truncated = len(self.rows) - int(fits.sum())
         self.columns = self._table.columns
         self.players_of: Callable[[dict[str, Any]], list[str]] | None = None
         """Returns the players of a row's environment, if a run has several players."""
         longest = max(lengths, default=0)
         self.story = (
             f"data.{setting}: {len(lengths)} prompts of at most {longest} tokens; "
-            f"{self.num_overlong} dropped and {self.num_cut} truncated "
+            f"{self.num_overlong} dropped and {self.num_truncated} truncated "
             f"(data.max_prompt_length={config.max_prompt_length})"
         )
 

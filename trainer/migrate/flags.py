@@ -178,7 +178,7 @@ class GivenFlags:
     def __init__(
         self,
         table: Table,
-        given: Flags,
+        flags: Flags,
         unknown: str = "",
         done: Translation | None = None,
         dashes: str = "--",
@@ -190,8 +190,8 @@ class GivenFlags:
         """
         self.done = done or Translation()
         self._table, self._unknown, self._dashes = table, unknown, dashes
-        self._spelled = {table.older.get(name, name): name for name in given}
-        self._values = {table.older.get(name, name): values for name, values in given.items()}
+        self._spelled = {table.older.get(name, name): name for name in flags}
+        self._values = {table.older.get(name, name): values for name, values in flags.items()}
         self._figures = dict(figures or {})
         self._told: set[str] = set()
 

@@ -52,8 +52,8 @@ def prove(system: str, done: Translation) -> str:
     if system not in foreign.VERSIONS:
         return f"Proof: {system} has no functions that can be called by themselves"
     config: Any = composed(done)
-    given = {key: yaml.safe_load(text) for key, text in done.given.items()}
-    fields = {k.removeprefix(ACTOR).removeprefix("policy_loss."): v for k, v in given.items()}
+    original = {key: yaml.safe_load(text) for key, text in done.original.items()}
+    fields = {k.removeprefix(ACTOR).removeprefix("policy_loss."): v for k, v in original.items()}
     fields.pop("max_completion_length", None)  # a constant factor, with another value here
     make, default = OURS.get(done.program, (_policy, "vanilla" if system == "verl" else "dapo"))
     section = config.actor_rollout_ref.actor if make is _policy else config
@@ -63,7 +63,7 @@ def prove(system: str, done: Translation) -> str:
     name = f"{system}:{name if is_known else default}"
     lines = ["Proof:", f"loss {name}: {_compared(make, section, name, fields)}"]
     if system == "verl" and make is _policy:
-        fields = {key.removeprefix("algorithm."): value for key, value in given.items()}
+        fields = {key.removeprefix("algorithm."): value for key, value in original.items()}
         name = f"verl:{fields.pop('adv_estimator', 'gae')}"
         compared = _compared(_estimator, config.algorithm, name, fields)
         lines.append(f"estimator {name}: {compared}")

@@ -55,14 +55,14 @@ def translate_coati(command: Command) -> Translation | None:
     if match is None:
         return None
     launcher, script, words = match
-    script, given = last_name(script), as_flags(words)
-    is_async = script in MAKER_SCRIPTS or (not script and not MARKS.isdisjoint(given))
+    script, options = last_name(script), as_flags(words)
+    is_async = script in MAKER_SCRIPTS or (not script and not MARKS.isdisjoint(options))
     program = "async" if is_async else "ppo"
     if script.startswith("1mmt"):
-        given["num_makers"] = ["1"]
+        options["num_makers"] = ["1"]
     flags = GivenFlags(
         Table("coati", program, "all"),
-        given,
+        options,
         "ColossalChat's PPO scripts have no flag",
         Translation(program, settings={"algorithm": "coati_legacy"}),
         figures={"processes": int(num_processes(launcher) or 1)},

@@ -44,7 +44,7 @@ class Translation:
     """Notes on how the script ran."""
     variables: Collection[str] = ()
     """Shell variables that stay variables in the command; any other `$` is literal."""
-    given: Mapping[str, str] = field(default_factory=dict)
+    original: Mapping[str, str] = field(default_factory=dict)
     """The command's own flags or keys, with their values."""
     source: Sequence[str] = ()
     """The words of the translated command."""

@@ -121,7 +121,7 @@ def _translated(program: str, flags: Flags) -> Translation:
         if table.find(name.removeprefix("no_")):  # how TRL's parser spells a switch that is off
             flags = {key: value for key, value in flags.items() if key != name}
             flags[name.removeprefix("no_")] = ["False"]
-    done.given = {
+    done.original = {
         name: as_text(values) if len(values) > 1 else "".join(values)
         for name, values in flags.items()
     }

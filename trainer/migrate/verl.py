@@ -73,7 +73,7 @@ def translate(command: Command) -> Translation | None:
     if file is not None:
         done.always.append(f"--config-name {name}: its keys are those of {file}")
     settings |= _settings_of(words)
-    done.given = dict(settings)
+    done.original = dict(settings)
     _images(settings, "actor_rollout_ref.model.path", done)
     if _fits(program, FULLY_ASYNC, ONE_STEP_OFF):
         done.program = "async"

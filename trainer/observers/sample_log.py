@@ -43,7 +43,7 @@ NAMED = 8
 class Account:
     """Counts the samples of one generator or, in a synchronous run, of one step."""
 
-    made: int = 0
+    generated: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -78,7 +78,7 @@ class SampleLog:
                     f"generator {account} was asked to generate them again."
                 )
             self._open[sample] = _Open(account, state)
-            self.accounts[account].made += 1
+            self.accounts[account].generated += 1
 
     def receive(self, tokens: Mapping[SampleKey, int], given_up: Mapping[str, int]) -> None:
         """Record the token count of each finished sample, and the `given_up` counts by reason."""
@@ -158,7 +158,7 @@ class SampleLog:
         for number in [number for number in self.accounts if number > account]:
             late = self.accounts[number]
             self.drop([s for s, entry in self._open.items() if entry.account == number], reason)
-            late.trained, late.dropped = 0, Counter({reason: late.made})
+            late.trained, late.dropped = 0, Counter({reason: late.generated})
 
     def open(self, state: str = TAKEN, account: int | None = None) -> list[SampleKey]:
         """Return the open samples in that state, of one account or of all."""
@@ -207,7 +207,7 @@ class SampleLog:
         places = Counter((entry.account, entry.state) for entry in self._open.values())
         return {
             str(number): {
-                "made": account.made,
+                "made": account.generated,
                 "trained": account.trained,
                 "queued": places[number, QUEUED] + places[number, TAKEN],
                 "dropped": dict(account.dropped),
@@ -219,7 +219,7 @@ class SampleLog:
     def totals(self) -> dict[str, Any]:
         """Return how many samples were made, trained on and dropped; {} if none were made."""
         accounts = self.accounts.values()
-        num_made = sum(account.made for account in accounts)
+        num_made = sum(account.generated for account in accounts)
         if not num_made:
             return {}
         dropped = sum((account.dropped for account in accounts), Counter[str]())

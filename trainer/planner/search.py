@@ -39,7 +39,7 @@ class Layout:
     def beats(self, other: Layout) -> bool:
         """Return whether this layout is at least as good in time and memory, and better in one."""
         mine, others = (
-            (layout.total, layout.memory.kept, layout.memory.call) for layout in (self, other)
+            (layout.total, layout.memory.resident, layout.memory.call) for layout in (self, other)
         )
         return all(a <= b for a, b in zip(mine, others, strict=True)) and mine != others
 

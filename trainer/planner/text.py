@@ -77,7 +77,7 @@ def fits_nowhere(job: Job) -> ConfigError:
     needs = []
     for role in job.roles:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
-        least = min((memory.kept + memory.call for memory in memories), default=0.0)
+        least = min((memory.resident + memory.call for memory in memories), default=0.0)
         needs.append(f"{role}: {f'{least / GIB:.1f}' if memories else 'cannot be laid out'}")
     number = 2 * job.num_gpus
     while number <= MOST_GPUS and not job.best(number):
@@ -144,5 +144,5 @@ def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
         if fitting:
             yield f"{key}: {min(fitting):.1f} s, {min(fitting) - best[0].step:.1f} s more"
         else:
-            least = min(layout.memory.kept + layout.memory.call for layout in having) / GIB
+            least = min(layout.memory.resident + layout.memory.call for layout in having) / GIB
             yield f"{key}: takes {least:.1f} GiB at least"

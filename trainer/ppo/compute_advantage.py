@@ -29,7 +29,7 @@ from verl_like.signatures import is_required
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards
 from workers.config.conditions import has_only_teacher
-from workers.rollout.sample import CUT_BY_LENGTH
+from workers.rollout.sample import LENGTH_LIMIT
 
 GDPO_KEY = "algorithm.gdpo_reward_keys"
 SETTINGS: Mapping[str, str] = {
@@ -123,7 +123,7 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
         elif name == "truncated" and algorithm.bootstrap_truncated:
             require(batch, "finish_reason")  # names rows cut by the length limit
             reasons = batch.non_tensor_batch["finish_reason"]
-            arguments[name] = torch.tensor([reason == CUT_BY_LENGTH for reason in reasons])
+            arguments[name] = torch.tensor([reason == LENGTH_LIMIT for reason in reasons])
         elif name == "truncated":
             arguments[name] = None
         elif name in SETTINGS:

@@ -80,14 +80,14 @@ def log_warnings(config: PPOConfig) -> None:
 
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         warn(
-            "kl-counts-nothing",
+            "kl-zero-coef",
             f"{ACTOR}.use_kl_loss=true with {ACTOR}.kl_loss_coef=0: a reference is computed for a "
             f"metric alone. Set {ACTOR}.use_kl_loss=false if it is not wanted.",
         )
     is_fixed = algorithm.kl_ctrl.type == "fixed"
     if algorithm.use_kl_in_reward and is_fixed and algorithm.kl_ctrl.kl_coef == 0:
         warn(
-            "kl-counts-nothing",
+            "kl-zero-coef",
             "algorithm.use_kl_in_reward=true with algorithm.kl_ctrl.kl_coef=0: a reference is "
             "computed for a metric alone. Set algorithm.use_kl_in_reward=false if it is not "
             "wanted.",
@@ -107,7 +107,7 @@ def log_warnings(config: PPOConfig) -> None:
         )
     if algorithm.use_kl_in_reward and estimator is not None and wants_kl_in_loss(estimator):
         warn(
-            "kl-in-a-group",
+            "kl-in-group-reward",
             "algorithm.use_kl_in_reward=true with "
             f"algorithm.adv_estimator={algorithm.adv_estimator}: the KL of a sample's tokens "
             "changes its score within the group. GRPO has its KL in the "

@@ -30,19 +30,19 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     """
     names = ("response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
     columns = read_columns(batch, *names, *(("values",) if use_critic else ()))
-    inside = columns["response_mask"].bool()
+    mask = columns["response_mask"].bool()
     prompt_length, response_length = token_counts(batch)
     answered = response_length > 0
-    returns = columns["returns"][inside].double()
+    returns = columns["returns"][mask].double()
 
     metrics = {
         **_extremes("critic/score", columns["token_level_scores"].sum(dim=-1)[answered]),
         **_extremes("critic/rewards", columns["token_level_rewards"].sum(dim=-1)[answered]),
-        **_extremes("critic/advantages", columns["advantages"][inside]),
+        **_extremes("critic/advantages", columns["advantages"][mask]),
         **_extremes("critic/returns", returns),
     }
     if use_critic:
-        values = columns["values"][inside].double()
+        values = columns["values"][mask].double()
         metrics |= _extremes("critic/values", values)
         metrics["critic/vf_explained_var"] = (
             1.0 - _var(returns - values) / (_var(returns) + 1e-5)
@@ -50,7 +50,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
     max_prompt_length, max_response_length = _widths(batch)
     metrics |= _length_metrics("response_length", response_length, max_response_length)
-    metrics |= _entropy(batch, inside)
+    metrics |= _entropy(batch, mask)
     metrics |= _length_metrics(
         "response_length_non_aborted", response_length[answered], max_response_length
     )
@@ -108,7 +108,7 @@ def _widths(batch: DataProto) -> tuple[int, int]:
     return batch.column("attention_mask").shape[-1] - max_response_length, max_response_length
 
 
-def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:
+def _entropy(batch: DataProto, mask: Tensor) -> dict[str, float]:
     """Return the policy's entropy in nats per token.
 
     The pass for old log-probs computes it. In a step without that pass, it is estimated by the mean
@@ -116,9 +116,9 @@ def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:
     (top_k, top_p).
     """
     if has_column(batch, "entropys"):
-        return {"actor/entropy": _mean(read_columns(batch, "entropys")["entropys"][inside])}
+        return {"actor/entropy": _mean(read_columns(batch, "entropys")["entropys"][mask])}
     if has_column(batch, "rollout_log_probs"):
-        drawn = read_columns(batch, "rollout_log_probs")["rollout_log_probs"][inside]
+        drawn = read_columns(batch, "rollout_log_probs")["rollout_log_probs"][mask]
         return {"actor/entropy": -_mean(drawn)}
     return {}
 

@@ -45,7 +45,7 @@ from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import get_policy_loss, traits_of
 from workers.rewards.weighted import SKIPPED
-from workers.rollout.sample import CUT_BY_LENGTH
+from workers.rollout.sample import LENGTH_LIMIT
 
 logger = logging.getLogger(__name__)
 WithMetrics = tuple[DataProto, dict[str, float]]
@@ -122,7 +122,7 @@ def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
     """
     require(batch, "finish_reason")
     reasons = batch.non_tensor_batch["finish_reason"]
-    truncated = torch.tensor([reason == CUT_BY_LENGTH for reason in reasons], dtype=torch.bool)
+    truncated = torch.tensor([reason == LENGTH_LIMIT for reason in reasons], dtype=torch.bool)
     if truncated.all():
         logger.warning(
             "all %d samples of this step were cut by the length limit, and "

@@ -63,8 +63,8 @@ def load_or_compute(
         tables[name] = compute(name)
 
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: table.contiguous() for name, table in tables.items()}
-    write_whole(folder / FILE, save(whole, metadata={**rows, "weights": weights}))
+    contiguous = {name: table.contiguous() for name, table in tables.items()}
+    write_whole(folder / FILE, save(contiguous, metadata={**rows, "weights": weights}))
     return tables
 
 

@@ -94,7 +94,7 @@ def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
     for step in sorted(map(int, _kept_steps(folder)), reverse=True):
         batch = DataProto.load_from_disk(batch_file(folder, step, STAGES[0]))
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
-        step_of_uid |= {str(each): step for each in uids}
+        step_of_uid |= {str(u): step for u in uids}
         pairs = enumerate(zip(uids, indices, strict=True))
         rows = [row for row, (u, i) in pairs if u == uid and str(i) == (index or str(i))]
         if rows:
@@ -129,7 +129,7 @@ def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
     max_attempts = config.algorithm.filter_groups.max_num_gen_batches
     for attempt, batch in enumerate(islice(trainer.loader, max_attempts)):  # noqa: B007
         prompt_uids = uid, split_player_uid(uid)[0]
-        rows = [n for n, each in enumerate(batch.non_tensor_batch["uid"]) if each in prompt_uids]
+        rows = [n for n, u in enumerate(batch.non_tensor_batch["uid"]) if u in prompt_uids]
         if rows:
             break
     else:
@@ -138,14 +138,14 @@ def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
         )
     prompts = repeat_prompts(batch[rows], config.actor_rollout_ref.rollout.n)
     indices = recorded.padded("sample_index").tolist()
-    of_uid = [n for n, each in enumerate(prompts.non_tensor_batch["uid"]) if each == uid]
+    of_uid = [n for n, u in enumerate(prompts.non_tensor_batch["uid"]) if u == uid]
     prompts = prompts[[of_uid[index] for index in indices]]
     if not wanted.is_live:
         answers = [info["answers"] for info in recorded.non_tensor_batch[TRAJECTORY]]
         prompts = prompts.union(DataProto.from_dict({}, {RECORDED: object_rows(answers)}))
     replayed = trainer.rollouts.generate(prompts, attempt=attempt)
     for row, index in enumerate(indices):
-        was, now = (_Row.of(each, row) for each in (recorded, replayed))
+        was, now = (_Row.of(samples, row) for samples in (recorded, replayed))
         difference = first_difference(was, now, trainer.rollouts.tokenizer)
         drawn = int(was.is_sampled.sum())
         wanted.differences.append(
@@ -191,13 +191,13 @@ def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
         changed = min(len(was.answers), len(now.answers))
     if changed is not None:
         subject = f"the answer to turn {changed}" if changed else "the first observation"
-        pair = [_words(each.answers, changed) for each in (was, now)]
+        pair = [_words(row.answers, changed) for row in (was, now)]
         differences.append((changed - 1, 1, f"{subject}: was {pair[0]}, is {pair[1]}"))
 
     place = _first_place(was.tokens, now.tokens)
     if place is not None and (place >= len(was.tokens) or bool(was.is_sampled[place])):
         turn = (was.turns + now.turns[len(was.turns) :])[place]
-        pair = [_token(each.tokens, place, tokenizer) for each in (was, now)]
+        pair = [_token(row.tokens, place, tokenizer) for row in (was, now)]
         words = f"token {place} of the response, in turn {turn + 1}: was {pair[0]}, is {pair[1]}"
         differences.append((turn, 0, words))
     if differences:
@@ -207,7 +207,7 @@ def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
     drawn = was.is_sampled.nonzero().flatten().tolist()
     other = [n for n in drawn if was.log_probs[n].item() != now.log_probs[n].item()]
     if other:
-        pair = [repr(each.log_probs[other[0]].item()) for each in (was, now)]
+        pair = [repr(row.log_probs[other[0]].item()) for row in (was, now)]
         return f"the log-prob of token {other[0]} of the response: was {pair[0]}, is {pair[1]}"
     return "" if was.ended == now.ended else f"its end: was {was.ended}, is {now.ended}"
 

@@ -29,7 +29,7 @@ class TracedCall:
     step: int
     stage: str = ""
     """The stage of the step that the call belongs to; "" in traces without stages."""
-    about: str = ""
+    details: str = ""
     """Further information as text."""
 
 
@@ -58,7 +58,7 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
                 end=(e["ts"] + e["dur"]) / 1e6,
                 step=int(args.get("step", 0)),
                 stage=str(args.get("stage", "")),
-                about=_of_environments(args),
+                details=_of_environments(args),
             )
             calls.append(call)
         return sorted(calls, key=lambda call: call.start), list(trace["otherData"]["stages"])

@@ -48,7 +48,7 @@ class Panel(NamedTuple):
     """One figure of curves, as in `panels.yaml`."""
 
     title: str
-    about: str
+    caption: str
     names: Sequence[str]
     """Metrics, or patterns of their names."""
     band: str = ""
@@ -225,7 +225,7 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
         row = row_of.get((call.pool, call.lane))
         if row is not None:
             seconds, color = call.end - call.start, METHOD_COLORS.get(call.method, OTHER_COLOR)
-            title = f"{call.lane}: {call.method}, {1000 * seconds:.1f} ms{call.about}"
+            title = f"{call.lane}: {call.method}, {1000 * seconds:.1f} ms{call.details}"
             drawn.append(Bar(row, call.start - origin, seconds, color, title, height=0.74))
     pools = [pool for pool, _ in shown]
     ends = [row + 0.5 for row, pool in enumerate(pools) if pools[row + 1 : row + 2] != [pool]]
@@ -267,9 +267,9 @@ def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
         return ""
     drawn = []
     for row, role in enumerate(roles):
-        left, whole = 0.0, sum(seconds[role].values())
+        left, total = 0.0, sum(seconds[role].values())
         for state, spent in seconds[role].items():
-            share = 100 * spent / whole
+            share = 100 * spent / total
             text = f"{share:.0f} %" if share >= 5 else ""
             drawn.append(Bar(row, left, share, STATE_COLORS[state], text=text))
             left += share
@@ -288,10 +288,10 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
     """Return a bar of trajectories for each number of turns, divided by outcome."""
     drawn = []
     for row, counts in enumerate(by_turns.values()):
-        left, whole = 0, sum(counts.values())
+        left, total = 0, sum(counts.values())
         for outcome, color in OUTCOME_COLORS.items():
             if number := counts.get(outcome, 0):
-                title = f"{outcome}: {number} of {whole}"
+                title = f"{outcome}: {number} of {total}"
                 drawn.append(Bar(row, left, number, color, title))
                 left += number
     words = "; ".join(

@@ -256,9 +256,9 @@ def phase_shares(metrics: MetricLines, stages: Sequence[str]) -> list[tuple[str,
     seconds = {phase: sum(line.get(f"timing_s/{phase}", 0.0) for line in timed) for phase in phases}
     seconds = {phase: spent for phase, spent in seconds.items() if spent > 0.0}
     after_step = sum(seconds.get(phase, 0.0) for phase in AFTER_STEP)
-    whole = max(sum(line["timing_s/step"] for line in timed) + after_step, sum(seconds.values()))
-    seconds["other"] = whole - sum(seconds.values())
-    exact = {phase: 1000 * spent / whole for phase, spent in seconds.items()}
+    total = max(sum(line["timing_s/step"] for line in timed) + after_step, sum(seconds.values()))
+    seconds["other"] = total - sum(seconds.values())
+    exact = {phase: 1000 * spent / total for phase, spent in seconds.items()}
     tenths = {phase: int(share) for phase, share in exact.items()}
     by_remainder = sorted(exact, key=lambda phase: tenths[phase] - exact[phase])
     for phase in by_remainder[: 1000 - sum(tenths.values())]:

@@ -94,10 +94,9 @@ def _time(data: RunData) -> str:
     largest = sorted(shares, key=lambda phase: phase[2], reverse=True)[:BIGGEST_PHASES]
     names = [*(name for name, _, _ in largest), "the rest"]
     ends = [round(end) for end in accumulate((share for *_, share in largest), initial=0.0)]
-    wholes = [
-        end - start for start, end in pairwise([*ends, 100])
-    ]  # rounded sums make 100 in total
-    phases = ", ".join(f"{n} {whole} %" for n, whole in zip(names, wholes, strict=True) if whole)
+    # rounded ends, not rounded shares, so that the percentages sum to 100
+    percents = [end - start for start, end in pairwise([*ends, 100])]
+    phases = ", ".join(f"{n} {share} %" for n, share in zip(names, percents, strict=True) if share)
     mean = sum(seconds) / len(seconds)
     if len(seconds) == 1:
         return f"1 step, {mean:.3g} s: {phases}"
@@ -121,13 +120,13 @@ def _trajectories(data: RunData) -> Iterator[str]:
     if math.isnan(turns):
         return
     seconds = {name: _last(data, f"agents/{name}_s/mean") for name in SECONDS}
-    whole = sum(seconds.values()) or 1.0
-    shares = ", ".join(f"{name} {value / whole:.0%}" for name, value in seconds.items())
+    total = sum(seconds.values()) or 1.0
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in seconds.items())
     before = "agents/ended/"
     names = [name for name in data.metrics[-1] if name.startswith(before)]
     ends = sorted(((_last(data, name), name.removeprefix(before)) for name in names), reverse=True)
     ended = ", ".join(f"{name} {share:.0%}" for share, name in ends if share > 0)
-    yield f"a trajectory: {turns:.3g} turns, {whole:.3g} s ({shares}); ended: {ended}"
+    yield f"a trajectory: {turns:.3g} turns, {total:.3g} s ({shares}); ended: {ended}"
 
 
 def _best_validations(data: RunData) -> Iterator[str]:

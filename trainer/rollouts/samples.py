@@ -59,11 +59,11 @@ def concat_rows(parts: Sequence[DataProto]) -> DataProto:
     if len(parts) == 1:
         return parts[0].select()
     names = {name for part in parts for name in part.non_tensor_batch}
-    whole = [part.select() for part in parts]
-    for part in whole:
+    copies = [part.select() for part in parts]
+    for part in copies:
         for name in names - part.non_tensor_batch.keys():
             part.non_tensor_batch[name] = np.full(len(part), np.nan)
-    return DataProto.concat(whole)
+    return DataProto.concat(copies)
 
 
 def write_samples(

@@ -1,7 +1,7 @@
 """Find the checkpoint to resume: the folder's newest undamaged one, or the one that the user names.
 
     resume = ResumePoint(config)          # rejects a folder that this run cannot resume
-    resume.cut_back()                     # removes everything after the committed step
+    resume.discard_later_steps()          # removes everything after the committed step
     state = resume.load(groups)           # None: there is nothing to resume
 
 A checkpoint's marker has a digest of every input: data, model folders, and code of rewards with the
@@ -151,7 +151,7 @@ class ResumePoint:
                 self.start = self._newest_whole()
                 assert self.start is not None, "a folder of damaged checkpoints alone is refused"
                 self.start_step = read_marker(self.start)["step"]
-                self.cut_back()
+                self.discard_later_steps()
         return None
 
     def _load(self, start: Path, groups: Any) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class ResumePoint:
         print(f"resumed from {start}", flush=True)
         return state
 
-    def cut_back(self) -> None:
+    def discard_later_steps(self) -> None:
         """Remove what an interrupted run left after the committed step.
 
         This covers unfinished folders, metrics and samples. Damaged checkpoints are set aside.

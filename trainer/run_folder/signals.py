@@ -1,7 +1,7 @@
 """SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step is saved.
 
     with StopSignals() as stop:  # around a run
-        with stop.held():  # inside, the first signal is only noted
+        with stop.deferred():  # inside, the first signal is only noted
             while not stop.received: ...
             stop.end("after step 7")  # raises `RunInterrupted` if there was a signal
 
@@ -63,7 +63,7 @@ class StopSignals:
                 signal.signal(number, handler)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Only note the first signal inside the block."""
         before, self._holds = self._holds, True
         try:

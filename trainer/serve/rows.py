@@ -58,19 +58,19 @@ class Limits:
         """Longest row of a training request, in tokens."""
         return self.prompt + self.response
 
-    def check_tokens(self, tokens: Array, what: str, longest: int | None = None) -> None:
+    def check_tokens(self, tokens: Array, subject: str, longest: int | None = None) -> None:
         """Reject ids outside the vocabulary, and rows that are empty or too long."""
         longest = longest or self.context
         if not 1 <= len(tokens) <= longest:
             raise BatchError(
-                f"{what} has {len(tokens)} tokens; 1 to {longest} fit (data.max_prompt_length and "
-                "data.max_response_length)."
+                f"{subject} has {len(tokens)} tokens; 1 to {longest} fit (data.max_prompt_length "
+                "and data.max_response_length)."
             )
         outside = np.argwhere((tokens < 0) | (tokens >= self.vocabulary))
         if len(outside):
             place = tuple(outside[0].tolist())
             raise BatchError(
-                f"{what}: {tokens[place]} at {[*place]} is outside the vocabulary of "
+                f"{subject}: {tokens[place]} at {[*place]} is outside the vocabulary of "
                 f"{self.vocabulary}."
             )
 
@@ -119,32 +119,32 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
             f"{entries} entries exceed the limit of {MOST_ENTRIES} per request; send fewer."
         )
     for number, sent in enumerate(message.data):
-        what = f"datum {number}"
-        tokens = tokens_of(sent.model_input, what)
-        limits.check_tokens(np.asarray(tokens), what)
+        subject = f"datum {number}"
+        tokens = tokens_of(sent.model_input, subject)
+        limits.check_tokens(np.asarray(tokens), subject)
         fields = {entry.key: entry.value for entry in sent.loss_fn_inputs}
         for name in needed:
             if name not in fields:
                 raise BatchError(
-                    f"{what}: the loss {loss.name} needs loss_fn_inputs[{name!r}]; it has "
+                    f"{subject}: the loss {loss.name} needs loss_fn_inputs[{name!r}]; it has "
                     f"{', '.join(fields) or 'none'}.{nearest(name, fields)}"
                 )
         names = [*needed, *sorted(fields.keys() & optional - {*needed})]
-        tensors_of = {name: tensor_of(fields[name], f"{what}, {name}") for name in names}
+        tensors_of = {name: tensor_of(fields[name], f"{subject}, {name}") for name in names}
         shape = tensors_of[TARGETS].shape
         for name, values in tensors_of.items():
             if values.shape != shape or len(shape) > 2 or shape[0] != len(tokens) or 0 in shape:
                 raise BatchError(
-                    f"{what}: {name} has shape {[*values.shape]} for {len(tokens)} input tokens "
+                    f"{subject}: {name} has shape {[*values.shape]} for {len(tokens)} input tokens "
                     f"and {TARGETS} of shape {[*shape]}."
                 )
             if not np.isfinite(values).all():
                 place = np.argwhere(~np.isfinite(values))[0].tolist()
-                raise BatchError(f"{what}: {name} is {values[tuple(place)]} at {place}.")
+                raise BatchError(f"{subject}: {name} is {values[tuple(place)]} at {place}.")
         targets = tensors_of[TARGETS]
         if targets.dtype.kind != "i":
-            raise BatchError(f"{what}: {TARGETS} are {targets.dtype}, not integers.")
-        limits.check_tokens(targets, f"{what}, {TARGETS}")
+            raise BatchError(f"{subject}: {TARGETS} are {targets.dtype}, not integers.")
+        limits.check_tokens(targets, f"{subject}, {TARGETS}")
         datums.append(Datum(tokens, tensors_of))
     return datums
 

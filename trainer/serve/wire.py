@@ -62,7 +62,7 @@ def parse(name: str, body: bytes) -> Any:
     return message
 
 
-def tensor_of(message: Any, what: str) -> Array:
+def tensor_of(message: Any, subject: str) -> Array:
     """Return a tensor as a dense array, with 0 for entries that a sparse tensor omits."""
     shape = [*message.shape]
     try:
@@ -82,19 +82,19 @@ def tensor_of(message: Any, what: str) -> Array:
         return dense
     except (KeyError, ValueError, IndexError) as error:
         kind = message.dtype
-        raise BatchError(f"{what}: no tensor of shape {shape}, dtype {kind}: {error}") from error
+        raise BatchError(f"{subject}: no tensor of shape {shape}, dtype {kind}: {error}") from error
 
 
-def tokens_of(chunks: Sequence[Any], what: str) -> list[int]:
+def tokens_of(chunks: Sequence[Any], subject: str) -> list[int]:
     """Return the tokens of a model input's text chunks, joined."""
     tokens: list[int] = []
     for number, chunk in enumerate(chunks):
         if not chunk.HasField("encoded_text"):
             raise BatchError(
-                f"{what}: chunk {number} is not text; images and audio are not supported."
+                f"{subject}: chunk {number} is not text; images and audio are not supported."
             )
         if len(chunk.encoded_text.tokens) % 4:
-            raise BatchError(f"{what}: chunk {number} is not an array of int32.")
+            raise BatchError(f"{subject}: chunk {number} is not an array of int32.")
         tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
     return tokens
 

@@ -112,21 +112,21 @@ class TensorDictRows(DataProto):
     """A TensorDict in transit."""
 
     @classmethod
-    def of(cls, whole: TensorDict) -> Self:
+    def of(cls, tensordict: TensorDict) -> Self:
         """Return rows for a TensorDict with one batch dim, or without any if it has only
         `NonTensorData`.
         """
-        if not whole.batch_dims:
-            return cls(None, {}, _entries(whole))
-        nested = {n: c for n, c in tensors_of(whole).items() if tensordicts.is_nested(c)}
-        rest = whole.exclude(*nested) if nested else whole
+        if not tensordict.batch_dims:
+            return cls(None, {}, _entries(tensordict))
+        nested = {n: c for n, c in tensors_of(tensordict).items() if tensordicts.is_nested(c)}
+        rest = tensordict.exclude(*nested) if nested else tensordict
         batch, arrays, meta = tensordicts.split_parts(rest)
         if batch is None:  # the number of rows is known anyway
-            batch = TensorDict({}, batch_size=whole.batch_size)
+            batch = TensorDict({}, batch_size=tensordict.batch_size)
         ragged = {n: tensordicts.ragged_of_nested(n, column) for n, column in nested.items()}
         return cls(batch, arrays, meta, ragged=ragged)
 
-    def whole(self) -> TensorDict:
+    def to_tensordict(self) -> TensorDict:
         """Return the TensorDict again; the TensorDict of a chunk has its `shard`."""
         columns = self.columns
         if not self._has_rows():
@@ -173,14 +173,14 @@ def rows_of(value: Any) -> Any:
 
 def value_of(value: Any) -> Any:
     """Return the TensorDict of rows, for a method or the driver, and any other value unchanged."""
-    return value.whole() if isinstance(value, TensorDictRows) else value
+    return value.to_tensordict() if isinstance(value, TensorDictRows) else value
 
 
-def _entries(whole: TensorDict) -> dict[str, Any]:
+def _entries(tensordict: TensorDict) -> dict[str, Any]:
     """Return the entries of a TensorDict that has no rows."""
     entries = {}
-    for name in map(str, whole.keys()):
-        column = whole.get(name)
+    for name in map(str, tensordict.keys()):
+        column = tensordict.get(name)
         if not isinstance(column, NonTensorData):
             raise BatchError(
                 f"A TensorDict without a batch dim holds only NonTensorData, and {name!r} is a "

@@ -42,17 +42,17 @@ def merge_parts(
     return TensorDict(merged, batch_size=[rows])
 
 
-def split_parts(whole: TensorDict) -> Parts:
+def split_parts(tensordict: TensorDict) -> Parts:
     """Return the three parts of a TensorDict, from `merge_parts` or any other source."""
-    if whole.batch_dims != 1:
+    if tensordict.batch_dims != 1:
         raise BatchError(
-            f"A batch has one batch dim; this TensorDict has {tuple(whole.batch_size)}."
+            f"A batch has one batch dim; this TensorDict has {tuple(tensordict.batch_size)}."
         )
     tensors: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
     meta: dict[str, Any] = {}
-    for name in map(str, whole.keys()):
-        column = whole.get(name)
+    for name in map(str, tensordict.keys()):
+        column = tensordict.get(name)
         if isinstance(column, NonTensorStack):
             arrays[name] = object_rows(column.tolist())
         elif isinstance(column, NonTensorData):
@@ -62,7 +62,11 @@ def split_parts(whole: TensorDict) -> Parts:
 
     if arrays and not tensors:
         return None, arrays, meta
-    return TensorDict(tensors, batch_size=whole.batch_size, device=whole.device), arrays, meta
+    return (
+        TensorDict(tensors, batch_size=tensordict.batch_size, device=tensordict.device),
+        arrays,
+        meta,
+    )
 
 
 def is_nested(column: Any) -> bool:

@@ -143,8 +143,8 @@ def rearrange_micro_batches(
             middle.
         force_group_size: this many consecutive rows stay together.
     """
-    whole = TensorDictRows.of(batch)
-    lengths = _token_counts(whole.columns)
+    converted = TensorDictRows.of(batch)
+    lengths = _token_counts(converted.columns)
     if force_group_size < 1 or len(lengths) % force_group_size:
         raise BatchError(
             f"{len(lengths)} rows do not divide into groups of force_group_size={force_group_size}."
@@ -166,7 +166,7 @@ def rearrange_micro_batches(
     if use_dynamic_bsz_balance:
         parts = _lightest_outside(parts, tokens)
     rows = [list(chain.from_iterable(groups[place] for place in part)) for part in parts]
-    return [whole.select_idxs(picked).whole() for picked in rows], rows
+    return [converted.select_idxs(picked).to_tensordict() for picked in rows], rows
 
 
 def prepare_dynamic_batch(

@@ -251,7 +251,7 @@ def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
         packed = [parts[number] for number in value.headers]
         if len(packed) == 1 and isinstance(packed[0], list):
             packed = packed[0]
-        headers = [Header.read(one) for one in packed]
+        headers = [Header.read(header) for header in packed]
         for header in headers:
             if header.error is not None:
                 raise UpstreamError(header.error)

@@ -96,8 +96,8 @@ class Sandbox:
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = used.ru_utime + used.ru_stime + shares * self.cpu_s
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        whole = math.ceil(seconds)
-        soft = whole if hard == resource.RLIM_INFINITY else min(whole, hard)
+        rounded = math.ceil(seconds)
+        soft = rounded if hard == resource.RLIM_INFINITY else min(rounded, hard)
         resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 

@@ -21,40 +21,40 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
     On CPUs `where` branches per value, which takes four to twenty times as long as this product.
     """
-    inside = mask.bool()
+    mask = mask.bool()
     if not values.requires_grad:
-        return _bits_inside(values, inside)
+        return _bits_inside(values, mask)
     apply: Callable[[Tensor, Tensor], Tensor] = _ZeroOutside.apply
-    return apply(*torch.broadcast_tensors(values, inside))
+    return apply(*torch.broadcast_tensors(values, mask))
 
 
-def _bits_inside(values: Tensor, inside: Tensor) -> Tensor:
+def _bits_inside(values: Tensor, mask: Tensor) -> Tensor:
     """Multiply the bits, as integers, by one or zero: NaN and infinities outside become zero."""
-    return (values.view(INTEGERS[values.element_size()]) * inside).view(values.dtype)
+    return (values.view(INTEGERS[values.element_size()]) * mask).view(values.dtype)
 
 
 class _ZeroOutside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, inside: Tensor) -> Tensor:
-        ctx.save_for_backward(inside)
-        return _bits_inside(values, inside)
+    def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return _bits_inside(values, mask)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (inside,) = ctx.saved_tensors
-        return zero_outside(gradient, inside), None
+        (mask,) = ctx.saved_tensors
+        return zero_outside(gradient, mask), None
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Return the sum of the values inside the mask, over everything or along `axis`."""
-    inside = zero_outside(values, mask)
-    return inside.sum() if axis is None else inside.sum(dim=axis)
+    selected = zero_outside(values, mask)
+    return selected.sum() if axis is None else selected.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Return the mean of the values inside the mask; zero if the mask is empty."""
-    inside = mask.bool().expand_as(values)
-    return masked_sum(values, inside, axis) / torch.count_nonzero(inside, dim=axis).clamp(min=1)
+    mask = mask.bool().expand_as(values)
+    return masked_sum(values, mask, axis) / torch.count_nonzero(mask, dim=axis).clamp(min=1)
 
 
 def last_places(mask: Tensor) -> Tensor:

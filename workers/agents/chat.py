@@ -102,11 +102,11 @@ class TurnRenderer:
 
         The second value is True if it does not, so that all ids are returned.
         """
-        whole, read = self._written(self.safe(messages), begins=True), ""
+        text, read = self._written(self.safe(messages), begins=True), ""
         if before:
             read = self._tokenizer.decode(before)
-        begins = whole.startswith(read)
-        return self.ids_of([whole.removeprefix(read)])[0], not begins
+        begins = text.startswith(read)
+        return self.ids_of([text.removeprefix(read)])[0], not begins
 
     def between(self, last: int | None, observations: Sequence[Message]) -> list[int]:
         """Return the ids between a turn and the next one.
@@ -144,11 +144,11 @@ class TurnRenderer:
         appended = (
             message.get("said", message["content"]) + stop + self._between(last, observations)
         )
-        whole, before = self._written([*read, *turn], begins=True), self._written(read, begins=True)
-        if whole == before + appended:
+        text, before = self._written([*read, *turn], begins=True), self._written(read, begins=True)
+        if text == before + appended:
             return None
-        self._check_inside(observations, whole[len(commonprefix([whole, before])) :])
-        return whole
+        self._check_inside(observations, text[len(commonprefix([text, before])) :])
+        return text
 
     def _between(self, last: int | None, observations: Sequence[Message]) -> str:
         behind_calls = self._are_behind_calls(observations)
@@ -205,8 +205,8 @@ class TurnRenderer:
         """Return the rendered text after a turn: the turn's end, observations, the next start."""
         if behind_calls:
             return self._after_calls(observations)
-        whole = self._written([*self._asked(), *observations], begins=True)
-        _, placeholder, rest = whole.partition(SAID)
+        text = self._written([*self._asked(), *observations], begins=True)
+        _, placeholder, rest = text.partition(SAID)
         if not placeholder:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} drops "
@@ -223,20 +223,20 @@ class TurnRenderer:
         question, (turn, *answers) = self._asked()[0], _with_calls(observations)
         prompt = self._written([question], begins=True)
         before = self._written([question, turn], begins=False)
-        whole = self._written([question, turn, *answers], begins=True)
-        begin, end = len(commonprefix([prompt, before])), len(commonprefix([before, whole]))
+        text = self._written([question, turn, *answers], begins=True)
+        begin, end = len(commonprefix([prompt, before])), len(commonprefix([before, text]))
         stops = [stop for stop in self._stops.values() if stop]
-        ends = [whole.rfind(stop, begin, end) for stop in stops]
+        ends = [text.rfind(stop, begin, end) for stop in stops]
         for form in FORMS.values():
-            if form.closing and form.closing not in stops and form.closing in whole[begin:end]:
-                ends.append(whole.rfind(form.closing, begin, end) + len(form.closing))
+            if form.closing and form.closing not in stops and form.closing in text[begin:end]:
+                ends.append(text.rfind(form.closing, begin, end) + len(form.closing))
         if max(ends, default=-1) < 0:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} "
                 "writes a tool's result only after a call, and the end of a call is not "
                 "known."
             )
-        return whole[max(ends) :]
+        return text[max(ends) :]
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages in which no text (including names and calls) has a special token."""

@@ -118,8 +118,8 @@ def _from_message(message: Mapping[str, Any]) -> list[Body]:
     return [*results, {"role": message["role"], "content": _text(texts), "tool_calls": calls}]
 
 
-def _message(whole: Body) -> Body:
-    (choice, *_), usage = whole["choices"], whole["usage"]
+def _message(completion: Body) -> Body:
+    (choice, *_), usage = completion["choices"], completion["usage"]
     message = choice["message"]
     content = [{"type": "text", "text": message["content"]}] if message["content"] else []
     for call in message.get("tool_calls", ()):
@@ -128,10 +128,10 @@ def _message(whole: Body) -> Body:
         block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
         content.append({**block, "input": arguments})
     return {
-        "id": whole["id"],
+        "id": completion["id"],
         "type": "message",
         "role": "assistant",
-        "model": whole["model"],
+        "model": completion["model"],
         "content": content,
         "stop_reason": STOP_REASONS.get(choice["finish_reason"], "end_turn"),
         "stop_sequence": None,
@@ -202,28 +202,28 @@ def _from_responses(body: Body) -> Body:
     return chat
 
 
-def _response(whole: Body) -> Body:
-    (choice, *_), usage = whole["choices"], whole["usage"]
+def _response(completion: Body) -> Body:
+    (choice, *_), usage = completion["choices"], completion["usage"]
     message, is_cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls", ())
     output: list[Body] = []
     if message["content"] or not calls:
         part: Body = {"type": "output_text", "text": message["content"] or "", "annotations": []}
-        item = {"type": "message", "id": f"msg_{whole['id']}", "role": "assistant"}
+        item = {"type": "message", "id": f"msg_{completion['id']}", "role": "assistant"}
         output.append({**item, "status": "completed", "content": [{**part, "logprobs": []}]})
     for call in calls:
-        item = {"type": "function_call", "id": f"fc_{whole['id']}_{call['id']}"}
+        item = {"type": "function_call", "id": f"fc_{completion['id']}_{call['id']}"}
         output.append({**item, "call_id": call["id"], "status": "completed", **call["function"]})
     return {
-        "id": whole["id"],
+        "id": completion["id"],
         "object": "response",
-        "created_at": whole["created"],
+        "created_at": completion["created"],
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "error": None,
         "instructions": None,
         "metadata": {},
-        "model": whole["model"],
+        "model": completion["model"],
         "output": output,
         "parallel_tool_calls": True,
         "temperature": None,

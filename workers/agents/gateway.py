@@ -610,12 +610,12 @@ def _choice(request: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
     return {"message": message, "finish_reason": finish, "logprobs": log_probs}
 
 
-def chunks(request: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
+def chunks(request: Request, response: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a complete HTTP response as the chunks of a stream."""
-    header = {**whole, "object": "chat.completion.chunk"}
+    header = {**response, "object": "chat.completion.chunk"}
     del header["usage"]
     parts = []
-    for choice in whole["choices"]:
+    for choice in response["choices"]:
         delta = dict(choice["message"])
         if "tool_calls" in delta:
             delta["tool_calls"] = [
@@ -627,7 +627,7 @@ def chunks(request: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
             del part["message"]
             parts.append({**header, "choices": [part]})
     if request.with_usage:
-        parts.append({**header, "choices": [], "usage": whole["usage"]})
+        parts.append({**header, "choices": [], "usage": response["usage"]})
     return parts
 
 
@@ -709,7 +709,9 @@ class _AgentHandler(BaseHTTPRequestHandler):
         if path != "v1/models":
             raise RejectedRequest(f"there is no GET {path}", status=404)
         card = {"object": "model", "created": 0, "owned_by": "verl_like"}
-        self._send(200, {"object": "list", "data": [card | {"id": one} for one in session.models]})
+        self._send(
+            200, {"object": "list", "data": [card | {"id": name} for name in session.models]}
+        )
 
     def _complete(self, session: AgentSession, path: str) -> None:
         dialect = DIALECTS.get(path)
@@ -723,17 +725,17 @@ class _AgentHandler(BaseHTTPRequestHandler):
             body = in_chat(dialect, body, session)
         request = read_request("v1/chat/completions" if dialect else path, body)
         request.is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        whole = completion(request, session.ask(request))
+        response = completion(request, session.ask(request))
         if dialect is not None:
-            whole = dialect.answer(whole)
+            response = dialect.answer(response)
         if not request.streams:
-            self._send(200, whole)
+            self._send(200, response)
             return
         if dialect is None:
-            lines = [json.dumps(chunk) for chunk in chunks(request, whole)]
+            lines = [json.dumps(chunk) for chunk in chunks(request, response)]
             text = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
         else:
-            events = [(event["type"], json.dumps(event)) for event in dialect.events(whole)]
+            events = [(event["type"], json.dumps(event)) for event in dialect.events(response)]
             text = "".join(f"event: {kind}\ndata: {line}\n\n" for kind, line in events)
         self._send_text(200, text, "text/event-stream")
 

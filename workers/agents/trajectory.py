@@ -27,7 +27,7 @@ from workers.agents.gateway import RejectedRequest, stop_strings
 from workers.agents.host import BROKEN, EnvironmentHost, RecordedHost
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
-from workers.rollout.sample import CUT_BY_LENGTH, KeptStates, Sample
+from workers.rollout.sample import LENGTH_LIMIT, CachedStates, Sample
 
 if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
@@ -276,7 +276,7 @@ class Trajectory:
         if self.num_turns:
             length = len(self.sample.tokens) + len(ids)
             if length >= self.setting.sampling.max_tokens:
-                self.end(CUT_BY_LENGTH)
+                self.end(LENGTH_LIMIT)
             else:
                 self._continue(ids, self.observation[1])
         elif len(ids) > width:
@@ -295,10 +295,10 @@ class Trajectory:
         self.num_turns += 1
         self.num_sampled_in_take += len(sampled_ids)
         is_full = len(self.sample.tokens) == self.setting.sampling.max_tokens
-        if sample.finish_reason == CUT_BY_LENGTH and is_full:
-            self.cut = CUT_BY_LENGTH
+        if sample.finish_reason == LENGTH_LIMIT and is_full:
+            self.cut = LENGTH_LIMIT
             if self.request is None:
-                self.end(CUT_BY_LENGTH)
+                self.end(LENGTH_LIMIT)
                 return
         self._tell(sampled_ids)
 
@@ -310,8 +310,8 @@ class Trajectory:
             self.rewards.append((place, self.setting.config.reward_on_failure))
         else:
             self.is_left_out = bool(problem) or not self.num_turns
-        reason = CUT_BY_LENGTH if ended in (CUT_BY_LENGTH, MAX_TURNS) else "stop"
-        self.sample = replace(self.sample, finish_reason=reason, kept=None)
+        reason = LENGTH_LIMIT if ended in (LENGTH_LIMIT, MAX_TURNS) else "stop"
+        self.sample = replace(self.sample, finish_reason=reason, cached=None)
         if not self.sample.prompt:  # the trajectory failed before its first observation
             prompt = self.renderer.prompt(with_observation(self.start.prompt, None))
             self.sample = replace(self.sample, prompt=prompt)
@@ -331,7 +331,7 @@ class Trajectory:
     def _begin(self, prompt: list[int]) -> None:
         key, name = self.start.key, self.start.name
         end_at = self._end_of_turn(0)
-        self.sample = Sample(prompt, key, name, end_at=end_at, kept=KeptStates())
+        self.sample = Sample(prompt, key, name, end_at=end_at, cached=CachedStates())
         self.state = TrajectoryState.READY
 
     def _continue(self, ids: Sequence[int], begins_segment: bool) -> None:
@@ -378,7 +378,7 @@ class Trajectory:
                 f"all environment.max_turns={self.num_turns} requests are used up"
             )
         elif length >= max_tokens:
-            self.cut = CUT_BY_LENGTH
+            self.cut = LENGTH_LIMIT
             words = "tokens after the first request's, and data.max_response_length is"
             raise RejectedRequest(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
         else:

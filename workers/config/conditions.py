@@ -86,8 +86,8 @@ REWARDS_TEACH = When(
     lambda _, run: not has_only_teacher(run),
     "distillation.use_task_rewards is false, so only the teacher provides advantages",
 )
-CUT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")
-CUT_BY_SAMPLES = when(f"{ACTOR}.use_dynamic_bsz", False)
+SPLIT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")
+SPLIT_BY_SAMPLES = when(f"{ACTOR}.use_dynamic_bsz", False)
 VALIDATION_IS_ON = When(
     "`trainer.test_freq` or `trainer.val_before_train`",
     _asks_for_validations,

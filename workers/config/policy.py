@@ -7,9 +7,9 @@ from typing import Any
 
 from verl_like.config_key import Section, When, key, unless, when
 from workers.config.conditions import (
-    CUT_BY_SAMPLES,
-    CUT_BY_TOKENS,
     REWARDS_TEACH,
+    SPLIT_BY_SAMPLES,
+    SPLIT_BY_TOKENS,
     VALIDATES_OR_SAVES,
     loss_reads,
     policy_loss_of,
@@ -143,7 +143,7 @@ class ActorConfig(ShardedConfig):
     largest one up to 64.
     """
     ppo_micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per micro-batch and rank."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
@@ -153,7 +153,7 @@ class ActorConfig(ShardedConfig):
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         allows="at least prompt and response",
-        read_when=CUT_BY_TOKENS,
+        read_when=SPLIT_BY_TOKENS,
         may_change_on_resume=True,
     )
     """Tokens per micro-batch and rank; null: as many as fit in memory, at most 16,384."""
@@ -231,7 +231,7 @@ class RefConfig(FrozenModelConfig):
     """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
 
     log_prob_micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per forward pass and rank."""
     model: RefModelConfig = key(factory=RefModelConfig)
@@ -324,13 +324,13 @@ class CriticConfig(ShardedConfig):
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
     """Size of the critic's mini-batches in prompts; null: the actor's."""
     ppo_micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per micro-batch and rank."""
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         allows="at least prompt and response",
-        read_when=CUT_BY_TOKENS,
+        read_when=SPLIT_BY_TOKENS,
         may_change_on_resume=True,
     )
     """Tokens per micro-batch and rank; null: the actor's."""

@@ -8,7 +8,7 @@ from typing import Any
 from verl_like.config_key import Section, When, key, unless, when
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import Registry
-from workers.config.conditions import CUT_BY_SAMPLES, VALIDATES
+from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
 ENGINES: Registry[Any] = Registry("rollout engine")
@@ -152,7 +152,7 @@ class RolloutConfig(Section):
     )
     """Fraction of device memory that vLLM uses."""
     log_prob_micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per forward pass and rank when old log-probs are computed."""
     val_kwargs: dict[str, Any] = key(

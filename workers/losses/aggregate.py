@@ -73,22 +73,22 @@ def agg_loss(
             f"unknown loss_agg_mode {loss_agg_mode!r}. Known: {', '.join(AGGREGATIONS)}."
             f"{nearest(loss_agg_mode, AGGREGATIONS)}"
         )
-    inside = loss_mask.bool()
+    mask = loss_mask.bool()
 
     if loss_agg_mode == "token-mean":
-        num_tokens = torch.count_nonzero(inside) if batch_num_tokens is None else batch_num_tokens
-        return masked_sum(loss_mat, inside) / _at_least_one(num_tokens, inside.device)
+        num_tokens = torch.count_nonzero(mask) if batch_num_tokens is None else batch_num_tokens
+        return masked_sum(loss_mat, mask) / _at_least_one(num_tokens, mask.device)
 
     if loss_agg_mode == "token-sum":
-        return masked_sum(loss_mat, inside)
+        return masked_sum(loss_mat, mask)
 
     if global_batch_size is None:
-        global_batch_size = inside.any(dim=-1).sum()
-    num_rows = _at_least_one(global_batch_size, inside.device)
+        global_batch_size = mask.any(dim=-1).sum()
+    num_rows = _at_least_one(global_batch_size, mask.device)
     if loss_agg_mode == "seq-mean-token-mean":
-        return masked_mean(loss_mat, inside, axis=-1).sum() / num_rows
+        return masked_mean(loss_mat, mask, axis=-1).sum() / num_rows
 
-    total = masked_sum(loss_mat, inside) / num_rows
+    total = masked_sum(loss_mat, mask) / num_rows
     if loss_agg_mode == "seq-mean-token-sum":
         return total
     return total / (loss_scale_factor or loss_mask.shape[-1])
@@ -127,11 +127,11 @@ def share_of_tokens(
     where: Tensor, response_mask: Tensor, **denominators: Unpack[Denominators]
 ) -> Tensor:
     """Return the fraction of the tokens inside the mask for which `where` is true."""
-    inside = response_mask.bool()
+    mask = response_mask.bool()
     num_tokens = denominators.get("batch_num_tokens")
     if num_tokens is None:
-        num_tokens = torch.count_nonzero(inside)
-    return torch.count_nonzero(where & inside) / _at_least_one(num_tokens, inside.device)
+        num_tokens = torch.count_nonzero(mask)
+    return torch.count_nonzero(where & mask) / _at_least_one(num_tokens, mask.device)
 
 
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:

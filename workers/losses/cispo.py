@@ -18,7 +18,7 @@ def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient, weighted by the clipped ratio: `-A * sg(clip(r)) * log p`.
@@ -30,14 +30,14 @@ def compute_policy_loss_cispo(
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585
     """
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
     ratio = log_r.detach().exp()
     weight = ratio.clamp(*clip_range(config))
-    losses = -advantages * weight * zero_outside(log_prob, inside)
+    losses = -advantages * weight * zero_outside(log_prob, mask)
 
     per_token = {
         "actor/ppo_kl": -log_r,
         "actor/pg_clipfrac": weight != ratio,
-        "actor/pg_clipfrac_lower": torch.zeros_like(inside),
+        "actor/pg_clipfrac_lower": torch.zeros_like(mask),
     }
     return losses, per_token

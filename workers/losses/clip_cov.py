@@ -27,11 +27,11 @@ def _choose_tokens(
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
     """Choose the tokens whose gradient is zeroed: a few tokens with high covariance."""
-    inside = response_mask.bool()
-    covariance = token_covariance(advantages, old_log_prob, inside)
+    mask = response_mask.bool()
+    covariance = token_covariance(advantages, old_log_prob, mask)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
 
-    count = max(int(clip_cov_ratio * torch.count_nonzero(inside)), 1)
+    count = max(int(clip_cov_ratio * torch.count_nonzero(mask)), 1)
     places = candidates.flatten().nonzero().squeeze(-1)
     order = torch.randperm(len(places), generator=generator).to(places.device)
     chosen = torch.zeros_like(candidates.flatten())
@@ -48,7 +48,7 @@ def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
     chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -62,7 +62,7 @@ def compute_policy_loss_clip_cov(
 
     Source: arXiv 2505.22617
     """
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
     ratio = log_r.detach().exp()
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def importance_weights(
-    log_ratio: Tensor, inside: Tensor, level: str, bounds: Bounds
+    log_ratio: Tensor, mask: Tensor, level: str, bounds: Bounds
 ) -> tuple[Tensor, Tensor]:
     """Return (unbounded weights, bounded weights), each [rows, R] and zero outside the mask.
 
@@ -48,9 +48,9 @@ def importance_weights(
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True)
     elif level == "geometric":
-        log_ratio = log_ratio.sum(dim=-1, keepdim=True) / lengths(inside)
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True) / lengths(mask)
     clamped = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
-    raw = zero_outside(clamped.exp(), inside)
+    raw = zero_outside(clamped.exp(), mask)
 
     if bounds.lower is None:
         return raw, raw.clamp(max=bounds.upper)
@@ -58,16 +58,16 @@ def importance_weights(
     return raw, zero_outside(raw, within)
 
 
-def normalized(weights: Tensor, inside: Tensor, level: str) -> tuple[Tensor, float]:
+def normalized(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, float]:
     """Return the weights divided by their mean, and the mean.
 
     The mean is over tokens (`level` "token"), or over rows that have tokens. Weights that are all
     zero are returned unchanged.
     """
     if level == "token":
-        mean = masked_mean(weights, inside).item()
+        mean = masked_mean(weights, mask).item()
     else:  # one weight per row
-        mean = masked_mean(weights.amax(dim=-1), inside.any(dim=-1)).item()
+        mean = masked_mean(weights.amax(dim=-1), mask.any(dim=-1)).item()
     return (weights / mean, mean) if mean > 1e-8 else (weights, 1.0)
 
 
@@ -131,7 +131,7 @@ class RolloutCorrection:
         accepted = torch.empty_like(mask)
         for rows in row_blocks(mask):
             part = MaskedRows(mask[rows].bool())
-            log_ratio = zero_outside(log_probs[rows] - behavior_log_probs[rows], part.inside)
+            log_ratio = zero_outside(log_probs[rows] - behavior_log_probs[rows], part.mask)
             if weights is not None:
                 weights[rows] = self._weights(log_ratio, part, gauge)
             accepted[rows] = self._accepted(log_ratio, part, gauge)
@@ -139,7 +139,7 @@ class RolloutCorrection:
 
     def _weights(self, log_ratio: Tensor, part: MaskedRows, gauge: CorrectionGauge) -> Tensor:
         assert self.level is not None, "there are weights"
-        raw, weights = importance_weights(log_ratio, part.inside, self.level, self.bounds)
+        raw, weights = importance_weights(log_ratio, part.mask, self.level, self.bounds)
         gauge.spreads["rollout_is"].add(part, weights, raw, by_token=self.level == "token")
         if self.bounds.lower is not None:
             num_zero = torch.count_nonzero(part.tokens(weights) == 0)
@@ -148,17 +148,17 @@ class RolloutCorrection:
 
     def _accepted(self, log_ratio: Tensor, part: MaskedRows, gauge: CorrectionGauge) -> Tensor:
         """Return a mask of the tokens that all criteria and the veto accept."""
-        accepted = part.inside
+        accepted = part.mask
         for criterion in self.criteria:
             name = f"rollout_rs_{criterion.name}"
-            figures = criterion.figures(log_ratio, part.inside)
+            figures = criterion.figures(log_ratio, part.mask)
             keeps = criterion.keeps(figures)
             gauge.spreads[name].add(part, figures, figures, criterion.judges_tokens)
-            gauge.add_rejected(name, part.inside & keeps, part)
+            gauge.add_rejected(name, part.mask & keeps, part)
             accepted = accepted & keeps
 
         if self.veto is not None:
-            catastrophic = (part.inside & ~(log_ratio.exp() >= self.veto)).sum(dim=-1)
+            catastrophic = (part.mask & ~(log_ratio.exp() >= self.veto)).sum(dim=-1)
             vetoed = catastrophic > 0
             name = "rollout_is_catastrophic_token_fraction"
             gauge.add_fraction(name, catastrophic.sum(), part.num_tokens)

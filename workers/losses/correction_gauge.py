@@ -19,17 +19,17 @@ from workers.losses.rejection import Bounds
 class MaskedRows:
     """Some rows of a batch: the mask of their tokens, and the number of tokens per row."""
 
-    def __init__(self, inside: Tensor) -> None:
-        self.inside = inside
-        self.lengths = inside.sum(dim=-1)
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.lengths = mask.sum(dim=-1)
         self.filled = self.lengths > 0
-        self.places = inside.flatten().nonzero().squeeze(-1)
+        self.places = mask.flatten().nonzero().squeeze(-1)
         self.num_tokens = len(self.places)
         self.num_rows = int(self.filled.sum())
 
     def tokens(self, values: Tensor) -> Tensor:
         """Return the values of the tokens inside the mask, flat."""
-        return values.expand_as(self.inside).flatten().index_select(0, self.places)
+        return values.expand_as(self.mask).flatten().index_select(0, self.places)
 
     def rows(self, values: Tensor) -> Tensor:
         """Return the mean of every row that has tokens.
@@ -137,13 +137,13 @@ class CorrectionGauge(Gauge):
         for name, bounds in criteria.items():
             self.spreads[f"rollout_rs_{name}"] = Spread(bounds, ideal=0.0)
 
-    def add_fraction(self, name: str, part: float | Tensor, whole: int) -> None:
-        """Add `part` and `whole` to the counts of a fraction."""
-        self.note({name: part, f"{name} of": whole})
+    def add_fraction(self, name: str, part: float | Tensor, total: int) -> None:
+        """Add `part` and `total` to the counts of a fraction."""
+        self.note({name: part, f"{name} of": total})
 
     def add_rejected(self, name: str, accepted: Tensor, part: MaskedRows) -> None:
         """Add the fractions of rejected tokens and of rows with a rejected token."""
-        of_rows = (part.inside & ~accepted).sum(dim=-1)
+        of_rows = (part.mask & ~accepted).sum(dim=-1)
         self.add_fraction(f"{name}_masked_fraction", of_rows.sum(), part.num_tokens)
         self.add_fraction(f"{name}_seq_masked_fraction", (of_rows > 0).sum(), part.num_rows)
 
@@ -160,7 +160,7 @@ class CorrectionGauge(Gauge):
             for figure, value in spread.metrics(name == "rollout_is").items():
                 metrics[f"rollout_corr/{name}_{figure}"] = value
         for name, part in self.sums.items():
-            whole = self.sums.get(f"{name} of")
-            if whole:
-                metrics[f"rollout_corr/{name}"] = part / whole
+            total = self.sums.get(f"{name} of")
+            if total:
+                metrics[f"rollout_corr/{name}"] = part / total
         return metrics

@@ -12,23 +12,23 @@ BLOCK = 64
 
 
 @torch.no_grad()
-def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Tensor:
+def token_covariance(advantages: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return (A - mean A) (log p - mean log p), with means over the tokens of the call.
 
     Tokens outside the mask get -inf. The mean of the result is the covariance, which determines how
     fast the entropy falls (arXiv 2505.22617).
     """
-    mean = _mean_inside(log_prob, inside)
-    product = advantages - _mean_inside(advantages, inside)
-    parts = (column.split(BLOCK) for column in (product, log_prob, inside))
+    mean = _mean_inside(log_prob, mask)
+    product = advantages - _mean_inside(advantages, mask)
+    parts = (column.split(BLOCK) for column in (product, log_prob, mask))
     for of_product, of_log_prob, of_mask in zip(*parts, strict=True):
         of_product.mul_(of_log_prob - mean).masked_fill_(~of_mask, -torch.inf)
     return product
 
 
-def _mean_inside(values: Tensor, inside: Tensor) -> Tensor:
+def _mean_inside(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean inside the mask. It works in blocks, so it does not copy the column."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for of_values, of_mask in zip(values.split(BLOCK), inside.split(BLOCK), strict=True):
+    for of_values, of_mask in zip(values.split(BLOCK), mask.split(BLOCK), strict=True):
         total += masked_sum(of_values, of_mask)
-    return (total / torch.count_nonzero(inside).clamp(min=1)).to(values.dtype)
+    return (total / torch.count_nonzero(mask).clamp(min=1)).to(values.dtype)

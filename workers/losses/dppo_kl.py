@@ -19,7 +19,7 @@ def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient for tokens with a small KL: `-A * sg(min(r, clip_ratio_c)) * log p`.
@@ -35,7 +35,7 @@ def compute_policy_loss_dppo_kl(
     Source: DPPO, arXiv 2602.04879
     """
     moved = _signed_binary_kl(old_log_prob, log_prob.detach())
-    return losses_in_trust_region(moved, old_log_prob, log_prob, advantages, inside, config)
+    return losses_in_trust_region(moved, old_log_prob, log_prob, advantages, mask, config)
 
 
 def _signed_binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:

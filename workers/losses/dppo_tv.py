@@ -16,7 +16,7 @@ def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient for tokens whose p moved little: `-A * sg(min(r, clip_ratio_c)) * log p`.
@@ -32,4 +32,4 @@ def compute_policy_loss_dppo_tv(
     Source: DPPO, arXiv 2602.04879
     """
     moved = log_prob.detach().exp() - old_log_prob.exp()
-    return losses_in_trust_region(moved, old_log_prob, log_prob, advantages, inside, config)
+    return losses_in_trust_region(moved, old_log_prob, log_prob, advantages, mask, config)

@@ -17,7 +17,7 @@ def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
     *,
     dro_beta: Positive = 0.05,
@@ -31,7 +31,7 @@ def compute_policy_loss_dro(
 
     Source: DRO, arXiv 2405.19107, applied per token
     """
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
     penalty = 0.5 * dro_beta * log_r.square()
-    losses = penalty - advantages * zero_outside(log_prob, inside)
+    losses = penalty - advantages * zero_outside(log_prob, mask)
     return losses, {"actor/ppo_kl": -log_r, "actor/dro_penalty": penalty}

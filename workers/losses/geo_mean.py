@@ -23,7 +23,7 @@ def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The geometric mean s of the sequence's ratios, each clipped on one side: `-A * s`.
@@ -39,7 +39,7 @@ def compute_policy_loss_geo_mean(
     Source: GMPO, arXiv 2507.20673
     """
     low, high = clip_widths(config)
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
 
     sign = advantages.sign()
     limit = (sign * ((high - low) / 2)).add_((high + low) / 2)  # high where A > 0, low where A < 0
@@ -47,9 +47,9 @@ def compute_policy_loss_geo_mean(
     is_clipped, rises = towards > limit, advantages > 0
     slope = zero_outside(sign.square(), ~is_clipped)  # zero for a token with A = 0
     limited = with_slope(torch.minimum(towards, limit).mul_(sign), slope, log_r)
-    lengths = inside.sum(dim=-1, keepdim=True).clamp(min=1)
+    lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     ratio = (limited.sum(dim=-1, keepdim=True) / lengths).exp()
-    losses = (-advantages.sum(dim=-1, keepdim=True) / lengths * ratio).expand_as(inside)
+    losses = (-advantages.sum(dim=-1, keepdim=True) / lengths * ratio).expand_as(mask)
 
     per_token = {
         "actor/ppo_kl": -log_r,

@@ -31,7 +31,7 @@ def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped loss with the ratio of the sequence: the geometric mean of its token ratios.
@@ -45,8 +45,8 @@ def compute_policy_loss_gspo(
 
     Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
     """
-    log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
-    ratio = _sequence_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob.detach(), old_log_prob, mask)
+    ratio = _sequence_ratio(log_prob, old_log_prob, mask)
 
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
@@ -56,15 +56,15 @@ def compute_policy_loss_gspo(
     per_token = {
         "actor/ppo_kl": -log_r,
         "actor/pg_clipfrac": is_clipped,
-        "actor/pg_clipfrac_lower": torch.zeros_like(inside),
+        "actor/pg_clipfrac_lower": torch.zeros_like(mask),
     }
     return losses, per_token
 
 
-def _sequence_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
+def _sequence_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return the ratio of each sequence, [rows, 1], without gradient.
 
     Only the mean is clamped, not each token's log-ratio, so a token that moved far counts fully.
     """
-    mean = masked_mean((log_prob - old_log_prob).detach(), inside, axis=-1).unsqueeze(-1)
+    mean = masked_mean((log_prob - old_log_prob).detach(), mask, axis=-1).unsqueeze(-1)
     return mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()

@@ -17,9 +17,9 @@ LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this on both sides, so that their exponential stays finite."""
 
 
-def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return log(policy / old policy), clamped; zero and without gradient outside the mask."""
-    log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, inside)  # type: ignore[no-untyped-call]
+    log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, mask)  # type: ignore[no-untyped-call]
     return log_r
 
 
@@ -27,17 +27,17 @@ class _LogRatio(torch.autograd.Function):
     """Hand-written backward pass: autograd would save tensors for three separate operations."""
 
     @staticmethod
-    def forward(ctx: Any, log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
-        difference = zero_outside(log_prob - old_log_prob, inside)
+    def forward(ctx: Any, log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+        difference = zero_outside(log_prob - old_log_prob, mask)
         log_r = difference.clamp_(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
-        ctx.save_for_backward(log_r, inside)
+        ctx.save_for_backward(log_r, mask)
         return log_r
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        log_r, inside = ctx.saved_tensors
+        log_r, mask = ctx.saved_tensors
         # NaN is not clamped: its gradient is NaN, too, so the step is skipped
-        return zero_outside(gradient, inside > (log_r.abs() >= LARGEST_LOG_RATIO)), None, None
+        return zero_outside(gradient, mask > (log_r.abs() >= LARGEST_LOG_RATIO)), None, None
 
 
 def clip_widths(config: ActorConfig) -> tuple[float, float]:
@@ -60,7 +60,7 @@ def losses_in_trust_region(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the token losses, and per-token values whose means are metrics.
@@ -71,13 +71,13 @@ def losses_in_trust_region(
     the lower clip range.
     """
     low, high = clip_widths(config)
-    log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
+    log_r = log_ratio(log_prob.detach(), old_log_prob, mask)
     ratio = log_r.exp()
 
     rises = advantages > 0
-    dropped = ((rises & (moved > high)) | (~rises & (moved < -low))) & inside
+    dropped = ((rises & (moved > high)) | (~rises & (moved < -low))) & mask
     weight = zero_outside(ratio.clamp(max=config.clip_ratio_c), ~dropped).mul_(advantages).neg_()
-    losses = with_slope(weight * zero_outside(log_prob.detach(), inside), weight, log_prob)
+    losses = with_slope(weight * zero_outside(log_prob.detach(), mask), weight, log_prob)
 
     return losses, {
         "actor/ppo_kl": -log_r,

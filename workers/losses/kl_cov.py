@@ -24,14 +24,14 @@ def _choose_tokens(
     kl_cov_ratio: Share = 2e-4,
 ) -> Tensor:
     """Choose the tokens with a KL penalty: those of the mini-batch with the highest covariance."""
-    inside = response_mask.bool()
-    covariance = token_covariance(advantages, old_log_prob, inside)
+    mask = response_mask.bool()
+    covariance = token_covariance(advantages, old_log_prob, mask)
 
     flat = covariance.flatten()
-    count = max(int(kl_cov_ratio * torch.count_nonzero(inside)), 1)
+    count = max(int(kl_cov_ratio * torch.count_nonzero(mask)), 1)
     chosen = torch.zeros_like(flat, dtype=torch.bool)
     chosen[flat.topk(min(count, len(flat))).indices] = True
-    return chosen.view_as(inside) & inside
+    return chosen.view_as(mask) & mask
 
 
 @POLICY_LOSSES.register("kl_cov")
@@ -40,7 +40,7 @@ def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
     chosen: Tensor,
     *,
@@ -56,7 +56,7 @@ def compute_policy_loss_kl_cov(
 
     Source: arXiv 2505.22617
     """
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
     distance = log_r.abs()
     kl = ppo_kl_coef * zero_outside(distance, chosen)
     losses = kl - advantages * log_r.exp()

@@ -48,18 +48,18 @@ class MismatchGauge(Gauge):
         for rows in row_blocks(mask):
             self._add_rows(*(column[rows].cpu() for column in columns))
 
-    def _add_rows(self, rollout: Tensor, trained: Tensor, inside: Tensor) -> None:
-        if not bool(inside.any()):
+    def _add_rows(self, rollout: Tensor, trained: Tensor, mask: Tensor) -> None:
+        if not bool(mask.any()):
             return
 
-        rollout = zero_outside(rollout, inside).double()
-        trained = zero_outside(trained, inside).double()
-        places = inside.flatten().nonzero().squeeze(-1)
+        rollout = zero_outside(rollout, mask).double()
+        trained = zero_outside(trained, mask).double()
+        places = mask.flatten().nonzero().squeeze(-1)
         self._add_tokens(*(c.flatten().index_select(0, places) for c in (rollout, trained)))
-        self._add_samples(rollout.sum(dim=1), trained.sum(dim=1), inside.sum(dim=1))
+        self._add_samples(rollout.sum(dim=1), trained.sum(dim=1), mask.sum(dim=1))
 
         gaps = rollout.sub_(trained).abs_().sum(dim=0)
-        counts = inside.sum(dim=0).double()
+        counts = mask.sum(dim=0).double()
         for start, end in self.bins:
             self.note(
                 {f"gap {start}": gaps[start:end].sum(), f"in {start}": counts[start:end].sum()}
@@ -96,14 +96,14 @@ class MismatchGauge(Gauge):
         rollout, trained, lengths = rollout[filled], trained[filled], lengths[filled]
         of_rollout, of_trainer = -rollout / lengths, -trained / lengths
         diff = (of_trainer - of_rollout).clamp(-LARGEST, LARGEST)
-        whole = (trained - rollout).clamp(-LARGEST, LARGEST)
+        log_ratio = (trained - rollout).clamp(-LARGEST, LARGEST)
         columns = (
             *(of_trainer.exp(), of_trainer, of_rollout.exp(), of_rollout),
             *(diff, diff.abs(), diff.exp()),
         )
         sums = {name: column.sum() for name, column in zip(SAMPLE_MEANS, columns, strict=True)}
         self.note(
-            {**sums, "samples": len(lengths), "sample_ratio_square": (2 * whole).exp().sum()},
+            {**sums, "samples": len(lengths), "sample_ratio_square": (2 * log_ratio).exp().sum()},
             {"log_ppl_diff": diff.max(), "minus_log_ppl_diff": (-diff).max()},
         )
 

@@ -17,7 +17,7 @@ def compute_policy_loss_reinforce(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient, without ratio or clipping: `-A * log p`.
@@ -31,6 +31,6 @@ def compute_policy_loss_reinforce(
 
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """
-    losses = -advantages * zero_outside(log_prob, inside)
-    per_token = {"actor/ppo_kl": -log_ratio(log_prob, old_log_prob, inside)}
+    losses = -advantages * zero_outside(log_prob, mask)
+    per_token = {"actor/ppo_kl": -log_ratio(log_prob, old_log_prob, mask)}
     return losses, per_token

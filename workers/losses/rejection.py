@@ -45,7 +45,7 @@ class Criterion:
         """True if the criterion rejects single tokens."""
         return self.name.startswith("token")
 
-    def figures(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
+    def figures(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """Return [rows, R] for a token criterion, [rows, 1] for a sequence criterion.
 
         `log_ratio` is zero outside the mask, so k1, k2 and k3 are zero there, too.
@@ -55,7 +55,7 @@ class Criterion:
         if level == "seq_sum":
             return of_tokens.sum(dim=-1, keepdim=True)
         if level == "seq_mean":
-            return of_tokens.sum(dim=-1, keepdim=True) / lengths(inside)
+            return of_tokens.sum(dim=-1, keepdim=True) / lengths(mask)
         if level == "seq_max":  # k2 and k3 are never below zero
             return of_tokens.amax(dim=-1, keepdim=True)
         return of_tokens
@@ -66,9 +66,9 @@ class Criterion:
         return accepted if self.bounds.lower is None else accepted & (figures >= self.bounds.lower)
 
 
-def lengths(inside: Tensor) -> Tensor:
+def lengths(mask: Tensor) -> Tensor:
     """Return the number of tokens per row, [rows, 1]; 1 for an empty row."""
-    return inside.sum(dim=-1, keepdim=True).clamp(min=1)
+    return mask.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, ...]:

@@ -18,7 +18,7 @@ def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
     *,
     tau_pos: Positive = 1.0,
@@ -35,7 +35,7 @@ def compute_policy_loss_sapo(
 
     Source: SAPO, arXiv 2511.20347
     """
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
     ratio = log_r.detach().exp()
     rises = advantages.sign().clamp_(min=0)  # 1 where A is positive
     tau = tau_pos * rises + tau_neg * (1 - rises)

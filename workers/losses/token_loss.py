@@ -2,7 +2,7 @@
 
     @POLICY_LOSSES.register("mine")
     @token_loss(keys_read=("clip_ratio",))
-    def compute_policy_loss_mine(old_log_prob, log_prob, advantages, inside, config):
+    def compute_policy_loss_mine(old_log_prob, log_prob, advantages, mask, config):
         ...
         return losses, {"actor/ppo_kl": ...}
 
@@ -66,14 +66,14 @@ def token_loss(
             def share(
                 log_prob: Tensor, rows: slice, counts: Denominators
             ) -> tuple[Tensor, dict[str, Tensor]]:
-                inside = response_mask[rows].bool()
-                of_rows = zero_outside(advantages[rows], inside)
-                chosen = () if chosen_tokens is None else (inside & chosen_tokens[rows],)
+                mask = response_mask[rows].bool()
+                of_rows = zero_outside(advantages[rows], mask)
+                chosen = () if chosen_tokens is None else (mask & chosen_tokens[rows],)
                 losses, per_token = losses_of(
-                    old_log_prob[rows], log_prob, of_rows, inside, settings, *chosen, **taken
+                    old_log_prob[rows], log_prob, of_rows, mask, settings, *chosen, **taken
                 )
                 weights = None if rollout_is_weights is None else rollout_is_weights[rows]
-                return agg_policy_loss(losses, per_token, inside, loss_agg_mode, weights, **counts)
+                return agg_policy_loss(losses, per_token, mask, loss_agg_mode, weights, **counts)
 
             return sum_over_blocks(share, log_prob, response_mask, denominators)
 

@@ -34,9 +34,9 @@ def compute_value_loss(
     def share(
         vpreds: Tensor, rows: slice, counts: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        inside = response_mask[rows].bool()
-        predicted = zero_outside(vpreds.detach(), inside)
-        target, old = (zero_outside(column[rows], inside) for column in (returns, values))
+        mask = response_mask[rows].bool()
+        predicted = zero_outside(vpreds.detach(), mask)
+        target, old = (zero_outside(column[rows], mask) for column in (returns, values))
         near = torch.maximum(predicted, old - cliprange_value)
         near = torch.minimum(near, old + cliprange_value)
         error = predicted - target
@@ -46,7 +46,7 @@ def compute_value_loss(
         worse = torch.maximum(free_error, clipped_error)
         losses = 0.5 * with_slope(worse, zero_outside(2.0 * error, ~is_clipped), vpreds)
         marked = {"is_clipped": is_clipped}
-        return agg_policy_loss(losses, marked, inside, loss_agg_mode, None, **counts)
+        return agg_policy_loss(losses, marked, mask, loss_agg_mode, None, **counts)
 
     loss, metrics = sum_over_blocks(share, vpreds, response_mask, denominators)
     return loss, metrics["is_clipped"]

@@ -19,7 +19,7 @@ def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    inside: Tensor,
+    mask: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped loss: `max(-A * r, -A * clip(r))`.
@@ -33,7 +33,7 @@ def compute_policy_loss_vanilla(
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
     ratio = log_r.detach().exp()
 
     free = -advantages * ratio

@@ -68,14 +68,15 @@ def load_model(
 
 
 def load_weights(
-    module: Any, config: ModelConfig, head: Head, device: torch.device, whole: Any = None
+    module: Any, config: ModelConfig, head: Head, device: torch.device, full_module: Any = None
 ) -> None:
     """Allocate every parameter on `device`, and load every weight.
 
-    If other ranks have other layers, `whole` is the module with all layers, on the meta device.
+    If other ranks have other layers, `full_module` is the module with all layers, on the meta
+    device.
     """
     materialize(module, device)
-    whole = module if whole is None else whole
+    full_module = module if full_module is None else full_module
     source = Folder(model_folder(config.path), module.base_model_prefix)
     may_start_at_zero = isinstance(module, ScalarHeadModel) and head == "scalar"
     missing: dict[str, Tensor] = {}
@@ -95,19 +96,19 @@ def load_weights(
                 _copy(weight, stored)
 
         if isinstance(module, ScalarHeadModel):
-            _check_head(whole, config, source)
+            _check_head(full_module, config, source)
         if head == "score" and SCORE in missing:
             raise ConfigError(f"the model {config.path!r} {NO_SCORE}")
         _reject_unfit(config, unfit)
         stored_names = _load_converted(missing, config, source) if missing else set[str]()
         if not missing:
-            if whole is not module:
+            if full_module is not module:
                 groups = checkpoint_format(str(source.path)).groups.values()
                 stored_names = {name for group in groups for name in group.stored}
-            reject_extra(module, config, source.unknown_entries(whole, stored_names))
+            reject_extra(module, config, source.unknown_entries(full_module, stored_names))
             return
         if not is_bare_config(config.path):
-            extra = _describe_unused(module, source.unknown_entries(whole, stored_names))
+            extra = _describe_unused(module, source.unknown_entries(full_module, stored_names))
             raise ConfigError(
                 f"the model {config.path!r} lacks {len(missing)} weights: "
                 f"{', '.join([*missing][:20])}{f'; it also has {extra}' if extra else ''}."

@@ -48,20 +48,20 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
     has_scalar_head = isinstance(module, ScalarHeadModel)
     body = module.body if has_scalar_head else module
     linear = _linear_layers(module)
-    target, whole = config.target_modules, body
+    target, container = config.target_modules, body
     if target == "all-linear":
         head, modules = body.get_output_embeddings(), body.named_modules()
         target = [name for name, child in modules if _is_linear(child) and child is not head]
     if not isinstance(target, str):
         target = list(target)
         if any(_is_taken_for_experts(body, name) for name in linear):
-            whole = nn.ModuleList([body])  # so that peft does not recognize the model class
+            container = nn.ModuleList([body])  # so that peft does not recognize the model class
     lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=target)
     with warnings.catch_warnings():
         # peft sets fan_in_fan_out correctly for GPT-2, and warns about it
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         try:
-            inject_adapter_in_model(lora, whole)
+            inject_adapter_in_model(lora, container)
         except ValueError as error:
             targets = config.target_modules
             hint = nearest(targets if isinstance(targets, str) else targets[0], linear)
@@ -154,8 +154,8 @@ def merged_tensors(
         elif kind.startswith("lora_B"):
             base, a = parts.pop("base"), parts.pop("A")
             if not layer.disable_adapters:
-                whole = merged_weight(base, a, tensor, layer.scaling[NAME], layer.fan_in_fan_out)
-                base = whole.to(layer.get_base_layer().weight.dtype).to(base.dtype)
+                merged = merged_weight(base, a, tensor, layer.scaling[NAME], layer.fan_in_fan_out)
+                base = merged.to(layer.get_base_layer().weight.dtype).to(base.dtype)
             yield f"{prefix}.weight", base
         else:
             yield f"{prefix}.{kind.removeprefix('base_layer.')}", tensor

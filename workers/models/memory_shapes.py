@@ -93,7 +93,7 @@ class ModelShapes:
     num_waiting: int = 1
     """Number of forward passes that wait for their backward passes."""
 
-    def held(self, dtype: torch.dtype, quantization: str | None = None) -> int:
+    def weight_bytes(self, dtype: torch.dtype, quantization: str | None = None) -> int:
         """Return the bytes of the weights in this dtype, or quantized."""
         if not quantization:
             return self.num_weights * dtype.itemsize
@@ -173,8 +173,8 @@ def model_shapes(
         if stage is None:
             _known[known] = _whole(config, weights, head, compute, tp)
         else:
-            whole = model_shapes(config, head, compute, tp)
-            for place, shapes in _of_stages(whole, weights, tp, stage):
+            full = model_shapes(config, head, compute, tp)
+            for place, shapes in _of_stages(full, weights, tp, stage):
                 _known[(*known[:-1], place)] = shapes
     return _known[known]
 
@@ -234,7 +234,7 @@ def _ids(weights: Iterable[Tensor]) -> set[int]:
 
 
 def _of_stages(
-    whole: ModelShapes, weights: CountedWeights, tp: int, stage: StageOf
+    full: ModelShapes, weights: CountedWeights, tp: int, stage: StageOf
 ) -> Iterator[tuple[StageOf, ModelShapes]]:
     """Yield the shapes of every rank in the pipeline that `stage` belongs to."""
     num_stages = stage.num_ranks * num_chunks(stage.schedule)
@@ -248,12 +248,12 @@ def _of_stages(
         yield (
             replace(stage, rank=rank),
             replace(
-                whole,
+                full,
                 **of_rank,
                 num_layers=num_layers,
-                outputs_per_read=whole.outputs_per_read if is_last else 0,
-                body=whole.body
-                and replace(whole.body, saved=whole.body.saved * num_layers // whole.num_layers),
+                outputs_per_read=full.outputs_per_read if is_last else 0,
+                body=full.body
+                and replace(full.body, saved=full.body.saved * num_layers // full.num_layers),
                 num_waiting=max_pending_passes(stage.schedule, rank, stage.num_ranks),
             ),
         )

@@ -34,12 +34,12 @@ NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 class Bytes:
     """Bytes for all traced tokens: of tensors that every rank has whole, and that tp splits."""
 
-    whole: int = 0
+    replicated: int = 0
     cut: int = 0
 
     def of(self, tp: int = 1) -> int:
         """Return the bytes per token on one of `tp` ranks."""
-        return -(-(self.whole + self.cut // tp) // NUM_TRACED)
+        return -(-(self.replicated + self.cut // tp) // NUM_TRACED)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def trace_pass(body: Any) -> PassTrace | None:
     in_layers = [known[kind].saved for kind in kinds]
     return PassTrace(
         saved,
-        Bytes(sum(layer.whole for layer in in_layers), sum(layer.cut for layer in in_layers)),
+        Bytes(sum(layer.replicated for layer in in_layers), sum(layer.cut for layer in in_layers)),
         _sum(_tensors(list(inputs[layers[0]][1].values())), hidden_size),
         max(known.values(), key=LayerTrace.most),
     )
@@ -169,7 +169,7 @@ class Alive(TorchDispatchMode):
                 self._alive.setdefault(storage, _size(tensor, self.hidden_size))
         self._alive = {s: size for s, size in self._alive.items() if not s.expired()}
         sizes = self._alive.values()
-        self.moments.append(Bytes(sum(s.whole for s in sizes), sum(s.cut for s in sizes)))
+        self.moments.append(Bytes(sum(s.replicated for s in sizes), sum(s.cut for s in sizes)))
         return result
 
 
@@ -194,7 +194,7 @@ def _size(tensor: Tensor, hidden_size: int) -> Bytes:
 def _sum(tensors: Sequence[Tensor], hidden_size: int) -> Bytes:
     of_storages = {_storage(tensor): tensor for tensor in tensors}
     sizes = [_size(tensor, hidden_size) for tensor in of_storages.values()]
-    return Bytes(sum(size.whole for size in sizes), sum(size.cut for size in sizes))
+    return Bytes(sum(size.replicated for size in sizes), sum(size.cut for size in sizes))
 
 
 def _saved(module: Any) -> list[Tensor]:

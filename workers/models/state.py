@@ -51,20 +51,20 @@ def local_shard(tensor: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def local_rows(weight: Tensor, whole: Any) -> Tensor:
+def local_rows(weight: Tensor, source: Any) -> Tensor:
     """Return this rank's rows of a whole tensor, or of a tensor in a file."""
     if not isinstance(weight, DTensor):
-        part: Tensor = whole[...]
+        part: Tensor = source[...]
         return part
-    return _read(whole, local_ranges(weight), ())
+    return _read(source, local_ranges(weight), ())
 
 
-def _read(whole: Any, ranges: list[list[range]], chosen: tuple[slice, ...]) -> Tensor:
+def _read(source: Any, ranges: list[list[range]], chosen: tuple[slice, ...]) -> Tensor:
     """Read and concatenate the `ranges` of the dimensions that `chosen` does not cover."""
     dim = len(chosen)
     if dim == len(ranges):
-        selected: Tensor = whole[chosen]
+        selected: Tensor = source[chosen]
         return selected
     along = [slice(span.start, span.stop) for span in ranges[dim]] or [slice(0, 0)]
-    parts = [_read(whole, ranges, (*chosen, span)) for span in along]
+    parts = [_read(source, ranges, (*chosen, span)) for span in along]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

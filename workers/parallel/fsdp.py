@@ -159,9 +159,9 @@ def full_tensor(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    whole = whole_tensor(tensor, all_gather_rows)
-    assert whole is not None, "every rank has all rows"
-    return whole
+    full = whole_tensor(tensor, all_gather_rows)
+    assert full is not None, "every rank has all rows"
+    return full
 
 
 def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor | None:
@@ -174,7 +174,7 @@ def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor |
     if not isinstance(tensor, DTensor):
         return tensor if is_first else None
     if tensor.device.type != "cpu":  # sends with NCCL would need additional connections
-        whole = full_tensor(tensor)
-        return whole if is_first else None
+        full = full_tensor(tensor)
+        return full if is_first else None
     # ranks with other replicas do nothing
     return whole_tensor(tensor, gather_rows) if is_first_replica(tensor) else None

@@ -89,15 +89,15 @@ def _dim_of(placement: Placement) -> int | None:
     return dim
 
 
-def local_ranges(tensor: DTensor, num_cuts: int | None = None) -> list[list[range]]:
+def local_ranges(tensor: DTensor, num_splits: int | None = None) -> list[list[range]]:
     """Return, per dimension, the ranges of the whole tensor that form this rank's part.
 
-    `num_cuts` applies only the first splits; None applies all.
+    `num_splits` applies only the first splits; None applies all.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank holds tensors of its own mesh only"
     ranges = [[range(size)] for size in tensor.shape]
-    for cut in cuts_of(tensor)[:num_cuts]:
+    for cut in cuts_of(tensor)[:num_splits]:
         ranges[cut.dim] = cut.part(ranges[cut.dim], coordinate[cut.axis])
     return ranges
 
@@ -135,8 +135,8 @@ class ShardSlice:
 
 def shard_slices(tensor: Tensor) -> list[ShardSlice]:
     """Return the slices that form this rank's part of a tensor."""
-    whole = [[range(size)] for size in tensor.shape]
-    ranges = local_ranges(tensor) if isinstance(tensor, DTensor) else whole
+    full = [[range(size)] for size in tensor.shape]
+    ranges = local_ranges(tensor) if isinstance(tensor, DTensor) else full
     along = []
     for of_dim in ranges:
         ends = itertools.accumulate(map(len, of_dim))
@@ -184,9 +184,9 @@ def all_gather_rows(mine: Tensor, num_rows: int, group: dist.ProcessGroup) -> Te
     most = max(1, -(-num_rows // group.size()))
     if len(mine) < most:
         mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
-    whole = mine.new_empty(group.size() * most, *mine.shape[1:])
-    dist.all_gather(list(whole.chunk(group.size())), mine, group=group)
-    return whole[:num_rows]
+    gathered = mine.new_empty(group.size() * most, *mine.shape[1:])
+    dist.all_gather(list(gathered.chunk(group.size())), mine, group=group)
+    return gathered[:num_rows]
 
 
 def gather_rows(rows_here: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor | None:
@@ -199,9 +199,9 @@ def gather_rows(rows_here: Tensor, num_rows: int, group: dist.ProcessGroup) -> T
             dist.send(rows_here, group=group, group_dst=0)
         return None
 
-    whole = rows_here.new_empty(num_rows, *rows_here.shape[1:])
+    gathered = rows_here.new_empty(num_rows, *rows_here.shape[1:])
     most = max(1, -(-num_rows // group.size()))
-    mine, *others = whole.split(most)  # the last ranks may have no rows
+    mine, *others = gathered.split(most)  # the last ranks may have no rows
     arriving = [
         dist.irecv(rows, group=group, group_src=rank) for rank, rows in enumerate(others, 1)
     ]
@@ -209,4 +209,4 @@ def gather_rows(rows_here: Tensor, num_rows: int, group: dist.ProcessGroup) -> T
     for work in arriving:
         assert work is not None, "this rank is in the group"
         work.wait()
-    return whole
+    return gathered

@@ -53,7 +53,7 @@ def settle(
     rank.
     """
     base, offloads = STRATEGIES["ddp" if quantization else strategy]
-    whole = base in ("single", "ddp")
+    unsharded = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
     axes: dict[str, Any] = {} if parallel is None else dict(vars(parallel))
     cut = {"tp": "cuts every matrix", "pp": "gives every rank some layers"}
@@ -73,7 +73,7 @@ def settle(
             f"quantization={quantization} keeps the whole model, a quarter of its float32 size, on "
             f"every rank: leave out {name}={size}, or the quantization."
         )
-    if whole and size not in (-1, 1):
+    if unsharded and size not in (-1, 1):
         raise ConfigError(
             f"strategy={strategy} keeps the whole model on every rank, but {name}={size} shards "
             f"it. Set strategy=fsdp, or leave {name} at -1."
@@ -87,7 +87,7 @@ def settle(
                 f"strategy={strategy} and {section}.{name}=False contradict each other; drop one."
             )
         offload[name] = offloads or bool(wanted)
-    return Sharding(base, 1 if whole else size, **offload, **axes)
+    return Sharding(base, 1 if unsharded else size, **offload, **axes)
 
 
 def axes_key(section: str) -> str:
@@ -117,10 +117,10 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
     size = data_size if sharding.fsdp_size == -1 else sharding.fsdp_size
     if size < 1 or data_size % size:
         valid = ", ".join(str(n) for n in range(1, data_size + 1) if data_size % n == 0)
-        whole = f"{num_ranks} / {model_size} = " if model_size > 1 else ""
+        quotient = f"{num_ranks} / {model_size} = " if model_size > 1 else ""
         raise ConfigError(
             f"parallel.shard or fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the "
-            f"{whole}{data_size} ranks; valid: -1 (all), {valid}."
+            f"{quotient}{data_size} ranks; valid: -1 (all), {valid}."
         )
     dims = ParallelDims(
         pp=sharding.pp,

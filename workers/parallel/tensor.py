@@ -80,7 +80,7 @@ class Whole:
         copy: Tensor | None = getattr(states, COPY, None)
         if copy is None:
             # `data`, because a view and the states would reference each other
-            copy = communicate(states, lambda whole: whole.data, self._sum)
+            copy = communicate(states, lambda tensor: tensor.data, self._sum)
             setattr(states, COPY, copy)
         return copy
 
@@ -100,8 +100,8 @@ class Whole:
         dist.all_gather(parts, part, group=self.group)
         return torch.cat(parts, dim=-1)
 
-    def _local_columns(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self.group.size(), dim=-1)[self.group.rank()].contiguous()
+    def _local_columns(self, states: Tensor) -> Tensor:
+        return states.chunk(self.group.size(), dim=-1)[self.group.rank()].contiguous()
 
 
 class PartialWeights(Whole):
@@ -282,10 +282,10 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
             if weight is None:
                 continue
             placement = rule.placement(name, weight)
-            whole = distributed.setdefault(id(weight), _distributed(weight, mesh, placement))
-            placements = getattr(whole.data, "placements")  # noqa: B009 - of a DTensor
+            parameter = distributed.setdefault(id(weight), _distributed(weight, mesh, placement))
+            placements = getattr(parameter.data, "placements")  # noqa: B009 - of a DTensor
             assert placements == (placement,), f"{path}.{name} is tied and differs"
-            layer._parameters[name] = whole
+            layer._parameters[name] = parameter
             if style.partial:
                 partial.append((layer, name))
         if layer._parameters or rule.style is not Whole:
@@ -308,19 +308,19 @@ def _body(module: Any) -> Any:
 
 def _hook(layer: nn.Module, style: Whole) -> None:
     """Make the layer compute with the local parts of its parameters, as `style` defines."""
-    whole: dict[str, Any] = {}
+    dtensors: dict[str, Any] = {}
 
     def before(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         inputs = style.enter(layer, inputs)
         for name, weight in layer._parameters.items():
             if isinstance(weight, DTensor):
-                whole[name] = weight
-        layer._parameters.update({name: weight.to_local() for name, weight in whole.items()})
+                dtensors[name] = weight
+        layer._parameters.update({name: weight.to_local() for name, weight in dtensors.items()})
         return inputs
 
     def after(layer: Any, _inputs: Any, output: Any) -> Any:
-        layer._parameters.update(whole)
-        whole.clear()
+        layer._parameters.update(dtensors)
+        dtensors.clear()
         style.restore(layer)
         return None if output is None else style.leave(output)  # None after an error
 
@@ -340,10 +340,10 @@ def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
             first = min(mesh.get_local_rank() * most, block.shape[dim])
             cuts.append(block.narrow(dim, first, min(most, block.shape[dim] - first)))
         part = torch.cat(cuts, dim)
-    whole = DTensor.from_local(
+    distributed = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
     )
-    return nn.Parameter(whole, requires_grad=weight.requires_grad)
+    return nn.Parameter(distributed, requires_grad=weight.requires_grad)
 
 
 def plan_of(module: Any) -> dict[str, str]:

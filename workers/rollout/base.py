@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
-from workers.rollout.sample import CUT_BY_LENGTH, UNFINISHED, Sample, ends_with_stop_string
+from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample, ends_with_stop_string
 from workers.weights.checksum import checksum_of
 
 
@@ -340,7 +340,7 @@ class RolloutEngine(ABC):
         if is_stop or self.ends_with_stop_string(sample, tokens, sampling):
             return "stop"
         longest = sample.longest(sampling.max_tokens)
-        return CUT_BY_LENGTH if len(tokens) == longest else UNFINISHED
+        return LENGTH_LIMIT if len(tokens) == longest else UNFINISHED
 
     def ends_with_stop_string(
         self, sample: Sample, tokens: Sequence[int], sampling: SamplingParams

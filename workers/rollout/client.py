@@ -60,10 +60,10 @@ class Submission:
     def samples(self) -> DataProto:
         """Return all samples in the order of the rows; none may be missing."""
         assert not self.missing, "a submission is taken when it is whole"
-        whole = self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
+        samples = self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
         if self._numbers == list(range(len(self.rows))):
-            return whole
-        return whole.select_idxs(np.argsort(self._numbers))
+            return samples
+        return samples.select_idxs(np.argsort(self._numbers))
 
 
 Replace = Callable[[LostSamplesError, Submission], Any]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CUT_BY_LENGTH = "length"
+LENGTH_LIMIT = "length"
 """The `finish_reason` of a sample that reached its length limit before a stop token."""
 UNFINISHED = "abort"
 """The `finish_reason` of a sample that an engine can continue."""
@@ -34,7 +34,7 @@ class States:
 
 
 @dataclass(eq=False)
-class KeptStates:
+class CachedStates:
     """Keys and values of one sample, which an engine stores for the sample's next turn."""
 
     states: States | None = None
@@ -85,8 +85,8 @@ class Sample:
 
     If new weights have read a token again, it has their choices, which match its keys and values.
     """
-    kept: KeptStates | None = None
-    """Keys and values for the next turn; an empty `KeptStates` asks the engine to store them."""
+    cached: CachedStates | None = None
+    """Keys and values for the next turn; an empty `CachedStates` asks the engine to store them."""
 
     def with_response(
         self,
@@ -138,8 +138,8 @@ class Sample:
             truncated_log_probs=gaps,
         )
         segments = (*self.segments, len(self.tokens)) if begins_segment else self.segments
-        whole = self._followed_by(observed)
-        return replace(whole, finish_reason=UNFINISHED, end_at=end_at, segments=segments)
+        extended = self._followed_by(observed)
+        return replace(extended, finish_reason=UNFINISHED, end_at=end_at, segments=segments)
 
     def last_segment(self, max_tokens: int) -> Sample:
         """Return the last segment as a separate sample, which an engine can continue."""
@@ -159,7 +159,7 @@ class Sample:
         """Return the sample with its last segment replaced by the engine's result."""
         if not self.segments:
             return segment
-        whole = self._between(0, self.segments[-1] + 1)._followed_by(segment)
+        merged = self._between(0, self.segments[-1] + 1)._followed_by(segment)
         before, after = self.routed_experts, segment.routed_experts
         routed = None
         if before is not None and after is not None:
@@ -167,8 +167,8 @@ class Sample:
             # the last tokens of the previous segment were not read, so their choices are zeros
             unread = before.new_zeros(max(begin - len(before), 0), *before.shape[1:])
             routed = torch.cat([before[:begin], unread, after])
-        reason, states = segment.finish_reason, segment.kept
-        return replace(whole, routed_experts=routed, finish_reason=reason, kept=states)
+        reason, states = segment.finish_reason, segment.cached
+        return replace(merged, routed_experts=routed, finish_reason=reason, cached=states)
 
     def _between(self, begin: int, end: int | None) -> Sample:
         """Return the sample with only these tokens of its response."""

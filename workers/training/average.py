@@ -103,19 +103,19 @@ class MovingAverageEngine(TrainEngine):
         buffers = {name for name, _ in persistent_buffers(self.module)}
         elsewhere = dict(named_state(self.whole_module)).keys() - targets.keys()
         expected = ExpectedTensors({name: weight.shape for name, weight in targets.items()})
-        for name, whole in tensors:
-            if name in elsewhere or not expected.fits(name, whole):
+        for name, tensor in tensors:
+            if name in elsewhere or not expected.fits(name, tensor):
                 continue
             if name in buffers:
-                targets[name].copy_(whole)
+                targets[name].copy_(tensor)
             else:
-                self._move(name, targets[name], whole)
+                self._move(name, targets[name], tensor)
         expected.verify("frozen model")
 
-    def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
+    def _move(self, name: str, weight: Tensor, target: Tensor) -> None:
         """Move this rank's rows of one parameter toward the whole weight."""
         average = local_shard(self.averages.get(name, weight))
-        new = local_rows(weight, whole).to(average.device, average.dtype)
+        new = local_rows(weight, target).to(average.device, average.dtype)
         if self.decay == 0:
             average.copy_(new)
         else:

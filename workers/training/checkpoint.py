@@ -100,7 +100,7 @@ class CheckpointMixin(BackgroundSaves):
             ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
         if engine.model_config.lora_rank > 0:
             with engine.running():  # collective
-                adapter = [(name, whole.cpu()) for name, whole in engine.full_trained_tensors()]
+                adapter = [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
             folder, module = part / "lora_adapter", engine.whole_module
             ranks.run_on_first(
                 lambda: save_adapter(folder, module, engine.model_config, adapter, writer)
@@ -145,8 +145,8 @@ class CheckpointMixin(BackgroundSaves):
         shards = folder / "shards"
         saved = stored_tensors(shards) if shards.is_dir() else {}
         has_adapter = engine.model_config.lora_rank > 0
-        whole = stored_weights(engine.whole_module, has_adapter)
-        shapes = {name: list(tensor.shape) for name, tensor in whole.items()}
+        expected = stored_weights(engine.whole_module, has_adapter)
+        shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
         reject_other_model(folder, shapes, saved)
         with engine.running(engine.optimizer):
             state = empty_optimizer_state(engine, saved)

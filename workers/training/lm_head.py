@@ -339,8 +339,8 @@ def head_in_chunks(model: Any) -> str:
     compute = functools.partial(columns_of_logits, wanted=TokenOutputs(0.7, entropy=True))
     numbers: list[list[Tensor]] = []
     with torch.enable_grad():
-        for whole in (True, False):
-            if whole:
+        for at_once in (True, False):
+            if at_once:
                 columns_here = compute(read(model, feed), labels)
             else:
                 columns_here = _in_chunks(model, feed, labels, compute, 5)

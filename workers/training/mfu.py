@@ -104,8 +104,8 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     lengths = needed_lengths(split_segments(taken, reads)).double()
     num_tokens = lengths.sum() - engine.row_passes.num_shared(taken["input_ids"], reads)
 
-    whole = engine.whole_module
-    body, head = body_of(whole), whole.get_output_embeddings()
+    model = engine.whole_module
+    body, head = body_of(model), model.get_output_embeddings()
     config = body.config.get_text_config()
     is_looked_up = {id(m.weight) for m in body.modules() if isinstance(m, nn.Embedding)}
     per_token = 0.0

@@ -234,6 +234,6 @@ def whole_tensors(
         gathered = (
             (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, is_first)) for n, w in mine
         )
-        whole = arrange((name, tensor) for name, tensor in gathered if tensor is not None)
+        full = arrange((name, tensor) for name, tensor in gathered if tensor is not None)
         shapes = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in mine)
-        yield from model.layers.of_all_ranks(whole, arrange(shapes), on_all_ranks)
+        yield from model.layers.of_all_ranks(full, arrange(shapes), on_all_ranks)

@@ -46,6 +46,7 @@ def _settings_taken(cls: Any) -> list[str]:
 
 
 OPTIMIZERS: Registry[Any] = Registry("optimizer", _check)
+"""Names for `optim.optimizer`: constructors that take the weights and some of `SETTINGS`."""
 OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 
 

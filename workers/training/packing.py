@@ -80,13 +80,13 @@ def split_segments(columns: RowColumns, reads: Ragged) -> Ragged:
     return Ragged(reads.values, torch.cat([places, ends]).diff(), reads.width)
 
 
-def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
+def needed_lengths(reads: Ragged, *, whole_rows: bool = False) -> Tensor:
     """Return the length of each row up to its last token that is read; 0 if none is read.
 
-    With `whole`, rows keep the tokens after that token.
+    With `whole_rows`, rows keep the tokens after that token.
     """
     lengths, rows = reads.lengths.flatten(), reads.value_rows()
-    if whole:
+    if whole_rows:
         return lengths * (reads.sums().flatten() > 0)
     up_to = _places_in_rows(reads) + 1
     zeros = torch.zeros(len(lengths), dtype=torch.int64)
@@ -135,7 +135,7 @@ def packed_feed(
     reads: Ragged,
     device: torch.device,
     *,
-    whole: bool = False,
+    whole_rows: bool = False,
     ranks: SequenceRanks | None = None,
     shares: bool = False,
 ) -> Feed:
@@ -146,7 +146,7 @@ def packed_feed(
     With `ranks`, the feed contains this rank's part of the tokens; a row of padding at the end
     makes all parts equally long.
     """
-    tokens, lengths = _needed(columns, reads, whole)
+    tokens, lengths = _needed(columns, reads, whole_rows)
     rows = [length for length in lengths.tolist() if length]
     split = is_real = None
     if ranks is None:
@@ -181,10 +181,10 @@ def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def padded_feed(
-    columns: RowColumns, reads: Ragged, device: torch.device, *, whole: bool = False
+    columns: RowColumns, reads: Ragged, device: torch.device, *, whole_rows: bool = False
 ) -> Feed:
     """Return a feed of the needed tokens of each row, starting at the first column, then zeros."""
-    tokens, lengths = _needed(columns, reads, whole)
+    tokens, lengths = _needed(columns, reads, whole_rows)
     width = int(lengths.max())
     padded = {name: Ragged(values, lengths, width).padded() for name, values in tokens.items()}
     mask, routed = padded.pop("reads"), padded.pop(ROUTED, None)
@@ -203,13 +203,15 @@ def padded_feed(
     )
 
 
-def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, Tensor], Tensor]:
+def _needed(
+    columns: RowColumns, reads: Ragged, whole_rows: bool
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return columns with the needed tokens of all rows, and the number of such tokens per row.
 
     Each segment is a separate row. If no row is read, there is one dummy token, which is not read.
     """
     reads = split_segments(columns, reads)
-    lengths = needed_lengths(reads, whole=whole)
+    lengths = needed_lengths(reads, whole_rows=whole_rows)
     needed = _places_in_rows(reads) < lengths[reads.value_rows()]
     tokens = {name: columns[name].values[needed] for name in ("input_ids", "position_ids")}
     tokens["reads"] = reads.values[needed]

@@ -84,7 +84,7 @@ class RowPasses:
 
     def lengths(self, reads: Ragged) -> list[int]:
         """Return the number of tokens per row that a pass computes."""
-        lengths: list[int] = needed_lengths(reads, whole=self.border is not None).tolist()
+        lengths: list[int] = needed_lengths(reads, whole_rows=self.border is not None).tolist()
         return lengths
 
     def cut(self, ids: Ragged, reads: Ragged, budget: MicroBatchBudget) -> list[list[int]]:
@@ -114,12 +114,12 @@ class RowPasses:
         """Return the arguments of a pass over these rows, with each segment as a separate row."""
         if self.apart and split_segments(columns, reads) is not reads:
             raise ConfigError(SPLITS)
-        whole = self.border is not None
+        whole_rows = self.border is not None
         if self.kind == "packed":
             return packed_feed(
-                columns, reads, device, whole=whole, ranks=self.ranks, shares=self.shares
+                columns, reads, device, whole_rows=whole_rows, ranks=self.ranks, shares=self.shares
             )
-        return padded_feed(columns, reads, device, whole=whole)
+        return padded_feed(columns, reads, device, whole_rows=whole_rows)
 
 
 def prove_rows(
@@ -250,9 +250,9 @@ class _RecordedRank:
         if self.part is None:
             self.noted.append([*states, attend(*states, sinks, None)])
             return self.noted[-1][3]
-        *whole, output = self.noted[self.num_calls]
+        *full_states, output = self.noted[self.num_calls]
         self.num_calls += 1
-        for actual, expected in zip(states, whole, strict=True):
+        for actual, expected in zip(states, full_states, strict=True):
             self.error = max(self.error, relative_error(actual, expected[self.part]))
         return output[self.part]
 
@@ -268,14 +268,14 @@ def find_split_fault(model: Any) -> str:
     feed.inputs["row_layout"].ranks = ranks
     with packed_rows(model):
         inputs = model_inputs(model, feed)
-        whole = model(**inputs).logits[0]
+        expected = model(**inputs).logits[0]
         if not ranks.noted:
             return "it uses a custom attention function"
         for part in SLICES:
             ranks.look_at(part)
             inputs_here = {name: inputs[name][:, part] for name in ("input_ids", "position_ids")}
             logits = model(**{**inputs, **inputs_here}).logits[0]
-            error = max(ranks.error, relative_error(logits, whole[part]))
+            error = max(ranks.error, relative_error(logits, expected[part]))
             if error > LARGEST_ERROR:
                 return f"a part of a row in a small model of its class is off by {error:.0e}"
     return ""

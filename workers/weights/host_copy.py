@@ -83,9 +83,9 @@ class HostCopy:
             tensor = self.tensors[name]
             value = hash_of(byte_view(tensor.to(channel.device)))
             self.manifest[name] = [str(tensor.dtype), list(tensor.shape), value]
-        whole: Manifest = channel.summary["manifest"]
-        unsent = [name for name, entry in whole.items() if self.manifest.get(name) != entry]
-        self.manifest = {name: whole[name] for name in whole if name not in unsent}
+        manifest: Manifest = channel.summary["manifest"]
+        unsent = [name for name, entry in manifest.items() if self.manifest.get(name) != entry]
+        self.manifest = {name: manifest[name] for name in manifest if name not in unsent}
         self.tensors = {name: self.tensors[name] for name in self.manifest}
         raise_problems("transfer", **{"neither sent nor held": unsent})
         self.merging = channel.summary["merging"]

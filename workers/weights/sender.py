@@ -259,7 +259,7 @@ def send_changes(
     If the receivers have the version of a tensor that `sent` has, only its changed numbers are
     sent. With `stores`, changed tensors are copied into `sent`.
     """
-    whole: Manifest = {}
+    manifest: Manifest = {}
     received = channel.connection.manifest
 
     def changed() -> Iterator[tuple[str, Tensor]]:
@@ -267,25 +267,25 @@ def send_changes(
             tensor = weight.detach().to(channel.device).contiguous()
             with channel.watch.running():
                 value = hash_of(byte_view(tensor))
-            whole[name] = [str(tensor.dtype), list(tensor.shape), value]
-            if received.get(name) == whole[name]:
+            manifest[name] = [str(tensor.dtype), list(tensor.shape), value]
+            if received.get(name) == manifest[name]:
                 continue
             entry, old = sent.get(name, ([], tensor))
             changes = None
-            if entry and entry == received.get(name) and entry[:2] == whole[name][:2]:
+            if entry and entry == received.get(name) and entry[:2] == manifest[name][:2]:
                 changes = encode_changes(old.to(tensor.device), tensor)
             if stores and (name in received or name in sent):
-                sent[name] = whole[name], tensor.to(HOST, copy=True)
+                sent[name] = manifest[name], tensor.to(HOST, copy=True)
             if changes is None:
                 yield name, tensor
             else:
                 yield PREFIX + name, changes
 
     def summary() -> dict[str, Any]:
-        return {"manifest": whole, "merging": merging}
+        return {"manifest": manifest, "merging": merging}
 
     channel.send(pack(changed(), limit, channel.room, channel.watch), summary, drops_first)
-    channel.connection.manifest = whole
+    channel.connection.manifest = manifest
 
 
 class Snapshot:

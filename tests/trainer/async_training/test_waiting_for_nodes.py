@@ -60,7 +60,7 @@ class Cluster(dict[str, Group]):
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generators, "LOOK_AGAIN_S", 0.001)
-    monkeypatch.setattr(restarts, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(restarts, "FIRST_MESSAGE_S", 0.0)
 
 
 def config_of(tiny: Path, folder: Path, *more: str) -> AsyncConfig:

@@ -126,7 +126,7 @@ def test_overlong_prompts_are_cut_and_counted(
         write_jsonl(tmp_path / "p.jsonl", [text]), truncation=truncation, train_batch_size=1
     )
     assert tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[kept]
-    assert loader.prompts.num_cut == 1
+    assert loader.prompts.num_truncated == 1
     assert "0 dropped and 1 truncated (data.max_prompt_length=16)" in loader.prompts.story
 
 

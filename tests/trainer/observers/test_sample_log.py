@@ -83,7 +83,7 @@ def test_a_filter_that_adds_tokens_is_named() -> None:
 
 def test_an_account_that_does_not_add_up_is_named() -> None:
     log = filled()
-    log.accounts[0].made += 1
+    log.accounts[0].generated += 1
     with pytest.raises(SampleLogError, match="generator 0: its samples do not add up"):
         log.check()
     with pytest.raises(SampleLogError, match="9 were made, 2 trained on"):

@@ -82,12 +82,12 @@ WARNINGS = [
     ),
     (
         "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0",
-        "kl-counts-nothing",
+        "kl-zero-coef",
         ["kl_loss_coef=0", "for a metric alone"],
     ),
     (
         f"{KL_IN_REWARD} algorithm.kl_ctrl.kl_coef=0",
-        "kl-counts-nothing",
+        "kl-zero-coef",
         ["kl_ctrl.kl_coef=0", "for a metric alone"],
     ),
     (
@@ -100,7 +100,7 @@ WARNINGS = [
         "kl-without-gradient",
         ["kl_loss_type=k1", "kl_loss_type=k1+, k2 or low_var_kl"],
     ),
-    (f"{GRPO} {KL_IN_REWARD}", "kl-in-a-group", ["adv_estimator=grpo", "use_kl_loss=true"]),
+    (f"{GRPO} {KL_IN_REWARD}", "kl-in-group-reward", ["adv_estimator=grpo", "use_kl_loss=true"]),
 ]
 
 NO_WARNINGS = [

@@ -94,28 +94,28 @@ def test_shard_grad_op_holds_all_weights_in_a_call_and_shards_between_calls(mode
         }["actor"]
         for name in ("fsdp", "shard_grad_op")
     )
-    assert by_gradient.kept == fully.kept
+    assert by_gradient.resident == fully.resident
     num_layers, num_weights = 30, 6_910_365_696
     outside = 2 * 102400 * 4096 + 4096
     layer = (num_weights - outside) / num_layers
-    assert by_gradient.whole - fully.whole == pytest.approx(2 * (num_layers - 2) * layer)
+    assert by_gradient.gathered - fully.gathered == pytest.approx(2 * (num_layers - 2) * layer)
 
 
 def test_roles_of_one_pool_are_added_up_and_calls_take_turns(model: Path) -> None:
     config = script_config(model, "placement=colocate")
     roles = role_memories(config, "cuda", CARD)
     (total,) = pool_bytes(roles).values()
-    assert total == sum(role.kept for role in roles) + max(role.call for role in roles)
+    assert total == sum(role.resident for role in roles) + max(role.call for role in roles)
 
 
 def test_an_engine_s_share_is_counted_while_it_generates_alone(model: Path) -> None:
     roles = role_memories(script_config(model, "placement=colocate"), "cuda", CARD)
     (engine,) = (role for role in roles if role.role == "rollout")
     others = [role for role in roles if role is not engine]
-    assert engine.kept == 0
+    assert engine.resident == 0
     assert engine.call == pytest.approx(0.4 * CARD)
     (total,), (without,) = (pool_bytes(some).values() for some in (roles, others))
-    kept = sum(role.kept for role in others)
+    kept = sum(role.resident for role in others)
     assert total == pytest.approx(max(without, kept + engine.call))
     here = (role.weights + role.moments - role.host for role in others)
     assert kept == pytest.approx(sum(here))
@@ -137,7 +137,7 @@ def test_a_reward_model_computes_beside_the_engine_that_may_draw_more(model: Pat
     config = script_config(model, "placement=colocate", *judge)
     (reads,) = (r for r in role_memories(config, "cuda", CARD) if r.role == "reward_model")
     assert reads.call == 0
-    assert reads.kept > reads.weights + reads.whole
+    assert reads.resident > reads.weights + reads.gathered
 
 
 def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:

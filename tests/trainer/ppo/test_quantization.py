@@ -142,7 +142,7 @@ def test_the_memory_plan_counts_int8_and_explain_shows_it(tiny_dir: Path, tmp_pa
     whole = 2 * before["ref"].weights
     assert 0.25 * whole < after["ref"].weights == after["rollout"].weights < 0.7 * whole
     assert (after["ref"].types, after["rollout"].types) == ("int8 / float32", "int8 / float32")
-    assert after["ref"].whole == 0
+    assert after["ref"].gathered == 0
     assert "int8 / float32" in explain(small)
 
 

@@ -38,7 +38,7 @@ def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> 
 
 def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path: Path) -> None:
     fresh = checkpoints(tmp_path / "new")
-    fresh.resume.cut_back()
+    fresh.resume.discard_later_steps()
     assert fresh.resume.load({}) is None
     assert not fresh.resume.resumes_in_place
 
@@ -202,7 +202,7 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
         (tmp_path / "rollouts" / f"{step}.jsonl").touch()
     (tmp_path / "global_step_4.part").mkdir()
     (tmp_path / WANDB_ID).write_text("abc")
-    checkpoints(tmp_path).resume.cut_back()
+    checkpoints(tmp_path).resume.discard_later_steps()
     assert (tmp_path / WANDB_ID).read_text() == "abc"
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
@@ -215,7 +215,7 @@ def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None
     names = (WANDB_ID, TRACKIO_RUN)
     for name in names:
         (tmp_path / name).write_text("abc")
-    checkpoints(tmp_path).resume.cut_back()
+    checkpoints(tmp_path).resume.discard_later_steps()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert [name for name in names if (tmp_path / name).exists()] == []
 

@@ -53,7 +53,7 @@ def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
 
     run, found = checkpoints(tmp_path), roles()
     assert committed(tmp_path) == [2, 4, 6], "nothing moves before the run begins"
-    run.resume.cut_back()
+    run.resume.discard_later_steps()
     assert run.resume.load(found) == {"global_step": 2}
     assert (found["actor"].number, found["critic"].number) == (2, -2)
     assert committed(tmp_path) == [2]
@@ -80,7 +80,7 @@ def test_damage_that_a_role_finds_takes_every_role_back(
 ) -> None:
     saved(tmp_path, 2, 4)
     run, found = checkpoints(tmp_path), {"critic": Role(0), "actor": DamagedShards(0)}
-    run.resume.cut_back()
+    run.resume.discard_later_steps()
     lines = JsonLines(tmp_path)
     for step in range(5):
         lines.write({}, step)
@@ -139,7 +139,7 @@ def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
     advice = str(refused.value).split("resume anyway with ")[1].split()
     run = checkpoints(tmp_path, "algorithm.lam=0.9", *advice)
     assert run.resume.start_step == 2
-    run.resume.cut_back()
+    run.resume.discard_later_steps()
     assert committed(tmp_path) == [2]
 
 
@@ -150,7 +150,7 @@ def test_a_marker_or_a_manifest_in_any_state_gives_words(tmp_path: Path, state: 
     with pytest.raises(CheckpointError, match=r"commit\.json is damaged: .+"):
         read_marker(tmp_path / "global_step_4")
     run = checkpoints(tmp_path)
-    run.resume.cut_back()
+    run.resume.discard_later_steps()
     assert run.resume.load(roles()) == {"global_step": 2}
 
     (tmp_path / "manifest.json").write_bytes(ANY_STATE[state])
@@ -178,7 +178,7 @@ def test_a_random_state_that_is_none_makes_room_for_the_checkpoint_before(
     saved(tmp_path, 2, 4)
     replace_whole(tmp_path / "global_step_4", "random.json", ANY_STATE[state])
     run = checkpoints(tmp_path)
-    run.resume.cut_back()
+    run.resume.discard_later_steps()
     assert run.resume.load(roles()) == {"global_step": 2}
     assert "random.json holds no random state" in caplog.text
 
@@ -193,7 +193,7 @@ def test_a_random_state_of_huge_numbers_makes_room_for_the_checkpoint_before(
     state[name][1][0] = 10**30
     replace_whole(folder, "random.json", json.dumps(state).encode())
     run = checkpoints(tmp_path)
-    run.resume.cut_back()
+    run.resume.discard_later_steps()
     assert run.resume.load(roles()) == {"global_step": 2}
 
 
@@ -222,7 +222,7 @@ def test_a_state_that_lies_makes_room_for_the_one_before(
     saved(tmp_path, 2, 4)
     replace_whole(tmp_path / "global_step_4", "trainer.json", b"{%s}" % lie.encode())
     run = checkpoints(tmp_path)
-    run.resume.cut_back()
+    run.resume.discard_later_steps()
     assert run.resume.load(roles()) == {"global_step": 2}
     assert f"trainer.json is damaged: {words}" in caplog.text
 
@@ -261,7 +261,7 @@ def test_metrics_and_a_timeline_in_any_state_are_cut_back_reported_and_compared(
     found = checkpoints(run)
     assert all("step" in line for line in RunResult.of(composed(run), "actor").metrics)
     assert steps_to_drop(run, [1, 2], 1) == [1]
-    found.resume.cut_back()
+    found.resume.discard_later_steps()
     with caplog.at_level(logging.WARNING):
         Timeline(run / "timeline.json", resume=True)
     assert "timeline.json is damaged" in caplog.text

@@ -12,7 +12,7 @@ from trainer.run_folder.signals import RunInterrupted, StopSignals
 
 
 def test_the_first_signal_is_noted_and_the_second_raised_where_the_program_stands() -> None:
-    with StopSignals() as stop, stop.held():
+    with StopSignals() as stop, stop.deferred():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.received == signal.SIGUSR1
         with pytest.raises(RunInterrupted, match="SIGINT at once"):
@@ -27,7 +27,7 @@ def test_where_nothing_can_be_saved_the_first_one_is_raised() -> None:
 
 def test_a_third_one_does_what_it_did_before_the_run() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with StopSignals() as stop, stop.held():
+    with StopSignals() as stop, stop.deferred():
         signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGINT) != before
         with pytest.raises(RunInterrupted):
@@ -39,7 +39,7 @@ def test_a_third_one_does_what_it_did_before_the_run() -> None:
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    with StopSignals() as stop, stop.held():
+    with StopSignals() as stop, stop.deferred():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         monkeypatch.setattr("trainer.run_folder.signals.SAME_S", 0.0)
@@ -60,7 +60,7 @@ def test_handlers_of_others_that_came_later_stay() -> None:
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSignals() as stop, stop.held():
+        with StopSignals() as stop, stop.deferred():
             signal.raise_signal(signal.SIGHUP)
             assert not stop.received
     finally:
@@ -72,7 +72,7 @@ def test_outside_the_main_thread_nothing_is_caught() -> None:
     seen = []
 
     def run() -> None:
-        with StopSignals() as stop, stop.held():
+        with StopSignals() as stop, stop.deferred():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=run)

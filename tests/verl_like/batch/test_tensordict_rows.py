@@ -46,20 +46,20 @@ def assert_equal(one: TensorDict, other: TensorDict) -> None:
 
 
 def test_every_kind_of_column_comes_back() -> None:
-    assert_equal(TensorDictRows.of(make()).whole(), make())
+    assert_equal(TensorDictRows.of(make()).to_tensordict(), make())
 
 
 def test_a_pickle_keeps_it() -> None:
     buffers: list[pickle.PickleBuffer] = []
     rows = TensorDictRows.of(make())
     pickled = pickle.dumps(rows, protocol=5, buffer_callback=buffers.append)
-    assert_equal(pickle.loads(pickled, buffers=buffers).whole(), make())
-    assert_equal(pickle.loads(pickle.dumps(rows)).whole(), make())
+    assert_equal(pickle.loads(pickled, buffers=buffers).to_tensordict(), make())
+    assert_equal(pickle.loads(pickle.dumps(rows)).to_tensordict(), make())
 
 
 def test_chunks_are_padded_and_join_again() -> None:
     chunks = split_rows(TensorDictRows.of(make()), 2)
-    last = chunks[1].whole()
+    last = chunks[1].to_tensordict()
     assert last.batch_size == (3,)
     assert last["uid"] == ["d", "e", "a"]
     assert [len(row) for row in last["ids"].unbind()] == [2, 5, 3]
@@ -68,21 +68,21 @@ def test_chunks_are_padded_and_join_again() -> None:
 
     real = chunks[1].slice(0, 2)
     joined = join_chunks([chunks[0], real])
-    assert_equal(joined.whole(), make())
+    assert_equal(joined.to_tensordict(), make())
 
 
 def test_a_copy_shares_no_nested_memory() -> None:
     whole = make()
     copied = TensorDictRows.of(whole).writable_copy()
     whole["ids"].values().zero_()
-    assert_equal(copied.whole(), make())
+    assert_equal(copied.to_tensordict(), make())
 
 
 def test_of_joined_chunks_the_first_has_the_entries() -> None:
     one, other = (TensorDict({"m": NonTensorData(n)}, batch_size=[]) for n in (1, 2))
     joined = join_chunks([TensorDictRows.of(one), TensorDictRows.of(other)])
-    assert joined.whole()["m"] == 1
-    assert joined.whole().batch_size == ()
+    assert joined.to_tensordict()["m"] == 1
+    assert joined.to_tensordict().batch_size == ()
 
 
 def test_a_tensor_needs_rows() -> None:

@@ -257,6 +257,6 @@ def test_a_pass_gathers_the_experts_of_its_rank_alone(
 
     assert memory(4).weights == memory(1).weights
     left_out = (1 - 1 / 4) * of_layer * 2  # bytes in bfloat16
-    assert memory(1).whole - memory(4).whole == 2 * 2 * left_out  # two layers, and gradients
+    assert memory(1).gathered - memory(4).gathered == 2 * 2 * left_out  # two layers, and gradients
     once = "shard_grad_op"
-    assert memory(1, once).whole - memory(4, once).whole == (3 + 2) * left_out
+    assert memory(1, once).gathered - memory(4, once).gathered == (3 + 2) * left_out

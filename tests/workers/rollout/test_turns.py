@@ -26,7 +26,7 @@ from tests.workers.rollout_engines import (
 from workers.rollout import sample as rollout_sample
 from workers.rollout.base import EngineLimits, RolloutEngine
 from workers.rollout.native.engine import NativeEngine
-from workers.rollout.sample import KeptStates, Sample, num_read_at_once
+from workers.rollout.sample import CachedStates, Sample, num_read_at_once
 
 PROMPTS = make_prompts(num_ragged=4)
 FIRST, SECOND = 4, 3
@@ -48,13 +48,13 @@ def observing(sample: Sample, observed: Sequence[int] = OBSERVED) -> Sample:
     )
 
 
-def first_turns(engine: RolloutEngine, kept: KeptStates | None = None) -> list[Sample]:
-    asked = [replace(sample, end_at=FIRST, kept=kept) for sample in requests_of(PROMPTS)]
+def first_turns(engine: RolloutEngine, cached: CachedStates | None = None) -> list[Sample]:
+    asked = [replace(sample, end_at=FIRST, cached=cached) for sample in requests_of(PROMPTS)]
     return engine.generate(asked, settings())
 
 
-def turns(engine: RolloutEngine, kept: KeptStates | None = None) -> list[Sample]:
-    return engine.generate([observing(one) for one in first_turns(engine, kept)], settings())
+def turns(engine: RolloutEngine, cached: CachedStates | None = None) -> list[Sample]:
+    return engine.generate([observing(one) for one in first_turns(engine, cached)], settings())
 
 
 def test_what_is_drawn_in_a_later_turn_is_the_trainers(engine: RolloutEngine, model: Any) -> None:
@@ -138,7 +138,7 @@ def test_after_an_update_the_next_turn_is_a_fresh_engines(
 ) -> None:
     """Also while others run: only with `keep_kv_cache` old keys and values are used."""
     monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv_cache=keep_kv_cache))
-    first = [observing(one) for one in first_turns(engine, KeptStates())]
+    first = [observing(one) for one in first_turns(engine, CachedStates())]
     updated = make_model(tmp_path, seed=1)
     (running,) = engine.submit(requests_of([[12, 13]]), settings())
     engine.take(max_tokens=1)
@@ -189,12 +189,12 @@ def native_engine(model: Any) -> NativeEngine:
 def play(
     engine: NativeEngine,
     observed: Sequence[int],
-    kept: KeptStates | None = None,
+    cached: CachedStates | None = None,
     alone: bool = False,
 ) -> list[Sample]:
     """Play four turns, sample after sample or all together."""
     sampling = settings(max_tokens=100)
-    samples = [replace(one, end_at=FIRST, kept=kept) for one in requests_of(PROMPTS)]
+    samples = [replace(one, end_at=FIRST, cached=cached) for one in requests_of(PROMPTS)]
     found = []
     for group in [[one] for one in samples] if alone else [samples]:
         for turn in range(4):
@@ -213,17 +213,17 @@ def test_what_was_kept_has_the_bits_of_what_is_computed_again(
     expected = play(native, observed)
     for alone in (False, True):
         for found, other in zip(
-            play(native_engine(model), observed, KeptStates(), alone), expected, strict=True
+            play(native_engine(model), observed, CachedStates(), alone), expected, strict=True
         ):
-            assert found.kept is not None
-            assert list(found.kept.read) == [*found.prompt, *found.tokens[:-1].tolist()]
+            assert found.cached is not None
+            assert list(found.cached.read) == [*found.prompt, *found.tokens[:-1].tolist()]
             same(found, other, native)
 
 
 def test_a_long_observation_is_read_at_once(native: NativeEngine, model: Any) -> None:
     observed = [20 + place % 30 for place in range(LONG + 1)]
     for found, other in zip(
-        play(native, observed, KeptStates()), play(native, observed), strict=True
+        play(native, observed, CachedStates()), play(native, observed), strict=True
     ):
         same(found, other, native)
     versions = [3, 3, *[-1] * len(observed), 3, 3, -1, 3]
@@ -236,25 +236,25 @@ def test_a_long_observation_is_read_at_once(native: NativeEngine, model: Any) ->
 
 
 def test_what_was_kept_of_another_text_is_not_used(native: NativeEngine) -> None:
-    first, other = first_turns(native, KeptStates())[:2]
-    mixed = observing(replace(first, kept=other.kept))
+    first, other = first_turns(native, CachedStates())[:2]
+    mixed = observing(replace(first, cached=other.cached))
     (found,) = native.generate([mixed], settings())
-    (expected,) = native.generate([replace(mixed, kept=None)], settings())
+    (expected,) = native.generate([replace(mixed, cached=None)], settings())
     same(found, expected, native)
 
 
 def test_what_does_not_fit_is_computed_again(native: NativeEngine) -> None:
-    expected = turns(native, KeptStates())
+    expected = turns(native, CachedStates())
     native.kept_memory.most = 0
-    for one, other in zip(turns(native, KeptStates()), expected, strict=True):
-        assert one.kept is not None
-        assert one.kept.states is None
+    for one, other in zip(turns(native, CachedStates()), expected, strict=True):
+        assert one.cached is not None
+        assert one.cached.states is None
         same(one, other, native)
 
 
 def test_what_was_kept_counts_until_its_sample_is_gone(native: NativeEngine) -> None:
-    samples = turns(native, KeptStates())
-    held = {one.kept.states for one in samples if one.kept and one.kept.states}
+    samples = turns(native, CachedStates())
+    held = {one.cached.states for one in samples if one.cached and one.cached.states}
     assert native.kept_memory.bytes == sum(states.num_bytes for states in held) > 0
     held.clear()
     samples.clear()
@@ -267,7 +267,7 @@ def test_prompts_that_are_read_beside_longer_kept_ones_cut_nothing_off(model: An
     engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)
     sampling = replace(settings(), max_tokens=96, stop_token_ids=())
-    (long,) = engine.generate([Sample([7, 8], end_at=70, kept=KeptStates())], sampling)
+    (long,) = engine.generate([Sample([7, 8], end_at=70, cached=CachedStates())], sampling)
     asked = [replace(observing(long), end_at=80), Sample([9, 9], key=1, end_at=2)]
     expected = [engine.generate([one], sampling)[0] for one in asked]
     for found, alone in zip(engine.generate(asked, sampling), expected, strict=True):

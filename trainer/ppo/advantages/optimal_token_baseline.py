@@ -65,11 +65,11 @@ def compute_optimal_token_baseline_advantage(
     return advantages, returns
 
 
-def _weights(old_log_probs: Tensor, sum_pi_squared: Tensor, inside: Tensor) -> Tensor:
+def _weights(old_log_probs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tensor:
     """Return W for every token of ordered rows, and 0 outside the mask."""
     norms = torch.sub(sum_pi_squared, old_log_probs.exp(), alpha=2).add_(1).clamp_(min=0)
     # values outside the mask come after a row's tokens, so no token's sum includes them
-    return zero_outside(norms.cumsum_(dim=-1), inside)
+    return zero_outside(norms.cumsum_(dim=-1), mask)
 
 
 def _lowest_score(ordered_returns: Tensor, groups: Groups) -> Tensor:

@@ -136,8 +136,8 @@ class CacheMemory:
 
     def end(self) -> None:
         """End a successful generation: keep its memory if it is small and on a CPU."""
-        is_little = sum(whole.nbytes for whole in self._free) <= MOST_KEPT
-        self._free = [whole for whole in self._free if is_little and whole.device.type == "cpu"]
+        is_little = sum(block.nbytes for block in self._free) <= MOST_KEPT
+        self._free = [block for block in self._free if is_little and block.device.type == "cpu"]
 
 
 class KeptMemory:

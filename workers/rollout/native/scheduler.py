@@ -40,7 +40,7 @@ from workers.rollout.native.kv_cache import (
 )
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.slot_table import SlotTable
-from workers.rollout.sample import KeptStates, Sample, States, num_read_at_once
+from workers.rollout.sample import CachedStates, Sample, States, num_read_at_once
 from workers.rollout.sampling import sample_tokens, uniforms
 
 ROWS_STEP = 16
@@ -58,7 +58,7 @@ class _Waiting:
     sample: Sample
     read_at_once: int
     """Number of response tokens that are read in one pass with the prompt."""
-    kept: KeptStates | None = None
+    cached: CachedStates | None = None
     """Stored keys and values, which replace this pass."""
 
     @property
@@ -133,15 +133,15 @@ class Scheduler:
         for number, sample in samples.items():
             at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
             entry = _Waiting(number, sample, at_once, self._usable(sample, at_once))
-            if entry.kept is None:
+            if entry.cached is None:
                 added.append(entry)
             else:
                 self.waiting.appendleft(entry)
         self.waiting.extend(sorted(added, key=lambda entry: entry.read_at_once == 0))
 
-    def _usable(self, sample: Sample, at_once: int) -> KeptStates | None:
+    def _usable(self, sample: Sample, at_once: int) -> CachedStates | None:
         """Return the sample's stored keys and values if they equal those of a new pass, or None."""
-        cached = sample.kept
+        cached = sample.cached
         if cached is None or cached.states is None or cached.version != self.engine.version:
             return None
         if self.routers is not None and sample.routed_experts is None:
@@ -176,7 +176,7 @@ class Scheduler:
         self.table.num_sampled[:] = 0
         with nullcontext() if self.routers is None else self.routers.recording() as self.noted:
             while not self.is_empty:
-                self._let_in_kept()
+                self._admit_cached()
                 group = self._next_group()
                 if group:
                     self._prefill(group)
@@ -217,11 +217,11 @@ class Scheduler:
         unread = active | {entry.number: entry.sample for entry in self.waiting}
         self.waiting = deque(_Waiting(n, s, len(s.tokens)) for n, s in unread.items())
 
-    def _let_in_kept(self) -> None:
+    def _admit_cached(self) -> None:
         """Put waiting samples with stored keys and values into free slots."""
-        group: list[tuple[_Waiting, KeptStates]] = []
+        group: list[tuple[_Waiting, CachedStates]] = []
         while self.num_active + len(group) < self.max_active and self.waiting:
-            cached = self.waiting[0].kept
+            cached = self.waiting[0].cached
             if cached is None:
                 break
             group.append((self.waiting.popleft(), cached))
@@ -230,11 +230,11 @@ class Scheduler:
         longest = max(len(cached.read) for _, cached in group)
         self.cache.fit(max(longest, self.longest) + 2, self.num_active)
         self.longest = max(self.longest, longest - 1)  # a prefill may come before the next decode
-        kept_together: dict[States, list[tuple[_Waiting, KeptStates]]] = {}
+        of_states: dict[States, list[tuple[_Waiting, CachedStates]]] = {}
         for entry, cached in group:
             assert cached.states is not None, "else it is not usable"
-            kept_together.setdefault(cached.states, []).append((entry, cached))
-        for states, together in kept_together.items():
+            of_states.setdefault(cached.states, []).append((entry, cached))
+        for states, together in of_states.items():
             together.sort(key=lambda pair: pair[1].row)
             rows = places_of([cached.row for _, cached in together], self.device)
             count = max(len(cached.read) for _, cached in together)
@@ -361,7 +361,7 @@ class Scheduler:
 
         The last active samples move into the gaps.
         """
-        table, cached = self.table, self._kept(emptied[np.asarray(reasons) != "abort"])
+        table, cached = self.table, self._copied_states(emptied[np.asarray(reasons) != "abort"])
         taken = {
             int(table.numbers[slot]): table.sample(slot, reason, cached.get(slot))
             for slot, reason in zip(emptied.tolist(), reasons, strict=True)
@@ -377,13 +377,13 @@ class Scheduler:
         self.num_active = left
         return taken
 
-    def _kept(self, slots: NDArray[np.int64]) -> dict[int, KeptStates]:
+    def _copied_states(self, slots: NDArray[np.int64]) -> dict[int, CachedStates]:
         """Copy the keys and values of the samples that request it, as long as memory suffices.
 
         They do not include the newest token of each sample, which is not read yet.
         """
         table = self.table
-        asking = slots[[sample.kept is not None for sample in table.samples[slots]]]
+        asking = slots[[sample.cached is not None for sample in table.samples[slots]]]
         if not len(asking):
             return {}
         counts = table.prompt_lengths[asking] + table.lengths[asking] - 1
@@ -395,7 +395,7 @@ class Scheduler:
         for row, (slot, count) in enumerate(zip(fitting.tolist(), counts.tolist(), strict=False)):
             prompt = table.samples[slot].prompt
             read = [*prompt, *table.tokens[slot, : count - len(prompt)].tolist()]
-            states_of_slots[slot] = KeptStates(states, row, read, self.engine.version)
+            states_of_slots[slot] = CachedStates(states, row, read, self.engine.version)
         return states_of_slots
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.rollout.base import SamplingParams
-from workers.rollout.sample import KeptStates, Sample
+from workers.rollout.sample import CachedStates, Sample
 
 
 @dataclass
@@ -72,8 +72,8 @@ class SlotTable:
         self, slot: int, number: int, sample: Sample, length: int, sampling: SamplingParams
     ) -> None:
         """Put a sample into a slot; `length` tokens of its response are already fed."""
-        if sample.kept is not None:
-            sample = replace(sample, kept=KeptStates())  # its states are outdated from now on
+        if sample.cached is not None:
+            sample = replace(sample, cached=CachedStates())  # its states are outdated from now on
         count = len(sample.tokens)
         self.numbers[slot], self.samples[slot], self.keys[slot] = number, sample, sample.key
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), length
@@ -83,12 +83,12 @@ class SlotTable:
         self.log_probs[slot, :count] = sample.stacked_log_probs(sampling.num_log_probs)
         self.versions[slot, :count] = sample.versions
 
-    def sample(self, slot: int, finish_reason: str, states: KeptStates | None) -> Sample:
+    def sample(self, slot: int, finish_reason: str, states: CachedStates | None) -> Sample:
         """Return the sample in a slot, with its tokens so far."""
         length = max(int(self.lengths[slot]), int(self.forced[slot]))
         sample: Sample = self.samples[slot]
         if states is not None:
-            sample = replace(sample, kept=states)
+            sample = replace(sample, cached=states)
         routed = torch.cat(self.routed[slot]) if self.routed[slot] else None
         with torch.inference_mode(False):  # autograd rejects tensors created in inference mode
             return sample.with_response(

@@ -12,7 +12,7 @@ import os, signal, time
 from trainer.run_folder.signals import StopSignals
 from verl_like.backends.ray import cluster
 
-with StopSignals() as stop, stop.held():
+with StopSignals() as stop, stop.deferred():
     cluster.connect(num_cpus=1)
     cluster._leave()
     os.kill(os.getpid(), signal.SIGTERM)
