@@ -59,39 +59,43 @@ class AsyncSettings(Section):
     topology: str | None = key(None, allows="a name such as 2m1t")
     """Generators and trainers in one name, as in ColossalChat; replaces the next two keys."""
     generators: int = key(1, above=0, read_when=BY_NUMBERS)
-    """Generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
+    """Number of generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
-    """Ranks that train."""
+    """Number of trainer ranks."""
     sample_routes: list[list[int]] | None = key(None, allows="a list of [generator, trainer]")
-    """Each generator sends its samples to these trainer ranks; null: evenly distributed."""
+    """Which trainer ranks get the samples of each generator; null distributes them evenly."""
     weight_routes: list[list[int]] | None = key(None, allows="a list of [trainer, generator]")
-    """Each trainer rank sends weights to these generators; null: evenly distributed."""
+    """Which generators get the weights of each trainer rank; null distributes them evenly."""
     generator_settings: dict[Any, GeneratorSettings] = key(
-        factory=dict, allows=f"number of a generator: {{{', '.join(vars(GeneratorSettings()))}}}"
+        factory=dict, allows=f"{{generator index: {{{', '.join(vars(GeneratorSettings()))}}}}}"
     )
-    """Settings of single generators that override `actor_rollout_ref.rollout`."""
+    """Settings that override `actor_rollout_ref.rollout` for the generator with this index."""
     prompts_per_call: int | None = key(None, above=0, hint="or null to divide a batch evenly")
     """Prompts per call of a generator; null divides each batch among the generators."""
     max_inflight_samples: int | None = key(
         None, above=0, hint="or null for as many as max_staleness allows"
     )
-    """Maximum number of samples that are queued or in generation."""
+    """Maximum number of samples that are queued or in generation; null: as many as `max_staleness`
+    allows.
+    """
     on_buffer_full: str = key("wait", choices=("wait", "evict_oldest"))
     """If the buffer is full, a generator waits or evicts the oldest samples."""
     sampler: str = key("in_order", registry="sampler")
-    """Which buffered samples become the next batch."""
+    """Sampler, which chooses the buffered samples of the next batch."""
     drop_older_than: int | None = key(
         None, at_least=0, hint="or null for max_staleness", read_when=HAS_MAX_AGE
     )
-    """Drop buffered samples that are more than this many weight versions old."""
+    """Drop buffered samples that are more than this many weight versions old; null:
+    `max_staleness`.
+    """
     max_staleness: int = key(1, at_least=0)
-    """Maximum staleness of a sample, in weight versions; 0: a synchronous run."""
+    """Maximum staleness of a sample, in weight versions; 0 makes the run synchronous."""
     score_on: str = key("trainer", choices=("trainer", "generator"))
     """Run reference, reward models and critic with the trainers, or with each generator."""
     weight_update: str = key("between_batches", choices=("between_batches", "immediate"))
-    """A generator takes new weights between calls, or within one."""
+    """Generators load new weights between calls, or immediately, within a call."""
     update_steps: int = key(1, above=0)
-    """Batches of training per weight version."""
+    """Batches to train on per weight version."""
     train_epochs: int = key(1, above=0)
     """Passes over these batches, reshuffled from the second pass on."""
     on_generator_failure: str = key(
@@ -113,13 +117,14 @@ class AsyncSettings(Section):
 
 @dataclass(kw_only=True)
 class AsyncTrainerConfig(PPOTrainerConfig):
-    """The run: length, devices, folder."""
+    """Keys of the section `trainer` of an asynchronous run."""
 
     cls: str = key(ASYNC_TRAINER, allows="a dotted path", may_change_on_resume=False)
     """Trainer class: AsyncTrainer or a subclass."""
     max_restarts: int = key(0, at_least=0)
-    """Automatic restarts from the last checkpoint; for a lost generator, see
-    `async_training.on_generator_failure`."""
+    """Maximum number of automatic restarts from the last checkpoint; 0 disables restarts. If a
+    generator dies, `async_training.on_generator_failure` applies.
+    """
     experiment_name: str = key("async", allows="a name")
     """Second part of the run folder's name."""
 

@@ -62,7 +62,7 @@ class SampledPolicyConfig(Section):
 
 @dataclass(kw_only=True)
 class SelectionConfig(Section):
-    """The samples to save, and their file."""
+    """Which samples to save, and where."""
 
     format: str = key("sft", choices=("sft", "pairs"))
     """sft: the best samples of each prompt as rows that `verl-like sft` reads; pairs: each prompt's
@@ -73,7 +73,7 @@ class SelectionConfig(Section):
     )
     """Maximum number of samples kept per prompt: the first of equal scores, one of equal texts."""
     min_score: float | None = key(None, allows="a number")
-    """Minimum score of samples that are kept (or chosen, in pairs); null: no minimum."""
+    """Minimum score of samples that are kept (or chosen, in pairs); null disables the minimum."""
     truncated: str = key("keep", choices=("keep", "drop"))
     """Samples that the length limit cut (`finish_reason` is length). `keep`: keep them, without an
     end in the loss; `drop`: drop and count them.
@@ -91,7 +91,7 @@ class SamplingOnlyConfig(RunConfig, ScoringSections):
     data: DataConfig = key(factory=partial(DataConfig, train_batch_size=64))
     """Prompts: all of them once, in order, `train_batch_size` at a time."""
     actor_rollout_ref: SampledPolicyConfig = key(factory=SampledPolicyConfig)
-    """Policy."""
+    """The model that is sampled, and its rollout settings."""
 
 
 @dataclass(kw_only=True)

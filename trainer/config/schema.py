@@ -55,7 +55,7 @@ for _built_in in ("console", "tensorboard", "trackio", "wandb"):
 
 @dataclass(kw_only=True)
 class TrainerConfig(Section):
-    """The run: length, devices, folder."""
+    """Length, devices, checkpoints and logging of the run."""
 
     may_change_on_resume = True
     cls: str = key(
@@ -72,7 +72,7 @@ class TrainerConfig(Section):
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the run; null: as many as `total_epochs` has."""
     stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
-    """Targets: the run ends when one of these metrics reaches its value."""
+    """Targets: the run ends when one of these metrics reaches its target."""
     nnodes: int = key(1, above=0)
     """Number of machines."""
     n_gpus_per_node: int = key(1, above=0)
@@ -88,9 +88,9 @@ class TrainerConfig(Section):
     experiment_name: str = key("run", allows="a name")
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
-    """Run folder."""
+    """Folder of the run: its metrics, checkpoints, samples and report."""
     test_freq: int = key(0, at_least=-1)
-    """Steps between validations. 0: only after the last step; -1: not even then."""
+    """Steps between validations. 0 validates only after the last step; -1 disables that, too."""
     val_before_train: bool = key(True)
     """Validate before the first step."""
     dry_run: bool = key(False)
@@ -99,13 +99,13 @@ class TrainerConfig(Section):
         None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
     """Check as if the machines had these GPUs; sets dry_run (`verl-like check --gpus`)."""
-    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints by steps")
-    """Steps between checkpoints; -1: only by `save_every_minutes`."""
+    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 to disable step-based checkpoints")
+    """Steps between checkpoints; -1 disables step-based checkpoints."""
     save_every_minutes: float | None = key(
-        SAVE_EVERY_MINUTES, above=0, hint="or null for no checkpoints by time"
+        SAVE_EVERY_MINUTES, above=0, hint="or null to disable timed checkpoints"
     )
-    """Minutes between checkpoints; null: only by `save_freq`. A run that lasts longer also saves
-    its last step.
+    """Minutes between checkpoints; null disables timed checkpoints. A run that lasts longer also
+    saves its last step.
     """
     save_final: bool = key(True)
     """Save the final model in Hugging Face format."""
@@ -116,13 +116,13 @@ class TrainerConfig(Section):
         read_when=SAVES,
         verl="trainer.max_actor_ckpt_to_keep",
     )
-    """Number of newest checkpoints to keep, in addition to the best one; null: all."""
+    """Number of newest checkpoints to keep, in addition to the best one; null keeps all."""
     async_save: bool = key(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
     """Write checkpoint files of 16 MiB or more in the background."""
     max_restarts: int = key(3, at_least=0)
-    """Automatic restarts after a worker is lost."""
+    """Maximum number of automatic restarts after a worker is lost; 0 disables restarts."""
     resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
     """`auto`: resume from the newest checkpoint in the run folder; `resume_path`: from
     `resume_from_path`; `disable`: do not resume.
@@ -136,7 +136,7 @@ class TrainerConfig(Section):
         registry="tracker",
         hint="(metrics.jsonl is always written.)",
     )
-    """Where metrics go, in addition to metrics.jsonl."""
+    """Loggers that receive the metrics, in addition to metrics.jsonl."""
 
     def num_steps(self, in_epochs: Callable[[int], int]) -> int:
         """Return the steps of the whole run; `in_epochs` maps a number of epochs to steps."""
@@ -152,9 +152,9 @@ class RayConfig(Section):
     """The connection of `trainer.backend=ray` to its cluster."""
 
     address: str | None = key(None, allows="host:port")
-    """Cluster to join; null: start one here."""
+    """Cluster to join; null starts one on this machine."""
     namespace: str | None = key(None, allows="a name", read_when=JOINS_A_CLUSTER)
-    """Ray namespace; null: a new one."""
+    """Ray namespace; null creates a new one."""
     runtime_env: dict[str, Any] = key(
         factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"
     )
@@ -163,16 +163,16 @@ class RayConfig(Section):
 
 @dataclass(kw_only=True)
 class PoolResources(Section):
-    """The resources of one process of a pool, if they differ from those of other pools."""
+    """The resources of each process of a pool, if they differ from those of other pools."""
 
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """cpu keeps the pool off the GPUs; auto is `trainer.device`."""
     cpus: float | None = key(None, above=0, read_when=ON_RAY)
-    """CPUs per process; null takes `cpus_per_process`."""
+    """CPUs per process; null: `cpus_per_process`."""
     gpus: float | None = key(
         None, above=0, at_most=1, hint="as a process computes on one GPU", read_when=ON_RAY
     )
-    """GPUs per process, such as 0.5; null takes a whole GPU."""
+    """GPUs per process, such as 0.5; null: a whole GPU."""
     resources: dict[str, float] = key(factory=dict, allows="resource: amount", read_when=ON_RAY)
     """Ray's custom resources per process."""
 
@@ -191,16 +191,16 @@ DELAYS = When(
 
 @dataclass(kw_only=True)
 class FaultsConfig(Section):
-    """Probabilities of injected faults per step."""
+    """Probabilities of injected faults, and the length of a delay."""
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
     """Probability per step of killing a random worker."""
     delay_call: float = key(0.0, at_least=0, at_most=1)
     """Probability per step of delaying a random role's calls."""
     delay_s: float = key(1.0, above=0, read_when=DELAYS)
-    """Seconds of delay."""
+    """Length of an injected delay, in seconds."""
     seed: int = key(1, allows="a number", read_when=HAS_FAULTS)
-    """Seed of the faults."""
+    """Seed that decides when and where faults strike."""
 
     @property
     def has_faults(self) -> bool:
@@ -218,7 +218,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = key(factory=TrainerConfig)
     """Length, devices, checkpoints and logging of the run."""
     ray: RayConfig = key(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
-    """The Ray cluster."""
+    """The Ray cluster to start or join, and its runtime environment."""
     timeouts: dict[str, float] = key(
         factory=Deadlines.settings,
         allows="seconds above 0, each",
@@ -247,10 +247,10 @@ class RunConfig(Section):
         read_when=SEVERAL_POOLS,
         may_change_on_resume=True,
     )
-    """Resources of each process of a pool."""
+    """Device, CPUs and GPUs of each process of a pool, if they differ from the defaults."""
 
     faults: dict[str, Any] = key(factory=dict, options=FaultsConfig, may_change_on_resume=True)
-    """Fault injection."""
+    """Faults to inject, as a test of recovery."""
 
     @property
     def injected_faults(self) -> FaultsConfig:

@@ -25,7 +25,7 @@ CAN_VALIDATE_BEFORE = When(
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
-    """Prompts: files, sizes, order."""
+    """The prompts: their files, number per step, lengths and order."""
 
     train_files: Any = key(
         "",
@@ -41,7 +41,7 @@ class DataConfig(Section):
         read_when=VALIDATION_IS_ON,
         may_change_on_resume=True,
     )
-    """Validation files; empty: no validation."""
+    """Validation files; an empty value disables validation."""
     custom_cls: UserCodeConfig = key(factory=UserCodeConfig)
     """Function or class that yields your data set, given `data_files`, `tokenizer`, `config`."""
     prompt_key: str = key("prompt", allows="a column")
@@ -68,7 +68,7 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = key(False)
     """Drop prompts longer than `max_prompt_length`."""
     truncation: str = key("error", choices=("error", "left", "right"))
-    """Overlong prompts. `error`: reject them; `left`, `right`: cut them on that side."""
+    """Overlong prompts. `error`: reject them; `left`, `right`: truncate them on that side."""
     apply_chat_template_kwargs: dict[str, Any] = key(factory=dict, allows="variables")
     """Variables of the chat template, such as {enable_thinking: false}."""
     on_bad_row: str = key("error", choices=("error", "skip"))
@@ -80,6 +80,6 @@ class ValidatingTrainerConfig(TrainerConfig):
     """Section `trainer` of a recipe that validates on `data.val_files`."""
 
     test_freq: int = key(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
-    """Steps between validations. 0: only after the last step; -1: not even then."""
+    """Steps between validations. 0 validates only after the last step; -1 disables that, too."""
     val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before the first step."""

@@ -332,7 +332,7 @@ class GivenFlags:
             value = self.value(name)
             return self._table.rows[name].values.get(value.lower(), value)
 
-        def whole(number: float) -> int:
+        def whole_number(number: float) -> int:
             if number != int(number):
                 raise ConfigError(
                     f"{expression} is {number:g}, which is not a whole number of groups. "
@@ -340,7 +340,7 @@ class GivenFlags:
                 )
             return int(number)
 
-        functions = {**FUNCTIONS, "given": self.has, "ours": ours, "whole": whole}
+        functions = {**FUNCTIONS, "given": self.has, "ours": ours, "whole": whole_number}
 
         def look_up(match: re.Match[str]) -> str:
             name = match[0]

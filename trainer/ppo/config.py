@@ -41,7 +41,7 @@ class KLControlConfig(Section):
     kl_coef: float = key(0.001, at_least=0)
     """Coefficient; with `adaptive`, its first value."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
-    """Number of samples over which the coefficient adapts; more adapt it more slowly."""
+    """Number of samples over which the coefficient adapts; larger values adapt it more slowly."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
     """KL that the controller aims at."""
 
@@ -90,9 +90,9 @@ class AlgorithmConfig(Section):
     )
     """Further keyword arguments of the estimator's function."""
     gamma: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("gamma"))
-    """Discount per token."""
+    """Discount factor per token."""
     lam: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("lam"))
-    """GAE's lambda."""
+    """GAE's lambda: 0 uses one-step errors, 1 the full returns."""
     norm_adv_by_std_in_grpo: bool = key(True, read_when=estimator_takes("norm_adv_by_std_in_grpo"))
     """Divide advantages by the group's standard deviation."""
     bootstrap_truncated: bool = key(False, read_when=estimator_takes("truncated"))
@@ -108,7 +108,7 @@ class AlgorithmConfig(Section):
         allows="one number per key",
         read_when=estimator_takes("gdpo_reward_weights"),
     )
-    """Weights of the `gdpo_reward_keys`; null: 1 each."""
+    """Weights of the `gdpo_reward_keys`; null: 1 for each."""
     running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
     """Normalize by running statistics. `rewards`: the scores; `advantages`: the advantages, instead
     of whitening.
@@ -118,11 +118,11 @@ class AlgorithmConfig(Section):
     pf_ppo: PolicyFiltrationConfig = key(
         factory=PolicyFiltrationConfig, read_when=when("use_pf_ppo")
     )
-    """Resampling by score."""
+    """How PF-PPO resamples by score."""
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
-    """Dynamic sampling (DAPO)."""
+    """Whether and how DAPO's dynamic sampling replaces groups of equal scores."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
-    """Clamp scores to ±score_clip; null: no clamp."""
+    """Clamp scores to ±score_clip; null disables the clamp."""
     mask_truncated: bool = key(False)
     """Leave truncated responses out of the losses; their scores still count in their groups."""
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
@@ -136,32 +136,32 @@ class AlgorithmConfig(Section):
     )
     """`token`: subtract each token's KL; `sequence`: subtract the mean KL at the last token."""
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
-    """Coefficient of the KL in the reward."""
+    """Coefficient of the KL in the reward, constant or adaptive."""
 
 
 @dataclass(kw_only=True)
 class PPOTrainerConfig(ValidatingTrainerConfig):
-    """The run: length, devices, folder."""
+    """PPO's keys of the section `trainer`."""
 
     cls: str = key("trainer.ppo.PPOTrainer", allows="a dotted path", may_change_on_resume=False)
     """Trainer class: PPOTrainer or a subclass."""
     experiment_name: str = key("ppo", allows="a name")
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER)
-    """Run folder."""
+    """Folder of the run: its metrics, checkpoints, samples and report."""
     critic_warmup: int = key(
         0, at_least=0, read_when=NO_STEPS_OR_CRITIC, may_change_on_resume=False
     )
-    """Number of initial steps that update only the critic."""
+    """Number of initial steps that update only the critic; 0 disables the warm-up."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
-    """Number of newest steps whose samples are all kept; null: all steps."""
+    """Number of newest steps whose samples are all kept; null keeps all samples of every step."""
     max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
-    """Number of newest steps whose batches are kept for `replay --stage`; 0: none."""
+    """Number of newest steps whose batches are kept for `replay --stage`; 0 disables this."""
 
 
 @dataclass(kw_only=True)
 class PPOFaultsConfig(FaultsConfig):
-    """Chances of faults per step."""
+    """Fault probabilities, per step or per reply."""
 
     drop_weight_bucket: float = key(0.0, at_least=0, at_most=1)
     """Probability per step that the weight sync loses a bucket."""
@@ -182,13 +182,13 @@ class PPOConfig(RunConfig, WorkersConfig):
     """The configuration of a PPO run."""
 
     data: DataConfig = key(factory=DataConfig)
-    """Prompts: files, columns and lengths."""
+    """The prompts: their files, number per step, lengths and order."""
     algorithm: AlgorithmConfig = key(factory=AlgorithmConfig)
-    """Advantages and KL."""
+    """How rewards become advantages, and the KL in the reward."""
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)
     """Length, devices, checkpoints and logging of the run."""
     faults: dict[str, Any] = key(factory=dict, options=PPOFaultsConfig, may_change_on_resume=True)
-    """Fault injection."""
+    """Faults to inject, as a test of recovery."""
 
     @property
     def injected_faults(self) -> PPOFaultsConfig:

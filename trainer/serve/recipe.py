@@ -56,7 +56,7 @@ class ServeConfig(RunConfig, WorkersConfig):
         ),
     }
     data: ServeDataConfig = key(factory=ServeDataConfig)
-    """Lengths."""
+    """Longest prompt and longest response of a client's requests."""
     algorithm: AlgorithmConfig = key(factory=partial(AlgorithmConfig, adv_estimator="grpo"))
     """Not read by a server."""
     trainer: TrainerConfig = key(

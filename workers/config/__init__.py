@@ -67,9 +67,9 @@ class WorkersConfig(ScoringSections):
     """Sections of the configuration that workers read."""
 
     actor_rollout_ref: ActorRolloutRefConfig = key(factory=ActorRolloutRefConfig)
-    """Policy: training, generation, reference."""
+    """The policy: its model, training, generation and reference."""
     critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
-    """Value model."""
+    """The value model: its weights, update and optimizer."""
     parallel: ParallelConfig = key(factory=ParallelConfig)
     """Sizes of the parallel axes, for every role."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))

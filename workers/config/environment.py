@@ -61,22 +61,22 @@ class EnvironmentConfig(Section):
     max_turns: int = key(8, above=0)
     """Maximum number of turns per trajectory."""
     max_tokens_per_turn: int | None = key(
-        None, above=0, hint="or null for what is left of the response"
+        None, above=0, hint="or null for all that remain of the response"
     )
-    """Maximum number of tokens per turn; null: what is left of the response."""
+    """Maximum number of tokens per turn; null: all that remain of the response."""
     history_tokens: str = key("sampled", choices=("sampled", "retokenized"))
-    """The older turns that a turn reads. `sampled`: the sampled tokens; `retokenized`: the whole
-    chat, rendered by the chat template and tokenized again.
+    """How a turn reads the older turns. `sampled`: as the sampled tokens; `retokenized`: as the
+    chat template renders them, tokenized again.
     """
     step_timeout_s: float = key(30.0, above=0, may_change_on_resume=True)
-    """Timeout of a reply in seconds."""
+    """Timeout of an environment's reply, in seconds."""
     trajectory_timeout_s: float = key(600.0, above=0, may_change_on_resume=True)
-    """Timeout of a trajectory in seconds."""
+    """Timeout of a whole trajectory, in seconds."""
     retries: int = key(2, at_least=0, may_change_on_resume=True)
-    """How often a trajectory is restarted after its environment failed."""
+    """Maximum restarts of a trajectory whose environment failed; 0 disables restarts."""
     reward_on_failure: float | None = key(None, allows="a number", may_change_on_resume=True)
     """Reward of failed trajectories; null leaves them out of the update."""
     max_failed_fraction: float = key(0.5, at_least=0, at_most=1, may_change_on_resume=True)
     """Fraction of failed trajectories in a batch above which the run ends."""
     sandbox: dict[str, Any] = key(factory=dict, options=Sandbox, may_change_on_resume=True)
-    """Limits of the environments' processes."""
+    """Sandbox of the environments: limits of memory, CPU time, files, processes and network."""

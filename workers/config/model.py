@@ -76,7 +76,7 @@ def schedule_takes(name: str) -> When:
 
 @dataclass(kw_only=True)
 class ShardedConfig(Section):
-    """A model that is trained by several ranks."""
+    """How a trained model is distributed over ranks."""
 
     strategy: str = key(
         "fsdp",
@@ -95,13 +95,14 @@ class OptimConfig(Section):
 
     lr: float = key(1e-6, at_least=0)
     """Peak learning rate."""
-    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all update calls")
-    """Steps of linear warm-up (update calls, usually one per training step; not optimizer steps);
-    -1: by `lr_warmup_steps_ratio`."""
+    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 uses lr_warmup_steps_ratio")
+    """Steps of linear warm-up (update calls, usually one per training step; not optimizer steps).
+    0 disables the warm-up; -1: `lr_warmup_steps_ratio` sets it.
+    """
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
     """Warm-up as a fraction of all update calls."""
     optimizer: str = key("AdamW", registry="optimizer")
-    """Optimizer. It gets those settings of this section that it accepts."""
+    """Optimizer. It gets the settings of this section that it accepts."""
     args: dict[str, Any] = key(
         factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"
     )
@@ -113,7 +114,7 @@ class OptimConfig(Section):
     eps: float = key(1e-8, at_least=0, read_when=optimizer_takes("eps"))
     """Adam's epsilon, which is added to the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
-    """Decoupled weight decay."""
+    """Decoupled weight decay; 0 disables it."""
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
     """Learning-rate schedule after the warm-up."""
     min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
@@ -177,7 +178,7 @@ class FrozenModelConfig(Section):
     """Number format and distribution of a model that only computes log-probs."""
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """`int8`: store linear weights as int8, unsharded on each rank; null: no quantization."""
+    """`int8`: store linear weights as int8, unsharded on each rank; null disables quantization."""
     fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
     """FSDP settings that override `strategy`."""
     parallel: dict[str, Any] = role_axes()
@@ -229,7 +230,7 @@ class ModelConfig(Section):
     fp8_linear: bool = key(False, may_change_on_resume=True)
     """Train linear layers in float8 (Ada, Hopper and newer)."""
     lora_rank: int = key(0, at_least=0)
-    """LoRA rank; 0 trains all weights."""
+    """LoRA rank; 0 disables LoRA and trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
     """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = key(
@@ -240,7 +241,7 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section):
-    """A role's part of a checkpoint."""
+    """What a role saves in a checkpoint."""
 
     save_contents: list[str] = key(
         factory=lambda: ["model", "optimizer", "extra"],

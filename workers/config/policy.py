@@ -87,7 +87,7 @@ class RolloutCorrectionConfig(Section):
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
     """Importance weights. `token`: per token; `sequence`: the product over the sequence;
-    `geometric`: its geometric mean.
+    `geometric`: its geometric mean; null disables the weights.
     """
     rollout_is_threshold: str = key(
         "2.0", allows="a number, or lower_upper such as 0.5_5.0", read_when=WEIGHS_ROLLOUT
@@ -99,7 +99,7 @@ class RolloutCorrectionConfig(Section):
         None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms)"
     )
     """Criteria that remove tokens or sequences from the loss; put several in quotes, separated by
-    commas.
+    commas. null disables rejection.
     """
     rollout_rs_threshold: str | None = key(
         None,
@@ -110,7 +110,7 @@ class RolloutCorrectionConfig(Section):
     or one per criterion.
     """
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
-    """Reject sequences with a token whose ratio is below this; null: no veto."""
+    """Reject sequences with a token whose ratio is below this; null disables the veto."""
     bypass_mode: bool = key(False)
     """Use the rollout's log-probs as old log-probs."""
     loss_type: str = key(
@@ -130,7 +130,9 @@ class RouterReplayConfig(Section):
         choices=("disabled", "R3"),
         hint="the rollout's choices (R2, the actor's own of an earlier pass, is not here)",
     )
-    """`R3`: the actor uses the experts that the rollout's routers chose."""
+    """`R3`: the actor uses the experts that the rollout's routers chose; `disabled`: its routers
+    choose again.
+    """
 
 
 @dataclass(kw_only=True)
@@ -138,9 +140,8 @@ class ActorConfig(ShardedConfig):
     """The update of the policy: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
-    """Size of a mini-batch (one optimizer step, over all ranks) in prompts: it has
-    this number times `rollout.n` samples. A divisor of `data.train_batch_size`; by default, the
-    largest one up to 64.
+    """Prompts per mini-batch (one optimizer step, all ranks together), so it has `rollout.n` times
+    as many samples. Must divide `data.train_batch_size`; by default, the largest divisor up to 64.
     """
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
@@ -178,9 +179,9 @@ class ActorConfig(ShardedConfig):
     )
     """Divisor in `seq-mean-token-sum-norm`; null: `data.max_response_length`."""
     entropy_coeff: float = key(0.0, at_least=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; 0 disables it."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
-    """Entropy per token, in nats, that the weight is adapted to reach; null: a constant weight."""
+    """Entropy per token, in nats, that the weight is adapted to reach; null disables this."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))
@@ -189,12 +190,12 @@ class ActorConfig(ShardedConfig):
     """KL estimator in the loss."""
     ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES_OR_SAVES)
     """Decay of the moving average of the weights, which validation and `export --average` use;
-    null: no average.
+    null disables the average.
     """
     router_aux_loss_coef: float = key(0.0, at_least=0)
-    """Weight of the load-balancing loss of a mixture of experts."""
+    """Weight of the load-balancing loss of a mixture of experts; 0 disables it."""
     router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
-    """Rollout routing replay, for mixtures of experts."""
+    """Whether the actor reuses the rollout's choice of experts."""
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     optim: OptimConfig = key(factory=OptimConfig)
@@ -204,7 +205,7 @@ class ActorConfig(ShardedConfig):
     parallel: dict[str, Any] = role_axes()
     """Parallel axes of the actor that override the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
-    """Contents of checkpoints."""
+    """What the actor saves in a checkpoint."""
 
 
 def replays_routing(policy: Any) -> bool:
@@ -235,25 +236,25 @@ class RefConfig(FrozenModelConfig):
     )
     """Samples per forward pass and rank."""
     model: RefModelConfig = key(factory=RefModelConfig)
-    """Model of the reference."""
+    """The weights of the reference."""
     update_every: int | None = key(None, above=0)
-    """Steps between copies of the actor's weights into the reference; null: never."""
+    """Steps between copies of the actor's weights into the reference; null disables the copies."""
     ema_decay: float = key(0.0, at_least=0, below=1, read_when=unless("update_every"))
-    """Weight of the old reference in each update; 0 copies the actor."""
+    """Weight of the old reference in each update; 0 copies the actor's weights."""
 
 
 @dataclass(kw_only=True)
 class ActorRolloutRefConfig(Section):
-    """The policy in its three roles, one model."""
+    """The policy: one model, in the roles of actor, rollout and reference."""
 
     model: ModelConfig = key(factory=ModelConfig)
-    """Model of actor, rollout and reference."""
+    """The model that actor, rollout and reference share: folder, precision, LoRA."""
     actor: ActorConfig = key(factory=ActorConfig)
-    """Training of the policy."""
+    """The update of the policy: mini-batches, loss and optimizer."""
     rollout: RolloutConfig = key(factory=RolloutConfig)
     """Engine, sampling and memory of the generation."""
     ref: RefConfig = key(factory=RefConfig, read_when=HAS_REFERENCE)
-    """Model whose log-probs the KL compares with the policy's."""
+    """Reference model for the KL."""
 
 
 @dataclass(kw_only=True)
@@ -304,9 +305,9 @@ class CriticModelConfig(Section):
     path: str = key("", allows="a folder")
     """Folder of a language model or a reward model; by default the actor's `model.path`."""
     enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
-    """Recompute activations in the backward pass; null: on CUDA."""
+    """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
     lora_rank: int = key(0, at_least=0)
-    """LoRA rank; 0 trains all weights. The head is always trained."""
+    """LoRA rank; 0 disables LoRA and trains all weights. The head is always trained."""
     fsdp_config: dict[str, Any] = role_sharding()
     """FSDP settings that override `critic.strategy`."""
 
@@ -339,8 +340,8 @@ class CriticConfig(ShardedConfig):
     cliprange_value: float = key(0.5, above=0)
     """Clip range around the old values, in the value loss."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
-    """How token losses are reduced to a scalar; null: as for the actor."""
+    """How token losses are reduced to a scalar; null: the actor's."""
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
-    """Contents of checkpoints."""
+    """What the critic saves in a checkpoint."""

@@ -70,7 +70,7 @@ class RewardModelConfig(Section):
     path: str = key("", allows="a folder", read_when=when("enable"), verl="reward_model.model.path")
     """Folder of a sequence classifier."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=when("enable"))
-    """`int8`: store linear weights as int8, unsharded on each rank; null: no quantization."""
+    """`int8`: store linear weights as int8, unsharded on each rank; null disables quantization."""
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
@@ -123,13 +123,13 @@ class RewardConfig(Section):
     )
     """Extra keyword arguments of each call."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
-    """`int8`: store linear weights as int8; null: no quantization."""
+    """`int8`: store linear weights as int8; null disables quantization."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
     """Samples per forward pass and rank; null: as many as fit in the actor's
     `ppo_max_token_len_per_gpu`.
     """
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
-    """Server address."""
+    """Address of the reward server."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)
     """Format of requests. `samples`: as `verl-like serve-reward` reads them; `openrlhf`: query,
     prompts, labels; `openai`: a chat completion (a judge).
@@ -137,7 +137,7 @@ class RewardConfig(Section):
     batch_size: int = key(64, above=0, read_when=IS_REMOTE)
     """Samples per request; a judge always gets one."""
     retries: int = key(4, at_least=0, read_when=IS_REMOTE)
-    """Retries after a temporary failure."""
+    """Retries after a temporary failure; 0 disables retries."""
     token_env: str = key("", allows="a variable's name", read_when=IS_REMOTE)
     """Environment variable with the bearer token."""
     template: str = key(
@@ -186,7 +186,7 @@ class ScoringConfig(Section):
     list: RewardList = key(factory=RewardList, allows="a list of sections")
     """Weighted rewards, instead of `function` and `model`."""
     rule_weight: float = key(1.0, allows="a number", read_when=when("reward.model.enable"))
-    """Weight of the function or rule if a model also scores; 0 uses only the model."""
+    """Weight of the function or rule if a model also scores; 0 disables the function or rule."""
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
@@ -204,4 +204,4 @@ class ScoringConfig(Section):
     sandbox: dict[str, Any] = key(
         factory=dict, options=Sandbox, read_when=HAS_FUNCTION, may_change_on_resume=True
     )
-    """Limits of reward functions."""
+    """Sandbox of the reward functions: limits of memory, CPU time, files, processes and network."""

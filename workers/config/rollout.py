@@ -92,8 +92,8 @@ class RolloutConfig(Section):
     dtype: str | None = key(None, choices=DTYPES)
     """Dtype of the engine's weights; null: the trainer's `model.compute_dtype`."""
     quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
-    """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm on GPUs; null:
-    no rounding.
+    """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm on GPUs; null
+    disables rounding.
     """
     n: int = key(1, above=0)
     """Samples per prompt."""
@@ -114,12 +114,14 @@ class RolloutConfig(Section):
     max_new_tokens_per_call: int | None = key(
         None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
     )
-    """Tokens that a call adds to a response, which later calls continue; null: whole responses."""
+    """Maximum tokens that one call adds to a response; later calls continue it. null disables this
+    limit.
+    """
     sampling_kwargs: dict[str, Any] = key(
         factory=dict,
         allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",
     )
-    """More sampling settings. Validation uses only the stop settings."""
+    """Further sampling settings. Validation uses only the stop settings."""
     update_weights_bucket_megabytes: float = key(
         16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )
@@ -142,7 +144,7 @@ class RolloutConfig(Section):
     engine_kwargs: dict[str, Any] = key(
         factory=dict, allows="any argument of vLLM's LLM", read_when=VLLM_IS_OURS
     )
-    """More arguments for vLLM's `LLM` class."""
+    """Further arguments for vLLM's `LLM` class."""
     tensor_model_parallel_size: int = key(
         1, above=0, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )

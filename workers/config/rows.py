@@ -20,12 +20,12 @@ from workers.config.model import (
 )
 
 LONGEST_ROW = 1024
-"""Default length in tokens to which rows are cut; less if the model has fewer positions."""
+"""Default length in tokens to which rows are truncated, unless the model has fewer positions."""
 
 
 @dataclass(kw_only=True)
 class RowDataConfig(Section):
-    """Rows: files, sizes, lengths."""
+    """The rows: their files, number per step, and longest length."""
 
     train_files: Any = key(
         "",
@@ -36,11 +36,11 @@ class RowDataConfig(Section):
     val_files: Any = key(
         "", allows="a file, or a list", read_when=VALIDATION_IS_ON, may_change_on_resume=True
     )
-    """Validation files; empty: no validation."""
+    """Validation files; an empty value disables validation."""
     train_batch_size: int = key(64, above=0)
     """Rows per optimizer step, over all ranks."""
     max_length: int | None = key(None, above=1, hint="or null for as many as the model takes")
-    """Longest row in tokens; longer rows are cut. null: the model's positions, at most 1,024."""
+    """Length in tokens to which rows are truncated; null: the model's positions, at most 1,024."""
     on_bad_row: str = key("error", choices=("error", "skip"))
     """Invalid rows. `error`: reject them; `skip`: leave them out and count them."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
@@ -81,9 +81,9 @@ class RowWorkerConfig(Section):
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     data: RowDataConfig = key(factory=RowDataConfig)
-    """Training rows: files, columns and lengths."""
+    """The rows: their files, number per step, and longest length."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
-    """Contents of checkpoints."""
+    """What a checkpoint of the model contains."""
 
 
 SCORE_AT = ("last_token", "legacy_mean")
@@ -92,12 +92,12 @@ SCORE_AT = ("last_token", "legacy_mean")
 
 @dataclass(kw_only=True)
 class RewardTrainingConfig(RowWorkerConfig):
-    """The model, and the loss of its scores."""
+    """Keys of reward-model training: the model, the loss of its scores, and where it scores."""
 
     loss: str = key("log_sigmoid", registry="pairwise loss")
     """Loss, as a function of the difference between a pair's scores."""
     center_coef: float = key(0.0, at_least=0)
-    """Weight of (chosen score + rejected score)², which keeps scores near zero."""
+    """Weight of (chosen score + rejected score)², which keeps scores near zero; 0 disables it."""
     score_at: str | None = key(None, choices=SCORE_AT)
     """Score at the last token, or the mean over tokens; null: as in the model folder, otherwise
     last_token.
@@ -151,7 +151,7 @@ class ReferenceConfig(Section):
     """The frozen reference model of the loss; its other settings are those of `model`."""
 
     model: ReferenceModelConfig = key(factory=ReferenceModelConfig)
-    """The model."""
+    """The weights of the reference."""
     fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig, read_when=REFERENCE_IS_APART)
     """FSDP settings that override `strategy`."""
 
@@ -161,11 +161,11 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     """Sections of the configuration that the workers read."""
 
     loss: str = key("dpo", registry="preference loss")
-    """Preference loss."""
+    """Preference loss, or the dotted path of your own."""
     beta: float = key(0.1, above=0, read_when=takes("beta"))
     """Scale of log-ratios; the SimPO paper uses 2 and more."""
     label_smoothing: float = key(0.0, at_least=0, below=0.5, read_when=takes("label_smoothing"))
-    """Assumed fraction of pairs whose sides are swapped."""
+    """Assumed fraction of pairs whose sides are swapped; 0 disables the smoothing."""
     simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
     """simpo's target margin of rewards."""
     orpo_lambda: float = key(0.1, at_least=0, read_when=takes("orpo_lambda"))
@@ -175,7 +175,7 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     undesirable_weight: float = key(1.0, at_least=0, read_when=takes("undesirable_weight"))
     """Weight of bad responses."""
     sft_coef: float = key(0.0, at_least=0, read_when=LEARNS_PAIRS)
-    """Weight of the SFT loss of the chosen response."""
+    """Weight of the SFT loss of the chosen response; 0 disables it."""
     reference_free: bool = key(False, read_when=MAY_BE_REFERENCE_FREE)
     """Use a uniform reference instead of a model."""
     ref: ReferenceConfig = key(factory=ReferenceConfig, read_when=HAS_REFERENCE)
