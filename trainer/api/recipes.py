@@ -84,23 +84,48 @@ class PPO(PythonRun):
         logger: str | Sequence[str] | None = None,
         **keys: Unpack[PPOKeys],
     ) -> None:
-        """Write the arguments to the run folder, and check the configuration.
+        """Write the models and data in memory to the run folder, and check the configuration.
 
-        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`; for
-          several roles a dict of actor, critic, reward_model, ref; or a function that returns any
-          of these.
-        - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
-          `datasets.Dataset`, any iterable of them), or file names.
-        - `reward`: a function, or a module's `forward`; its parameters name what it reads:
-          `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`, ..., or
-          `**row` for all. Or a reward model of transformers. By default, the rule of each row's
-          data_source. A list contains these, or dicts as in the configuration's `reward.list`; a
-          dict is the configuration's section `reward`.
-        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
-        - `n`: samples per prompt; `save_to`: the run folder; `devices`: processes per node.
-          All keywords from `lr` to `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration, or names of TRL such as `num_generations` and
-          `train_dataset`.
+        A parameter from `lr` to `logger` that is None has the configuration's default.
+
+        Args:
+            model: a folder, a name on the hub, or a model of transformers with its `tokenizer`; for
+                several roles a dict of actor, critic, reward_model, ref; or a function that returns
+                any of these.
+            prompts: texts, chats, or dicts with a `prompt` (a list, a `datasets.Dataset`, or any
+                other iterable), or file names.
+            reward: a function, a module's `forward`, or a reward model of transformers; by default,
+                the rule of each row's data_source. A function's parameters name its inputs:
+                `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`,
+                ..., or `**row` for all of them. A list combines several rewards, also dicts as in the configuration's
+                `reward.list`. A dict is the configuration's section `reward`.
+            val_prompts: prompts for validation, like `prompts`.
+            tokenizer: the tokenizer of models in memory.
+            callbacks: objects with hooks of `verl_like.Hooks`, which get the trainer as the first
+                argument.
+            lr: the actor's learning rate.
+            critic_lr: the critic's learning rate.
+            n: samples per prompt.
+            mini_batch_size: prompts per mini-batch.
+            max_prompt_length: longest prompt in tokens.
+            max_new_tokens: longest response in tokens.
+            temperature: sampling temperature.
+            top_p: total probability of the tokens to sample from.
+            kl_loss_coef: weight of the KL in the loss.
+            clip_ratio: clip range of the probability ratio.
+            lora_rank: LoRA rank; 0 trains all weights.
+            lora_alpha: adapters are scaled by lora_alpha / lora_rank.
+            engine: rollout engine, such as "vllm".
+            batch_size: prompts per step.
+            epochs: passes over the prompts.
+            seed: seed of data order and sampling.
+            devices: GPUs (or CPU processes) per node.
+            save_to: the run folder; by default, a new folder in runs/verl_like.
+            save_every: steps between checkpoints.
+            validate_every: steps between validations.
+            logger: loggers, such as "wandb".
+            keys: keys of the configuration, or names of TRL such as `num_generations` and
+                `train_dataset`.
         """
         settings: dict[str, Any] = {**keys, **named(OF_PPO, locals())}
         objects = with_objects_of_trl(
@@ -126,12 +151,15 @@ class PPO(PythonRun):
         max_timesteps: int | None = None,
         update_timesteps: int | None = None,
     ) -> RunResult:
-        """Run `steps` more steps; without `steps`, run to the end that the keys set.
+        """Train from the newest checkpoint in the run folder, and save one after the last step.
 
-        The run continues from the newest checkpoint of the run folder, and saves one after its last
-        step. For ColossalChat scripts: `num_episodes` x `max_timesteps` is the total number of
-        rollouts, and `update_timesteps` is the number per training step (`data.train_batch_size`).
-        The last step may be shorter.
+        The last three parameters are for ColossalChat scripts; the last step may be shorter.
+
+        Args:
+            steps: number of further steps; by default, train to the end that the keys set.
+            num_episodes: with `max_timesteps`, the total number of rollouts is their product.
+            max_timesteps: see `num_episodes`.
+            update_timesteps: rollouts per training step (`data.train_batch_size` prompts).
         """
         counts = {
             "num_episodes": num_episodes,
@@ -190,13 +218,13 @@ class PPO(PythonRun):
         if "reward.list" in settings:
             rewards = settings["reward.list"]
             plain["reward.list"] = reward_list(rewards, inputs / "rewards", self._columns)
-        return settings
+        return plain
 
 
 class GRPO(PPO):
     """GRPO: samples of one prompt are compared with each other, without a critic.
 
-    For example, with 8 samples per prompt:
+    The parameters are those of `PPO`. For example, with 8 samples per prompt:
 
         run = GRPO("Qwen/Qwen3-0.6B", prompts, reward, n=8, lr=1e-6, save_to="runs/grpo")
         run.fit(steps=100)
@@ -206,7 +234,7 @@ class GRPO(PPO):
 
 
 class AsyncPPO(PPO):
-    """PPO that generates and trains at the same time."""
+    """PPO that generates and trains at the same time; the parameters are those of `PPO`."""
 
     recipe = "trainer.async_training.recipe.ASYNC"
 
@@ -237,19 +265,34 @@ class RowsRun(PythonRun):
         logger: str | Sequence[str] | None = None,
         **keys: Unpack[RowKeys],
     ) -> None:
-        """Write the arguments to the run folder, and check the configuration.
-
-        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
-        - `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
-          iterable of them), or file names.
-        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
-        - `save_to`: the run folder; `devices`: processes per node. All keywords from `lr` to
-          `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration, or names of TRL such as `output_dir` and
-          `train_dataset`.
+        """Write the model and rows in memory to the run folder, and check the configuration.
 
         `model` and `rows` may be passed by name. With a positional model, `model={...}` sets keys
-        of the section `model`.
+        of the section `model`. A parameter from `lr` to `logger` that is None has the
+        configuration's default.
+
+        Args:
+            model: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
+            rows: dicts with the recipe's columns (a list, a `datasets.Dataset`, or any other
+                iterable), or file names.
+            val_rows: rows for validation, like `rows`.
+            tokenizer: the tokenizer of a model in memory.
+            callbacks: objects with hooks of `verl_like.Hooks`, which get the trainer as the first
+                argument.
+            lr: learning rate.
+            max_length: length in tokens to which rows are truncated.
+            lora_rank: LoRA rank; 0 trains all weights.
+            lora_alpha: adapters are scaled by lora_alpha / lora_rank.
+            batch_size: rows per optimizer step.
+            epochs: passes over the rows.
+            seed: seed of the data order.
+            devices: GPUs (or CPU processes) per node.
+            save_to: the run folder; by default, a new folder in runs/verl_like.
+            save_every: steps between checkpoints.
+            validate_every: steps between validations.
+            logger: loggers, such as "wandb".
+            keys: keys of the configuration, or names of TRL such as `output_dir` and
+                `train_dataset`.
         """
         settings: dict[str, Any] = {**keys, **named(OF_ROWS, locals())}
         model = settings.pop("model", None) if model is None else model
@@ -263,7 +306,7 @@ class RowsRun(PythonRun):
 
 
 class SFT(RowsRun):
-    """Supervised fine-tuning on texts, chats, or dicts with prompt and response.
+    """Supervised fine-tuning (SFT) on texts, chats, or dicts with `prompt` and `response`.
 
     For example, on one row:
 
@@ -274,9 +317,9 @@ class SFT(RowsRun):
 
 
 class RewardModel(RowsRun):
-    """A reward model, trained on pairs: dicts with chosen, rejected and usually prompt.
+    """Training of a reward model on pairs: dicts with `chosen`, `rejected` and usually `prompt`.
 
-    For example, on one pair:
+    The parameters are those of `SFT`. For example, on one pair:
 
         pair = {"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}
         RewardModel("Qwen/Qwen3-0.6B", [pair]).fit()
@@ -286,9 +329,9 @@ class RewardModel(RowsRun):
 
 
 class DPO(RowsRun):
-    """DPO and other preference losses, on pairs like those of `RewardModel`.
+    """Training with DPO or another preference loss, on pairs like those of `RewardModel`.
 
-    For example, with pairs for validation:
+    The parameters are those of `SFT`. For example, with pairs for validation:
 
         DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
     """

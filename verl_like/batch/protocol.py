@@ -72,7 +72,7 @@ class DataProtoItem:
 
 
 class DataProto:
-    """A batch: tensor columns, object columns and `meta_info`, aligned by rows.
+    """A batch: tensor columns and object columns, aligned by rows, and `meta_info`.
 
     data = DataProto.from_dict({"input_ids": ids}, {"uid": uids}, {"temperature": 1.0})
     lengths = data.padded("input_ids").ne(0).sum(dim=-1)
@@ -88,7 +88,15 @@ class DataProto:
         ragged: Mapping[str, Ragged] | None = None,
         shard: Shard | None = None,
     ) -> None:
-        """`batch` has the dense columns; the dicts are copied, and the columns are checked."""
+        """Copy the dicts, and check that all columns have the same number of rows.
+
+        Args:
+            batch: the dense tensor columns.
+            non_tensor_batch: columns of Python objects, as arrays or lists.
+            meta_info: information about all rows, such as the temperature.
+            ragged: tensor columns whose rows have different lengths.
+            shard: position of this chunk in the batch that it was split from.
+        """
         self._dense = batch
         self._ragged = dict(ragged or {})
         self.non_tensor_batch = {
@@ -99,9 +107,9 @@ class DataProto:
         self.meta_info = dict(meta_info or {})
         """Information about all rows."""
         self.shard = shard
-        """Set on the chunk that a worker gets when a group splits a batch.
+        """The chunk's position in the batch from which a group split it; None for other batches.
 
-        Batches derived from the chunk have none.
+        Batches derived from a chunk have no `shard`.
         """
         self.check_consistency()
 

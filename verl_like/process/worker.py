@@ -43,7 +43,7 @@ _construction: ContextVar[tuple[ProcessInfo, dict[str, Worker]] | None] = Contex
 
 @contextmanager
 def construction(process_info: ProcessInfo, siblings: dict[str, Worker]) -> Iterator[None]:
-    """Give this info and these siblings to the workers that are constructed inside the block."""
+    """Pass this info and these siblings to the workers that are constructed inside the block."""
     token = _construction.set((process_info, siblings))
     try:
         yield
@@ -52,7 +52,7 @@ def construction(process_info: ProcessInfo, siblings: dict[str, Worker]) -> Iter
 
 
 def _info_from_environment() -> ProcessInfo:
-    """Return the data in torchrun's variables, for a worker that is made outside a group."""
+    """Return the info in torchrun's variables, for a worker that is created outside a group."""
     env = os.environ
     port = env.get("MASTER_PORT")
     process_info = ProcessInfo(
@@ -69,10 +69,10 @@ def _info_from_environment() -> ProcessInfo:
 
 
 def device_of(process_info: ProcessInfo) -> torch.device:
-    """Return the device that a process computes on, by its index among those it sees.
+    """Return the device that a process computes on.
 
-    Each process calls this once, because the devices that it sees may change while an engine
-    starts.
+    Each process calls this only once, because the devices that are visible to it may change while
+    an engine starts.
     """
     if process_info.device_kind != "cuda":
         return torch.device("cpu")
@@ -82,7 +82,19 @@ def device_of(process_info: ProcessInfo) -> torch.device:
 
 
 class Worker(VerlWorker):
-    """One role in one process."""
+    """Base class of roles: an instance is one role in one process.
+
+        class Critic(Worker):
+            def __init__(self, config):
+                super().__init__()
+                self.model = build(config).to(self.device)
+
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+            def compute_values(self, batch: DataProto) -> DataProto: ...
+
+    The driver calls `@register`ed methods on all ranks of a group. A role with trainable state
+    overrides `save_checkpoint` and `load_checkpoint`.
+    """
 
     _process_info: ProcessInfo
     _siblings: dict[str, Worker]
@@ -101,7 +113,10 @@ class Worker(VerlWorker):
         """Do nothing: `__new__` has set rank, role and device."""
 
     def close(self) -> None:
-        """Free what garbage collection would not free, before this role is constructed again."""
+        """Free resources that garbage collection does not free.
+
+        Called before this role is constructed again in the same process; does nothing by default.
+        """
 
     @property
     def rank(self) -> int:
@@ -134,17 +149,18 @@ class Worker(VerlWorker):
         return self._device
 
     def sibling(self, role: str) -> Worker | None:
-        """Return the worker of another role in this process, or None.
+        """Return the worker of another role in this process, or None if it is not here.
 
-        A rollout finds the actor's module this way.
+        For example, a rollout that shares the actor's module gets it from its sibling `actor`.
         """
         return self._siblings.get(role)
 
     def open_process_group(self) -> None:
         """Open the default process group, and make the worker's GPU the current device.
 
-        Later calls, of this role or a sibling, find it open. Without a current device, a mesh
-        would take the GPU whose index is the environment's `LOCAL_RANK`.
+        Collective: every rank must call this, and waits for the others. Later calls, from this role
+        or a sibling, have no effect. Without a current device, a mesh would use the GPU whose index
+        is the environment's `LOCAL_RANK`.
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -184,7 +200,10 @@ class Worker(VerlWorker):
             ) from error
 
     def _meet(self, address: str, port: int) -> Store:
-        """Return the group's store after every rank has come; an error names missing ranks."""
+        """Wait until every rank has connected, and return the group's store.
+
+        An error names the missing ranks.
+        """
         limit = timedelta(seconds=self._process_info.rendezvous_s)
         server = TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
         store = SignedStore(server, self._process_info.secret, "default")
@@ -214,10 +233,10 @@ class Worker(VerlWorker):
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:
-        """Register the data-parallel slice of a mesh that this rank computes.
+        """Register which data-parallel slice of a mesh this rank computes.
 
-        `is_collect`: the result of this rank is collected, and those of the slice's other ranks are
-        not.
+        Of the ranks with the same slice, only the one with `is_collect` returns its result to the
+        driver.
         """
         self._mesh_positions[mesh_name] = (int(dp_rank), bool(is_collect))
 
@@ -227,23 +246,24 @@ class Worker(VerlWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def answer_in_turn(self) -> None:
-        """Return after all earlier calls have ended."""
+        """Return once all earlier calls have ended; does nothing else."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write the state that a resume needs into the folder `path`.
 
-        This method writes the rank's random state. A role that learns overrides it, and
-        `load_checkpoint`.
+        By default, this saves the rank's RNG state. A role with trainable state overrides this
+        method and `load_checkpoint`.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         save_random_state(Path(path) / f"{self.rank}.json")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_checkpoint(self, path: str, step: int = 0) -> bool:
-        """Save a checkpoint, and return whether files are still written in the background.
+        """Save a checkpoint; return True if files are still being written in the background.
 
-        The driver calls it under `trainer.async_save`; see `workers.training.file_copies`.
+        The driver calls this method if `trainer.async_save` is true; see
+        `workers.training.file_copies`.
         """
         self.save_checkpoint(path, step)
         return False
@@ -257,7 +277,7 @@ class Worker(VerlWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `func(*args)` only on rank 0, and return its result."""
+        """Call `func(*args, **kwargs)` only on rank 0, and return its result."""
         return func(*args, **kwargs)
 
 

@@ -39,31 +39,38 @@ from workers.agents.tools import Tool, answer_call, waited
 
 @dataclass(frozen=True)
 class Turn:
-    """The observation that the policy reads next, and the reward of its last text."""
+    """An environment's reply after which the policy takes another turn."""
 
     text: str
+    """The observation that the policy reads next."""
     reward: float = 0.0
+    """Reward of the policy's last text."""
 
 
 @dataclass(frozen=True)
 class TrajectoryEnd:
-    """The end of a trajectory, and the reward of the policy's last text."""
+    """An environment's reply that ends the trajectory."""
 
     reward: float = 0.0
+    """Reward of the policy's last text."""
     truncated: bool = False
-    """True if the environment cut the trajectory; this counts like `environment.max_turns`."""
+    """True if the environment truncated the trajectory; counts like `environment.max_turns`."""
 
 
 class Environment:
-    """Base class for environments; one instance per trajectory.
+    """Base class for environments; each trajectory has its own instance, in a separate process.
 
-        env = Guess(**kwargs)
+    The caller's loop, where `generate` is the policy:
+
+        env = Guess(**kwargs)                 # `environment.kwargs`
         observation = env.reset(row, rng)     # None adds nothing to the row's prompt
-        while not isinstance(answer := env.step(text), TrajectoryEnd):
-            text = say(answer.text)
+        reply = env.step(generate(observation))
+        while isinstance(reply, Turn):
+            reply = env.step(generate(reply.text))
 
-    `rng` is a `numpy.random.Generator` with the same seed for every sample of a prompt; `self.rng`
-    has a separate seed per sample.
+    Override `reset` and `step`. All other public methods of the class are tools, which the policy
+    can call. A class that has tools needs no `step`: the first response without a tool call then
+    ends the trajectory.
     """
 
     players: ClassVar[Sequence[str]] = ()
@@ -72,23 +79,29 @@ class Environment:
 
     @cached_property
     def rng(self) -> Any:
-        """Random number generator of this sample, created at its first use."""
+        """A `numpy.random.Generator` with a separate seed per sample, created at its first use."""
         return np.random.default_rng(self.rng_seed)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
-        """Start an episode from a row of the data; return the first observation, or None.
+        """Start a trajectory; return the first observation, or None to add nothing to the prompt.
 
-        With several players, return a dict from players to their first observations. These players
-        take the first turns.
+        With several players, return a dict that maps players to their first observations. These
+        players take the first turns.
+
+        Args:
+            row: the row of the data, with all its columns.
+            rng: a `numpy.random.Generator` with the same seed for all samples of a prompt.
         """
         return None
 
     def step(self, text: str) -> Any:
         """Reply to the policy's text with a `Turn` or a `TrajectoryEnd`.
 
-        With several players, the arguments are the text and the player who wrote it. Return a dict
-        that maps players to a `Turn`, after which the player takes its next turn, or to a
-        `TrajectoryEnd`.
+        With several players, define `step(self, text, player)`, and return a dict that maps players
+        to their replies. A player that gets a `Turn` takes its next turn.
+
+        Args:
+            text: the text that the policy has generated in this turn.
         """
         raise NotImplementedError
 

@@ -28,17 +28,29 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
+    """Divisor of the logits."""
     top_k: int = -1
+    """Sample from the k most likely tokens; -1: from all."""
     top_p: float = 1.0
+    """Sample from the most likely tokens with this total probability."""
     min_p: float = 0.0
+    """Sample from tokens with at least this fraction of the largest probability."""
     do_sample: bool = True
+    """False decodes greedily."""
     max_tokens: int
+    """Maximum tokens of a response."""
     min_tokens: int = 0
+    """Tokens of a response before which it cannot stop."""
     stop_token_ids: tuple[int, ...]
+    """Tokens that end a response, and are its last token."""
     stop_strings: tuple[str, ...] = ()
+    """Texts that end a response."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and a number that is added to its logit."""
     truncated_log_probs: bool = False
+    """Also return log-probs under the truncated distribution that was sampled from."""
     routed_experts: bool = False
+    """Also return the experts that the model's routers choose."""
 
     def __post_init__(self) -> None:
         """Reject values that make sampling impossible."""
@@ -71,19 +83,18 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The sizes that an engine must support.
-
-    prompt_width, response_width    maximum tokens of a prompt and of a response
-    max_num_seqs                    samples that decode at the same time
-    kv_cache_gb                     memory of the KV cache
-    keep_kv_cache                   unfinished samples keep their KV cache when new weights arrive
-    """
+    """The sizes that an engine must support."""
 
     prompt_width: int
+    """Maximum tokens of a prompt."""
     response_width: int
+    """Maximum tokens of a response."""
     max_num_seqs: int = 256
+    """Maximum number of samples that decode at the same time."""
     kv_cache_gb: float = 4.0
+    """Size of the KV cache in GiB."""
     keep_kv_cache: bool = False
+    """True if unfinished samples keep their KV cache when new weights arrive."""
 
 
 class TakeBudget:
@@ -111,7 +122,9 @@ class TakeBudget:
 
 
 class RolloutEngine(ABC):
-    """Generates samples by request: token ids in, token ids and log-probs out.
+    """Base class of rollout engines: generate samples from token ids, with their log-probs.
+
+    A rollout worker calls an engine like this:
 
         for version in count():
             engine.wake_up()
@@ -122,13 +135,12 @@ class RolloutEngine(ABC):
                 done = engine.take(seconds=1.0) # and load newer weights
             engine.sleep()                      # frees memory for training
 
-    A sample's tokens do not depend on the other running samples.
-
-    An engine that shares the trainer's module needs no `load_weights`. `version` is the version
-    that was committed last, or None if the engine is stale.
+    A sample's tokens do not depend on the other running samples. An engine that shares the
+    trainer's module needs no `load_weights`.
     """
 
     version: int | None = None
+    """The version of the weights that was committed last; None if the engine is stale."""
     is_asleep: bool = False
     """True between `sleep` and `wake_up`."""
     owns_weights: bool = True
@@ -142,7 +154,12 @@ class RolloutEngine(ABC):
     def __init__(
         self, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
     ) -> None:
-        """Create the engine; `decode` converts token ids to text (only stop strings need it)."""
+        """Create an engine without weights.
+
+        Args:
+            limits: longest prompt and response, and memory.
+            decode: function from token ids to text; only stop strings need it.
+        """
         self.limits = limits
         self.decode = decode
         self._num_loads = 0
@@ -156,9 +173,11 @@ class RolloutEngine(ABC):
         return len(self._running)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
-        """Start or continue these samples; return their numbers.
+        """Start or continue these samples, and return a number for each of them.
 
-        All samples that run together have the same sampling parameters.
+        Args:
+            samples: prompts, or unfinished responses to continue.
+            sampling: sampling parameters; samples that run at the same time share them.
         """
         if self.version is None or self.is_asleep:
             state = "has no verified weights (it is new, was asleep, or a sync failed)"
@@ -189,10 +208,15 @@ class RolloutEngine(ABC):
         seconds: float | None = None,
         until_one: bool = False,
     ) -> dict[int, Sample]:
-        """Generate until all samples are finished; return the finished samples by number.
+        """Generate, and return the finished samples by number.
 
-        After at least one decode step, it returns earlier: once a sample is finished (`until_one`),
-        once a sample has `max_tokens` more tokens, or after `seconds`.
+        This returns once all samples are finished, or earlier if one of the limits is reached. It
+        makes at least one decode step.
+
+        Args:
+            max_tokens: return once a sample has this many new tokens.
+            seconds: return after this time.
+            until_one: return once a sample is finished.
         """
         if not self._running:
             return {}

@@ -49,28 +49,27 @@ class CachedStates:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and its response so far.
-
-    prompt                 token ids, without padding
-    key                    the noise key (`noise_key`)
-    name                   a name for messages
-    tokens                 the response so far, with its stop token
-    log_probs              one per token
-    versions               per token, the version of the weights that sampled it; -1 marks a token
-                           that was observed, not sampled
-    finish_reason          "stop", "length", or "" if generation has not started; "abort" marks
-                           an unfinished response, which continues if you submit it again
-    truncated_log_probs    log-probs under the distribution that was sampled from, if requested
-    """
+    """A prompt and its response so far."""
 
     prompt: Sequence[int]
+    """Token ids of the prompt, without padding."""
     key: int = 0
+    """The sample's noise key (`noise_key`), which seeds its sampling."""
     name: str = "sample"
+    """The sample's name in messages."""
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """Token ids of the response so far, with its stop token."""
     log_probs: Tensor = field(default_factory=lambda: torch.empty(0))
+    """One log-prob per token of the response."""
     versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    """Version of the weights that sampled each token; -1 for a token that was observed."""
     finish_reason: str = ""
+    """Why the response ended: "stop" or "length"; "" before generation has started.
+
+    "abort" marks an unfinished response, which continues if you submit it again.
+    """
     truncated_log_probs: Tensor | None = None
+    """If requested, log-probs under the truncated distribution that was sampled from."""
     end_at: int | None = None
     """Maximum response tokens of this sample; None uses the limit of the sampling parameters."""
     stop_strings: tuple[str, ...] = ()
