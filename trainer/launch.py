@@ -1,9 +1,9 @@
 """Start a run of any recipe: first all checks, then the processes.
 
-`run(config)` makes a complete run, for commands and for `trainer.api`.
+`run(config)` executes a complete run, for commands and for `trainer.api`.
 
-`check(config)` makes all checks of a run before its first process, and stops (`verl-like check`).
-Only the first rows of large files are read then (`trainer.data.files.row_limit`).
+`check(config)` runs all checks that precede the first process, then stops (`verl-like check`). It
+reads only the first rows of large files (`trainer.data.files.row_limit`).
 """
 
 from __future__ import annotations

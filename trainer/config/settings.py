@@ -87,9 +87,9 @@ def jobs_of(settings: Sequence[str]) -> list[list[str]]:
 
 
 def flat_settings(schema: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value; a section's dict holds keys, any other dict is a value.
+    """Flatten keywords to dotted keys: a section's dict is expanded, any other dict is a value.
 
-    A name may be dotted: `**{"optim.lr": 1e-5}`.
+    A keyword may be dotted: `**{"optim.lr": 1e-5}`.
     """
     sections = {key.name for key in config_keys(schema) if key.is_section}
     settings: dict[str, Any] = {}

@@ -90,7 +90,7 @@ def cached_rows(
     read: Callable[[], Iterator[dict[str, Any] | None]],
     summary: Callable[[], dict[str, Any]] = dict,
 ) -> Entry | None:
-    """Return the entry with that key; write it first if there is none.
+    """Return the cached entry with that key; on a miss, read the rows and write the entry.
 
     `columns` maps names to Arrow types. `read` yields the values of every row, or None for a bad
     row. `summary` is called after the last row and returns numbers about all rows, which are stored
@@ -279,7 +279,7 @@ def prompts_in_memory(read: Read, prompt_key: str) -> PromptTable:
 
 
 def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
-    """Return the prompts cached under `key`; read and cache them if there are none yet.
+    """Return the prompt table cached under `key`; on a miss, build it with `read` and write it.
 
     Return None if a row has values that JSON cannot represent, or if no cache can be written.
     """

@@ -178,9 +178,9 @@ class PPOJob(Job):
     def decoding(
         self, role: str, policy: ActorRolloutRefConfig, rows: StepRows, gpus: Gpus
     ) -> tuple[float | None, RoleMemory]:
-        """Return the seconds of these rows with the policy's engines, and the memory of an engine.
+        """Return the seconds in which the engines generate these rows, and an engine's memory.
 
-        The seconds are None if no row has room.
+        The seconds are None if the KV cache cannot hold the longest row.
         """
         rollout, width, num_bytes = policy.rollout, self.longest(), gpus.device.bytes
         memory = rollout_memory(policy, width, role, "", "cuda", num_bytes, ranks_of_actor=None)

@@ -1,4 +1,4 @@
-"""Plan recipes on rows of a file: one trained model, and perhaps a reference."""
+"""Plan recipes that train on rows (SFT, reward model, DPO): one model, and perhaps a reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.parallel.sharding import dims_of
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowsJob(Job):
-    """A run that trains on rows of a file."""
+    """A run that trains one model on rows: SFT, reward model or DPO."""
 
     stages: ClassVar[tuple[str, ...]] = ("update",)
     config: RowConfig

@@ -107,7 +107,7 @@ class Estimation:
         return {"kl_coef": self.kl_ctrl.value, "running_norm": self.running_norm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the state that `state_dict` returned."""
         self.kl_ctrl.value = state["kl_coef"]
         self.running_norm.load_state_dict(state.get("running_norm", {}))
 
@@ -264,7 +264,7 @@ class RunningNorm:
         return {name: asdict(moments) for name, moments in self.moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the state that `state_dict` returned."""
         self.moments = {name: RunningMoments(**state[name]) for name in self.moments}
 
 

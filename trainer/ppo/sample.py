@@ -105,7 +105,7 @@ def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def greedy_scores(
     rollouts: Rollouts, prompts: DataProto, samples: DataProto, limit: float | None
 ) -> Tensor:
-    """Return the score of the greedy response to each sample's prompt: the baseline of ReMax.
+    """Generate a greedy response to every prompt; return its score per sample, ReMax's baseline.
 
     `limit` clamps these scores as it clamps the scores of the samples. A player's baseline is its
     score when all players are greedy.

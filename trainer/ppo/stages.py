@@ -209,7 +209,7 @@ class PPOTrainer(Trainer):
         return bool(self.config.data.val_files)
 
     def validation_metrics(self) -> Metrics:
-        """Return the metrics of the whole validation set; its samples go to the run folder."""
+        """Sample all of `data.val_files`, write the samples to the run folder; return metrics."""
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
         actor, sync = self.config.actor_rollout_ref.actor, self.weights.send_next

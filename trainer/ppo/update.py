@@ -246,7 +246,7 @@ def correct_rollout(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add importance weights to the batch, and mask out rejected tokens.
 
-    The argument itself is not changed. It is returned as is if no correction is configured.
+    `batch` is not changed; without a configured correction, it is returned as is.
     """
     if not columns_of_correction(config):
         return batch, {}

@@ -1,6 +1,6 @@
 """Validation: all of `data.val_files`, sampled as `rollout.val_kwargs` configures.
 
-It uses its own random numbers, so it does not change the training. Metrics are the mean of a
+Validation uses separate random numbers, so training is not affected. The metrics are means over a
 prompt's samples, and bootstrap estimates of best, worst and majority of n, with verl's names and
 random numbers.
 """
@@ -27,7 +27,7 @@ BEST_KNOWN = ("mean", "maj", "best")
 
 
 def sample_all(prompts: PromptSet, rollouts: Rollouts) -> DataProto:
-    """Return the scored samples of every prompt, sampled as `rollout.val_kwargs` configures."""
+    """Sample every prompt as `rollout.val_kwargs` configures, and score the samples."""
     sampling = asdict(rollouts.config.actor_rollout_ref.rollout.validation)
     num_samples, parts = sampling.pop("n"), []
     for batch in prompts.in_order():

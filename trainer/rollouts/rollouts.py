@@ -107,7 +107,7 @@ class Rollouts:
         )
 
     def _ask_model(self, role: str, batch: DataProto) -> Any:
-        """Return a future of a reward model's scores, without a call if the batch has them."""
+        """Return a future of a reward model's scores; if the batch has them, skip the call."""
         if has_column(batch, rm_column(role)):
             return ScoresInBatch(batch, role)
         return self.trainer.call(self._model_role(role), "compute_rm_score", batch)

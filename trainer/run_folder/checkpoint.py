@@ -51,9 +51,9 @@ from verl_like.process.random_state import save_random_state
 from workers.training.manifest import add_files
 
 AFTER_LOSS_S = 10.0
-"""How long to wait for a checkpoint after a worker is lost, which may be a writer."""
+"""Seconds to wait for a checkpoint after a worker is lost, because it may have been a writer."""
 DROP_S = 5.0
-"""How long the writers may take to receive a request to hurry or to stop."""
+"""Seconds that writers may take to receive a request to hurry or to stop."""
 POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ class Checkpoints:
         state: dict[str, Any],
         write_more: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Write all roles and the driver's `state`; `commit` makes it a checkpoint.
+        """Write a checkpoint's files: the state of all roles, and the driver's `state`.
 
-        `write_more` adds files to the folder. The previous checkpoint is committed first.
+        `commit` completes it. The previous checkpoint is committed first. `write_more` adds files.
         """
         self.finish()
         part, roles = self._part(step), list(groups)
@@ -128,8 +128,9 @@ class Checkpoints:
     def commit(self) -> list[Path]:
         """Move the finished checkpoint to `global_step_<step>`; return newly committed folders.
 
-        If files remain to be written, workers write them in the background, and a later call
-        renames the folder or raises their error.
+        If the workers still have to write files, this call starts the writing in the background,
+        and a later call moves the folder or raises the workers' error. The returned folders are
+        those committed since the last call.
         """
         if self._written is not None and self._writing is None:
             self._saved_at = time.monotonic()

@@ -185,9 +185,9 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 
 def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
-    """Make the folder, for this user only, lock it and write `config.yaml` without secrets.
+    """Create the folder, for this user only, lock it and write `config.yaml` without secrets.
 
-    An existing folder keeps its mode. Raise if it cannot be written or has another run's metrics.
+    An existing folder keeps its mode. Raise if it is not writable or has another run's metrics.
     """
     folder = Path(config.trainer.default_local_dir)
     _reject_other_run(folder, config)
@@ -317,7 +317,8 @@ def drop_old(folder: Path, keep: int | None) -> None:
 def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
     """Return the steps of the checkpoints to delete, oldest first.
 
-    The newest `keep` stay, and so does the one with the best validation, the latest of equals.
+    The newest `keep` checkpoints stay, and so does the one with the best validation score (of
+    equal scores, the latest).
     """
     if keep is None:
         return []

@@ -97,7 +97,7 @@ class ResumePoint:
     def finished_message(self) -> str:
         """A message if this run has already finished its last step, otherwise "".
 
-        A run with another setting, such as a length, is started: it may have steps left.
+        A run with a changed setting, such as its length, is not finished: it may have steps left.
         """
         if self.start is None or not self.resumes_in_place:
             return ""

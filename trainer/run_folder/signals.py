@@ -5,9 +5,9 @@
             while not stop.received: ...
             stop.end("after step 7")  # raises `RunInterrupted` if there was a signal
 
-A second signal, or a signal outside `held`, raises `RunInterrupted` at once. A third signal has its
-usual effect. The same signal again within a second does not count: a sender that signals a process
-group also signals a script, which passes it on.
+A second signal, or a signal outside `deferred`, raises `RunInterrupted` at once. A third signal has
+its usual effect. The same signal again within a second does not count: a sender that signals a
+process group also signals a script, which passes it on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Sent by schedulers, by Ctrl-C, by a terminal that closes, and by Slurm on request before the end
-of a job."""
+"""Schedulers, Ctrl-C and a closing terminal send these signals, and so does Slurm, on request,
+before the end of a job."""
 SAME_S = 1.0
-"""The same signal again within this time does not count."""
+"""Seconds within which a repeated signal does not count."""
 EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
 """Exit codes that shells expect after a signal: 128 plus the signal's number."""
 STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)
@@ -64,7 +64,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only note the first signal inside the block."""
+        """Inside the block, note the first signal instead of raising `RunInterrupted`."""
         before, self._holds = self._holds, True
         try:
             yield

@@ -37,11 +37,11 @@ BOOKKEEPING = ("timing", "perf/", "val-", "training/")
 """Prefixes of metrics that do not show whether the model learns."""
 MOST_NUMBERS = 3
 EVERY_S = 1.0
-"""Seconds between two lines of the console, except for lines that must not be missed."""
+"""Shortest time between two lines of the console, except for lines that are always printed."""
 MOST_SAMPLES = 16
-"""The most rows of a table of samples."""
+"""Maximum number of rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
-"""Short, so that the first number is visible on a terminal of 40 columns."""
+"""Format of the bar, so short that the first number is visible on a terminal of 40 columns."""
 Headline = Callable[[Mapping[str, float]], Sequence[str]]
 """Returns a step's numbers for the console, in words; empty if the recipe has none."""
 
@@ -141,7 +141,7 @@ class Console:
 
 
 def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:
-    """Return the numbers of a step that people watch, as text such as "reward 0.5"."""
+    """Return a step's headline metrics as text, such as "reward 0.5"."""
     names = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
     return headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in names]
 

@@ -45,10 +45,8 @@ AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 class LossTraits:
     """Properties of a policy loss, which configuration checks use.
 
-    A loss of your own can declare only the first two fields.
-
-    A loss with `choose_tokens` has a parameter `chosen_tokens`. If it is called without this
-    argument, it chooses among the tokens of the call.
+    A loss of your own can declare only the first two fields. A loss with `choose_tokens` must
+    accept `chosen_tokens`; without this argument, it chooses among the tokens of the call.
     """
 
     keys_read: tuple[str, ...] | None = None

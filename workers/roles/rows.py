@@ -1,8 +1,8 @@
 """Workers of supervised recipes: each call takes one optimizer step on its rows.
 
-A recipe's worker defines its reading (how rows enter a pass, and which outputs are read), the
-columns that its loss reads, and the loss. SFT and reward-model training are in this module,
-preference training is in `workers.roles.preference`.
+A recipe's worker defines how rows enter a pass, which outputs are read, which columns its loss
+reads, and the loss. This module has SFT and reward-model training; preference training is in
+`workers.roles.preference`.
 """
 
 from __future__ import annotations

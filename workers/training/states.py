@@ -7,10 +7,9 @@
     states.drop("alice")
 
 A state consists of weights, gradients, optimizer moments and counts. Only one state is in the
-module at a time, so computations for different states are independent. If this rank has all
-weights, tensors are exchanged without copying, and adapters may have different LoRA ranks. In a
-sharded module, the shards are overwritten. The state `BASE` is the model as loaded and is never
-trained.
+module at a time, so computations for different states are independent. On an unsharded model,
+states are swapped without copying, and adapters may differ in LoRA rank. On a sharded model, the
+shards are overwritten. The state `BASE` is the model as loaded and is never trained.
 """
 
 from __future__ import annotations

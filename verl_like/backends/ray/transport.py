@@ -284,7 +284,7 @@ class Packed:
         return len(self.head) + sum(buffer.raw().nbytes for buffer in self.buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Let the buffers travel as buffers again, without a copy."""
+        """Keep the buffers out of band when pickled again, so they are not copied."""
         return _value_of, (self.head, self.buffers)
 
 

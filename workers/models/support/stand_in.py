@@ -100,9 +100,10 @@ class ConfigByContent:
 
 
 def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
-    """Return the tiny model in evaluation mode; raise a ValueError if there is none.
+    """Build a tiny model of the class, in evaluation mode; raise a ValueError if that fails.
 
-    `longest` is the length of the run's longest row: limits that no row exceeds are not reduced.
+    `longest` is the length of the run's longest row. A limit, such as a window, that no row of the
+    run exceeds is set so high that no test row exceeds it either.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM

@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """True if no sample is active or waits."""
+        """True if no sample is active or waiting."""
         return not self.num_active and not self.waiting
 
     def add(self, samples: Mapping[int, Sample]) -> None:
