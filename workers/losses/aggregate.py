@@ -175,7 +175,7 @@ class Gauge:
             self.maxima[name] = float(largest)
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Combine the sums and maxima of all ranks; collective."""
+        """Combine the sums and maxima of all ranks; every rank must call this."""
         if group is None:
             return
         of_ranks: list[tuple[Numbers, Numbers]] = [({}, {}) for _ in range(group.size())]

@@ -148,7 +148,7 @@ class CorrectionGauge(Gauge):
         self.add_fraction(f"{name}_seq_masked_fraction", (of_rows > 0).sum(), part.num_rows)
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Combine the counts of all ranks; collective."""
+        """Combine the counts of all ranks; every rank must call this."""
         for gauge in self.spreads.values():
             gauge.all_reduce(group)
         super().all_reduce(group)

@@ -155,7 +155,10 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return a weight as one tensor on its device; collective if it is sharded."""
+    """Return a weight as one tensor on its device.
+
+    If the weight is sharded, this is collective: every rank must call it.
+    """
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -165,9 +168,10 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor | None:
-    """Return a weight as one tensor on rank 0, None on other ranks; collective if it is sharded.
+    """Return a weight as one tensor on rank 0, None on other ranks.
 
-    `is_first` selects the receiving rank instead: the first rank of each stage.
+    `is_first` selects the receiving rank instead: the first rank of each stage. If the weight is
+    sharded, this is collective: every rank must call it.
     """
     tensor = parameter.detach()
     is_first = dist.get_rank() == 0 if is_first is None else is_first

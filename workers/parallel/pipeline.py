@@ -231,7 +231,7 @@ def gather_stage_tensors(
     is_first: bool,
     device: torch.device,
 ) -> Named:
-    """Yield the tensors of all ranks of a line, in rank order; collective.
+    """Yield the tensors of all ranks of a line, in rank order; every rank must call this.
 
     `layouts` has the names, shapes and dtypes of this rank's `tensors`. Unless `on_all_ranks`, only
     the first rank of the line for which `is_first` is true receives the tensors.

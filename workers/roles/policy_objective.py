@@ -145,7 +145,10 @@ class PolicyObjective:
         return loss, metrics
 
     def metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Reduce the gauges over the ranks of `group`, and return their metrics; collective."""
+        """Reduce the gauges over the ranks of `group`, and return their metrics.
+
+        Collective: every rank of `group` must call this.
+        """
         metrics: dict[str, float] = {}
         if self.mismatch is not None:
             self.mismatch.all_reduce(group)

@@ -48,13 +48,13 @@ class WeightAverage:
             average.lerp_(new, 1.0 - self.decay)
 
     def swap_in(self) -> None:
-        """Swap the average in."""
+        """Replace the module's weights by the average; `swap_out` restores them."""
         weights = self._weights()
         self.put_aside = {name: weight.clone() for name, weight in weights.items()}
         _copy(self.tensors, weights)
 
     def swap_out(self) -> None:
-        """Swap the weights back in, bit for bit."""
+        """Restore the trained weights, bit for bit."""
         _copy(self.put_aside, self._weights())
         self.put_aside = {}
 
@@ -97,7 +97,7 @@ class MovingAverageEngine(TrainEngine):
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Move the weights toward these whole tensors; raise if one does not fit this model."""
+        """Move the weights toward these full tensors; raise if one does not fit this model."""
         self.version = None
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
@@ -127,7 +127,10 @@ class MovingAverageEngine(TrainEngine):
         self.version = version
 
     def save(self, folder: Path, copies: FileCopies | None = None) -> None:
-        """Write the weights into `folder`, or copy them to be written later; collective."""
+        """Write the weights into `folder`, or copy them to be written later.
+
+        Collective: every rank must call this.
+        """
         ranks = Ranks(self.groups.world, f"the reference's weights were not written into {folder}")
         tensors, writer = self.without_copies(self._saved()), copies or WRITE_NOW
         count = self.dims.per_stage
@@ -135,7 +138,10 @@ class MovingAverageEngine(TrainEngine):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Load the weights that any number of ranks wrote into `folder`; collective."""
+        """Load the weights that any number of ranks wrote into `folder`.
+
+        Collective: every rank must call this.
+        """
         ranks = Ranks(self.groups.world, f"the reference's weights were not loaded from {folder}")
         ranks.run_on_all(lambda: read_shards(self._saved(), folder))
         weights = dict(self.module.named_parameters())

@@ -255,7 +255,8 @@ def mini_batch(
 ) -> MiniBatch:
     """Return mini-batch `index` of `count` on this rank.
 
-    Collective over `group`: its ranks add up their row and token counts, on `device`.
+    Collective: every rank of `group` must call this. The ranks add up their row and token counts,
+    on `device`.
     """
     mine = (rows.places % count == index).nonzero().squeeze(1)
     columns = {name: column.index_select(0, mine) for name, column in rows.columns.items()}
@@ -345,8 +346,8 @@ def micro_batches(
     """Return the columns and the number of real rows of every micro-batch, followed by dummy ones.
 
     Every rank gets as many micro-batches as the rank with the most, and at least one. A dummy is
-    one row without tokens, which no loss counts. Collective over `group`, through tensors on
-    `device`.
+    one row without tokens, which no loss counts. Collective: every rank of `group` must call this;
+    `device` is that of the exchanged tensors.
     """
     count = max(1, len(cuts))
     if group is not None:

@@ -186,13 +186,13 @@ class Model:
     def named_full_tensors(
         self, on_all_ranks: bool = True, dtype: torch.dtype | None = None, merged: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, by its Hugging Face name, on the device; collective.
+        """Yield every weight as a full tensor, by its Hugging Face name, on the device.
 
-        Parameters come first, in `dtype` or their own dtype. Persistent buffers follow, always in
-        their own dtype, because passes read them in it. If `merged`, LoRA is merged into the base
-        weights; otherwise base and factors come separately, in their own dtypes. Every rank must
-        exhaust the iterator; unless `on_all_ranks`, it is empty on all ranks except rank 0. With a
-        single rank, the tensors are the live weights: do not modify them.
+        Collective: every rank must exhaust the iterator. Unless `on_all_ranks`, it is empty on all
+        ranks except rank 0. Parameters come first, in `dtype` or their own dtype. Persistent
+        buffers follow, always in their own dtype, because passes read them in it. If `merged`, LoRA
+        is merged into the base weights; otherwise base and factors come separately, in their own
+        dtypes. On a single rank, the tensors are the live weights: do not modify them.
         """
         fixed_dtype = {name for name, _ in persistent_buffers(self.module)}
         if not merged:
@@ -207,7 +207,10 @@ class Model:
         return whole_tensors(self, named_state(self.module), arrange, on_all_ranks)
 
     def full_trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained weights, by the names of this module, whole; collective."""
+        """Yield the trained weights as full tensors, by this module's names.
+
+        Collective: every rank must exhaust the iterator.
+        """
         named = self.module.named_parameters()
         return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
 
@@ -217,7 +220,10 @@ class Model:
         return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
 
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
-        """Return a hash of the full weights in `dtype`; equal for every sharding; collective."""
+        """Return a hash of the full weights in `dtype`, which is equal for every sharding.
+
+        Collective: every rank must call this.
+        """
         return checksum_of(self.named_full_tensors(dtype=dtype))
 
 
@@ -227,7 +233,10 @@ def whole_tensors(
     arrange: Arrange = iter,
     on_all_ranks: bool = True,
 ) -> Named:
-    """Yield these weights of all stages as whole tensors, converted by `arrange`; collective."""
+    """Yield these weights of all stages as full tensors, converted by `arrange`.
+
+    Collective: every rank must exhaust the iterator.
+    """
     copies, is_first = model.layers.copies, model.groups.is_first_of_stage
     mine = [(name, weight) for name, weight in named if name not in copies]
     with model.resident():

@@ -201,7 +201,10 @@ class WeightSender:
     def _full_tensors(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights for a rollout, or `as_trained` for a reference; collective."""
+        """Yield the full weights for a rollout, or `as_trained` for a reference.
+
+        Collective: every rank must exhaust the iterator.
+        """
         if self.sends_adapter and not as_trained:
             return self.engine.full_trained_tensors()
         return self.engine.named_full_tensors(

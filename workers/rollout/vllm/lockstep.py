@@ -36,7 +36,7 @@ class Lockstep:
     """The communication between the ranks of one engine."""
 
     def __init__(self, worker: Worker, size: int) -> None:
-        """Group `size` consecutive ranks into an engine; collective over all ranks."""
+        """Group `size` consecutive ranks into an engine; every rank must call this."""
         lines = [[*range(first, first + size)] for first in range(0, worker.world_size, size)]
         group, _ = dist.new_subgroups_by_enumeration(lines, timeout=LONGEST, backend="gloo")
         self.size, self._group = size, group
@@ -89,13 +89,13 @@ class Lockstep:
             raise failure
 
     def gathered(self, local: Any) -> list[Any]:
-        """Return the objects of all ranks; collective."""
+        """Return the objects of all ranks; every rank must call this."""
         objects: list[Any] = [None] * self.size
         dist.all_gather_object(objects, local, group=self._group)
         return objects
 
     def _broadcast(self, local: Any) -> Any:
-        """Return the first rank's object; collective."""
+        """Return the first rank's object; every rank must call this."""
         objects = [local]
         dist.broadcast_object_list(objects, src=self._first, group=self._group)
         return objects[0]

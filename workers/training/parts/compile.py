@@ -46,7 +46,7 @@ class Compile(ModelPart):
         self.layers = [layer for layer in model.module.modules() if type(layer).__name__ in names]
 
     def finish(self, model: Model) -> None:
-        """Use the compiled layers if a short pass runs through them; collective over all ranks."""
+        """Use the compiled layers if a short pass works on all ranks; every rank must call this."""
         reason = blocking_axis(model.dims) or self._failure(model)
         failed = torch.tensor(float(bool(reason)), device=model.device)
         if all_reduce(failed, model.groups.world, torch.distributed.ReduceOp.MAX):

@@ -153,7 +153,7 @@ class BalancedLoss:
         return [part.coef * auxiliary]
 
     def metrics(self, groups: RankGroups, device: torch.device) -> dict[str, float]:
-        """Return `router_aux_loss` of the mini-batch; collective."""
+        """Return `router_aux_loss` of the mini-batch; every rank must call this."""
         total = torch.as_tensor(self.total, dtype=torch.float32, device=device)
         return {"router_aux_loss": float(all_reduce(total, groups.batch))}
 

@@ -66,7 +66,7 @@ class StageSelection(ModelPart):
     """Keeps only the layers of this rank's stages in the module."""
 
     def change(self, model: Model) -> None:
-        """Remove the other layers; collective over all ranks."""
+        """Remove the other layers; every rank must call this."""
         config, plan, cut = model.model_config, model.part(StagePlan), model.part(MatrixSplit)
         assert plan is not None, "the stages are planned before"
         assert model.groups.pp is not None, "there are stages where ranks share layers"
