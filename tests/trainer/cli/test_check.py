@@ -67,7 +67,7 @@ def test_batch_sizes_are_said_in_prompts_samples_and_tokens() -> None:
 
 def test_changed_keys_come_with_default_and_meaning() -> None:
     text = explained("algorithm.gamma=0.9")
-    assert "algorithm.gamma=0.9 (default 1.0): Discount per token." in text
+    assert "algorithm.gamma=0.9 (default 1.0): Discount factor per token." in text
     assert "algorithm.lam=" not in text
 
 
