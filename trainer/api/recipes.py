@@ -97,8 +97,8 @@ class PPO(PythonRun):
             reward: a function, a module's `forward`, or a reward model of transformers; by default,
                 the rule of each row's data_source. A function's parameters name its inputs:
                 `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`,
-                ..., or `**row` for all of them. A list combines several rewards, also dicts as in the configuration's
-                `reward.list`. A dict is the configuration's section `reward`.
+                ..., or `**row` for all of them. A list combines several rewards, also dicts as in
+                the configuration's `reward.list`. A dict is the configuration's section `reward`.
             val_prompts: prompts for validation, like `prompts`.
             tokenizer: the tokenizer of models in memory.
             callbacks: objects with hooks of `verl_like.Hooks`, which get the trainer as the first
