@@ -89,7 +89,7 @@ def test_weights_that_are_converted_together_are_copied_until_the_last_has_come(
         assert tensor.equal(written[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", "kimi_linear"])
 def test_a_folder_is_loaded_without_the_whole_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

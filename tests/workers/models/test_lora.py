@@ -97,7 +97,7 @@ def test_adapters_and_head_of_the_critic_learn(one_layer_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
-def test_five_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up(
+def test_two_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up(
     tmp_path: Path, family: str
 ) -> None:
     import transformers
@@ -114,7 +114,7 @@ def test_five_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up
     actor, batch = lora_actor(tmp_path), make_batch(ROWS)
     copy = plain_engine(tmp_path / "model")
     assert copy.weights_checksum() == actor.weights_checksum()
-    for version in range(5):
+    for version in range(2):
         actor.update_actor(make_batch(ROWS, seed=version))
         sink = ModuleWriter(copy.module)
         for name, tensor in actor.engine.named_full_tensors():
@@ -222,14 +222,14 @@ def test_layers_that_do_not_exist_or_are_not_linear_are_refused(one_layer_dir: P
         lora_actor(one_layer_dir, target_modules=["embed_tokens"])
 
 
-MIXTURES = ("deepseek_v3", "gpt_oss", "llama4_text", "mixtral", "qwen2_moe", "qwen3_next")
+MIXTURES = ("deepseek_v3", "gpt_oss", "qwen3_next")
 OTHER_MIXTURES = (
     *("afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "dbrx", "deepseek_v2", "deepseek_v32"),
     *("deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe"),
     *("glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
     *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jetmoe"),
-    *("kimi_linear", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
-    *("minimax_m3_vl_text", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe"),
+    *("kimi_linear", "lfm2_moe", "llama4_text", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
+    *("minimax_m3_vl_text", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"),
     *("qwen4_exp_text", "solar_open", "zaya"),
 )
 

@@ -47,11 +47,9 @@ NUM_STEPS = 2
 """Of the proof that an engine decodes such a model."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": ROUTED | LATENT | GROUPS,
-    "glm4_moe": ROUTED | GROUPS | dict(head_dim=8, partial_rotary_factor=1.0),
     "lfm2_moe": ROUTED
     | dict(num_experts=4, num_dense_layers=1, layer_types=["conv", "full_attention"]),
     "afmoe": ROUTED | dict(num_experts=4, num_dense_layers=1, head_dim=8),
-    "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
     "gemma4_text": dict(
         head_dim=8,
         global_head_dim=8,
@@ -109,7 +107,7 @@ def biases(module: Any) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in persistent_buffers(module)}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "afmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "lfm2_moe", "gemma4_text"])
 def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> None:
     config = tiny_config(save_model(tmp_path, family), use_dynamic_bsz=False)
     config.actor_rollout_ref.rollout.name = "hf"
@@ -138,7 +136,7 @@ def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> No
     assert (ours - expected).abs().max() > 1e-2  # the buffers count
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "lfm2_moe", "gemma4_text"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
 def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
     family: str, tmp_path: Path
 ) -> None:
@@ -195,9 +193,8 @@ def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
     return [report.error, checksum, biases(again.engine.module)]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
-def test_sharded_ranks_send_save_and_resume_buffers(family: str, tmp_path: Path) -> None:
-    save_model(tmp_path, family)
+def test_sharded_ranks_send_save_and_resume_buffers(tmp_path: Path) -> None:
+    save_model(tmp_path, "deepseek_v3")
     before = biases(load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token"))
     for error, checksum, after in (
         results := run_kept(3, sharded_actor_and_lonely_rollout, tmp_path)
@@ -249,9 +246,8 @@ def test_a_buffer_that_nothing_fills_is_refused_by_name(
         load_model(config.actor_rollout_ref.model, "token")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
-def test_an_entry_that_nothing_takes_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    config = tiny_config(save_model(tmp_path, family))
+def test_an_entry_that_nothing_takes_is_refused_by_name(tmp_path: Path) -> None:
+    config = tiny_config(save_model(tmp_path, "deepseek_v3"))
     edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.scales": torch.ones(2)}))
     with pytest.raises(
         ConfigError, match="1 entries that the model does not use: model.layers.0.scales"

@@ -50,19 +50,6 @@ def test_entropy_and_kl_are_reported_when_they_are_in_the_loss(
     assert metrics["actor/kl_loss"] > 0
 
 
-def test_updates_raise_the_probability_of_tokens_with_positive_advantage(
-    tiny_dir: Path, batch: DataProto
-) -> None:
-    actor = actor_of(tiny_dir, ppo_epochs=4)
-    before = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
-    batch.batch["old_log_probs"] = before
-    actor.update_actor(batch)
-    moved = actor.compute_log_prob(batch)[0].batch["old_log_probs"] - before
-    inside = batch.batch["response_mask"].bool()
-    agrees = (moved * batch.batch["advantages"])[inside] > 0
-    assert agrees.float().mean() > 0.8
-
-
 def test_an_update_without_old_log_probs_is_refused_by_who_writes_them(
     tiny_dir: Path, batch: DataProto
 ) -> None:
@@ -94,23 +81,6 @@ def test_an_update_of_several_steps_cannot_be_said_to_be_on_policy(
         actor_of(tiny_dir, **more).update_actor(batch)
 
 
-def test_the_first_step_sees_no_divergence_from_its_own_log_probs(
-    tiny_dir: Path, batch: DataProto
-) -> None:
-    actor = actor_of(tiny_dir)
-    batch.batch["old_log_probs"] = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
-    metrics = actor.update_actor(batch)
-    assert abs(metrics["actor/ppo_kl"]) < 1e-6
-    assert metrics["actor/pg_clipfrac"] == 0.0
-
-
-def test_the_kl_loss_needs_the_reference_s_column(tiny_dir: Path, batch: DataProto) -> None:
-    actor = actor_of(tiny_dir, use_kl_loss=True)
-    batch.pop(batch_keys=["ref_log_prob"])
-    with pytest.raises(MissingColumnError, match="is the ref role configured"):
-        actor.update_actor(batch)
-
-
 def test_a_mini_batch_counts_prompts_each_with_n_samples(tiny_dir: Path, batch: DataProto) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=2)
     config.actor_rollout_ref.rollout.n = 4
@@ -127,11 +97,10 @@ def test_greedy_rollouts_count_as_temperature_one() -> None:
     assert log_prob_temperature(RolloutConfig(temperature=0.0)) == 1.0
 
 
-@pytest.mark.parametrize("mode", ["gspo", "cispo", "reinforce"])
-def test_the_loss_mode_chooses_the_policy_loss(tiny_dir: Path, mode: str) -> None:
+def test_the_loss_mode_chooses_the_policy_loss(tiny_dir: Path) -> None:
     plain, other = (
-        gradient_norm(tiny_dir, policy_loss=PolicyLossConfig(loss_mode=m))
-        for m in ("vanilla", mode)
+        gradient_norm(tiny_dir, policy_loss=PolicyLossConfig(loss_mode=mode))
+        for mode in ("vanilla", "gspo")
     )
     assert other > 0
     assert other != pytest.approx(plain, rel=1e-3)
@@ -164,29 +133,3 @@ def test_a_log_prob_pass_gives_sums_of_squared_probabilities_when_it_is_asked(
     assert (squares[inside] >= chances[inside].square()).all()
     # an entropy of H is at least the log of one over the sum of squares (Renyi)
     assert (columns["entropys"][inside] >= -squares[inside].log() - 1e-5).all()
-
-
-def test_a_loss_of_chosen_tokens_needs_the_driver_s_column(
-    tiny_dir: Path, batch: DataProto
-) -> None:
-    kl_cov = PolicyLossConfig(loss_mode="kl_cov")
-    with pytest.raises(MissingColumnError, match="'chosen_tokens'.*the driver's add_chosen_tokens"):
-        actor_of(tiny_dir, policy_loss=kl_cov).update_actor(batch)
-
-
-@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
-def test_chosen_tokens_do_not_depend_on_the_cut(
-    tiny_dir: Path, batch: DataProto, mode: str
-) -> None:
-    batch.batch["chosen_tokens"] = batch.batch["advantages"] > 0.5
-    metrics = []
-    for rows in (8, 3, 1):
-        actor = actor_of(
-            tiny_dir,
-            policy_loss=PolicyLossConfig(loss_mode=mode),
-            ppo_micro_batch_size_per_gpu=rows,
-        )
-        metrics.append(actor.update_actor(batch))
-    for name in ("actor/pg_loss", "actor/grad_norm"):
-        values = [found[name] for found in metrics]
-        assert values == pytest.approx([values[0]] * 3, rel=1e-5)

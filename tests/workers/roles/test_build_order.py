@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,15 @@ def numbers(tiny_dir: Path, order: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+OTHERS = [("ref", "critic", "actor"), ("critic", "actor", "ref")]
+
+
 @pytest.fixture(scope="module")
 def expected(tiny_dir: Path) -> dict[str, Any]:
     return numbers(tiny_dir, tuple(ROLES))
 
 
-@pytest.mark.parametrize("order", list(permutations(ROLES))[1:], ids="-".join)
+@pytest.mark.parametrize("order", OTHERS, ids="-".join)
 def test_the_order_in_which_roles_are_built_changes_nothing(
     order: tuple[str, ...], tiny_dir: Path, expected: dict[str, Any]
 ) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.workers.samples import PROMPT, make_batch, started, tiny_config
-from verl_like.errors import MissingColumnError
 from workers.roles.critic import CriticWorker
 
 
@@ -86,20 +85,3 @@ def test_the_critic_may_have_an_aggregation_of_its_own(one_layer_dir: Path) -> N
     assert losses[None] == losses["token-mean"]
     num_tokens = int(make_batch(8).batch["response_mask"].sum())
     assert losses["token-sum"] == pytest.approx(losses["token-mean"] * num_tokens, rel=1e-5)
-
-
-def test_an_update_without_returns_names_their_writer(one_layer_dir: Path) -> None:
-    batch = make_batch(8)
-    batch.pop(batch_keys=["returns"])
-    with pytest.raises(MissingColumnError, match="written by the driver's compute_advantage"):
-        critic_of(one_layer_dir).update_critic(batch)
-
-
-def test_the_body_s_weights_load_as_a_sequence_classifier_s(one_layer_dir: Path) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(
-        one_layer_dir / "model", num_labels=1
-    )
-    names = {name for name, _ in critic_of(one_layer_dir).engine.named_full_tensors()}
-    assert names == set(model.state_dict())

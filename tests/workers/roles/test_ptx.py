@@ -78,11 +78,10 @@ def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_lo
         assert (ptx[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-@pytest.mark.parametrize("budget", [MicroBatchBudget(rows=1), MicroBatchBudget(tokens=25)])
-def test_the_cut_into_passes_does_not_show(one_layer_dir: Path, budget: MicroBatchBudget) -> None:
+def test_the_cut_into_passes_does_not_show(one_layer_dir: Path) -> None:
     actor = actor_of(one_layer_dir)
     expected = gradients_of(actor, "both", MicroBatchBudget(rows=POLICY))
-    assert_equal_gradients(gradients_of(actor, "both", budget), expected)
+    assert_equal_gradients(gradients_of(actor, "both", MicroBatchBudget(tokens=25)), expected)
 
 
 def on_ranks(one_layer_dir: Path, strategy: str) -> dict[str, Any]:

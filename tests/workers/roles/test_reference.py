@@ -41,11 +41,3 @@ def test_a_reference_of_its_own_folder_is_that_model_also_beside_an_actor_with_a
     three = (config, as_actor, tiny_config(tiny_dir))
     hashes = [started(ReferenceWorker, each).weights_checksum() for each in three]
     assert hashes[0] == hashes[1] != hashes[2]
-
-
-def test_equal_weights_have_equal_checksums_across_roles(tiny_dir: Path) -> None:
-    config = tiny_config(tiny_dir)
-    assert (
-        started(ReferenceWorker, config).weights_checksum()
-        == started(ActorWorker, config, 1).weights_checksum()
-    )

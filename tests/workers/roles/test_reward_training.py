@@ -30,7 +30,6 @@ NONE: Settings = {}
 TINY = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 WIDTHS = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-    "qwen2": {"intermediate_size": 64, "num_key_value_heads": 2},
 }
 
 
@@ -129,9 +128,8 @@ def test_a_loss_of_the_user_s_is_found_by_its_dotted_path(one_layer_dir: Path) -
     assert found is PAIRWISE_LOSSES["log_exp"]
 
 
-@pytest.mark.parametrize("packs", [True, False])
-def test_more_padding_does_not_change_a_score(packs: bool, one_layer_dir: Path) -> None:
-    worker = worker_of(one_layer_dir / "model", {"use_remove_padding": packs})
+def test_more_padding_does_not_change_a_score(one_layer_dir: Path) -> None:
+    worker = worker_of(one_layer_dir / "model", {"use_remove_padding": False})
     worker.update_model(pairs())
     scores = worker.compute_scores(pairs()).batch["scores"]
     assert scores.abs().min() > 0
@@ -226,8 +224,6 @@ def test_the_adapter_and_the_head_load_by_peft(one_layer_dir: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model.norm.weight": None}, "lacks 1 weights: model.norm.weight"),
-        ({"model.extra.weight": torch.ones(2)}, "the model does not use: model.extra.weight"),
         ({"score.bias": torch.ones(1)}, "its head has score.bias, but a score is computed only"),
         (
             {"score.weight": None},
@@ -248,7 +244,7 @@ def test_a_damaged_folder_is_refused_with_the_names(
         scored_in_ppo(one_layer_dir, folder)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "qwen2"])
+@pytest.mark.parametrize("family", ["opt", "bloom"])
 def test_every_family_of_models_learns_and_transformers_gives_its_scores(
     family: str, tmp_path: Path
 ) -> None:
