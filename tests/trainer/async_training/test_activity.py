@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack
 
 import pytest
@@ -84,18 +83,6 @@ def test_a_block_in_a_block_interrupts_it(seen: Activity, clock: Clock) -> None:
     assert seen.seconds()["generator 0"] == {"busy": 3, "waiting": 0, "syncing": 10}
 
 
-def test_a_block_that_an_error_ends_is_closed(seen: Activity, clock: Clock) -> None:
-    def fail_in_a_second() -> None:
-        with seen.of("generator 0").busy("generate"):
-            clock.now += 1
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_in_a_second()
-    clock.now += 2
-    assert seen.seconds()["generator 0"] == {"busy": 1, "waiting": 2, "syncing": 0}
-
-
 def test_metrics_are_those_since_the_last_time(seen: Activity, clock: Clock) -> None:
     with seen.of("generator 0").busy("generate"):
         clock.now += 3
@@ -125,21 +112,3 @@ def test_who_waits_names_the_longest_wait_first(seen: Activity, clock: Clock) ->
         ]
     clock.now += 1
     assert "trainer has waited 1.0 s for something to do" in seen.who_waits()
-
-
-def test_the_threads_of_many_roles_lose_no_second() -> None:
-    seen = Activity()
-
-    def work(name: str) -> None:
-        for _ in range(200):
-            with seen.of(name).busy("generate"), seen.of(name).waiting("a batch"):
-                seen.metrics()
-
-    threads = [threading.Thread(target=work, args=(f"generator {i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    walls = [sum(states.values()) for states in seen.seconds().values()]
-    assert len(walls) == 4
-    assert max(walls) - min(walls) < 1e-9

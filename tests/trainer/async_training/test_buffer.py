@@ -22,7 +22,7 @@ from trainer.async_training.samplers import (
     chosen,
     select_chunks,
 )
-from trainer.observers.sample_log import IN_FLIGHT, QUEUED
+from trainer.observers.sample_log import QUEUED
 from trainer.report.accounts import describe_log
 from verl_like.errors import SampleLogError
 
@@ -88,14 +88,6 @@ def test_what_a_lost_generator_was_making_comes_next_for_the_others() -> None:
     assert [one.number for one in buffer.take(Demand(4))] == [0, 1]
     assert buffer.log.accounts[0].dropped == {"lost with its generator": 2}
     buffer.log.check()
-
-
-def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
-    buffer = make_buffer(num_batches=1, chunk=4)
-    finish(buffer, begin(buffer))
-    assert len(buffer.take(Demand(4))) == 1
-    with pytest.raises(EndOfSamples, match="0 samples are left, and a batch needs 4"):
-        buffer.take(Demand(4))
 
 
 def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
@@ -168,7 +160,7 @@ def test_a_pause_waits_for_what_is_being_made_and_begins_nothing() -> None:
 
 
 @pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("max_staleness", [0, 2])
 def test_no_sample_is_trained_on_too_late_whatever_the_generators_do(
     sampler: str, max_staleness: int
 ) -> None:
@@ -179,7 +171,7 @@ def test_no_sample_is_trained_on_too_late_whatever_the_generators_do(
         thread.start()
     try:
         seen: list[str] = []
-        for version in range(1, 25):
+        for version in range(1, 13):
             taken = buffer.take(Demand(4))
             assert all(version - one.version <= max_staleness for one in taken)
             seen += [uid for one in taken for uid in one.uids]
@@ -188,10 +180,10 @@ def test_no_sample_is_trained_on_too_late_whatever_the_generators_do(
         buffer.close()
         for thread in threads:
             thread.join(30)
-    assert len(set(seen)) == len(seen) == 24 * 4
+    assert len(set(seen)) == len(seen) == 12 * 4
     assert sum(account.dropped.total() for account in buffer.log.accounts.values()) == 0
     if sampler == "in_order":
-        assert seen == [str(number) for number in range(24 * 4)]
+        assert seen == [str(number) for number in range(12 * 4)]
 
 
 def _make(buffer: ExperienceBuffer, generator: int) -> None:
@@ -204,9 +196,9 @@ def _make(buffer: ExperienceBuffer, generator: int) -> None:
             finish(buffer, chunk)
 
 
-@pytest.mark.parametrize("num_slow", [0, 1, 5])
-@pytest.mark.parametrize("chunk", [1, 2])
-@pytest.mark.parametrize("max_staleness", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("max_staleness", "chunk", "num_slow"), [(1, 1, 1), (1, 2, 0), (3, 1, 5), (6, 2, 1)]
+)
 @pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
 def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
     sampler: str, max_staleness: int, chunk: int, num_slow: int
@@ -214,7 +206,7 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
     buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, chunk=chunk)
     buffer.join(0)
     slow: list[SampleChunk] = []
-    for version in range(1, 60):
+    for version in range(1, 30):
         buffer._demand = Demand(4)  # as generators see it while the trainer waits
         while may_begin(buffer):
             order = begin(buffer)
@@ -313,14 +305,6 @@ def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice(
     assert first == drawn()
     assert sorted(number for batch in first for number in batch) == list(range(8))
     assert first != [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_the_log_follows_a_sample() -> None:
-    buffer = make_buffer()
-    order = begin(buffer)
-    assert buffer.log.open(IN_FLIGHT) == [("0", 0), ("1", 0)]
-    finish(buffer, order)
-    assert buffer.log.open(QUEUED) == [("0", 0), ("1", 0)]
 
 
 def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.recipe import ASYNC
 from trainer.hooks import Hooks
-from verl_like.errors import CallbackError
 
 HOOKS = [name for name in vars(Hooks) if name.startswith("on_")]
 
@@ -49,16 +46,3 @@ def test_hooks_come_in_their_order(tiny_dir: Path, tmp_path: Path) -> None:
         *[(2, name) for name in [*step, "validate_begin", "validate_end", "step_end", "save_end"]],
         (2, "train_end"),
     ]
-
-
-class Breaks:
-    """A callback that raises."""
-
-    def on_sample_end(self, trainer: Any, batch: Any) -> None:
-        raise KeyError("rewards")
-
-
-def test_an_error_in_a_callback_is_the_callbacks(tiny_dir: Path, tmp_path: Path) -> None:
-    words = "the callback Breaks.on_sample_end failed at step 1: KeyError: 'rewards'"
-    with pytest.raises(CallbackError, match=words):
-        run(config_of(tiny_dir, tmp_path), callbacks=[Breaks()])

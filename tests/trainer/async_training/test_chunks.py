@@ -39,14 +39,6 @@ def test_a_chunk_has_a_row_for_each_sample_of_its_prompts() -> None:
     assert rows.non_tensor_batch["uid"].tolist() == ["0"] * 3 + ["1"] * 3
 
 
-def test_a_chunk_handed_back_is_the_next_to_go_out() -> None:
-    stream = stream_of(NumberedPrompts(), samples=1)
-    first, second = next_of(stream), next_of(stream)
-    stream.hand_back([second, first])
-    assert [next_of(stream), next_of(stream)] == [first, second]
-    assert next_of(stream).number == 2
-
-
 def test_generators_of_one_rank_get_its_part_of_every_batch() -> None:
     apart = {"generators": 2, "trainers": 2, "sample_routes": [[0, 0], [1, 1]]}
     stream = stream_of(NumberedPrompts(4), **apart)
@@ -54,20 +46,3 @@ def test_generators_of_one_rank_get_its_part_of_every_batch() -> None:
     assert [uids(stream, chunk) for chunk in of_rank_1] == [["2", "3"], ["6", "7"]]
     assert [chunk.rank for chunk in stream.waiting] == [0, 0]
     assert uids(stream, next_of(stream, generator=0)) == ["0", "1"]
-
-
-def test_prompts_that_end_give_nothing_more() -> None:
-    stream = stream_of(NumberedPrompts(2, num_batches=1), samples=1)
-    assert uids(stream, next_of(stream)) == ["0", "1"]
-    assert stream.has_ended
-    assert stream.offer(0) is None
-
-
-def test_a_resumed_stream_goes_on_with_what_was_open_first() -> None:
-    stream = stream_of(NumberedPrompts(4), samples=1)
-    chunks = [next_of(stream) for _ in range(3)]
-    state = stream.state_dict([chunks[2], chunks[0]])
-
-    resumed = stream_of(NumberedPrompts(4), samples=1)
-    resumed.load_state_dict(state)
-    assert [next_of(resumed).number for _ in range(4)] == [0, 2, 3, 4]

@@ -11,7 +11,7 @@ import pytest
 
 from tests import ROOT
 from tests.forked import run_program
-from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from tests.trainer.async_training.test_run import LOCAL, ledger_of, run_async
 from trainer.cli import main
 from trainer.data.prompts import PromptLoader
@@ -29,7 +29,7 @@ def test_as_many_prompts_as_asked_for_are_answered_over_several_epochs(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     total = ("data.total_prompts=150", "data.train_batch_size=60", "async_training.generators=2")
-    sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=30", "data.max_response_length=2")
+    sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=30", "data.max_response_length=1")
     more = (*sizes, *POLICY_ALONE, "trainer.total_training_steps=null")
     folder = run_async(tiny_dir, tmp_path, *total, *more)
     assert ledger_of(folder)["trainers"] == {"0": 2 * 150}
@@ -43,16 +43,17 @@ def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(PromptLoader, "num_prompts", lambda _, number: 8 if number < 2 else 0)
-    folder = run_async(tiny_dir, tmp_path, "trainer.total_training_steps=50", *POLICY_ALONE)
+    monkeypatch.setattr(PromptLoader, "num_prompts", lambda _, number: 4 if number < 2 else 0)
+    steps = "trainer.total_training_steps=50"
+    folder = run_async(tiny_dir, tmp_path, steps, *POLICY_ALONE, *FEW_ROWS)
     assert "the run ends after step 2: there are no more prompts" in capsys.readouterr().out
-    assert ledger_of(folder)["trainers"] == {"0": 2 * 16}
+    assert ledger_of(folder)["trainers"] == {"0": 2 * 8}
 
 
 def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
     fails = f"role_workers.actor={RIGGED}.FailsInSecondUpdate"
     with pytest.raises(ValueError, match="no gradient of this") as error:
-        run_async(tiny_dir, tmp_path, *POLICY_ALONE, fails)
+        run_async(tiny_dir, tmp_path, *POLICY_ALONE, *FEW_ROWS, fails)
     failed = re.search(r"no gradient of this at ([0-9.]+)", str(error.value))
     assert failed is not None
     assert time.time() - float(failed[1]) < 10
@@ -60,7 +61,7 @@ def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path)
     kept = [json.loads(line)["uid"] for line in texts]
     (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is on")]
     named = note.removeprefix("step 2 is on the samples of uid ").split(", ")
-    assert len(named) == 8
+    assert len(named) == 4
     assert set(named) <= set(kept)
 
 
@@ -71,13 +72,14 @@ def test_the_command_of_a_run_that_loses_a_generator_fails_within_seconds_and_na
     many = (
         "trainer.total_training_steps=50"  # more than one generator makes before the loss is known
     )
-    settings = ("async_training.generators=2", "async_training.on_generator_failure=fail", many)
-    arguments = overrides(tiny_dir, tmp_path, LOCAL, dies, *settings, *POLICY_ALONE)
+    settings = ("async_training.generators=2", many, *POLICY_ALONE, *FEW_ROWS)
+    arguments = overrides(tiny_dir, tmp_path, LOCAL, dies, *settings)
     done = run_program(main.main, "async", *arguments, folder=ROOT)
     took = time.time() - float((tmp_path / "killed_at").read_text())
     assert done.returncode == 1
     assert "generator 1 died with" in done.stderr
     assert "killed by SIGKILL" in done.stderr
+    assert "on_generator_failure=restart" in done.stderr
     assert took < 15
 
 
@@ -85,4 +87,4 @@ def test_a_generator_that_cannot_be_built_ends_the_run_with_its_error(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="no such engine"):
-        run_async(tiny_dir, tmp_path, f"role_workers.rollout={RIGGED}.CannotBeBuilt")
+        run_async(tiny_dir, tmp_path, f"role_workers.rollout={RIGGED}.CannotBeBuilt", *POLICY_ALONE)

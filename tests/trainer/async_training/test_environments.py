@@ -53,14 +53,21 @@ def numbers(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the synchronous run."""
+    return play(tiny_dir, tmp_path_factory.mktemp("plain"), recipe=PPO)
+
+
+def test_staleness_0_is_the_synchronous_run_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, plain: Path
+) -> None:
     """Even if calls end in the middle of turns, and environments are killed or slow."""
-    plain = play(tiny_dir, tmp_path / "plain", recipe=PPO)
     parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
     injected = ("faults.kill_environment=0.3", "faults.delay_environment=0.3")
     injected += ("faults.delay_s=0.05",)
     ours = ("async_training.max_staleness=0", parts, *injected)
-    folder = play(tiny_dir, tmp_path / "async", *ours)
+    folder = play(tiny_dir, tmp_path, *ours)
     assert numbers(folder) == numbers(plain)
     assert len(calls(folder, "take")) > len(calls(folder, "submit"))
     faults = [line for line in lines(folder, "faults.jsonl") if "count" in line]
@@ -110,16 +117,15 @@ SLOW = "environment.kwargs={sleep: 0.05}"
 
 
 def test_a_lost_generators_trajectories_are_played_again_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path
+    tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
-    plain = play(tiny_dir, tmp_path / "plain", SLOW, recipe=PPO)
     ours = (
         "async_training.max_staleness=0",
         "async_training.on_generator_failure=restart",
         LOSES,
         SLOW,
     )
-    folder = play(tiny_dir, tmp_path / "async", *ours)
+    folder = play(tiny_dir, tmp_path, *ours)
     assert (folder / "has_died").is_file()
     assert numbers(folder) == numbers(plain)
     trained, _ = tokens_of(lines(plain))

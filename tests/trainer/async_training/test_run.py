@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,13 +17,12 @@ from trainer import load_config, run
 from trainer.async_training import checks
 from trainer.async_training.recipe import ASYNC
 from trainer.async_training.step import AsyncTrainer
-from verl_like.errors import CheckpointError, ConfigError, RolloutError
+from verl_like.errors import CheckpointError, ConfigError
 
 LOCAL = "trainer.backend=local"
 APART = ("async_training.topology=2m2t", "async_training.sample_routes=[[0,0],[1,1]]")
 """Trainer ranks that have generators of their own."""
 BY_PROMPTS = "trainer.total_training_steps=null"
-ENDS_AT_12 = (BY_PROMPTS, "data.total_prompts=12")
 ENDS_AT_13 = (BY_PROMPTS, "data.total_prompts=13", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
 
 
@@ -52,11 +49,10 @@ def ledger_of(folder: Path) -> dict[str, Any]:
     return ledger
 
 
-@pytest.mark.parametrize("generators", ["1m1t", "2m1t"])
 def test_staleness_0_is_the_synchronous_run_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, plain: Path, generators: str
+    tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
-    ours = (f"async_training.topology={generators}", "async_training.max_staleness=0")
+    ours = ("async_training.topology=2m1t", "async_training.max_staleness=0")
     assert shared_numbers(run_async(tiny_dir, tmp_path, *ours)) == shared_numbers(plain)
 
 
@@ -65,29 +61,25 @@ LEFT_OUT = "algorithm.filter_groups"
 TWO_STEPS = "trainer.total_training_steps=2"
 
 
-@pytest.mark.parametrize(
-    ("settings", "generators"),
-    [
-        ((*POLICY_ALONE, *FEW_ROWS, "actor_rollout_ref.rollout.name=hf"), "1m1t"),
-        ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
-        ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "2m1t"),
-    ],
-    ids=["hf", "validation", "validation_of_two"],
-)
-def test_staleness_0_is_the_synchronous_run_of_other_settings_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, settings: tuple[str, ...], generators: str
+def test_validations_by_two_generators_have_the_numbers_of_the_synchronous_run(
+    tiny_dir: Path, tmp_path: Path
 ) -> None:
-    more = [TWO_STEPS, *(setting.format(tiny=tiny_dir) for setting in settings)]
+    engine = "actor_rollout_ref.rollout.name=hf"
+    files = f"data.val_files={tiny_dir}/val.parquet"
+    more = (*POLICY_ALONE, *FEW_ROWS, TWO_STEPS, *VALIDATED, files, engine)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
-    ours = (f"async_training.topology={generators}", "async_training.max_staleness=0")
+    ours = ("async_training.topology=2m1t", "async_training.max_staleness=0")
     folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+    validated = [call for call in calls(folder, "submit") if call["args"]["stage"] == "testing"]
+    roles = Counter(call["cat"] for call in validated)
+    assert roles["rollout"] == roles["rollout_1"] > 0
 
 
 def test_dynamic_sampling_leaves_out_groups_as_in_the_synchronous_run_and_the_ledger_has_them(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    more = ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo", TWO_STEPS)
+    more = ("algorithm.filter_groups.enable=true", *POLICY_ALONE, TWO_STEPS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = ("async_training.generators=2", "async_training.max_staleness=0")
     folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
@@ -100,63 +92,15 @@ def test_dynamic_sampling_leaves_out_groups_as_in_the_synchronous_run_and_the_le
     assert sum(reasons.get(LEFT_OUT, 0) for reasons in dropped) == 2 * (num_drawn - 2 * 8)
 
 
-def test_responses_made_in_parts_are_those_made_at_once(
+def test_responses_made_in_parts_with_changed_weights_alone_are_those_made_at_once(
     tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
-    parts = {
-        "of_all": "actor_rollout_ref.rollout.max_new_tokens_per_call=3",
-        "of_one": "async_training.generator_settings.0={max_new_tokens_per_call: 3}",
-    }
-    ours = ("async_training.max_staleness=0", TWO_STEPS)
+    ours = ("async_training.max_staleness=0", "actor_rollout_ref.rollout.weight_sync=changed")
+    parts = "async_training.generator_settings.0={max_new_tokens_per_call: 3}"
+    folder = run_async(tiny_dir, tmp_path, *ours, parts)
+    assert shared_numbers(folder) == shared_numbers(plain)
     assert len(calls(plain, "generate_sequences")) == 3
-    for name, setting in parts.items():
-        folder = run_async(tiny_dir, tmp_path / name, *ours, setting)
-        assert shared_numbers(folder) == shared_numbers(plain)[:2]
-        assert len(calls(folder, "take")) >= 4
-
-
-def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = (
-        "async_training.weight_update=immediate",
-        "async_training.max_staleness=2",
-        *POLICY_ALONE,
-    )
-    more = (
-        "data.max_response_length=16",
-        "trainer.total_training_steps=5",
-        "async_training.log_syncs=true",
-    )
-    folder = run_async(tiny_dir, tmp_path, *settings, *more)
-    assert ledger_of(folder)["trainers"] == {"0": 5 * 16}
-    assert max(line["async/staleness/max"] for line in lines(folder)) <= 2
-    syncs = [json.loads(line) for line in (folder / "syncs.jsonl").read_text().splitlines()]
-    versions = [sync["version"] for sync in syncs]
-    assert versions == sorted(set(versions))
-
-
-class KillGenerator:
-    """Kills the process of generator 1 after the first step, as the kernel does without memory."""
-
-    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if trainer.global_step == 1:
-            group = trainer.groups["rollout_1"]
-            os.kill(group.transport.started[0].pid, signal.SIGKILL)
-
-
-def test_a_lost_generator_ends_the_run_by_its_name_unless_told_otherwise(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    # more steps than it makes until the loss is known
-    settings = (
-        "async_training.generators=2",
-        "async_training.max_staleness=1",
-        "trainer.total_training_steps=50",
-    )
-    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), ASYNC)
-    with pytest.raises(
-        RolloutError, match=r"generator 1 died.*SIGKILL.*on_generator_failure=restart"
-    ):
-        run(config, callbacks=[KillGenerator()])
+    assert len(calls(folder, "take")) >= 6
 
 
 @pytest.mark.parametrize(
@@ -173,7 +117,7 @@ def test_a_lost_generator_ends_the_run_by_its_name_unless_told_otherwise(
 def test_adapters_are_trained_as_in_the_synchronous_run(
     tiny_dir: Path, tmp_path: Path, axes: tuple[str, ...]
 ) -> None:
-    more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE)
+    more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE, *FEW_ROWS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     logged = ("actor_rollout_ref.rollout.weight_sync=changed", "async_training.log_syncs=true")
     ours = (*more, *logged, "async_training.generators=2", "async_training.max_staleness=0", *axes)
@@ -192,9 +136,10 @@ def test_adapters_are_trained_as_in_the_synchronous_run(
 
 @pytest.fixture(scope="module")
 def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs of four steps, with a staleness of one version, by two generators."""
+    """Two epochs of two steps, with a staleness of one version, by two generators."""
     folder = tmp_path_factory.mktemp("async")
-    sizes = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    sizes = ("data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    sizes += ("data.max_response_length=2",)
     more = (
         "async_training.generators=2",
         BY_PROMPTS,
@@ -205,13 +150,11 @@ def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_async(tiny_dir, folder, "async_training.max_staleness=1", *more)
 
 
-def test_generators_run_ahead_by_the_versions_that_are_allowed(ahead: Path) -> None:
-    ages = [line["async/staleness/max"] for line in lines(ahead)]
-    assert ages[0] == 0
-    assert max(ages) == 1
-
-
-def test_files_of_samples_say_who_made_each_and_how_old_it_was(ahead: Path) -> None:
+def test_generators_run_ahead_and_files_of_samples_say_who_made_each_and_how_old_it_was(
+    ahead: Path,
+) -> None:
+    oldest = [line["async/staleness/max"] for line in lines(ahead)]
+    assert (oldest[0], max(oldest)) == (0, 1)
     generators: Counter[str] = Counter()
     for line in lines(ahead):
         rows = lines(ahead, f"rollouts/{line['step']}.jsonl")
@@ -220,47 +163,27 @@ def test_files_of_samples_say_who_made_each_and_how_old_it_was(ahead: Path) -> N
         assert sum(ages) / len(ages) == pytest.approx(line["async/staleness/mean"])
         generators.update(str(row["generator"]) for row in rows)
         assert {row["trainer"] for row in rows} == {0}
-    assert generators == {name: row["made"] for name, row in ledger_of(ahead)["generators"].items()}
-
-
-def test_every_sample_that_was_made_was_trained_on(ahead: Path) -> None:
     kept = ledger_of(ahead)
-    rows = kept["generators"].values()
-    assert sum(row["made"] for row in rows) == 8 * 32
-    assert all(row["made"] == row["trained"] for row in rows)
-    assert kept["trainers"] == {"0": 8 * 32}
-    assert sum(kept["staleness"].values()) == 8 * 32
+    for key in ("made", "trained"):
+        assert generators == {name: row[key] for name, row in kept["generators"].items()}
+    assert kept["trainers"] == {"0": 4 * 64}
+    assert sum(kept["staleness"].values()) == 4 * 64
 
-
-def test_every_prompt_is_trained_on_once_in_every_epoch(ahead: Path) -> None:
     steps = uids_of(ahead, len(lines(ahead)))
-    assert [len(uids) for uids in steps] == [2 * 16] * 8
-    for epoch, first in enumerate((0, 4)):
+    for epoch, first in enumerate((0, 2)):
         two_of_each = [f"{row}-{epoch}" for row in (*range(64), *range(64))]
-        assert sorted(sum(steps[first : first + 4], [])) == sorted(two_of_each)
+        assert sorted(sum(steps[first : first + 2], [])) == sorted(two_of_each)
 
-
-def test_generators_and_trainers_are_processes_of_their_own(ahead: Path) -> None:
-    generators = {event["args"]["pid"] for event in calls(ahead, "submit")}
-    trainers = {event["args"]["pid"] for event in calls(ahead, "update_actor")}
-    assert len(generators) == 2
-    assert not generators & trainers
-
-
-def test_seconds_of_every_role_add_up_to_the_wall(ahead: Path) -> None:
-    for line in lines(ahead)[1:]:
-        walls = []
-        for role in ("generator_0", "generator_1", "trainer"):
-            states = ("busy", "waiting", "syncing")
-            walls.append(sum(line[f"async/{role}/{state}_s"] for state in states))
-        assert max(walls) == pytest.approx(min(walls), abs=1e-3)
+    makers = {event["args"]["pid"] for event in calls(ahead, "submit")}
+    assert len(makers) == 2
+    assert not makers & {event["args"]["pid"] for event in calls(ahead, "update_actor")}
 
 
 def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_path: Path) -> None:
     rounds = ("async_training.update_steps=2", "async_training.train_epochs=2")
-    more = (*rounds, "trainer.total_training_steps=8", *POLICY_ALONE)
+    more = (*rounds, "trainer.total_training_steps=8", *POLICY_ALONE, *FEW_ROWS)
     folder = run_async(tiny_dir, tmp_path, *more)
-    assert ledger_of(folder)["generators"]["0"]["made"] == 4 * 16
+    assert ledger_of(folder)["generators"]["0"]["made"] == 4 * 8
     assert [line["training/weight_version"] for line in lines(folder)[3::4]] == [2, 3]
     texts = [(folder / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 9)]
     uids = [{json.loads(line)["uid"] for line in text.splitlines()} for text in texts]
@@ -273,7 +196,7 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
     assert uids[6:] == [uids[4 + place] for place in of_round[6:]]
     for line in lines(folder):
         is_fresh = line["async/train_epoch"] == 0
-        drawn = line["response_length/mean"] * 16 if is_fresh else 0
+        drawn = line["response_length/mean"] * 8 if is_fresh else 0
         assert line["async/sampled_tokens"] == pytest.approx(drawn)
 
 
@@ -332,7 +255,6 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         (["async_training.prompts_per_call=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
         (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy response"),
         (["role_mapping.rollout=trainer_pool"], "is the pool of .* too: a generator"),
-        (["async_training.sample_routes=[[0,3]]"], "names trainer 3"),
         (["async_training.topology=2x"], "'2x' is not a topology"),
         (
             ["async_training.on_buffer_full=evict_oldest"],
@@ -357,27 +279,12 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         (["async_training.generator_settings.0={nam: hf}"], "settings.0.nam'. Did you mean 'name'"),
         (["async_training.generator_settings.0={name: sglang}"], "generator_settings.0: .*sglang"),
         (
-            ["async_training.generator_settings.0=hf"],
-            "0=hf: .*str is not a subclass of GeneratorSettings",
-        ),
-        (
-            ["async_training.generator_settings.0={kv_cache_gb: -1}"],
-            "0: .*kv_cache_gb=-1.0: it must be",
-        ),
-        (
             ["async_training.generator_settings={0: {max_num_seqs: 0}}"],
             "0: .*max_num_seqs=0: it must be",
         ),
         (
             ["async_training.generator_settings.0={max_num_seqs: many}"],
             "max_num_seqs.*it takes a whole number|many",
-        ),
-        (
-            [
-                "async_training.generator_settings={0: {name: hf}}",
-                "async_training.generator_settings.0.dtype=float32",
-            ],
-            "has 0: give each generator's number once",
         ),
         (
             [

@@ -35,6 +35,8 @@ SCORES = ("compute_ref_log_prob", "compute_values", "compute_rm_score")
 BESIDE = ("open_delivery", "deliver_weights", "receive_weights", "ping")
 """Calls of `sync_weights`, a node of the driver, and of whoever waits: beside the next samples."""
 
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
+
 ROW_BY_ROW = (
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
     "critic.ppo_micro_batch_size_per_gpu=1",
@@ -59,21 +61,21 @@ def configured(*more: str) -> AsyncConfig:
     return load_config([*needed, ON_GENERATOR, "algorithm.use_kl_in_reward=true", *more], ASYNC)
 
 
-@pytest.mark.parametrize("generators", ["1m1t", "2m1t"])
 def test_scores_of_generators_are_those_of_the_synchronous_run_bit_for_bit(
-    tiny_dir: Path, classifier: Path, tmp_path: Path, generators: str
+    tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:
-    alone = ROW_BY_ROW if generators == "2m1t" else ()
-    more = (two_models(classifier), TWO_STEPS, *FEW_ROWS, *alone)
+    """Even if responses are made in parts: they are scored when they are whole."""
+    more = (two_models(classifier), TWO_STEPS, *FEW_ROWS, *ROW_BY_ROW)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
-    ours = (f"async_training.topology={generators}", "async_training.max_staleness=0", ON_GENERATOR)
+    ours = ("async_training.topology=2m1t", "async_training.max_staleness=0", ON_GENERATOR)
+    ours += ("actor_rollout_ref.rollout.max_new_tokens_per_call=3",)
     folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+    assert len(calls(folder, "take")) > len(calls(folder, "compute_values")) == 2 * 2
 
     asked = roles_of(folder)
-    first = {"ref", "critic_copy", "reward_model", "reward_model_second"}
-    second = {f"{role}_1" for role in first} if generators == "2m1t" else set()
-    assert set.union(*asked.values()) == first | second
+    roles = {"ref", "critic_copy", "reward_model", "reward_model_second"}
+    assert set.union(*asked.values()) == roles | {f"{role}_1" for role in roles}
     drawn_as_recorded(folder, overrides(tiny_dir, folder, LOCAL, *more, *ours))
     scored = {event["args"]["pid"] for method in SCORES for event in calls(folder, method)}
     assert scored == {event["args"]["pid"] for event in calls(folder, "submit")}
@@ -95,27 +97,14 @@ def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
     assert not made
 
 
-def test_responses_made_in_parts_are_scored_when_they_are_whole(
-    tiny_dir: Path, tmp_path: Path, plain: Path
-) -> None:
-    parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
-    ours = ("async_training.max_staleness=0", TWO_STEPS)
-    in_parts = run_async(tiny_dir, tmp_path, *ours, parts, ON_GENERATOR)
-    assert shared_numbers(in_parts) == shared_numbers(plain)[:2]
-    assert len(calls(in_parts, "compute_values")) == 2
-
-
 def test_generators_that_run_ahead_have_values_of_the_version_that_they_took(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    more = (
-        "async_training.generators=2",
-        "async_training.max_staleness=1",
-        "trainer.total_training_steps=5",
+    folder = run_async(
+        tiny_dir, tmp_path, ON_GENERATOR, *FEW_ROWS, "async_training.max_staleness=1"
     )
-    folder = run_async(tiny_dir, tmp_path, ON_GENERATOR, *FEW_ROWS, *more)
     books = ledger_of(folder)
-    assert books["trainers"] == {"0": 5 * 8}
+    assert books["trainers"] == {"0": 3 * 8}
     assert all(row["made"] == row["trained"] for row in books["generators"].values())
     found = lines(folder)
     assert max(line["async/value_staleness/max"] for line in found) == 1
@@ -152,18 +141,19 @@ def test_a_generator_that_is_started_anew_gets_all_its_roles_and_the_critics_wei
         ON_GENERATOR,
         "async_training.on_generator_failure=restart",
         "async_training.max_staleness=0",
+        TWO_STEPS,
     )
     run(
         load_config(overrides(tiny_dir, tmp_path, *FEW_ROWS, *settings), ASYNC),
         callbacks=[KillGenerator()],
     )
-    assert [line["async/value_staleness/max"] for line in lines(tmp_path)] == [0, 0, 0]
+    assert [line["async/value_staleness/max"] for line in lines(tmp_path)] == [0, 0]
 
 
 def test_groups_that_dynamic_sampling_draws_are_scored_on_generators(
     tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:
-    more = (two_models(classifier), "algorithm.filter_groups.enable=true")
+    more = (two_models(classifier), "algorithm.filter_groups.enable=true", *GRPO, *FEW_ROWS)
     folder = run_async(tiny_dir, tmp_path, ON_GENERATOR, *more, TWO_STEPS)
     num_made, num_scored = (len(calls(folder, name)) for name in ("submit", "compute_rm_score"))
     # of the last chunk, which nobody waits for, there may be none
@@ -190,7 +180,6 @@ def test_a_further_generators_reward_model_is_told_the_reward_that_is_its() -> N
     assert config.role_workers["reward_model_b_1"] == config.role_workers["reward_model_b"]
 
 
-GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
 MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b", "b_1"))
 
 

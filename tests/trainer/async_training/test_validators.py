@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from pathlib import Path
 
 import torch
 
-from tests.integration.runs import POLICY_ALONE, calls
 from tests.trainer.async_training.stand_ins import make_buffer
-from tests.trainer.async_training.test_run import run_async
 from trainer import load_config
 from trainer.async_training.buffer import ExperienceBuffer
 from trainer.async_training.recipe import ASYNC
@@ -24,15 +20,6 @@ def test_every_generator_with_the_rollout_of_the_first_one_that_lives_validates(
     assert config.validators([0, 1, 2, 3]) == [0, 2, 3]
     assert config.validators([1, 2, 3]) == [1]
     assert config.validators([2, 3]) == [2, 3]
-
-
-def test_each_generator_makes_a_part_of_a_validation(tiny_dir: Path, tmp_path: Path) -> None:
-    validated = ("trainer.test_freq=1", f"data.val_files={tiny_dir}/few.parquet")
-    settings = ("async_training.topology=2m1t", "trainer.total_training_steps=1", *POLICY_ALONE)
-    folder = run_async(tiny_dir, tmp_path, *settings, *validated)
-    found = calls(folder, "submit")
-    roles = Counter(call["cat"] for call in found if call["args"]["stage"] == "testing")
-    assert roles["rollout"] == roles["rollout_1"] > 0
 
 
 def rows(num: int) -> DataProto:

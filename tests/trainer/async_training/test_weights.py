@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.trainer.async_training.test_run import run_async, shared_numbers
 from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
 from trainer.async_training.activity import Activity
 from trainer.async_training.config import AsyncConfig
@@ -49,9 +47,3 @@ def test_a_copy_of_the_critic_gets_the_critics_weights_once_for_each_version(
         for copy in copies.values():
             assert checksums(copy) == published
             assert versions(copy) == [version]
-
-
-def test_weights_in_parts_change_no_number(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
-    ours = ("async_training.max_staleness=0", "actor_rollout_ref.rollout.weight_sync=changed")
-    folder = run_async(tiny_dir, tmp_path, *ours)
-    assert shared_numbers(folder) == shared_numbers(plain)
