@@ -6,9 +6,7 @@ import logging
 
 import pytest
 
-from tests.trainer.ppo.test_presets import needed_by
 from trainer import load_config
-from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
@@ -137,12 +135,8 @@ def test_a_contradiction_is_warned_of_by_name(
     assert [part for part in parts if part not in text] == [], text
 
 
-@pytest.mark.parametrize("preset", [None, *PPO.preset_names("algorithm")])
-def test_presets_and_defaults_contradict_nothing(
-    preset: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    chosen = [f"algorithm={preset}", *needed_by(preset)] if preset else []
-    assert warnings_of(caplog, *chosen) == []
+def test_defaults_contradict_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(caplog) == []
 
 
 @pytest.mark.parametrize("overrides", NO_WARNINGS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import load
-from tests.integration.runs import calls, lines, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines, overrides
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
 from trainer import load_config, run
@@ -21,13 +21,13 @@ from trainer.ppo.update import correct_rollout
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
-from workers.losses.vanilla import compute_policy_loss_vanilla
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 
 NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
 SECTION = "algorithm.rollout_correction"
 PRESETS = PPO.preset_names("correction")
+CARDS = load("docs/cards.py")
 REJECTING: dict[str, Any] = {
     "rollout_is": "sequence",
     "rollout_is_batch_normalize": True,
@@ -85,38 +85,6 @@ def test_without_a_correction_or_under_a_bypass_the_batch_stays(settings: dict[s
     assert correct_rollout(batch, RolloutCorrectionConfig(**settings)) == (batch, {})
 
 
-def test_the_objective_of_three_policies_worked_by_hand() -> None:
-    """The weight is proximal over behavior, the clipped ratio current over proximal."""
-    half, third = math.log(0.5), math.log(0.75)
-    columns = {
-        "rollout_log_probs": torch.tensor([[-1.0, -1.0, -1.0, 7.0], [-2.0, -2.0, -2.0, -2.0]]),
-        "old_log_probs": torch.tensor(
-            [[-1.0, -1.0 + half, -1.0 - half, 7.0], [-2.0, -2.0 - 2 * half, -2.0, -2.0 + third]]
-        ),
-        "response_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
-    }
-    batch = DataProto.from_dict(columns)
-    settings = RolloutCorrectionConfig(
-        rollout_is="token",
-        rollout_is_threshold="2.0",
-        rollout_rs="token_k1",
-        rollout_rs_threshold="0.3_3.0",
-    )
-    corrected, _ = correct_rollout(batch, settings)
-    weights, mask = corrected.batch["rollout_is_weights"], corrected.batch["response_mask"]
-    torch.testing.assert_close(weights, torch.tensor([[1, 0.5, 2, 0], [1, 2, 1, 0.75]]))
-    assert mask.tolist() == [[1, 1, 1, 0], [1, 0, 1, 1]], "a ratio of 4: exp(k1) is 1/4"
-
-    current = columns["old_log_probs"] + torch.tensor(
-        [[0.0, -third, 0.0, 0.0], [0.0, 9.0, half, 0.0]]  # ratios 1, 4/3, 1 | 1, -, 1/2, 1
-    )
-    loss, _ = compute_policy_loss_vanilla(
-        columns["old_log_probs"], current, torch.ones(2, 4), mask, "token-mean", None, weights
-    )
-    # -A w min(r, clip(r)): 1, 0.5 x 1.2, 2 | 1, 1 x 0.5, 0.75; six tokens are left
-    assert loss.item() == pytest.approx(-(1 + 0.6 + 2 + 1 + 0.5 + 0.75) / 6)
-
-
 def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, float]]:
     """Return the metrics of a corrected update of actor and critic, then those of a bypass."""
     found = []
@@ -169,7 +137,7 @@ def test_a_batch_that_is_rejected_whole_takes_a_step_of_zero(tiny_dir: Path) -> 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"correction={preset}"])
-    for name, value in load("docs/cards.py").preset_leaves("correction", preset).items():
+    for name, value in CARDS.preset_leaves("correction", preset).items():
         assert read(config, f"{SECTION}.{name}") == value
         assert unused_reason(config, f"{SECTION}.{name}") is None
 
@@ -215,8 +183,7 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def trained(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
-    policy_alone = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
-    settings = ("trainer.backend=local", "trainer.total_training_steps=2", *policy_alone, *more)
+    settings = ("trainer.backend=local", "trainer.total_training_steps=2", *POLICY_ALONE, *more)
     run(load_config(overrides(tiny, folder, *settings)))
     return lines(folder)
 
@@ -224,9 +191,9 @@ def trained(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
 def test_equal_policies_learn_the_same_corrected_bypassed_or_plainly(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    plain = trained(tiny_dir, tmp_path / "plain")
+    plain = trained(tiny_dir, tmp_path / "plain", *FEW_ROWS)
     for preset in ("decoupled_seq_is_rs", "bypass_ppo_clip"):
-        found = trained(tiny_dir, tmp_path / preset, f"correction={preset}")
+        found = trained(tiny_dir, tmp_path / preset, *FEW_ROWS, f"correction={preset}")
         for one, other in zip(found, plain, strict=True):
             for name in ("actor/grad_norm", "rollout_corr/rollout_ppl"):
                 assert one[name] == pytest.approx(other[name], rel=1e-3)

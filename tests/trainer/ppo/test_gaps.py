@@ -119,10 +119,9 @@ def _with_teacher(rewards: bool) -> PPOConfig:
     return config
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stage", STAGES)
-def test_gaps_change_no_number_of_a_drawn_token_and_no_metric(stage: str, seed: int) -> None:
-    compact, spread = two_batches(seed)
+def test_gaps_change_no_number_of_a_drawn_token_and_no_metric(stage: str) -> None:
+    compact, spread = two_batches(0)
     drawn, wide = (each.batch["response_mask"].bool() for each in (compact, spread))
     expected, metrics = STAGES[stage](compact)
     found, own = STAGES[stage](spread)

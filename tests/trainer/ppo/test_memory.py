@@ -200,9 +200,7 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
     assert settled(1, TOKENS.format(9999)) == 9999
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response"), [(256, 256), (512, 512), (1024, 3072), (1024, 8192), (2048, 14336)]
-)
+@pytest.mark.parametrize(("prompt", "response"), [(256, 256), (1024, 3072), (2048, 14336)])
 @pytest.mark.parametrize("again", ["null", "false"])
 def test_fitted_passes_leave_a_reserve_at_every_width(
     model: Path, prompt: int, response: int, again: str
@@ -337,8 +335,9 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
         return {role.role: role.copies for role in roles if role.copies}
 
     # float32 weights and two moments, a quarter on each of four ranks
-    assert copies()["actor"] == 6_910_365_696 * 3 * 4 / 4
-    assert set(copies()) == {"actor", "critic"}
+    found = copies()
+    assert found["actor"] == 6_910_365_696 * 3 * 4 / 4
+    assert set(found) == {"actor", "critic"}
     assert set(copies("actor_rollout_ref.ref.update_every=1")) == {"actor", "critic", "ref"}
     model_alone = "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
     assert copies(model_alone)["actor"] == 6_910_365_696

@@ -22,7 +22,9 @@ def needed_by(preset: str) -> list[str]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_all_that_a_preset_sets_is_read(preset: str) -> None:
+def test_all_that_a_preset_sets_is_read_and_contradicts_nothing(
+    preset: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = load_config([*NEEDED, f"algorithm={preset}", *needed_by(preset)])
     leaves = CARDS.preset_leaves("algorithm", preset)
     for key, value in leaves.items():
@@ -31,6 +33,7 @@ def test_all_that_a_preset_sets_is_read(preset: str) -> None:
 
     unused = [name for names in unused_keys(config).values() for name in names]
     assert [key for key in leaves if f"{key}.".startswith(tuple(f"{u}." for u in unused))] == []
+    assert [text for text in caplog.messages if text.startswith("warning ")] == []
 
 
 @pytest.mark.parametrize("preset", ["rloo", "remax", "gpg", "opo"])

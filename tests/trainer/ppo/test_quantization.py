@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.conftest import load as load_file
-from tests.integration.runs import calls, lines, numbers, overrides
+from tests.integration.runs import FEW_ROWS, calls, lines, numbers, overrides
 from trainer import load_config, run
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli.check import explain
@@ -188,7 +188,8 @@ def test_old_log_probs_that_the_drift_asks_for_are_made_at_the_first_step_alone(
 
 
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("placement=colocate", "trainer.backend=local", "trainer.save_freq=1", ROLLOUT, REF)
+    settings = ("placement=colocate", "trainer.backend=local", "trainer.save_freq=1", *FEW_ROWS)
+    settings += (ROLLOUT, REF)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     for folder, lengths in ((whole, [2]), (parted, [1, 2])):
         for length in lengths:

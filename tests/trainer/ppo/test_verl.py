@@ -78,20 +78,6 @@ SCRIPTS = {
     trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=10
     trainer.total_epochs=15
     """,
-    "dynamic batches": """
-    algorithm.adv_estimator=grpo data.train_files=/a data.val_files=/b data.return_raw_chat=True
-    data.train_batch_size=1024 actor_rollout_ref.model.path=q
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.use_dynamic_bsz=True
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
-    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
-    actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.multi_turn.format=hermes
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
-    actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False
-    trainer.critic_warmup=0 trainer.val_before_train=False trainer.n_gpus_per_node=8
-    trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
-    """,
 }
 """Settings of scripts in examples/grpo_trainer and examples/ppo_trainer, whole."""
 KEYS = set(named_keys(PPOConfig))
@@ -100,13 +86,6 @@ NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 
 def test_every_key_of_verls_examples_has_a_fate() -> None:
     assert [example for example in EXAMPLES if translate_key(*example.split("=", 1)) is None] == []
-
-
-def test_most_keys_of_verls_examples_are_accepted() -> None:
-    of_fsdp = [example for example in EXAMPLES if ".megatron." not in example]
-    outcomes = [translate_key(*example.split("=", 1)) for example in of_fsdp]
-    accepted = [outcome for outcome in outcomes if outcome is not None and not outcome.rejected]
-    assert len(accepted) / len(outcomes) >= 0.85
 
 
 @pytest.mark.parametrize(
@@ -309,8 +288,3 @@ def test_megatrons_sizes_are_the_axes_of_each_role() -> None:
         ours = [f"{role}.parallel.{size}" for size in ("tp=2", "sp=3", "pp=1", "ep=1")]
         assert translate(names) == ours
     assert translate(["critic.strategy=megatron"]) == ["critic.strategy=fsdp"]
-
-
-def test_a_key_that_nobody_has_is_still_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'data.train_batch_size'"):
-        load_config([*NEEDED, "data.train_batch_sise=4"])

@@ -11,7 +11,6 @@ from tests.trainer.ppo.advantages.plain_python import (
     NAMES,
     ROWS,
     WIDTH,
-    batch_of,
     whole_batch,
 )
 from tests.trainer.ppo.advantages.twins import SETTINGS, TWINS, Case
@@ -106,7 +105,7 @@ def test_every_estimator_leaves_its_inputs_alone_and_works_on_float32(columns, n
     assert (batch.batch["advantages"][mask == 0] == 0).all()
 
 
-# to gdpo a reward that is nan is one that the function did not return: test_grouped.py
+# to gdpo a reward that is nan is one that the function did not return
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gdpo"}))
 def test_rewards_that_are_no_numbers_are_refused_by_their_sample(columns, name, bad):
@@ -140,21 +139,3 @@ def test_every_estimator_is_a_file_of_its_name():
         first_names.setdefault(estimator, name)
     for estimator, name in first_names.items():
         assert estimator.__module__ == f"trainer.ppo.advantages.{name}"
-
-
-@pytest.mark.parametrize(
-    ("of_verl", "name"),
-    [
-        ("grpo_vectorized", "grpo"),
-        ("rloo_vectorized", "rloo"),
-        ("tir_optimal_token_baseline", "optimal_token_baseline"),
-    ],
-)
-def test_verls_second_names_are_the_same_estimators(of_verl, name):
-    assert ADVANTAGE_ESTIMATORS[of_verl] is ADVANTAGE_ESTIMATORS[name]
-
-
-def test_one_row_of_one_token_is_a_batch_too():
-    mask = torch.ones(1, 1, dtype=torch.int64)
-    batch = compute_advantage(batch_of(torch.full((1, 1), 2.0), mask), "grpo")
-    assert batch.batch["advantages"].tolist() == [[2.0]]

@@ -25,17 +25,6 @@ def test_gae_on_four_tokens_worked_by_hand():
     torch.testing.assert_close(advantages, torch.tensor([[-1.0, 0.5, 0.5, 0.0]]) / 0.75**0.5)
 
 
-def test_a_truncated_response_ends_in_the_value_of_its_last_token():
-    rewards, values = torch.zeros(2, 4), torch.tensor([[0.5, 0.25, 0.5, 9.0]]).repeat(2, 1)
-    mask = torch.tensor([[1, 1, 1, 0]]).repeat(2, 1)
-    # deltas of the first: 0.25 - 0.5, 0.5 - 0.25, 0.5 - 0.5; of the second the last is 0 - 0.5
-    advantages, returns = compute_gae_advantage_return(
-        rewards, values, mask, 1.0, 1.0, truncated=torch.tensor([True, False]), whiten=False
-    )
-    assert advantages.tolist() == [[0.0, 0.25, 0.0, 0.0], [-0.5, -0.25, -0.5, 0.0]]
-    assert returns.tolist() == [[0.5, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
-
-
 def test_long_rows_of_float32_match_the_recursion_in_float64():
     torch.manual_seed(0)
     rewards, values = torch.randn(2, 3, 500)
