@@ -23,12 +23,6 @@ def alarms_of_a_loss(first: float = 1.0) -> Alarms:
     return alarms
 
 
-def test_without_rules_nothing_is_an_alarm_and_nothing_is_kept() -> None:
-    alarms = Alarms()
-    assert alarms.check({"loss": 1e9, "actor/skipped_steps": 3.0, "actor/ppo_kl": 9.0}, 1) == []
-    assert alarms.state_dict() == {}
-
-
 def test_an_alarm_is_logged_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
     alarms = alarms_of_a_loss()
     with caplog.at_level("WARNING"):
@@ -58,12 +52,6 @@ def test_steps_that_are_made_again_repeat_no_alarm() -> None:
     assert alarms.check({"loss": 2.0}, 5)
     alarms.load_state_dict(at_checkpoint)
     assert alarms.check({"loss": 2.0}, 5) == []
-
-
-def test_a_checkpoint_that_knows_of_no_alarms_begins_with_none() -> None:
-    alarms = Alarms()
-    alarms.load_state_dict({})
-    assert alarms.state_dict() == {}
 
 
 def test_a_recipe_on_rows_tells_updates_that_were_skipped() -> None:

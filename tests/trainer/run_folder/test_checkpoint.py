@@ -145,13 +145,6 @@ def test_another_configuration_is_refused_with_what_differs_but_not_another_plac
     assert checkpoints(tmp_path, *changed, *start).resume.start_step == 2
 
 
-def test_a_fresh_start_among_checkpoints_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, 2, 4)
-    with pytest.raises(CheckpointError, match="holds the checkpoints of steps 2, 4"):
-        checkpoints(tmp_path, "trainer.resume_mode=disable")
-    assert checkpoints(tmp_path / "new", "trainer.resume_mode=disable").resume.start is None
-
-
 def test_what_refusals_advise_is_then_let_through(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     disable = "trainer.resume_mode=disable"

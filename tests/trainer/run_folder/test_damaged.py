@@ -171,18 +171,6 @@ def test_a_state_that_is_none_gives_words_where_its_checksum_is_right(
         checkpoints(tmp_path).resume.load(roles())
 
 
-@pytest.mark.parametrize("state", ANY_STATE)
-def test_a_random_state_that_is_none_makes_room_for_the_checkpoint_before(
-    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved(tmp_path, 2, 4)
-    replace_whole(tmp_path / "global_step_4", "random.json", ANY_STATE[state])
-    run = checkpoints(tmp_path)
-    run.resume.discard_later_steps()
-    assert run.resume.load(roles()) == {"global_step": 2}
-    assert "random.json holds no random state" in caplog.text
-
-
 @pytest.mark.parametrize("name", ["python", "numpy"])
 def test_a_random_state_of_huge_numbers_makes_room_for_the_checkpoint_before(
     tmp_path: Path, name: str

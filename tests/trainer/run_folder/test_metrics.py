@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.errors import BatchError
@@ -23,19 +21,6 @@ def test_reduction_goes_by_the_last_word_of_a_name():
         "climax": 3.0,
     }
     assert reduce_metrics(dict.fromkeys(expected, [1.0, 2.0, 6.0])) == expected
-
-
-def test_memory_peaks_take_their_highest():
-    assert reduce_metrics({"perf/max_memory_allocated_gb": [1, 3]}) == {
-        "perf/max_memory_allocated_gb": 3.0
-    }
-
-
-def test_reduction_takes_numbers_of_any_kind():
-    assert reduce_metrics({"a": [torch.tensor(1.0), np.float32(2), 3], "b": 4}) == {
-        "a": 2.0,
-        "b": 4.0,
-    }
 
 
 def test_a_metric_without_values_is_refused():

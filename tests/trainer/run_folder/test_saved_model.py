@@ -72,11 +72,6 @@ def test_a_role_is_named_by_its_folder_or_by_its_name(ppo_run: Path) -> None:
     assert (by_name.model.path, by_name.model.lora_rank) == ("value", 0)
 
 
-def test_the_base_may_have_moved(ppo_run: Path) -> None:
-    saved = find_saved_model(ppo_run, base="elsewhere")
-    assert (saved.model.path, saved.model.lora_rank) == ("elsewhere", 8)
-
-
 def test_the_one_role_of_another_recipe_needs_no_name(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1, {"sft": ["model", "optimizer"]}, {"model.path": "base"})
     assert find_saved_model(tmp_path).model.path == "base"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from trainer import load_config
 from trainer.run_folder.metrics import goal_message
 from verl_like.errors import ConfigError
 
@@ -24,9 +23,3 @@ def test_a_metric_of_validation_may_come_later() -> None:
 def test_a_metric_that_no_step_has_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'critic/score/mea'.*critic/score/mean"):
         goal_message({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})
-
-
-def test_goals_are_given_on_the_command_line() -> None:
-    needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
-    config = load_config([*needed, "+trainer.stop_at={critic/score/mean: 0.8}"])
-    assert config.trainer.stop_at == {"critic/score/mean": 0.8}

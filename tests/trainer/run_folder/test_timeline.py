@@ -87,17 +87,6 @@ def test_a_lane_is_named_again_when_another_process_goes_on_in_it(tmp_path: Path
     assert [(e["tid"], e["args"]["pid"]) for e in named] == [(1, 100), (1, 200)]
 
 
-def test_a_call_takes_little_room(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    timeline = Timeline(path)
-    long = {"method": "compute_ref_log_prob", "stage": "score", "cpu_s": 0.123456789}
-    calls = [{**record("a", "ref", 0, t, t + 0.37), **long, "step": t} for t in range(1000, 1100)]
-    timeline.add(calls[:50])
-    before = path.stat().st_size
-    timeline.add(calls[50:])
-    assert path.stat().st_size - before < 50 * 140
-
-
 def test_a_long_run_is_gone_on_with_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     Timeline(path).add([record("a", "actor", 0, step, step + 1.0) for step in range(5000)])
@@ -134,13 +123,3 @@ def test_the_time_between_two_calls_of_a_method_is_not_its_own() -> None:
         record("a", "actor", 1, 0.25, 0.5),  # within it
     ]
     assert call_timings(records, {}) == {"timing_s/update_actor": 1.0 + 2.5}
-
-
-def test_a_step_without_calls_has_no_ratio() -> None:
-    assert call_timings([], {}, concurrent=("update",)) == {}
-
-
-def test_a_call_says_in_which_stage_it_was_made(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    Timeline(path).add([record("a", "actor", 0, 10.0, 12.0, step=7, stage="testing")])
-    assert calls(path)[0]["args"]["stage"] == "testing"

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from trainer import load_config
-from trainer.best_of_n.step import BestOfNTrainer
 from trainer.ppo.config import DataConfig, PPOConfig, PPOTrainerConfig
 from trainer.ppo.stages import PPOTrainer
 from trainer.run_folder.tracking import Console, JsonLines, make_tracking
@@ -72,10 +71,6 @@ def test_without_a_terminal_a_step_has_a_line(
     ]
 
 
-def test_recipes_that_only_sample_have_the_headline_of_ppo() -> None:
-    assert BestOfNTrainer.headline({"response_length/mean": 7.5, "other": 1.0}) == ["length 7.5"]
-
-
 @pytest.mark.parametrize("kl", [0.0, -1.8e-10])
 def test_a_kl_of_a_policy_to_itself_is_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kl: float
@@ -83,12 +78,6 @@ def test_a_kl_of_a_policy_to_itself_is_not_shown(
     with make_tracking(config(tmp_path, "console"), 1, PPOTrainer.headline) as tracking:
         tracking.log({**STEP, "actor/ppo_kl": kl}, 1)
     assert capsys.readouterr().out.splitlines() == [f"step 1/1  reward 0.5  {REST}"]
-
-
-def test_nothing_is_shown_where_the_console_is_not_asked_for(tmp_path: Path, capsys: Any) -> None:
-    with make_tracking(config(tmp_path), total_steps=1) as tracking:
-        tracking.log(STEP, 1)
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("columns", [40, 100])
@@ -140,20 +129,6 @@ def test_a_tracker_of_ones_own_is_found_by_its_dotted_path(tmp_path: Path) -> No
     with make_tracking(load_config([*needed, folder, f"trainer.logger={name}"]), 2) as tracking:
         tracking.log({"loss": 0.5}, 1)
     assert own.said == [2, (1, {"loss": 0.5}), "closed"]
-
-
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with make_tracking(config(tmp_path, "tensorboard"), total_steps=2) as tracking:
-        tracking.log({"loss": 0.25}, 1)
-        tracking.log({"loss": 0.125}, 2)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (1, 0.25),
-        (2, 0.125),
-    ]
 
 
 def test_wandb_gets_names_configuration_and_steps_and_a_resumed_run_goes_on_in_its_run(
