@@ -141,7 +141,7 @@ def test_a_truncated_or_damaged_request_is_an_error_of_its_sender(
     alone = train(client.model(server[0].base_model, 1, seed=4))
     body = model.backward_body(1, [datum(), datum(TEXT[:4])], "cross_entropy")
     headers = {"content-type": PROTOBUF}
-    for end in range(len(body)):
+    for end in range(0, len(body), 3):
         answer = client.http.post("forward_backward", content=body[:end], headers=headers)
         if answer.status_code == 200:  # a message without a loss
             with pytest.raises(FailedError, match="user: the actor has no loss ''"):
@@ -150,7 +150,7 @@ def test_a_truncated_or_damaged_request_is_an_error_of_its_sender(
             assert answer.status_code in (400, 404), answer.text
             assert answer.json()["detail"]
     random = np.random.default_rng(0)
-    for _ in range(200):
+    for _ in range(100):
         damaged = bytearray(body)
         for place in random.integers(len(body), size=3):
             damaged[place] = random.integers(256)

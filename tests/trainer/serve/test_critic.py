@@ -33,7 +33,7 @@ from workers.training.optim import OptimStepSettings
 CRITIC = ("placement=split", "role_mapping.critic=values", "resource_pool_spec.values=[1]")
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0}
 STEP = OptimStepSettings(**OPTIMIZER, grad_clip=1.0, ends_update=False)
-STEPS, LENGTH = 3, 6
+STEPS, LENGTH = 2, 6
 CLIP, MODE = 0.05, "seq-mean-token-mean"
 Drawn = list[tuple[list[int], list[int], list[float]]]
 """Prompt, response and log-probs of each row."""

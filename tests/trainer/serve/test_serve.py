@@ -288,13 +288,10 @@ BAD_SAMPLES = [
     ({"sampling_params": {"max_tokens": 17}}, "max_tokens=17 exceeds the 16 tokens"),
     ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature='-1'"),
     ({"sampling_params": {"stop": [-3]}}, "sampling_params.stop"),
-    ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
     ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs"),
-    ({"num_samples": 0}, "num_samples"),
     ({"prompt": {"chunks": [{"type": "image"}]}}, "prompt.chunks.0.tokens"),
     ({"prompt": {"chunks": []}}, "the prompt has 0 tokens; 1 to 32 fit"),
     ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "1000000 at .0. is outside the vocabulary"),
-    ({"prompt": {"chunks": [{"tokens": [1] * 33}]}}, "the prompt has 33 tokens"),
     ({"prompt_logprobs_last_n": 9}, "prompt_logprobs_last_n=9"),
     ({"sampling_session_id": "none"}, "404: there is no open sampler 'none'"),
 ]
@@ -348,9 +345,6 @@ def test_bad_requests_harm_nobody(
         model.step(beta1=1.5)
     with pytest.raises(FailedError, match="adam_params.momentum"):
         model.step(momentum=1)
-    for name in ("../x", "a/b", ".hidden", ""):
-        with pytest.raises(FailedError, match="cannot name a checkpoint|not a path of the form"):
-            client.load(f"tinker://{model.name}/weights/{name}", False, 9)
     with pytest.raises(FailedError, match="404: there is no checkpoint"):
         client.load(f"tinker://{model.name}/weights/none", False, 9)
     headers = {"content-type": "application/x-protobuf"}

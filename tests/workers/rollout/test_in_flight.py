@@ -129,10 +129,8 @@ def test_a_response_goes_on_so_too_where_the_module_itself_decodes(
     assert sum(len(output.versions.unique()) for output in outputs) > len(PROMPTS) + 4
 
 
-@pytest.mark.parametrize("per_call", [1, 5])
-def test_calls_of_a_few_tokens_each_make_the_responses_of_one_call(
-    engine: RolloutEngine, per_call: int
-) -> None:
+def test_calls_of_a_few_tokens_each_make_the_responses_of_one_call(engine: RolloutEngine) -> None:
+    per_call = 3
     vllm = getattr(engine, "vllm", None)
     in_step = type(vllm).__name__ != "VllmServer"  # a server samples between two takes, too
     whole = engine.generate(requests_of(PROMPTS), settings())

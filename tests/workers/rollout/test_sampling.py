@@ -64,8 +64,8 @@ def sorted_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.zeros_like(probs).scatter(1, order, ordered.masked_fill(beyond, 0.0))
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 3000, 40_000])
-@pytest.mark.parametrize("spread", [0.0, 0.3, 4.0, 30.0])
+@pytest.mark.parametrize("vocab", [1, 5, 40_000])
+@pytest.mark.parametrize("spread", [0.0, 4.0])
 @pytest.mark.parametrize("has_ties", [False, True])
 def test_top_p_keeps_the_tokens_that_a_sort_keeps(
     vocab: int, spread: float, has_ties: bool
@@ -119,11 +119,8 @@ def chi_square_limit(freedom: int) -> float:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"temperature": 0.5},
-        {"temperature": 2.0},
         {"top_k": 3},
-        {"top_p": 0.7},
         {"min_p": 0.2},
         {"temperature": 1.7, "top_k": 5, "top_p": 0.8, "min_p": 0.05},
     ],

@@ -26,9 +26,7 @@ def engine_of(module: Any) -> NativeEngine:
     return engine
 
 
-@pytest.mark.parametrize(
-    "case", ["gpt2", "gpt_neox", "qwen2_moe", "deepseek_v3", "minicpm3", "bloom", "llama+yarn"]
-)
+@pytest.mark.parametrize("case", ["gpt2", "deepseek_v3", "bloom", "llama+yarn"])
 def test_what_is_taken_is_decoded_as_transformers_computes_it(case: str) -> None:
     module = build_tiny(tiny_model_config(case))
     prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in range(4)]
@@ -47,11 +45,8 @@ def test_what_is_taken_is_decoded_as_transformers_computes_it(case: str) -> None
     [
         "gpt_neo",
         "llama4_text",
-        "openai-gpt",
         "gemma3n_text",
-        "gemma4_text",
         "mamba",
-        "bamba",
         "roberta",
         "minimax",
         "phi3+longrope",
@@ -65,7 +60,7 @@ def test_what_is_not_decoded_right_is_refused_with_the_engines_to_choose(case: s
     assert repr(module.config.get_text_config().model_type) in str(error.value)
 
 
-@pytest.mark.parametrize("case", ["gpt_neo", "mistral", "phi3+longrope", "llama4_text"])
+@pytest.mark.parametrize("case", ["mistral", "phi3+longrope"])
 def test_limits_that_no_row_of_the_run_passes_do_not_matter(case: str) -> None:
     config = build_tiny(tiny_model_config(case)).config
     assert module_forward.native_problem(config, longest=16) == ""
@@ -110,11 +105,12 @@ def test_layers_that_share_keys_and_values_may_lose_samples_in_mid_generation() 
     assert config.num_kv_shared_layers == 1
     requests = [Sample([7 + row, 9, 30], row, f"row {row}") for row in range(4)]
     sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=(), do_sample=False)
-    whole = engine_of(module).generate(requests, sampling)
+    engine = engine_of(module)
+    whole = engine.generate(requests, sampling)
     stops = (int(whole[0].tokens[4]),)  # the first row leaves before the others
     sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=stops, do_sample=False)
     lengths = set()
-    for expected, output in zip(whole, engine_of(module).generate(requests, sampling), strict=True):
+    for expected, output in zip(whole, engine.generate(requests, sampling), strict=True):
         tokens = output.tokens.tolist()
         assert tokens == expected.tokens.tolist()[: len(tokens)]
         lengths.add(len(tokens))
