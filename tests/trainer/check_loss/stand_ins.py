@@ -1,4 +1,4 @@
-"""A module with the names that we import from verl 0.9.1, backed by our functions."""
+"""A module with the names of verl 0.9.1, backed by our functions, and a choice of the batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from trainer.check_loss.batches import all_batches
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from workers.losses.aggregate import agg_loss
 from workers.losses.kl import kl_penalty
@@ -85,3 +86,10 @@ def stand_in_for_verl(
     for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep four of the 24 batches: among them are every move, holes, and a row without a token."""
+    chosen = all_batches()[4:20:4]
+    for module in ("trainer.check_loss", "trainer.migrate.prove"):
+        monkeypatch.setattr(f"{module}.all_batches", lambda: chosen)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import verl_like
-from tests.trainer.check_loss.stand_ins import NOT_INSTALLED, stand_in_for_verl
+from tests.trainer.check_loss.stand_ins import NOT_INSTALLED, few_batches, stand_in_for_verl
 from trainer.check_loss import BrokenRelation, check_loss
 from trainer.check_loss.foreign import TRAINERS
 from trainer.check_loss.relations import NAMES, RELATIONS
@@ -30,7 +30,8 @@ OURS = [
 
 
 @pytest.mark.parametrize(("name", "kind"), OURS)
-def test_no_false_alarm_on(name: str, kind: str) -> None:
+def test_no_false_alarm_on(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_batches(monkeypatch)
     of_kind = [relation.__name__ for relation in RELATIONS[kind]]
     left_out = {"finite_differences"} & {*subject_of(name, kind).exempt}
     assert check_loss(name, kind) == [each for each in of_kind if each not in left_out]
@@ -50,7 +51,10 @@ def good(old_logprobs, logprobs, advantages, action_mask, num_tokens, clip_ratio
     )
 
 
-def test_a_loss_of_another_signature_is_filled_by_its_names() -> None:
+def test_a_loss_of_another_signature_is_filled_by_its_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_batches(monkeypatch)
     subject = subject_of(good)
     assert subject.kind == "policy"
     assert subject.reads == {
@@ -230,6 +234,7 @@ def test_the_command_names_what_holds_and_what_does_not(
 def test_verls_losses_are_told_the_counts_and_averaged_over_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    few_batches(monkeypatch)
     stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
     assert "data_parallel_split" in check_loss("verl:vanilla", clip_ratio_high=0.4)
     assert "reward_scale_and_shift" in check_loss("verl:rloo")
