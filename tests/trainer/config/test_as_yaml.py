@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import pytest
-import yaml
 from omegaconf import OmegaConf
 
 from trainer.config.flat import in_yaml
@@ -23,13 +21,3 @@ VALUES: dict[str, Any] = {
 
 def test_values_are_read_back_as_they_were() -> None:
     assert OmegaConf.to_container(OmegaConf.load(io.StringIO(in_yaml(VALUES)))) == VALUES
-
-
-def test_keys_stand_in_their_order_a_line_each() -> None:
-    text = in_yaml({"section": {"z": 1, "a": "text"}, "other": "1e3"})
-    assert text == "section:\n  z: 1\n  a: text\nother: '1e3'\n"
-
-
-def test_what_has_no_form_in_yaml_is_refused() -> None:
-    with pytest.raises(yaml.YAMLError, match="cannot represent"):
-        in_yaml({"key": object()})

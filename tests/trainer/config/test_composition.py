@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,15 +10,11 @@ from tests.forked import run_program
 from tests.integration.runs import overrides
 from tests.trainer.config.partitions import ROLES, partitions
 from trainer import load_config, main_ppo
-from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
 from trainer.config.schema import TrainerConfig
 from trainer.config.settle import settle
 from trainer.launch import nominal_placement
-from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
-from trainer.sft.recipe import SFT
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 
@@ -98,13 +93,11 @@ def test_a_run_ends_with_the_first_of_its_steps_and_epochs(
 ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=false"
 
 
-@pytest.mark.parametrize("recipe", [PPO, ASYNC], ids=["ppo", "async"])
 def test_passes_are_cut_by_tokens_unless_rows_are_asked_for(
-    recipe: Recipe[Any], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def by_tokens(*more: str) -> bool:
-        found: bool = load_config([*NEEDED, *more], recipe).actor_rollout_ref.actor.use_dynamic_bsz
-        return found
+        return load_config([*NEEDED, *more]).actor_rollout_ref.actor.use_dynamic_bsz
 
     assert by_tokens()
     assert "counts samples" not in caplog.text
@@ -120,10 +113,6 @@ def test_passes_are_cut_by_tokens_unless_rows_are_asked_for(
         (
             ["placement=standalone", "role_mapping.ref=actor_pool"],
             [{"actor", "ref"}, {"rollout"}, {"critic"}, {"reward_model"}],
-        ),
-        (
-            ["placement=standalone", "role_mapping.reward_model=critic_pool"],
-            [{"actor"}, {"rollout"}, {"ref"}, {"critic", "reward_model"}],
         ),
     ],
 )
@@ -155,23 +144,6 @@ def test_every_partition_of_the_roles_over_pools_is_planned() -> None:
         assert batch_table(config)
         seen += 1
     assert seen == 52
-
-
-def test_pools_are_named_on_the_command_line_without_a_plus() -> None:
-    pools = [
-        "resource_pool_spec.critic_pool=[2]",
-        "role_mapping.reward_model=rm_pool",
-        "+resource_pool_spec.rm_pool=[1]",
-    ]
-    config = load_config(
-        [*NEEDED, *ALL_ROLES, "placement=split", "trainer.n_gpus_per_node=5", *pools]
-    )
-    assert config.resource_pool_spec == {
-        "actor_rollout_ref_pool": [2],
-        "critic_pool": [2],
-        "rm_pool": [1],
-    }
-    assert config.role_mapping["reward_model"] == "rm_pool"
 
 
 def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,13 +214,6 @@ def test_multirun_makes_a_plan_for_each(tiny_dir: Path, tmp_path: Path) -> None:
     assert done.stdout.count("\ncritic_pool ") == 1
 
 
-@pytest.mark.parametrize("recipe", [PPO, SFT])
-def test_by_default_a_run_keeps_its_work(recipe: Recipe[Any]) -> None:
-    config = recipe.schema()
-    assert (config.trainer.max_restarts, config.trainer.save_every_minutes) == (3, 30)
-    assert not isinstance(config, PPOConfig) or config.reward.max_failed_fraction == 0.5
-
-
 def test_grpo_process_with_environments_says_that_it_is_biased(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -265,11 +230,6 @@ def test_a_reward_is_named_as_other_code_is(path: str) -> None:
     assert (function.path, function.name) == (path, "score")
     config = load_config([*NEEDED, f"reward={path}", "reward.max_failed_fraction=0.1"])
     assert (config.reward.function.path, config.reward.max_failed_fraction) == (path, 0.1)
-
-
-def test_a_list_is_the_list_of_rewards() -> None:
-    (one,) = load_config([*NEEDED, "reward=[{name: a, path: f.py}]"]).reward.list
-    assert (one.name, one.path) == ("a", "f.py")
 
 
 def test_a_file_with_a_key_of_verl_s_is_answered_with_ours(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer.config.compose import load_config
-from trainer.config.devices import GIB_OF_GPUS, devices_of
+from trainer.config.devices import devices_of
 from trainer.config.schema import TrainerConfig
 from trainer.launch import ALL_FOUND, run
 from trainer.ppo.config import PPOConfig
@@ -28,16 +28,14 @@ def config_of(tiny: Path, folder: Path, *settings: str) -> PPOConfig:
     return load_config(overrides(tiny, folder / "run", "trainer.logger=[]", *settings), PPO)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_command_for_gpus_is_checked_without_any(
-    nodes: int, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = (f"trainer.nnodes={nodes}", "placement=split", "data.train_batch_size=16")
+    sizes = ("trainer.nnodes=2", "placement=split", "data.train_batch_size=16")
     settings = (*FOR_GPUS, *sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=8xH100"))
     output = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
-    where = "each of 2 machines" if nodes > 1 else "1 machine"
-    assert f"Devices: 8 x H100 on {where}" in output
+    assert "Devices: 8 x H100 on each of 2 machines" in output
     assert "(72.7 of 79.0 GiB are usable: fits)" in output
     assert not (tmp_path / "run").exists()
 
@@ -86,10 +84,8 @@ def test_what_the_simulated_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path
         ("8xH100", 79),
         ("1 x h100-80GB", 79),
         ("2xNVIDIA A100-40GB", 39),
-        ("4xA100-80GB", 79),
         ("2x40GiB", 40),
         ("2x40", 40),
-        *[(f"1x{card}", gib) for card, gib in GIB_OF_GPUS.items()],
     ],
 )
 def test_cards_have_names_or_a_size(simulate: str, gib: int) -> None:
@@ -101,7 +97,6 @@ def test_cards_have_names_or_a_size(simulate: str, gib: int) -> None:
     ("settings", "words"),
     [
         (("trainer.simulate=H100",), "trainer.simulate=H100: give the GPUs of a machine as 8xH100"),
-        (("trainer.simulate=0xH100",), "=0xH100: give the GPUs"),
         (("trainer.simulate=8xH10O",), "'H10O' is not a GPU .* Did you mean 'H100'"),
         (("trainer.simulate=8x0GiB",), "'0GiB' is not a GPU whose memory is known"),
         (("trainer.simulate=8xH100", "trainer.device=cpu"), "=8xH100 and trainer.device=cpu"),

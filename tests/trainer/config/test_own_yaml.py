@@ -119,14 +119,6 @@ def test_a_file_that_is_no_yaml_is_told_by_its_line(
     assert "'mine' must be a DictConfig, got ListConfig" in error
 
 
-def test_files_of_ones_own_compose_with_presets_of_another_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = GOOD.replace("ppo_trainer", "async_trainer, {override algorithm: grpo}")
-    arguments = ("--config-name", "mine", N)
-    assert said(monkeypatch, tmp_path, {"mine.yaml": text}, *arguments, recipe=ASYNC) == ""
-
-
 @pytest.mark.parametrize("arguments", [["--epochs", "3"], ["--epochs=3"], ["data.train_files"]])
 def test_words_that_are_no_settings_are_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]

@@ -8,7 +8,6 @@ from typing import Any, get_origin
 
 import pytest
 
-from tests.conftest import load as load_file
 from trainer.config.checks import check_fields
 from trainer.config.compose import known_settings
 from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume
@@ -150,22 +149,3 @@ def test_a_key_by_verls_name_is_answered_with_ours() -> None:
 
 def test_names_of_verl_are_no_keys_here() -> None:
     assert [key.rules.verl for key in KEYS.values() if key.rules.verl in KEYS] == []
-
-
-def test_the_docs_list_every_key_with_its_choices_and_whether_a_resume_may_change_it() -> None:
-    tables = load_file("docs/make_tables.py")
-    table = "\n\n".join(map(tables.key_table, tables.KEY_PAGES))
-    sections = dict(re.findall(r"^## `?([\w .]+)`?↻?\n(.*?)(?=^## |\Z)", table, re.M | re.S))
-    same = re.compile(r"^The same keys are in (.+)\.$", re.M)
-    for text in list(sections.values()):
-        for others in same.findall(text):
-            sections |= dict.fromkeys(re.findall("`(.+?)`", others), text)
-
-    for name, key in KEYS.items():
-        section, _, leaf = name.rpartition(".")
-        text = sections[section or "Top level"]
-        elsewhere = re.findall(rf"^`(?:.*`)?{leaf}`.*: as in \[`(.+?)`\]", text, re.M)
-        (row,) = re.findall(rf"^- `{leaf}`.*$", sections[elsewhere[0]] if elsewhere else text, re.M)
-        expected = ["↻"] if key.rules.may_change_on_resume else []
-        expected += [] if "](algorithms.md#" in row else key.rules.choices
-        assert [words for words in expected if words not in row] == [], name

@@ -53,11 +53,6 @@ def test_sections_are_opened_and_other_dicts_are_values() -> None:
     ]
 
 
-def test_a_key_that_is_given_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.shuffle is given twice: True and False"):
-        flat_settings(PPOConfig, {"data": {"shuffle": True}, "data.shuffle": False})
-
-
 def test_what_the_command_line_has_no_form_for_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.shuffle=<object .*: an object of type object cannot be the value"

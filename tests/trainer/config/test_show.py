@@ -51,11 +51,6 @@ def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
     assert OmegaConf.to_yaml(tree) == whole
 
 
-def test_while_a_refusal_keeps_open_what_is_read_everything_is_shown() -> None:
-    overrides = known_settings(["algorithm=distillation"], PPO)  # which needs a teacher
-    assert left_out_of(compose_tree(overrides, PPO), keys_of(overrides), PPO) == set()
-
-
 def test_ones_own_code_that_cannot_be_imported_is_no_reason_to_show_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,10 +74,3 @@ def test_every_rule_of_a_field_stands_at_its_key() -> None:
     for key in leaf_keys(PPO.schema):
         if key.describe_rules:
             assert f"# {key.describe_rules}" in text, key.name
-
-
-def test_a_range_a_condition_and_the_name_in_verl_are_said() -> None:
-    text, _ = shown()
-    (found,) = [line for line in text.splitlines() if "kl_loss_coef:" in line]
-    assert found.strip() == "kl_loss_coef: 0.001  # 0 or more; read when `use_kl_loss` is true"
-    assert "; in verl: " in text

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked import run_program
 from tests.integration.runs import overrides
-from trainer import load_config
+from trainer import load_config, main_ppo
 from trainer.cli import check
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, unused_reason
-from trainer.launch import run
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
@@ -47,21 +44,15 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
     ("key", "circumstances"),
     [
         ("actor_rollout_ref.model.lora_alpha=8", []),
-        ("actor_rollout_ref.model.target_modules=[q_proj]", []),
         (
             "actor_rollout_ref.actor.optim.betas=[0.9,0.9]",
             ["actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD"],
         ),
         ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", []),
         (
-            "actor_rollout_ref.actor.clip_ratio=0.1",
-            ["actor_rollout_ref.actor.policy_loss.loss_mode=reinforce"],
-        ),
-        (
             "actor_rollout_ref.actor.clip_ratio_c=4",
             ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
         ),
-        ("actor_rollout_ref.actor.loss_scale_factor=4", []),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", ["trainer.save_freq=-1"]),
         (
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
@@ -76,9 +67,7 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
         ("actor_rollout_ref.rollout.engine_kwargs.seed=1", []),
         ("critic.ppo_max_token_len_per_gpu=64", [ROWS]),
         ("algorithm.filter_groups.metric=acc", [NO_CRITIC]),
-        ("algorithm.rollout_correction.rollout_is_threshold=3", []),
         ("reward.function.kwargs.bonus=1", []),
-        ("reward.model.micro_batch_size_per_gpu=2", []),
         ("reward.default_score=1", MODEL_ALONE),
         ("cpus_per_process=0.5", ["trainer.backend=local"]),
     ],
@@ -86,7 +75,6 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
 def test_a_key_that_this_run_does_not_read_is_one_notice(
     key: str, circumstances: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert notices(caplog, *circumstances) == []
     (notice,) = notices(caplog, *circumstances, key)
     assert notice.startswith(f"notice: {key.split('=')[0]} has no effect: ")
 
@@ -110,26 +98,13 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
             "no reference. Set algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss",
         ),
         (
-            ["algorithm.kl_ctrl.kl_coef=0.1"],
-            "algorithm.kl_ctrl.kl_coef has no effect: algorithm.use_kl_in_reward is false",
-        ),
-        (
             ["algorithm={kl_ctrl: {kl_coef: 0.1}}"],
             "algorithm.kl_ctrl.kl_coef has no effect: algorithm.use_kl_in_reward is false",
-        ),
-        (
-            ["actor_rollout_ref.actor.kl_loss_coef=0.1"],
-            "actor_rollout_ref.actor.kl_loss_coef has no effect: "
-            "actor_rollout_ref.actor.use_kl_loss is false",
         ),
         (
             ["algorithm.bootstrap_truncated=true", NO_CRITIC],
             "algorithm.bootstrap_truncated has no effect: the advantage estimator that "
             "algorithm.adv_estimator names does not take truncated",
-        ),
-        (
-            ["algorithm.pf_ppo.weight_pow=3"],
-            "algorithm.pf_ppo.weight_pow has no effect: algorithm.use_pf_ppo is false",
         ),
         (
             ["actor_rollout_ref.actor.policy_loss.ppo_kl_coef=2"],
@@ -182,8 +157,6 @@ def test_recipes_on_rows_have_notices_too(
     [
         ("critic.optim.lrr=1e-5", "There is no key 'critic.optim.lrr'.*critic.optim.lr"),
         ("critic.optim.lr=-1", r"critic.optim.lr=-1: it must be 0 or"),
-        ("critic.strategy=fsdq", "critic.strategy=fsdq: choose one of"),
-        ("algorithm.kl_ctrl.kl_coeff=0.1", "There is no key .*Did you mean"),
         ("algorithm.kl_ctrl.kl_coef=much", "kl_coef=much.*takes a number"),
     ],
 )
@@ -208,14 +181,6 @@ def test_rows_per_pass_of_a_role_that_is_not_there_do_not_cut_the_passes() -> No
 UNREAD = "actor_rollout_ref.actor.kl_loss_coef=0.1"
 
 
-def test_a_dry_run_shows_the_notice_once(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = ["trainer.backend=local", "trainer.dry_run=true", UNREAD]
-    run(load_config(overrides(tiny_dir, tmp_path / "run", *own)))
-    assert caplog.text.count("kl_loss_coef has no effect") == 1
-
-
 def test_a_check_shows_the_notice_once(
     tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,8 +191,8 @@ def test_a_check_shows_the_notice_once(
 
 def test_the_command_prints_the_notice_and_goes_on(tiny_dir: Path, tmp_path: Path) -> None:
     own = ["trainer.backend=local", "trainer.dry_run=true", UNREAD]
-    words = [sys.executable, "-m", "trainer.main_ppo", *overrides(tiny_dir, tmp_path, *own)]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ, check=True)
+    done = run_program(main_ppo.main, *overrides(tiny_dir, tmp_path, *own), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count("kl_loss_coef has no effect") == 1
 
 
