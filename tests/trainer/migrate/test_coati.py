@@ -52,10 +52,6 @@ def test_makers_and_trainers_become_an_async_run() -> None:
     assert (actor.strategy, config.critic.strategy) == ("fsdp+offload", "fsdp+offload")
     assert (config.data.max_prompt_length, config.data.max_response_length) == (96, 416)
     assert (actor.optim.lr, config.critic.optim["lr"], actor.optim.weight_decay) == (1e-7, 1e-7, 0)
-
-
-def test_the_maths_is_colossalchats() -> None:
-    config = composed(migrated("coati", ASYNC))
     algorithm = config.algorithm
     assert (algorithm.adv_estimator, algorithm.kl_penalty_per) == ("coati", "sequence")
     assert (algorithm.kl_ctrl.kl_coef, config.critic.cliprange_value) == (0.1, 0.4)

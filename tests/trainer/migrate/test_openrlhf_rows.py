@@ -75,6 +75,9 @@ def test_another_experiment_is_refused(program: str, flags: str, reason: str) ->
     line = f"deepspeed --module openrlhf.cli.{program} --data.dataset x {flags}"
     with pytest.raises(ConfigError, match=reason):
         translated_whole("openrlhf", line)
+
+
+def test_a_trainer_without_a_translation_is_an_error() -> None:
     with pytest.raises(ConfigError, match="openrlhf.cli.train_kto is not translated"):
         translated_whole("openrlhf", "deepspeed --module openrlhf.cli.train_kto --dataset x")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.check_loss.stand_ins import NOT_INSTALLED, stand_in_for_verl
+from tests.trainer.check_loss.stand_ins import NOT_INSTALLED, few_batches, stand_in_for_verl
 from trainer.cli import main as command
 from trainer.migrate.prove import prove
 from trainer.migrate.systems import migrate
@@ -43,6 +43,8 @@ def test_the_command_prints_a_proof_below_the_translation(
 
 
 def test_the_key_that_makes_them_differ_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_batches(monkeypatch)
+
     def wider(*columns: Any, **counts: Any) -> Any:
         *columns, config = columns
         config.clip_ratio_high = 1.0
@@ -55,19 +57,20 @@ def test_the_key_that_makes_them_differ_is_named(monkeypatch: pytest.MonkeyPatch
     stand_in_for_verl(monkeypatch, {"vanilla": wider})
     told = proof("verl", VERL)
     assert "different on" in told
-    assert "With clip_ratio_high=1.0 they are equal to 1e-6 on 24 batches" in told
+    assert "With clip_ratio_high=1.0 they are equal to 1e-6 on 4 batches" in told
     stand_in_for_verl(monkeypatch, {"vanilla": over_rows})
     told = proof("verl", VERL)
-    assert "With loss_agg_mode=seq-mean-token-mean they are equal to 1e-6 on 24 batches" in told
+    assert "With loss_agg_mode=seq-mean-token-mean they are equal to 1e-6 on 4 batches" in told
 
 
 def test_an_estimator_has_the_settings_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_batches(monkeypatch)
     stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
     gae = f"{VERL} algorithm.adv_estimator=gae critic.model.path=y algorithm.lam=0.9"
     (done,) = migrate("verl", shlex.split(gae))
-    assert "estimator verl:gae: equal to 1e-6 on 24 batches" in prove("verl", done)
+    assert "estimator verl:gae: equal to 1e-6 on 4 batches" in prove("verl", done)
     done.settings["algorithm.lam"] = "0.8"
-    assert "estimator verl:gae: equal to 1e-6 on 3 batches; different on 21" in prove("verl", done)
+    assert "estimator verl:gae: equal to 1e-6 on 0 batches; different on 4" in prove("verl", done)
 
 
 def test_without_the_framework_the_translation_is_printed(
@@ -126,6 +129,8 @@ def test_verls_functions_are_those_of_the_migrated_command(settings: str) -> Non
 
 
 def test_rows_without_a_token_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_batches(monkeypatch)
+
     def over_all_rows(*columns: Any, **counts: Any) -> Any:
         loss, metrics = POLICY_LOSSES["vanilla"](*columns, **counts)
         return loss * columns[3].any(dim=1).double().mean(), metrics

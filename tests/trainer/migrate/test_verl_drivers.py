@@ -32,16 +32,12 @@ def composed(done: Translation) -> Any:
     ("words", "reason"),
     [
         (f"{TURNS}.enable=True", "multi_turn.enable=True: set environment.tools"),
-        (f"{TURNS}.tool_config_path=t.yaml", "environment.tools=[FILE.py:FUNCTION]"),
         ("data.image_key=images", "multimodal models are not supported"),
         ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B", "reads the column images by default"),
-        ("reward_model.sandbox_fusion.url=http://a", "use the built-in sandbox"),
         (
             f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff=0.1",
             "router_aux_loss_coef",
         ),
-        ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
-        ("data.no_such_key=1", "no such key is known here"),
         ("trainer.project_name=${trainer.experiment_name}", "replace the variable with its value"),
         ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script takes its value from"),
         ("reward_model.enable=True custom_reward_function.path=f.py", "calls the reward model's"),
@@ -58,7 +54,6 @@ def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> No
     [
         f"{ACTOR}.megatron.expert_tensor_parallel_size=1 {ACTOR}.megatron.param_offload=True",
         "actor_rollout_ref.model.trust_remote_code=True",
-        "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3",
     ],
 )
 def test_what_lays_out_the_work_is_dropped_with_a_word(words: str) -> None:
