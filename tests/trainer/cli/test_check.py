@@ -11,11 +11,8 @@ from tests.integration.runs import overrides
 from tests.trainer.report.report_runs import make_run
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
-from trainer.cli.check import change_lines, explain, full_plan, main
-from trainer.config.keys import field_docs, leaf_keys
+from trainer.cli.check import explain, full_plan, main
 from trainer.launch import ALL_FOUND
-from trainer.ppo.config import PPOConfig
-from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 
 TWO_POOLS = ("placement=split", "trainer.n_gpus_per_node=2")
@@ -24,10 +21,6 @@ NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model"
 
 def explained(*overrides: str) -> str:
     return explain(load_config([*NEEDED, *overrides]))
-
-
-def test_every_key_has_its_docstring() -> None:
-    assert set(field_docs(PPOConfig)) >= {key.name for key in leaf_keys(PPOConfig)}
 
 
 def test_a_split_placement_says_who_overlaps() -> None:
@@ -60,21 +53,6 @@ def test_a_colocated_placement_says_how_to_get_overlap() -> None:
     assert advice not in without_critic
 
 
-def test_batch_sizes_are_said_in_prompts_samples_and_tokens() -> None:
-    text = explained("data.train_batch_size=64", "actor_rollout_ref.rollout.n=4")
-    assert re.search(r"actor mini-batch +1 +64 +256 +262,144", text)
-
-
-def test_changed_keys_come_with_default_and_meaning() -> None:
-    text = explained("algorithm.gamma=0.9")
-    assert "algorithm.gamma=0.9 (default 1.0): Discount factor per token." in text
-    assert "algorithm.lam=" not in text
-
-
-def test_a_changed_key_is_one_line_whatever_its_docstring() -> None:
-    assert {*changed_keys()} <= {key.name for key in leaf_keys(PPOConfig)}
-
-
 def changed_keys(*overrides: str) -> dict[str, str]:
     """Return key -> line of the section about changed keys."""
     section = explained(*overrides).partition("Changed from the defaults\n")[2]
@@ -90,27 +68,10 @@ def test_keys_that_only_the_recipe_sets_are_not_changed() -> None:
     assert {folder, critic} <= {*changed_keys(f"{folder}=out", f"{critic}=judge")}
 
 
-def test_changed_classes_of_roles_are_only_the_user_s() -> None:
-    config = load_config(NEEDED)
-    workers = {**config.role_workers, "critic": "my.Critic"}
-    lines = change_lines(changed(config, {"role_workers": workers}))
-    (line,) = [line for line in lines if line.startswith("role_workers=")]
-    assert line.startswith("role_workers={'critic': 'my.Critic'} (default {}): ")
-
-
 def test_changed_keys_that_the_run_does_not_read_are_not_listed() -> None:
     key = "critic.cliprange_value"
     assert key in changed_keys(f"{key}=0.1")
     assert key not in changed_keys(f"{key}=0.1", "algorithm=grpo")
-
-
-def test_headings_are_not_repeated() -> None:
-    lines = explained("actor_rollout_ref.rollout.n=8").splitlines()
-    after = {title: after for title, _, after in zip(lines, lines[1:], lines[2:], strict=False)}
-    assert after["Batch sizes"].startswith("8 samples per prompt, each up to ")
-    assert after["Memory per device"].startswith(
-        ("Estimated GiB per device (", "Memory: not known")
-    )
 
 
 def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
@@ -126,11 +87,10 @@ def test_keys_without_effect_are_listed_with_the_reason() -> None:
     assert re.search(r"\nand [1-9]\d other keys", unused)
 
 
-@pytest.mark.parametrize("columns", ["40", "200"])
-def test_lines_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     lines = full_plan(load_config([*NEEDED, *TWO_POOLS])).splitlines()
-    too_long = [line for line in lines if len(line) > int(columns)]
+    too_long = [line for line in lines if len(line) > 40]
     assert [line for line in too_long if " " in line.strip()] == []  # a key is never cut
 
 
@@ -152,11 +112,6 @@ def test_only_an_async_run_is_predicted() -> None:
         main(["--measured=x", *NEEDED])
 
 
-def test_a_recipe_that_does_not_exist_is_rejected_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"check dpoo: no such recipe. Did you mean 'dpo'"):
-        main(["dpoo", *NEEDED])
-
-
 def test_an_algorithm_is_checked_by_its_name(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,21 +119,20 @@ def test_an_algorithm_is_checked_by_its_name(
     assert "algorithm.adv_estimator=grpo (default gae)" in capsys.readouterr().out
 
 
-def test_an_option_that_does_not_exist_is_rejected() -> None:
-    with pytest.raises(SystemExit, match="--card-gb=80 is not a setting"):
-        main(["--card-gb=80", *NEEDED])
-
-
-@pytest.mark.parametrize("full", [False, True])
 def test_a_check_for_gpus_that_are_not_here_finds_nothing_wrong(
-    full: bool, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--gpus", "2xH100", *(["--full"] if full else [])]
-    main([*flags, *overrides(tiny_dir, tmp_path / "run", "trainer.backend=ray", *TWO_POOLS)])
+    main(
+        [
+            "--gpus",
+            "2xH100",
+            *overrides(tiny_dir, tmp_path / "run", "trainer.backend=ray", *TWO_POOLS),
+        ]
+    )
     text = " ".join(capsys.readouterr().out.split())
     assert "2 x H100" in text
     assert ALL_FOUND in text
-    assert ("Calls of a step" in text) == full
+    assert "Calls of a step" not in text
     assert not (tmp_path / "run").exists()
 
 

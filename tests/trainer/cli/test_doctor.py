@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 
 from tests.programs import VERL_LIKE
@@ -138,19 +136,11 @@ def test_gpus_that_torch_cannot_use_are_told(
     assert line.endswith("--force-reinstall 'torch<2.14,>=2.11'")
 
 
-def test_the_cuda_version_of_torch_is_read_without_importing_it() -> None:
-    assert doctor.cuda_of_torch() == torch.version.cuda
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({}, "ok    allocator     not set by the environment"),
         ({"MALLOC_ARENA_MAX": ""}, "ok    allocator     not set by the environment"),
-        (
-            {"MALLOC_ARENA_MAX": "many"},
-            "-     allocator     MALLOC_ARENA_MAX=many is set",
-        ),
         ({"GLIBC_TUNABLES": "x", "MALLOC_A": "1"}, "GLIBC_TUNABLES=x, MALLOC_A=1 is set"),
     ],
 )
@@ -173,7 +163,7 @@ def test_the_probe_of_two_gpus_takes_a_step_on_two_cpu_ranks(
     assert ["sft", "2"] in [line[-3:-1] for line in plan]
 
 
-@pytest.mark.parametrize(("count", "probed"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("count", "probed"), [(1, False), (2, True)])
 def test_two_ranks_take_a_step_where_there_are_two_gpus(
     count: int, probed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,19 +206,3 @@ def test_the_exit_code_counts_what_is_needed(
         show([Finding("a", "b", fix, optional)])
     assert ended.value.code == code
     assert ("fail" in capsys.readouterr().out) == bool(code)
-
-
-FINDS_MUCH = """
-from trainer.cli.doctor import Finding, show
-show(Finding("a", "b") for _ in range(100_000))
-"""
-
-
-def test_it_ends_without_a_word_once_nobody_reads() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", FINDS_MUCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as found:
-        found.stdout.readline()
-        found.stdout.close()
-        assert found.stderr.read() == b""
-    assert found.returncode == 141

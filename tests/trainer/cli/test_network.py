@@ -20,16 +20,13 @@ def wrong(**given: str) -> list[tuple[str, str]]:
     "given",
     [
         {},
-        {"NCCL_SOCKET_IFNAME": "eth0"},
         {"NCCL_SOCKET_IFNAME": "eth,ib"},
         {"NCCL_SOCKET_IFNAME": "=ib0"},
         {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"NCCL_SOCKET_IFNAME": "^=eth0,lo"},
         {"GLOO_SOCKET_IFNAME": "eth0,ib0"},
-        {"NCCL_IB_HCA": "mlx5"},
         {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
         {"NCCL_IB_HCA": "mlx4_0", "NCCL_IB_DISABLE": "1"},
-        {"NCCL_DEBUG": "info"},
         {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": ""},
     ],
 )
@@ -45,16 +42,6 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
             "NCCL_SOCKET_IFNAME=ens3: ens3 is not an interface of this machine, "
             "which has eth0, ib0",
             "export NCCL_SOCKET_IFNAME=eth0",
-        ),
-        (
-            {"NCCL_SOCKET_IFNAME": "=eth"},
-            "NCCL_SOCKET_IFNAME==eth: eth is not an interface of this machine, which has eth0, ib0",
-            "export NCCL_SOCKET_IFNAME=eth0",
-        ),
-        (
-            {"GLOO_SOCKET_IFNAME": "eth"},
-            "GLOO_SOCKET_IFNAME=eth: eth is not an interface of this machine, which has eth0, ib0",
-            "export GLOO_SOCKET_IFNAME=eth0",
         ),
         (
             {"NCCL_SOCKET_IFNAME": "docker"},
@@ -78,18 +65,6 @@ def test_a_name_of_nothing_is_told_with_what_there_is(
     given: dict[str, str], said: str, fix: str
 ) -> None:
     assert wrong(**given) == [(said, fix)]
-
-
-def test_without_adapters_infiniband_is_left_out() -> None:
-    (found,) = network.wrong_settings({"NCCL_IB_HCA": "mlx5_0"}, NETWORKS, [])
-    assert found == (
-        "NCCL_IB_HCA=mlx5_0: mlx5_0 is no adapter of this machine, which has none",
-        "unset NCCL_IB_HCA",
-    )
-
-
-def test_this_machines_loopback_is_found() -> None:
-    assert network.interfaces()["lo"] == "127.0.0.1"
 
 
 def test_adapters_have_the_state_of_their_port(tmp_path: Path) -> None:

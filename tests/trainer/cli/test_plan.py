@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import plan
-from trainer.planner.job import cluster_keys, sizes_of
+from trainer.planner.job import cluster_keys
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement
 from trainer.planner.text import SHOWN, split_valid
@@ -45,15 +45,18 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 GPUS = ["--gpus=16", "--device=A100"]
 
 
+@pytest.fixture(scope="module")
 def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
     job = plan.job_of([*GPUS, *settings])
     assert isinstance(job, PPOJob)
     return job, job.best(16)
 
 
-def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str]) -> None:
+def test_what_is_shown_is_what_a_run_with_its_keys_would_take(
+    planned: tuple[PPOJob, list[PlannedPlacement]],
+) -> None:
     """A run accepts every placement, and counts the same bytes."""
-    job, found = planned(settings)
+    job, found = planned
     assert len({placement.partition for placement in found}) == len(found) <= 15
     best, _ = split_valid(job, found)
     assert len(best) == SHOWN
@@ -65,24 +68,19 @@ def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str
         assert sorted(own) == pytest.approx(sorted(expected.values()), rel=0.01)
 
 
-def test_the_text_has_the_keys_and_the_losers(settings: list[str]) -> None:
-    text = plan.plan([*GPUS, *settings])
+def test_the_text_has_the_keys_the_losers_and_the_hours(
+    settings: list[str], planned: tuple[PPOJob, list[PlannedPlacement]]
+) -> None:
+    text = plan.plan([*GPUS, *settings, "trainer.total_training_steps=7200"])
+    assert f"the run of 7,200 steps takes {2 * planned[1][0].step:,.1f} hours." in text
     for part in (
         "16 x A100, 8 per node: 1,024 prompts per step, 1 sample each, 256 + 256 tokens",
         "updates of 64 prompts",
-        "samples per second; set trainer.total_training_steps to estimate the duration",
         "Seconds are calculated, not measured",
         "Keys of placement 1:",
         "Slower placements:",
     ):
         assert part in text
-
-
-def test_the_text_has_the_hours_of_the_run(settings: list[str]) -> None:
-    arguments = [*GPUS, *settings, "trainer.total_training_steps=7200"]
-    _, found = planned(settings)
-    text = plan.plan(arguments)
-    assert f"the run of 7,200 steps takes {2 * found[0].step:,.1f} hours." in text
 
 
 def test_what_the_user_has_set_stays(settings: list[str]) -> None:
@@ -99,15 +97,9 @@ def test_what_the_user_has_set_stays(settings: list[str]) -> None:
         (["--device=H100"], "--gpus is missing"),
         (["--gpus=8"], "--device is missing"),
         (["--gpus=0", "--device=H100"], "--gpus=0: give a number from 1 to 4,096"),
-        (["--gpus=x", "--device=H100"], "--gpus=x: give a number"),
-        (["--gpus=8", "--devise=H100"], "--devise is not an option. Did you mean '--device'"),
         (["--gpus=8", "--device=H1000"], "is not a known GPU. Did you mean 'H100'"),
-        (["--gpus=12", "--device=H100"], "give 8 or 16"),
-        (["--gpus=12xH100"], "give 8 or 16"),
-        (["--gpus", "8xH1000"], "is not a known GPU. Did you mean 'H100'"),
         ([*GPUS, "placement=split"], "placement: the plan chooses where roles run; leave the key"),
         ([*GPUS, "--mean-response=600"], "above data.max_response_length=512"),
-        ([*GPUS, "actor_rollout_ref.actor.parallel.tp=16"], "does not divide key-value heads (8)"),
     ],
 )
 def test_bad_input_is_refused_in_words(
@@ -126,9 +118,3 @@ def test_a_model_without_sizes_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"actor: \d+\.\d.* (\d+) of these GPUs are enough"):
         plan.plan(["--gpus=1", "--device=H100", "--gib=18", *settings])
-
-
-@pytest.mark.parametrize(("gpus", "expected"), [(4, [1, 2, 4]), (16, [1, 2, 4, 8, 16])])
-def test_pools_are_powers_of_two_or_whole_nodes(gpus: int, expected: list[int]) -> None:
-    assert sizes_of(gpus, 8) == expected
-    assert all(size < 8 or size % 8 == 0 for size in sizes_of(1024, 8))

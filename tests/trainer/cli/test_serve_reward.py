@@ -57,7 +57,6 @@ def test_asserts_score_only_on_trusted_programs(function: list[str], trust: list
         (["--sandbox", '{"memory": 1}'], "--sandbox: unknown memory. .* Did you mean 'memory_gb'"),
         (["--function", "no_such.py", "--port", "0"], "^--function=no_such.py: there is no such"),
         (["--function", "json:dumps", "--trust-programs"], "--trust-programs applies to the rule"),
-        (["--function", "json:score", "--port", "0"], "^--function='score': json has no such name"),
     ],
 )
 def test_what_cannot_serve_is_refused(options: list[str], words: str) -> None:

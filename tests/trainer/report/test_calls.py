@@ -38,24 +38,12 @@ def test_validation_and_checkpoint_at_the_end_are_no_steps() -> None:
     assert last_steps([*started, *trained, *ended], 1) == trained[-2:]
 
 
-def test_steps_that_follow_each_other_keep_their_times() -> None:
-    trained = [call for step in (1, 2, 3) for call in calls_of(step, 1.1 * step)]
-    assert without_pauses(trained) == (trained, [])
-
-
 def test_a_restart_and_a_validation_do_not_stretch_the_axis() -> None:
     calls = [*calls_of(1, 0.0), *calls_of(2, 31.0), *calls_of(3, 5000.0)]
     shown, cuts = without_pauses(calls)
     assert [call.start for call in shown] == pytest.approx([0.0, 0.5, 1.2, 1.7, 2.4, 2.9])
     assert [call.end - call.start for call in shown] == pytest.approx([0.4, 0.5] * 3)
     assert cuts == pytest.approx([1.1, 2.3])
-
-
-def test_steps_that_overlap_stay_so() -> None:
-    calls = [*calls_of(1, 0.0), *calls_of(2, 0.7), *calls_of(3, 1.4)]
-    shown, cuts = without_pauses(calls)
-    assert cuts == []
-    assert {call.start for call in shown} == {call.start for call in calls}
 
 
 def test_a_timeline_of_older_code_is_read_too(tmp_path: Path) -> None:
@@ -68,10 +56,6 @@ def test_a_timeline_of_older_code_is_read_too(tmp_path: Path) -> None:
     path.write_text(json.dumps(trace))
     read = TracedCall("train", "actor-1", "actor", "update_actor", 0.5, 0.75, 3)
     assert read_timeline(path, []) == ([read], ["update"])
-
-
-def test_no_call_is_no_axis() -> None:
-    assert without_pauses([]) == ([], [])
 
 
 def test_the_page_tells_of_cuts_and_counts_trained_steps(
@@ -106,20 +90,20 @@ def test_a_run_whose_first_steps_are_gone_says_which_it_has(tmp_path: Path) -> N
     assert '<span class="soft">steps</span><b>2 (11 to 12)</b>' in write_report(folder).read_text()
 
 
-def test_a_thousand_ranks_make_the_page_hardly_longer_than_sixteen(
+def test_five_hundred_ranks_make_the_page_hardly_longer_than_sixteen(
     tmp_path: Path, drawings: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw_figures([one for one in drawings if one[1] == "timeline"], monkeypatch)
     pages = {}
-    for num_ranks in (16, 1024):
+    for num_ranks in (16, 512):
         folder = make_run(tmp_path / str(num_ranks), 3, samples=1, num_ranks=num_ranks)
         rows = "".join(f"pool  n{n}  8 GPUs  actor  8  8\n" for n in range(num_ranks // 8))
         folder.joinpath("placement.txt").write_text(f"pool  node  devices  roles  n  CPUs\n{rows}")
         pages[num_ranks] = write_report(folder).read_text()
-    assert "<summary>128 rows</summary>" in pages[1024]
+    assert "<summary>64 rows</summary>" in pages[512]
     assert "<summary>2 rows" not in pages[16]
-    assert len(pages[1024]) < 1.5 * len(pages[16])
-    assert pages[1024].count("<title>") < 100
+    assert len(pages[512]) < 1.5 * len(pages[16])
+    assert pages[512].count("<title>") < 100
 
 
 def test_however_many_ranks_start_and_end_a_stretch_lasts_until_another_pool_does() -> None:

@@ -10,7 +10,3 @@ FAULT = '{"kind": "delay", "step": 3}\n'
 def test_half_a_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / FAULTS_FILE).write_text(FAULT * 2 + FAULT[:12])
     assert describe_faults(tmp_path) == ["injected faults: 2 x delay"]
-
-
-def test_a_run_without_faults_has_no_line(tmp_path: Path) -> None:
-    assert describe_faults(tmp_path) == []

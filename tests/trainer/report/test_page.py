@@ -13,12 +13,9 @@ import pytest
 
 from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import make_run
-from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, pools_at_work
 from trainer.report.figures import (
     WINDOWS,
-    Panel,
-    as_svg,
     curves,
     known_panels,
     panels_of,
@@ -86,15 +83,6 @@ def test_phase_shares_sum_to_100_and_match_the_metrics(run_dir: Path) -> None:
     ] == with_extras  # these two come after the step
 
 
-@pytest.mark.parametrize("thirds", [3, 7, 11])
-def test_uneven_phase_shares_sum_to_100_too(thirds: int) -> None:
-    line = {"timing_s/step": 1.0} | {
-        f"timing_s/{name}": 1 / thirds for name in ("gen", "score", "update")
-    }
-    shares = phase_shares([line], ["gen", "score", "update"])
-    assert sum(round(10 * share) for _, _, share in shares) == 1000
-
-
 def test_overlap_is_the_time_in_which_two_pools_work(run_dir: Path) -> None:
     calls = last_steps(read_run(run_dir).calls, 3)
     assert len(calls) == 3 * 5
@@ -111,7 +99,7 @@ def test_samples_are_escaped_and_cut(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("figures")
 def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", 1000, samples=8)
+    folder = make_run(tmp_path / "run", 1000, samples=2)
     began = time.process_time()
     path = write_report(folder)
     assert time.process_time() - began < 5
@@ -128,7 +116,6 @@ def test_another_recipe_s_numbers_have_a_figure_each_those_of_validation_too(
     assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy"]
 
 
-@pytest.mark.usefixtures("figures")
 def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 3)
     metrics = folder / "metrics.jsonl"
@@ -149,16 +136,13 @@ def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> No
             b'{"actor/entropy": 1}\n{"step": 1, "actor/entropy": "x"}\n',
             "1 of 2 lines name no step",
         ),
-        ("metrics.jsonl", b"\xff\xfe\n[1]\n", "2 of 2 lines are half written"),
         (
             "timeline.json",
             b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
             "not a run's",
         ),
         ("rollouts/1.jsonl", b'{"score": null}\n3\n', "1.jsonl: 1 of 2 lines"),
-        ("rollouts/notes.jsonl", b"not ours", ""),
         ("placement.txt", b"\xff\xff", ""),
-        ("failure.txt", b"\xff\xff", ""),
     ],
 )
 def test_what_is_not_ours_in_a_folder_is_left_out(
@@ -207,13 +191,6 @@ def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) 
         write_report(tmp_path / "nowhere")
 
 
-def test_own_rewards_have_a_figure_where_there_are_any(tmp_path: Path) -> None:
-    line = {"step": 1, "critic/score/mean": 0.5, "reward/format/mean": 0.2, "reward/num_failed": 0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
-    titles = [panel.title for panel in panels_of(read_run(tmp_path).metrics)]
-    assert titles[:3] == ["Reward", "Rewards by name", "KL"]
-
-
 def test_a_kl_that_is_0_in_every_step_is_not_drawn(figures: None, tmp_path: Path) -> None:
     lines = [{"step": n, "critic/score/mean": 0.5, "actor/ppo_kl": 0.0} for n in (1, 2)]
     (panel,) = (panel for panel in known_panels() if panel.title == "KL")
@@ -234,30 +211,12 @@ def test_a_long_curve_has_its_running_mean() -> None:
         assert means[place] == pytest.approx(sum(window) / len(window))
 
 
-def test_legends_stand_above_the_curves(figures: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    drawn: list[Any] = []
-
-    def keep(figure: Any, description: str, titles: Any = None) -> str:
-        drawn.append(figure)
-        return as_svg(figure, description, titles)
-
-    monkeypatch.setattr(report_figures, "as_svg", keep)
-    metrics = [{"step": step, **{f"a/{n}": float(n * step) for n in range(8)}} for step in (1, 2)]
-    for number in (1, 2, 5, 8):
-        curves(metrics, Panel("A", "", tuple(f"a/{n}" for n in range(number))))
-        (axes,) = drawn[-1].axes
-        renderer = FigureCanvasAgg(drawn[-1]).get_renderer()
-        legend = axes.get_legend().get_window_extent(renderer)
-        assert legend.y0 >= axes.get_window_extent(renderer).y1
-        assert legend.y1 <= drawn[-1].bbox.y1
-        assert legend.x1 <= drawn[-1].bbox.x1
-
-
-def test_a_timeline_of_one_pool_says_nothing_of_several(figures: None, tmp_path: Path) -> None:
+def test_a_timeline_of_one_pool_says_nothing_of_several(
+    page: str, tmp_path: Path, drawings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "2 or more pools at work" in page
+    draw_figures([one for one in drawings if one[1] == "timeline"], monkeypatch)
     folder = make_run(tmp_path / "run", 2)
-    assert "2 or more pools at work" in write_report(folder).read_text()
     timeline = (folder / "timeline.json").read_text()
     (folder / "timeline.json").write_text(timeline.replace("critic_pool", "actor_rollout_ref_pool"))
     page = write_report(folder).read_text()
@@ -265,13 +224,12 @@ def test_a_timeline_of_one_pool_says_nothing_of_several(figures: None, tmp_path:
     assert "pools" not in page.partition("<h2>Timeline</h2>")[2].partition("<h2>")[0]
 
 
-@pytest.mark.usefixtures("figures")
 def test_a_pipe_or_a_device_in_the_place_of_the_timeline_is_left_out(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", 3)
+    folder = make_run(tmp_path / "run", 1)
     timeline = folder / "timeline.json"
     timeline.unlink()
     timeline.symlink_to("/dev/zero")
-    assert "timeline.json is missing" in page_of(folder)
+    assert "timeline.json is missing." in read_run(folder).notes
     timeline.unlink()
     os.mkfifo(timeline)
-    assert "timeline.json is missing" in page_of(folder)
+    assert "timeline.json is missing." in read_run(folder).notes

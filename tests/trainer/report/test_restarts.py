@@ -44,17 +44,6 @@ def test_it_is_said_where_the_state_came_from_and_what_that_has_cost(
     ]
 
 
-def test_a_run_without_restarts_says_nothing(record: Restarts, tmp_path: Path) -> None:
-    assert describe_restarts(tmp_path) == []
-
-
-def test_half_a_line_is_left_out(record: Restarts, tmp_path: Path) -> None:
-    record.wait_for_next(WorkerDiedError("rank 1 is gone"), 3)
-    with (tmp_path / "restarts.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert describe_restarts(tmp_path) == ["restarts: 1, in step 3"]
-
-
 def test_a_run_that_begins_anew_begins_its_record_anew_and_a_restart_does_not(
     record: Restarts, tmp_path: Path
 ) -> None:

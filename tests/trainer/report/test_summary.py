@@ -51,18 +51,13 @@ def test_it_says_how_reward_length_and_the_kl_that_moves_changed(tmp_path: Path)
     assert lines[1] == "first to last step: reward 0.25 -> 0.5, KL 0.025 -> 0.05"
 
 
-@pytest.mark.parametrize("seconds", [(0.5, 0.5, 0.5, 0.5), (0.667, 0.667, 0.666), (1.0, 0.999)])
-def test_the_phases_add_up_to_100(tmp_path: Path, seconds: tuple[float, ...]) -> None:
+def test_the_phases_add_up_to_100(tmp_path: Path) -> None:
+    seconds = (0.667, 0.667, 0.666)
     stages = [f"s{number}" for number in range(len(seconds))]
     step = {f"timing_s/{stage}": spent for stage, spent in zip(stages, seconds, strict=True)}
     run = run_of(tmp_path, step | {"timing_s/step": 2.0})
     (line,) = summary(replace(run, stages=stages))
     assert sum(map(int, re.findall(r"(\d+) %", line))) == 100
-
-
-def test_of_equal_validations_the_last_is_the_best(tmp_path: Path) -> None:
-    lines = [STEP | {"val-core/x": score} for score in (0.5, 0.25, 0.5)]
-    assert summary(run_of(tmp_path, *lines))[1] == "best val-core/x: 0.5 after step 2"
 
 
 def test_a_good_run_has_no_warning(tmp_path: Path) -> None:
@@ -116,10 +111,6 @@ def test_a_run_prints_it_at_its_end_and_the_report_shows_it(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["6 steps, 2 s each", "warning", "report"]
     assert f"<li>{lines[0]}</li>" in write_report(tmp_path).read_text()
-
-
-def test_a_run_without_a_step_has_none(tmp_path: Path) -> None:
-    assert summary(run_of(tmp_path, {"val-core/x": 0.5})) == []
 
 
 def test_starts_config_validation_and_parts_of_rewards_are_shown(tmp_path: Path) -> None:
