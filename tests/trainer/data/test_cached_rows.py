@@ -124,30 +124,6 @@ def test_pairs_are_not_taken_for_responses_with_a_label(tokenizer: Any, tmp_path
     assert len(read_labeled("data.train_files", files, tokenizer, 16, seed=1)) == 2 * len(PAIRS)
 
 
-def test_a_damaged_entry_is_made_again(
-    tokenizer: Any, tmp_path: Path, num_read: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    files = write(tmp_path, LM)
-    read = partial(read_lm_rows, "data.train_files", files, tokenizer, 8)
-    whole = digest_of_rows(read())
-    (entry,) = cache_folder("rows").iterdir()
-    (entry / "rows.arrow").write_bytes((entry / "rows.arrow").read_bytes()[:900])
-    assert digest_of_rows(read()) == whole
-    assert num_read == [2 * len(LM)]
-    assert "is damaged and written again" in caplog.text
-
-
-def test_without_a_place_for_a_cache_rows_are_read_at_every_start(
-    tokenizer: Any, tmp_path: Path, num_read: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "cache").write_text("a file")
-    files = write(tmp_path, LM)
-    for _ in range(2):
-        assert len(read_lm_rows("data.train_files", files, tokenizer, 8)) == len(LM)
-    assert num_read == [2 * len(LM)]
-    assert "rows are tokenized at every start: no cache in" in caplog.text
-
-
 def test_a_dry_run_keeps_nothing(tokenizer: Any, tmp_path: Path) -> None:
     files = write(tmp_path, LM)
     assert len(read_lm_rows("data.train_files", files, tokenizer, 8, limit=2)) == 2

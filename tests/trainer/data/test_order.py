@@ -64,11 +64,6 @@ def test_what_is_no_order_is_refused(name: str) -> None:
         order_of(name)(0)
 
 
-def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data.sampler=.*CALLS is a list, which cannot be called"):
-        order_of("CALLS")
-
-
 def test_shuffle_next_to_a_sampler_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     needed = ["data.train_files=x", "actor_rollout_ref.model.path=y", "data.sampler=a.b"]
     load_config([*needed, "data.shuffle=false"])

@@ -123,13 +123,6 @@ def test_a_cache_that_holds_no_row_is_no_layout() -> None:
     assert decode_seconds(MODEL, ROWS, on(1), 1, cache_bytes=1e6, most_at_once=256) is None
 
 
-def test_fewer_rows_at_once_take_longer() -> None:
-    few, many = (decode_seconds(MODEL, ROWS, on(8), 1, size, 256) for size in (2e9, 40e9))
-    assert few is not None
-    assert many is not None
-    assert few > 2 * many
-
-
 @pytest.mark.parametrize("mean", [100, 256, 400, 512])
 def test_lengths_have_the_mean_that_is_asked(mean: float) -> None:
     rows = StepRows(64, 64, 128, spread(mean, 512))

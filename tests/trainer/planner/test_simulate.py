@@ -63,7 +63,7 @@ def test_slow_weights_and_slow_updates_overlap() -> None:
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_no_chunk_is_older_than_the_bound(bound: int, at_once: bool) -> None:
-    for seed in range(8):
+    for seed in range(3):
         setup = Setup(3, max_staleness=bound, chunks=4, immediate_weights=at_once)
         run = simulate(tailed(seed), setup, 60)
         assert max(run.staleness) == bound
@@ -121,25 +121,6 @@ def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
 )
 def test_what_limits_is_what_would_help_most(phases: Phases, setup: Setup, limit: str) -> None:
     assert bottleneck(phases, setup) == limit
-
-
-def test_more_generators_move_idle_time_from_the_trainer_to_the_generators() -> None:
-    runs = [simulate(PHASES.times(generate=3), Setup(n, max_staleness=1)) for n in (1, 2, 4, 8)]
-    trainer = [round(run.share("trainer", "waiting"), 6) for run in runs]
-    generators = [round(run.share("generator", "waiting"), 6) for run in runs]
-    assert trainer == sorted(trainer, reverse=True)
-    assert generators == sorted(generators)
-    assert (trainer[0], trainer[-1]) == (pytest.approx(0.70, abs=0.02), pytest.approx(0, abs=0.02))
-    assert (generators[0], generators[-1]) == (
-        pytest.approx(0, abs=0.02),
-        pytest.approx(0.5, abs=0.1),
-    )
-
-
-def test_phases_that_are_so_many_times_as_long_take_so_many_times_as_long() -> None:
-    setup = Setup(num_generators=2, max_staleness=2, chunks=4)
-    short, long = (simulate(tailed(2).times(n, n, n), setup, 60).seconds for n in (1, 5))
-    assert long == pytest.approx(5 * short)
 
 
 def test_200_steps_are_simulated_at_once() -> None:
@@ -205,9 +186,7 @@ def longer_and_longer(short: Phases) -> Iterator[Phases]:
         yield short.times(longer, longer, longer)
 
 
-@pytest.mark.parametrize(
-    "setup", [Setup(), Setup(max_staleness=1), Setup(num_generators=2, max_staleness=2)]
-)
+@pytest.mark.parametrize("setup", [Setup(), Setup(num_generators=2, max_staleness=2)])
 def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup) -> None:
     for phases in longer_and_longer(Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])):
         predicted = simulate(phases, setup, 8).seconds
