@@ -26,16 +26,10 @@ def make_actor() -> str:
         ("policy", {"actor": "policy"}),
         (make_actor, {"actor": "policy"}),
         ({"actor": "policy", "critic": "values"}, {"actor": "policy", "critic": "values"}),
-        (lambda: {"actor": "policy"}, {"actor": "policy"}),
     ],
 )
 def test_a_model_alone_is_the_actors(model: Any, models: dict[str, str]) -> None:
     assert models_by_role(model, ROLES) == models
-
-
-def test_a_module_is_a_model_although_it_can_be_called() -> None:
-    module = torch.nn.Linear(1, 1)
-    assert models_by_role(module, ROLES) == {"actor": module}
 
 
 def returns_nothing() -> None:
@@ -48,7 +42,6 @@ def returns_nothing() -> None:
         (lambda rank: "policy", "without arguments: missing.*'rank'.*actor, critic, reward"),
         (returns_nothing, "model=returns_nothing returned None. .*actor, critic, reward_model"),
         ({"actor": "policy", "critik": "values"}, "'critik'.*Did you mean 'critic'"),
-        ({"actor": "policy", "critic": None}, "None for the role critic"),
         ({"critic": "values"}, "model has no actor; it has critic"),
     ],
 )

@@ -17,7 +17,6 @@ from trainer.api.inputs import (
     models_by_role,
     prompt_row,
     rows_in_memory,
-    text_row,
     write_rows,
 )
 from trainer.data.config import DataConfig
@@ -58,11 +57,6 @@ def test_a_ground_truth_goes_where_verl_has_it_and_other_columns_stay() -> None:
 def test_images_are_no_column_of_plain_values() -> None:
     rows = [{"prompt": "p", "level": 1, "image": {"bytes": b""}}, {"prompt": "q", "level": None}]
     assert other_columns(rows, "prompt") == ["level"]
-
-
-def test_rows_of_texts_and_chats_get_the_column_that_they_are() -> None:
-    items: list[Any] = ["once", CHAT, {"prompt": "p", "response": "r"}]
-    assert [next(iter(text_row(item))) for item in items] == ["text", "messages", "prompt"]
 
 
 def test_texts_that_end_like_files_are_file_names() -> None:
@@ -106,7 +100,6 @@ def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_dir: Path, tmp_pat
         model_path("gpt2", tokenizer, tmp_path)
 
 
-@pytest.mark.parametrize("models", [("a", "b"), lambda: ["a", "b"]])
-def test_several_models_without_roles_are_answered_with_the_roles(models: Any) -> None:
+def test_several_models_without_roles_are_answered_with_the_roles() -> None:
     with pytest.raises(ConfigError, match=r'of 2: give a dict of roles, \{"actor": ...,'):
-        models_by_role(models, ["actor", "critic"])
+        models_by_role(lambda: ["a", "b"], ["actor", "critic"])

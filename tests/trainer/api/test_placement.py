@@ -18,13 +18,10 @@ SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_new_tokens": 8, "
     ("cls", "keys", "backend"),
     [
         (PPO, {}, "local"),
-        (PPO, {"placement": "colocate"}, "local"),
         (PPO, {"placement": "split"}, "ray"),
         (GRPO, {"placement": "split"}, "local"),
-        (GRPO, {"placement": "standalone"}, "ray"),
         (PPO, {"resource_pool_spec": {"own": [1]}, "role_mapping": {"critic": "own"}}, "ray"),
         (PPO, {"placement": "split", "trainer.backend": "local"}, "local"),
-        (PPO, {"placement": "split", "pool_resources.critic_pool": {"cpus": 0.5}}, "ray"),
         (AsyncPPO, {}, "local"),
     ],
 )

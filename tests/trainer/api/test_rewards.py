@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import threading
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,8 @@ def test_a_module_that_reads_a_response_is_a_function(tmp_path: Path) -> None:
 
     (item,) = reward_list([Judge()], tmp_path, ["letter"])
     assert item["name"] == "Judge"
-    scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 120.0)
-    try:
-        scorer.start()
-        assert scorer.score([SAMPLE]) == [(6.0, {}, None)]
-    finally:
-        scorer.stop()
+    loaded = runpy.run_path(item["path"])[item["function"]]
+    assert loaded("aab").item() == 6.0
 
 
 def test_a_reward_model_in_memory_becomes_a_role_s_folder(tmp_path: Path) -> None:
