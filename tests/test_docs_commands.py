@@ -178,11 +178,13 @@ PARQUETS = ("train.parquet", "val.parquet")
 COMMANDS = [*dict.fromkeys(command for page in PAGES for command in commands_of(page))]
 CHECKED = [command for command in COMMANDS if is_here(command)]
 PLANNED = [command for command in COMMANDS if command.words[0] == "plan" and command.settings]
-COMPOSED = [
-    command
+BY_CONFIG = {
+    (command.recipe, *sorted(command.settings)): command
     for command in COMMANDS
     if command.words[0] in TRIED and command.settings and command not in CHECKED + PLANNED
-]
+}
+"""Recipe and settings -> the last command that composes them."""
+COMPOSED = list(BY_CONFIG.values())
 
 
 @functools.cache

@@ -122,19 +122,12 @@ def test_what_the_help_of_make_tiny_says_runs(installed: Path, tmp_path: Path) -
     assert "step 1/1" in out
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["-c", "import trainer; print(trainer.__file__)"], "installed0/trainer/__init__.py"),
-        (["-m", "trainer.main_ppo", "--cfg", "job"], "actor_rollout_ref:"),
-        (["-c", "from trainer.cli.main import main; main()", "--help"], "verl-like"),
-        (["-m", "trainer.main_ppo", "algorithm=dapo", "--cfg", "job"], "clip_ratio_high: 0.28"),
-    ],
-)
-def test_commands_run_from_the_wheel_outside_the_checkout(
-    installed: Path, tmp_path: Path, command: list[str], words: str
-) -> None:
-    assert words in run(installed, tmp_path, sys.executable, *command)
+def test_commands_run_from_the_wheel_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    code = "import trainer; print(trainer.__file__); from trainer.cli.main import main; main()"
+    words = "ppo", "algorithm=dapo", "--cfg", "job"
+    shown = run(installed, tmp_path, sys.executable, "-c", code, *words)
+    assert shown.startswith(f"{installed}/trainer/__init__.py")
+    assert "clip_ratio_high: 0.28" in shown
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
