@@ -74,19 +74,6 @@ def test_the_benchmark_of_the_head_finds_like_numbers_on_both_sides(
     assert chunks["grad_norm"] > 0
 
 
-def test_the_gain_of_bfloat16_is_judged_by_what_the_processor_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = load("benchmarks/bench_precision.py")
-    monkeypatch.setattr(bench, "CPU_INFO", tmp_path / "cpuinfo")
-    assert bench.bfloat16_products() == []
-    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t: sse2 avx512_bf16 avx512_bf16x\n")
-    assert bench.bfloat16_products() == ["avx512_bf16"]
-    assert "has no bfloat16 products" in bench.verdict(0.4, [])
-    assert bench.verdict(1.79, ["amx_bf16"]).endswith("with amx_bf16: the goal of 1.5 is reached")
-    assert bench.verdict(1.2, ["amx_bf16"]).endswith("is not reached")
-
-
 @pytest.mark.slow
 def test_a_reference_as_int8_loads_in_three_fifths_of_its_float32_memory() -> None:
     compare = load("benchmarks/bench_quantization.py").compare
@@ -100,29 +87,9 @@ def test_a_reference_as_int8_loads_in_three_fifths_of_its_float32_memory() -> No
     assert 0 < report["|log-prob apart|, mean"] < 0.2
 
 
-def test_the_benchmark_of_deliveries_compares_one_generator_with_more() -> None:
-    fanout = load("benchmarks/bench_weight_fanout.py")
-    full, changed = fanout.measure("small", rounds=1).values()
-    number, width = fanout.SIZES["small"]
-    for generators in ("1 generators", "2 generators", "4 generators"):
-        assert full[generators]["mib_each"] * 2**20 == number * width * width * 4
-        assert changed[generators]["mib_each"] * 2**20 == number * 2 * 4 * width * 4
-        assert full[generators]["ratio_to_one"] > 0
-
-
-def test_the_benchmark_of_checkpoints_compares_steps_beside_a_write_with_steps_alone(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    found = load("benchmarks/bench_checkpoint.py").measure(tiny_dir / "model", tmp_path, 1, 1)
-    assert found["mib"] > 0.5
-    assert found["step while writing / alone"] > 0
-    assert 0 < found["its CPU seconds, while writing / alone"] < 3
-    assert found["write_s"] > 0
-
-
 def test_the_memory_of_an_async_run_is_bounded_in_samples(tmp_path: Path) -> None:
-    rows = load("benchmarks/bench_async_memory.py").measure(tmp_path, steps=4)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    rows = load("benchmarks/bench_async_memory.py").measure(tmp_path, steps=2)
+    assert [row["step"] for row in rows] == [1, 2]
     assert all(row["driver_mib"] > 50 and row["generator_mib"] > 50 for row in rows)
     assert all(row["open_samples"] <= 4 * 8 and row["queued"] <= 2 * 16 for row in rows)
 

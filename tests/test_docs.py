@@ -18,7 +18,6 @@ from tests import ROOT
 from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
 from trainer.config.schema import TRACKERS
-from trainer.hooks import Hooks
 from trainer.launch import nominal_placement
 from workers.training.schedules import LR_SCHEDULES
 
@@ -70,26 +69,6 @@ def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
     assert [part for part in quoted if part.strip() not in code] == []
 
 
-COMPLAINTS = (
-    "CUDA out of memory",
-    "OOM",
-    "stuck",
-    "hangs",
-    "NCCL timeout",
-    "NaN loss",
-    "reward is flat",
-    "KL explodes",
-    "response length",
-    "slow",
-)
-"""Words that people type into a search when a run goes wrong."""
-
-
-def test_troubleshooting_contains_the_words_that_people_search_for() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").lower()
-    assert [words for words in COMPLAINTS if words.lower() not in text] == []
-
-
 SMALLER = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': '"tiny/model"',
     "max_new_tokens=64": "max_prompt_length=64, max_new_tokens=8",
@@ -135,11 +114,3 @@ def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> 
     named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))
     assert len(named) >= 5
     assert [name for name in named if name not in code] == []
-
-
-def test_the_hooks_beside_colossalchats_callbacks_are_ours() -> None:
-    text = (ROOT / "examples" / "async" / "README.md").read_text(encoding="utf-8")
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `on_")]
-    ours = {name for row in rows for name in re.findall(r"`(on_\w+)", row[1])}
-    assert len(ours) >= 5
-    assert [name for name in ours if not hasattr(Hooks, name)] == []

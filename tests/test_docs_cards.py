@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import ROOT
 from tests.conftest import load
 from trainer import load_config
-from trainer.cli.check import doc_parts
 from trainer.config.keys import named_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
@@ -73,16 +71,6 @@ def test_every_policy_loss_says_which_keys_it_reads() -> None:
     assert [name for name, loss in POLICY_LOSSES.items() if traits_of(loss).keys_read is None] == []
 
 
-def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unclipped(old_log_prob: Tensor, log_prob: Tensor) -> None:
-        """The policy gradient by importance ratio."""
-
-    monkeypatch.setattr(POLICY_LOSSES, "_entries", {"unclipped": unclipped})
-    (card,) = DOCS.policy_loss_cards()
-    assert (card.formula, card.watch) == ("The policy gradient by importance ratio.", "")
-    assert card.columns == ("old_log_probs", "advantages", "response_mask")
-
-
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
 def test_what_to_watch_is_there(card: Any, metrics: set[str]) -> None:
     """Metrics have a slash and keys a dot; the last parts of a key are enough."""
@@ -118,26 +106,3 @@ def test_a_preset_says_of_every_key_where_it_is_from(preset: str) -> None:
     settings = [line for line in lines if not line.partition("  # ")[0].endswith(":")]
     assert len(settings) == len(DOCS.preset_leaves("algorithm", preset))
     assert [line for line in settings if "  # " not in line] == []
-
-
-def test_a_docstring_is_taken_apart() -> None:
-    def estimator() -> None:
-        """The score: as it is.
-
-        And more.
-
-        Watch: `actor/entropy`.
-
-        Source: arXiv 1
-        """
-
-    formula, watch, source = doc_parts(estimator)
-    assert formula == "The score: as it is.\n\nAnd more."
-    assert (watch, source) == ("`actor/entropy`.", "arXiv 1")
-
-
-def test_the_example_of_a_loss_has_its_presets_clip_and_aggregation() -> None:
-    (gspo,) = [card for card in DOCS.policy_loss_cards() if "gspo" in card.names]
-    actor = "actor_rollout_ref.actor"
-    assert f"{actor}.clip_ratio_low=0.0003" in gspo.settings
-    assert f"{actor}.loss_agg_mode=seq-mean-token-mean" in gspo.settings

@@ -219,13 +219,13 @@ LOADS_LITTLE = {
     "verl_like": ("ray", "torch", "transformers"),
     "verl_like.placement.plan": ("ray", "torch", "transformers"),
     "verl_like.registry": ("ray", "torch", "transformers"),
-    "workers.config": ("ray", "transformers"),
     "workers.rewards.functions": ("torch", "ray", "transformers"),
     "workers.rewards.process": ("torch", "ray", "transformers"),
     "trainer.cli.main": ("torch", "ray", "transformers", "hydra"),
 }
 NO_RECIPE = ("transformers", "trainer.ppo.stages", "trainer.data.prompts", "workers.roles")
 LOADS_TORCH = {
+    "workers.config": ("ray", "transformers"),
     "trainer.ppo.advantages": ("ray", "transformers", "tensordict"),
     "trainer.loop": NO_RECIPE,
     "trainer.launch": NO_RECIPE,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -117,21 +116,6 @@ def test_a_script_prints_its_command_and_leaves_nothing(script: str, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_without_a_model_says_what_it_wants(script: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "MODEL"}
-    command = ["bash", str(PEERS / f"{script}_job.sh")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode
-    assert "MODEL: a model folder" in done.stderr
-
-
-@pytest.mark.parametrize("script", ["verl", "openrlhf", "trl"])
-def test_a_peers_script_says_that_it_has_not_run_on_gpus(script: str) -> None:
-    head = (PEERS / f"{script}_job.sh").read_text(encoding="utf-8").partition("\nset ")[0]
-    assert "has not been run on GPUs yet" in " ".join(re.findall(r"[^\s#]+", head))
-
-
 WRITTEN = {
     "verl": "\n".join(
         json.dumps(
@@ -191,16 +175,6 @@ def test_what_a_peer_has_written_becomes_a_row_of_our_columns(
         assert all(0 < sum(s["phases"].values()) <= s["seconds"] for s in record["steps"])
 
 
-@pytest.mark.parametrize("peer", WRITTEN)
-def test_a_peers_run_that_ended_early_is_refused(peer: str, tiny_dir: Path, tmp_path: Path) -> None:
-    text = WRITTEN[peer].rpartition("\n")[0]
-    (tmp_path / "log").write_text(text, encoding="utf-8")
-    (tmp_path / "command.txt").write_text("", encoding="utf-8")
-    done = recorded(tiny_dir, tmp_path, peer, "log", "bench.json")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: the run was to take 3 steps and has written down 2")
-
-
 def test_a_log_of_another_version_is_refused_by_what_it_lacks(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -208,25 +182,6 @@ def test_a_log_of_another_version_is_refused_by_what_it_lacks(
     (tmp_path / "log").write_text(log, encoding="utf-8")
     done = recorded(tiny_dir, tmp_path, "verl", "log", "bench.json")
     assert done.stderr.startswith("error: log: a step has no 'response_length/mean'. verl is of a ")
-
-
-def test_rows_are_as_many_as_the_job_takes(tiny_dir: Path, tmp_path: Path) -> None:
-    done = recorded(tiny_dir, tmp_path, "rows", "rows.jsonl", BATCH="30")
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert len(rows) == 90
-    assert rows[64] == rows[0]
-    assert set(rows[0]) == {"prompt", "ground_truth"}
-    assert rows[0]["prompt"][0]["role"] == "user"
-
-
-def test_a_peers_job_of_one_step_is_refused_before_it_starts(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    done = recorded(tiny_dir, tmp_path, "rows", "rows.jsonl", STEPS="1")
-    assert done.stderr.startswith("error: 1 step: the first one warms up")
-    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_the_reward_is_one_in_every_form() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,21 +63,6 @@ def test_the_readme_is_short_and_begins_with_the_status() -> None:
     lines = README.splitlines()
     assert len(lines) <= 120
     assert any("Status:" in line for line in lines[:10])
-
-
-def test_what_python_reads_is_made_by_a_command_above_it() -> None:
-    """tests/test_docs.py runs the blocks next to the output of `make-tiny`."""
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    assert 0 <= text.find("verl-like make-tiny tiny") < text.index('"tiny/model"')
-
-
-@pytest.mark.parametrize(
-    "path", [*PAGES, ROOT / "CITATION.cff"], ids=lambda path: path.relative_to(ROOT).as_posix()
-)
-def test_the_address_of_the_repository_is_that_of_pyproject(path: Path) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = re.findall(r"https://github\.com/[\w-]+/verl-like\b", path.read_text(encoding="utf-8"))
-    assert set(named) <= {project["urls"]["Repository"]}
 
 
 def test_the_picture_of_the_architecture_is_what_its_script_draws() -> None:

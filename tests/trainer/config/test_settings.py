@@ -28,7 +28,7 @@ VALUES = st.recursive(
 @example("b\\\n")
 @example("/é")
 @example("it's \\'")
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(VALUES)
 def test_a_value_is_read_as_it_was_given(value: Any) -> None:
     assert parse(f"key={as_text(value, 'key')}").value() == value

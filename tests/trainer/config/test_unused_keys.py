@@ -45,11 +45,6 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
     [
         ("actor_rollout_ref.model.lora_alpha=8", []),
         (
-            "actor_rollout_ref.actor.optim.betas=[0.9,0.9]",
-            ["actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD"],
-        ),
-        ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", []),
-        (
             "actor_rollout_ref.actor.clip_ratio_c=4",
             ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
         ),
@@ -59,7 +54,6 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
             ["algorithm.use_kl_in_reward=true", BY_TOKENS],
         ),
         ("actor_rollout_ref.rollout.kv_cache_gb=1", ["actor_rollout_ref.rollout.name=hf"]),
-        ("actor_rollout_ref.rollout.update_weights_bucket_megabytes=1", []),
         (
             "actor_rollout_ref.rollout.val_kwargs.top_p=0.5",
             ["data.val_files=val.parquet", "trainer.test_freq=1"],
@@ -67,7 +61,6 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
         ("actor_rollout_ref.rollout.engine_kwargs.seed=1", []),
         ("critic.ppo_max_token_len_per_gpu=64", [ROWS]),
         ("algorithm.filter_groups.metric=acc", [NO_CRITIC]),
-        ("reward.function.kwargs.bonus=1", []),
         ("reward.default_score=1", MODEL_ALONE),
         ("cpus_per_process=0.5", ["trainer.backend=local"]),
     ],
@@ -114,10 +107,6 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
         (
             ["reward.list=[{name: a, retries: 2}]"],
             "reward.list[0].retries has no effect: reward.list[0].kind is not remote",
-        ),
-        (
-            ["reward.list=[{name: a}]", "reward.model.enable=true"],
-            "reward.model.enable has no effect: reward.list sets the rewards",
         ),
         (
             [*GRPO, "role_mapping.critic=global_pool", "role_workers.critic=some.Critic"],
