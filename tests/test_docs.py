@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +39,10 @@ def pages() -> list[object]:
 
 @functools.cache
 def messages(package: str) -> str:
-    """Every string of a package as the program prints it."""
-    return "\n".join(text for path in sources(package) for text in strings(parsed(path)))
-
-
-def strings(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        elif isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part)}}}"
-                for part in node.values
-            )
+    """Every string of a package; of a formatted one, the parts between its values."""
+    nodes = (node for path in sources(package) for node in ast.walk(parsed(path)))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:

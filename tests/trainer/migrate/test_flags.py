@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from trainer.migrate.flags import FlagRow, GivenFlags, Table, as_flags
@@ -24,21 +22,6 @@ def table() -> Table:
 
 def flags(table: Table, *words: str) -> GivenFlags:
     return GivenFlags(table, as_flags(words), "no flag")
-
-
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("rows * 2", 16),
-        ("kind == 'a.b' and rows", 8),
-        ("unheard or 3", 3),
-        ("given('rows')", False),
-        ("ceil(rows / 3)", 3),
-        ("1e3 if kind in ('a.b', 'c') else None", 1000.0),
-    ],
-)
-def test_names_in_an_expression_are_flags(table: Table, expression: str, expected: Any) -> None:
-    assert flags(table, "--kind", "a.b").computed(expression) == expected
 
 
 def test_a_variable_is_no_number(table: Table) -> None:
