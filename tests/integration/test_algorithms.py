@@ -60,17 +60,6 @@ def test_scores_of_steps_reach_the_estimator(tiny_dir: Path, tmp_path: Path) -> 
     assert first["critic/advantages/max"] > 0
 
 
-def test_the_optimal_token_baseline_gets_its_column_from_the_log_prob_pass(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    run(
-        load_config(
-            settings(tiny_dir, tmp_path, "algorithm.adv_estimator=optimal_token_baseline"),
-        )
-    )
-    assert all(line["actor/grad_norm"] > 0 for line in lines(tmp_path))
-
-
 def test_what_the_driver_keeps_and_draws_goes_on_after_a_resume(
     tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -22,13 +22,14 @@ from verl_like.errors import ConfigError
 
 RECIPES = {"ppo": PPO, "async": ASYNC, "sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
 QUICK = [
-    ("actor, reference, critic", "shard x tp"),
     ("LoRA", "shard x sp"),
     ("generators (`async`)", "ep x sp"),
-    ("`sft` with LoRA", "ep x shard"),
+    ("`sft` with LoRA", "shard x pp"),
     ("`dpo`", "sp x tp"),
-    ("actor, reference, critic", "shard x pp"),
     ("`dpo`", "tp x pp"),
+    ("LoRA", "ep x tp"),
+    *[("int8 reference on such ranks", layout) for layout in ("sp x tp", "sp x pp", "ep x sp")],
+    *[("int8 reference on such ranks", layout) for layout in ("shard x sp", "ep x shard")],
 ]
 OF_THE_CLOCK = ("async/", "training/weight")
 TEXTS = [{"prompt": f"say {x}", "response": x * (1 + n % 3)} for n, x in enumerate("abcdefghijkl")]
@@ -47,8 +48,7 @@ def cells() -> list[Any]:
     found = []
     for beside in axes.BESIDE:
         for layout in axes.LAYOUTS:
-            is_quick = (beside, layout) in QUICK or axes.refusal(beside, layout)
-            marks = [] if is_quick else [pytest.mark.slow]
+            marks = [] if (beside, layout) in QUICK else [pytest.mark.slow]
             found.append(pytest.param(beside, layout, marks=marks, id=f"{beside}, {layout}"))
     return found
 

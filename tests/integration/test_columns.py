@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.runs import overrides, with_experts
+from tests.integration.runs import POLICY_ALONE, overrides, with_experts
 from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
 from trainer.ppo import stages
@@ -118,28 +118,22 @@ def recorders(
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
         "algorithm.use_kl_in_reward=false",
     ]
-    turns = [
-        "algorithm=grpo",
-        "algorithm.use_kl_in_reward=false",
-        "environment=tests.workers.agents.games:Count",
+    remax = ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=false"]
+    players = [
+        *POLICY_ALONE,
+        "environment=tests.integration.test_columns:Pair",
         "environment.max_tokens_per_turn=2",
-    ]
-    remax = ["algorithm.adv_estimator=remax"]
-    experts = [
-        "algorithm=grpo",
-        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.router_replay.mode=R3",
         with_experts(tiny_dir, folder / "model", num_hidden_layers=WIDTHS["layers"]),
     ]
-    runs = {"all": every_role, "own": own_columns, "remax": remax, "turns": turns}
-    runs["experts"] = experts
-    duel = ["environment=tests.integration.test_columns:Pair", "actor_rollout_ref.rollout.n=4"]
-    runs["players"] = [*turns[:2], *duel, turns[3]]
     made = []
+    runs = {"all": every_role, "own": own_columns, "remax": remax, "players": players}
     for name, changes in runs.items():
         with pytest.MonkeyPatch.context() as patch:
             made.append(Recorder(patch))
             changes = [*changes, "trainer.backend=local", "trainer.total_training_steps=1"]
+            changes.append("data.train_batch_size=4")
             run(load_config(overrides(tiny_dir, folder / name, *changes)))
     # of asynchronous runs, where it works in a generator's process and has the critic's column, too
     critic_copy = started(CriticCopyWorker, tiny_config(tiny_dir))

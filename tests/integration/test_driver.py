@@ -14,7 +14,6 @@ from tests.integration.rigged import NotedTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
 from tests.waiting import wait_until_ended
 from trainer import load_config, loop, run
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.stages import PPOTrainer
 from verl_like.errors import ConfigError
 
@@ -56,13 +55,6 @@ def test_a_trainer_of_ones_own_must_be_one(tiny_dir: Path, tmp_path: Path) -> No
         )
 
 
-def test_every_sample_knows_the_version_of_its_policy(tiny_dir: Path, tmp_path: Path) -> None:
-    train(tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=3")
-    assert (
-        NotedTrainer.batch.batch["policy_version"].tolist() == [3] * 16
-    )  # version 1 is that of the start
-
-
 def test_a_step_of_one_update_needs_no_pass_for_old_log_probs(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,12 +88,14 @@ def test_old_log_probs_are_computed_where_the_first_pass_is_not_theirs(
 
 
 def test_grpo_runs_without_critic_and_reference(tiny_dir: Path, tmp_path: Path) -> None:
-    last = train(tiny_dir, tmp_path, *GRPO)
+    last = train(tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=2")
     assert {
         e["cat"] for name in ("init_model", "update_critic") for e in calls(tmp_path, name)
     } <= {"actor", "rollout"}
     assert "critic/vf_loss" not in last
     assert "perf/overlap_ratio" in last
+    versions = NotedTrainer.batch.batch["policy_version"]
+    assert versions.tolist() == [2] * 16  # the first step samples with version 1
 
 
 @pytest.mark.parametrize("rule_weight", [0.0, 0.5])
@@ -118,37 +112,17 @@ def test_a_reward_model_scores_beside_the_rules(
     assert last["reward/model_score/mean"] != 0
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "optimal_token_baseline"])
 def test_empty_responses_and_rows_without_eos_train(
     tiny_dir: Path, tmp_path: Path, estimator: str
 ) -> None:
     rigged = f"+role_workers.rollout={RIGGED}.TruncatingRollout"
-    least = 2 if needs_groups(ADVANTAGE_ESTIMATORS[estimator]) else 1
-    settings = (f"actor_rollout_ref.rollout.n={least}", f"algorithm.adv_estimator={estimator}")
-    if estimator == "gdpo":
-        settings += ("algorithm.gdpo_reward_keys=[seq_reward]",)
-    last = train(tiny_dir, tmp_path, *GRPO, rigged, *settings)
+    last = train(tiny_dir, tmp_path, *GRPO, rigged, f"algorithm.adv_estimator={estimator}")
     assert last["response/aborted_ratio"] == pytest.approx(3 / 8)
     assert last["response_length_non_aborted/clip_ratio"] == 1.0
     batch = NotedTrainer.batch.batch
     assert torch.isfinite(batch["advantages"]).all()
     assert batch["advantages"][batch["response_mask"] == 0].abs().sum() == 0
-
-
-def test_equal_scores_in_every_group_leave_the_policy_where_it_is(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    rigged = f"+role_workers.rollout={RIGGED}.TruncatingRollout"
-    last = train(
-        tiny_dir,
-        tmp_path,
-        *GRPO,
-        rigged,
-        "actor_rollout_ref.rollout.n=3",
-        "algorithm.score_clip=1e-9",
-    )
-    assert last["critic/score/max"] <= 1e-9
-    assert last["actor/grad_norm"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_remax_compares_with_the_score_of_the_greedy_answer(tiny_dir: Path, tmp_path: Path) -> None:

@@ -24,29 +24,20 @@ def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
     return numbers(folder)
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
-def test_where_both_choose_alike_no_number_changes(
-    family: str, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_where_both_choose_alike_no_number_changes(tiny_dir: Path, tmp_path: Path) -> None:
     """One update per step: a second one would change the weights, and thus the routing."""
-    model = with_experts(tiny_dir, tmp_path / "model", family)
-    more = (model, f"{POLICY}.actor.ppo_mini_batch_size=8")
+    model = with_experts(tiny_dir, tmp_path / "model")
+    more = (model, f"{POLICY}.actor.ppo_mini_batch_size=8", *POLICY_ALONE)
     plain = two_steps(tiny_dir, tmp_path / "plain", *more)
     assert two_steps(tiny_dir, tmp_path / "replayed", *more, R3) == plain
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
-def test_the_gap_to_a_rollout_of_another_type_shrinks(
-    family: str, tiny_dir: Path, tmp_path: Path
-) -> None:
-    sizes = {
-        "num_experts": 32,
-        "num_local_experts": 32,
-        "num_hidden_layers": 4,
-        "initializer_range": 0.2,
-    }
-    model = with_experts(tiny_dir, tmp_path / "model", family, **sizes)
-    more = (model, f"{POLICY}.rollout.dtype=bfloat16", *POLICY_ALONE)
+def test_the_gap_to_a_rollout_of_another_type_shrinks(tiny_dir: Path, tmp_path: Path) -> None:
+    sizes = {"num_experts": 32, "num_local_experts": 32, "num_hidden_layers": 4}
+    sizes |= {"initializer_range": 0.2}
+    model = with_experts(tiny_dir, tmp_path / "model", "Mixtral", **sizes)
+    one_step = "trainer.total_training_steps=1"
+    more = (model, f"{POLICY}.rollout.dtype=bfloat16", *POLICY_ALONE, one_step)
     plain = two_steps(tiny_dir, tmp_path / "plain", *more)
     replayed = two_steps(tiny_dir, tmp_path / "replayed", *more, R3)
     assert replayed[0][GAP] < 0.6 * plain[0][GAP]
@@ -62,9 +53,7 @@ def test_the_experts_of_vllm_are_replayed(tiny_dir: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "axis"), [("Qwen3Moe", "ep"), ("Mixtral", "ep"), ("Qwen3Moe", "pp")]
-)
+@pytest.mark.parametrize(("family", "axis"), [("Mixtral", "ep"), ("Qwen3Moe", "pp")])
 def test_two_ranks_that_share_experts_or_layers_follow_one_process(
     family: str, axis: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
