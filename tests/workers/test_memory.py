@@ -27,9 +27,7 @@ def found_by_a_rank(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        "PPO actor",
         "actor, recomputed, head in chunks",
-        "SFT",
         "DPO",
         "LoRA actor",
         "actor, 2 ranks",

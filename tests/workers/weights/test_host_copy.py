@@ -193,17 +193,17 @@ def apart(actor: Group, rollout: Group) -> float:
     return max(float(gap.abs().max()) for gap in gaps)
 
 
-@both_ways
 @pytest.mark.parametrize(
-    ("engine", "dtype"), [("native", None), ("hf", None), ("native", "bfloat16")]
+    ("engine", "dtype", "bring"),
+    [("native", None, deliver), ("hf", None, sync_weights), ("native", "bfloat16", sync_weights)],
 )
 def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every_version(
     one_layer_dir: Path, tmp_path: Path, engine: str, dtype: str | None, bring: Bring
 ) -> None:
-    """Five versions, a resume into new processes, and one more."""
+    """Two versions, a resume into new processes, and one more."""
     actor, rollout = lora_pair(one_layer_dir, engine, dtype)
     whole = num_bytes(bring(actor, rollout, 0))
-    for version in range(1, 6):
+    for version in range(1, 3):
         actor.update_actor(make_batch(8, seed=version))
         assert apart(actor, rollout) > 1e-4
         assert 0 < num_bytes(bring(actor, rollout, version)) < 0.1 * whole
@@ -213,12 +213,12 @@ def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every
 
     resumed, new = lora_pair(one_layer_dir, engine, dtype)
     resumed.load_checkpoint(str(tmp_path / "actor"))
-    assert num_bytes(bring(resumed, rollout, 5)) == whole, "it knows of no sync before its own"
-    assert num_bytes(bring(resumed, new, 5)) == whole
+    assert num_bytes(bring(resumed, rollout, 2)) == whole, "it knows of no sync before its own"
+    assert num_bytes(bring(resumed, new, 2)) == whole
     for group in (rollout, new):
         assert group.weights_checksum() == resumed.weights_checksum(True)
     resumed.update_actor(make_batch(8, seed=9))
-    assert num_bytes(bring(resumed, new, 6)) < 0.1 * whole
+    assert num_bytes(bring(resumed, new, 3)) < 0.1 * whole
     assert apart(resumed, new) <= 1e-6
 
 

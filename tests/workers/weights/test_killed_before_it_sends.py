@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -60,32 +60,9 @@ class DiesFirst(WeightReceiver, Worker):
         return super().receive_weights(address, version)
 
 
-@pytest.fixture(params=[1, 2], ids=["actor of the driver", "actor of two"])
-def groups(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
-    with ExitStack() as stack:
-        yield (
-            stack.enter_context(start("local", {"actor": (Actor, ())}, [request.param])),
-            stack.enter_context(start("local", {"rollout": (DiesFirst, ())}, [2])),
-        )
-
-
 def deliver(actor: Any, rollout: Any, version: int) -> object:
     publish_weights(actor, version)
     return deliver_weights(actor, rollout, version)
-
-
-@pytest.mark.parametrize("bring", [sync_weights, deliver], ids=["sync", "delivery"])
-def test_nobody_waits_for_a_rank_that_died_before_it_came(
-    groups: tuple[Any, Any], bring: Bring
-) -> None:
-    actor, rollout = groups
-    began = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="rollout rank 0 of 2"):
-        bring(actor, rollout, 1)
-    assert actor.answer() == list(range(actor.world_size))
-    for version in (2, 3, 4):  # a version that is still read would be waited for
-        publish_weights(actor, version)
-    assert time.monotonic() - began < SOON_S
 
 
 class DiesAsItForms(DiesFirst):
@@ -117,20 +94,26 @@ def die_at_the_second_write(is_written: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bring", "num_actors", "says_where"),
-    [(sync_weights, 1, True), (sync_weights, 2, False), (deliver, 1, False)],
+    ("bring", "num_actors", "cls", "arguments"),
+    [
+        (sync_weights, 1, DiesFirst, ()),
+        (deliver, 2, DiesFirst, ()),
+        (sync_weights, 1, DiesAsItForms, (True,)),
+        (deliver, 1, DiesAsItForms, (False,)),
+    ],
 )
 def test_nobody_waits_for_a_rank_that_died_before_the_group_had_formed(
-    bring: Bring, num_actors: int, says_where: bool
+    bring: Bring, num_actors: int, cls: type[DiesFirst], arguments: tuple[bool, ...]
 ) -> None:
     with ExitStack() as stack:
         actor = stack.enter_context(start("local", {"actor": (Actor, ())}, [num_actors]))
-        dying = {"rollout": (DiesAsItForms, (says_where,))}
-        rollout = stack.enter_context(start("local", dying, [2]))
+        rollout = stack.enter_context(start("local", {"rollout": (cls, arguments)}, [2]))
         began = time.monotonic()
         with pytest.raises(WorkerDiedError, match="rollout rank 0 of 2"):
             bring(actor, rollout, 1)
         assert actor.answer() == list(range(num_actors))
+        for version in (2, 3, 4):  # a version that is still read would be waited for
+            publish_weights(actor, version)
         assert time.monotonic() - began < SOON_S
 
 

@@ -23,7 +23,7 @@ from workers.weights.receiver import WeightReceiver
 from workers.weights.sender import WeightSender
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
-QUICK = Deadlines(call_s=8.0, grace_s=2.0)
+QUICK = Deadlines(call_s=4.0, grace_s=1.0)
 
 
 class Fault:
@@ -46,7 +46,7 @@ class Fault:
             if how == "goes without a vote":
                 self.kept = own.connection.group  # the others do not see that it is closed
                 return ok
-            os.kill(os.getpid(), signal.SIGSTOP if how == "is frozen" else signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP)
             return vote(own, ok)
 
         channel.Channel.all_agree = hit
@@ -94,7 +94,7 @@ def fail_next_sync(groups: dict[str, Any], role: str, how: str) -> None:
 
 RAY = pytest.mark.ray
 LEFT = "goes without a vote"
-VOTE_OF_RANK_1 = "(?=.*rollout rank 1 of 2).* did not finish within 8.0 s"
+VOTE_OF_RANK_1 = "(?=.*rollout rank 1 of 2).* did not finish within 4.0 s"
 """The sender waits in the same vote: either may be late first, both are named."""
 
 
@@ -103,14 +103,6 @@ VOTE_OF_RANK_1 = "(?=.*rollout rank 1 of 2).* did not finish within 8.0 s"
     [
         ("child", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1),
         ("child", "rollout", "is frozen", WorkerDiedError, "rollout rank 0 of 2 .*is stopped"),
-        ("child", "rollout", "is killed", WorkerDiedError, "rollout rank 0 of 2 .*by SIGKILL"),
-        (
-            "child",
-            "actor",
-            LEFT,
-            WaitTimeoutError,
-            "rollout rank 0 of 2 .* did not finish within 8.0 s",
-        ),
         pytest.param("ray", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1, marks=RAY),
     ],
     indirect=["groups"],

@@ -74,7 +74,7 @@ def sharded_actor_and_lonely_rollout(
 ) -> list[Any]:
     """All ranks but the last train one sharded actor, the last is a rollout in another pool.
 
-    Sync five versions; before the fourth, create actor and rollout again, and let the actor resume.
+    Sync three versions; before the last, create actor and rollout again, and let the actor resume.
     Return what each rank reports about every version.
     """
     rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
@@ -87,17 +87,17 @@ def sharded_actor_and_lonely_rollout(
     config.actor_rollout_ref.rollout.weight_sync = sync
     config.actor_rollout_ref.actor.fsdp_config = {"fsdp_size": fsdp_size}
     found = []
-    for version in range(5):
+    for version in range(3):
         if rank == world - 1:
-            if version in (0, 3):
+            if version in (0, 2):
                 rollout = started(RolloutWorker, config)
             report = rollout.receive_weights(store.get(f"address {version}").decode(), version)
             assert rollout.engine.version == version
             found.append((report.error, rollout.weights_checksum()))
             continue
-        if version in (0, 3):
+        if version in (0, 2):
             actor = started(ActorWorker, config, 10)
-        if version == 3:
+        if version == 2:
             actor.load_checkpoint(folder)
             again = checksum_of(actor.engine.named_full_tensors())
             assert again == found[-1][1]
@@ -107,14 +107,14 @@ def sharded_actor_and_lonely_rollout(
             store.set(f"address {version}", address)
         report = actor.send_weights(address or "", 1, 0.01)
         found.append((report.error, checksum_of(actor.engine.named_full_tensors())))
-        if version == 2:
+        if version == 1:
             actor.save_checkpoint(folder)
     return found
 
 
 @pytest.mark.parametrize(
     ("world", "fsdp_size", "lora_rank", "sync"),
-    [(4, -1, 4, "full"), (3, -1, 4, "changed"), (5, 2, 0, "full")],
+    [(3, -1, 4, "changed"), (5, 2, 0, "full")],
 )
 def test_a_sharded_actor_fills_a_rollout_in_another_pool(
     one_layer_dir: Path, tmp_path: Path, world: int, fsdp_size: int, lora_rank: int, sync: str
@@ -122,8 +122,8 @@ def test_a_sharded_actor_fills_a_rollout_in_another_pool(
     arguments = (str(one_layer_dir), str(tmp_path / "actor"), fsdp_size, lora_rank, sync)
     results = run_kept(world, sharded_actor_and_lonely_rollout, *arguments)
     assert results == [results[0]] * world
-    assert [error for error, _ in results[0]] == [None] * 5
-    assert len({checksum for _, checksum in results[0]}) == 5
+    assert [error for error, _ in results[0]] == [None] * 3
+    assert len({checksum for _, checksum in results[0]}) == 3
 
 
 def colocated(one_layer_dir: Path) -> tuple[Any, ...]:
@@ -358,13 +358,3 @@ def test_a_rollout_before_its_first_sync_does_not_generate(one_layer_dir: Path) 
     rollout = started(RolloutWorker, tiny_config(one_layer_dir))
     with pytest.raises(RolloutError, match="no verified weights"):
         rollout.engine.generate([], None)
-
-
-def test_a_bucket_that_is_dropped_on_purpose_is_missed_once(
-    actor: Group, rollout: Group, caplog: pytest.LogCaptureFixture
-) -> None:
-    actor.drop_next_bucket()
-    sync_weights(actor, rollout, 3)
-    assert "0 of 1 buckets" in caplog.text
-    assert caplog.text.count("Retrying once.") == 1
-    assert set(checksums(rollout)) == {checksums(actor)[0]}
