@@ -17,7 +17,7 @@ from tests.workers.losses.plain_correction import (
     plain_ratios,
     threshold_of,
 )
-from tests.workers.losses.plain_python import Columns, Rows, tokens_of
+from tests.workers.losses.plain_python import Columns, tokens_of
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
 from workers.losses.aggregate import agg_policy_loss
@@ -78,43 +78,6 @@ HALF, EIGHTH, TWICE = math.log(0.5), math.log(0.125), math.log(2.0)
 RATIOS = torch.tensor([[TWICE, HALF, 0.0, 99.0], [EIGHTH, 0.0, TWICE, HALF]])
 """Log-ratios of two rows of four tokens; the last one of the first row is outside the mask."""
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-
-
-@pytest.mark.parametrize(
-    ("settings", "weights"),
-    [
-        ({"rollout_is": "token"}, [[1.5, 0.5, 1.0, 0.0], [0.125, 1.0, 1.5, 0.5]]),
-        (
-            {"rollout_is": "token", "rollout_is_threshold": "0.25_4.0"},
-            [[2.0, 0.5, 1.0, 0.0], [0.0, 1.0, 2.0, 0.5]],
-        ),
-        ({"rollout_is": "sequence"}, [[1.0, 1.0, 1.0, 0.0], [0.125] * 4]),
-        ({"rollout_is": "geometric"}, [[1.0, 1.0, 1.0, 0.0], [0.125**0.25] * 4]),
-    ],
-)
-def test_weights_worked_by_hand(settings: dict[str, Any], weights: Rows) -> None:
-    settings = {"rollout_is_threshold": "1.5", **settings}
-    found, _, _ = corrected(RATIOS, torch.zeros(2, 4), MASK, **settings)
-    torch.testing.assert_close(found, torch.tensor(weights))
-
-
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        # k1 = -log r: bounds of k1 are bounds of the rollout's over the trainer's probability
-        (("token_k1", "0.4_3.0"), [[1, 1, 1, 0], [0, 1, 1, 1]]),
-        (("token_k1", "0.6_9.0"), [[0, 1, 1, 0], [1, 1, 0, 1]]),
-        (("token_k2", "0.25"), [[1, 1, 1, 0], [0, 1, 1, 1]]),  # log(2)^2 / 2 = 0.24
-        (("token_k3", "0.2"), [[0, 1, 1, 0], [0, 1, 0, 1]]),  # 0.307 of 2, 0.193 of a half
-        (("seq_sum_k1", "0.5_2.0"), [[1, 1, 1, 0], [0, 0, 0, 0]]),
-        (("seq_mean_k1", "0.5_2.0"), [[1, 1, 1, 0], [1, 1, 1, 1]]),  # 8 to the quarter is 1.68
-        (("seq_max_k2", "0.3"), [[1, 1, 1, 0], [0, 0, 0, 0]]),
-    ],
-)
-def test_rejection_worked_by_hand(settings: tuple[str, str], kept: list[list[int]]) -> None:
-    names = dict(zip(("rollout_rs", "rollout_rs_threshold"), settings, strict=True))
-    _, found, _ = corrected(RATIOS, torch.zeros(2, 4), MASK, **names)
-    assert found.tolist() == kept
 
 
 def test_one_token_below_the_veto_rejects_its_sequence() -> None:
@@ -198,22 +161,16 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
     [
         ({"rollout_is_threshold": "0.9"}, "rollout_is_threshold=0.9: equal policies weigh 1"),
         ({"rollout_is_threshold": "2.0_0.5"}, "from 2 to 0.5"),
-        ({"rollout_is_threshold": "1.5_2.0"}, "from 1.5 to 2"),
-        ({"rollout_is_threshold": "0.1_0.5"}, "from 0.1 to 0.5"),
         ({"rollout_is_threshold": "0_2.0"}, "from 0 to 2"),
         ({"rollout_is_threshold": "much"}, "give one number, or lower_upper"),
-        ({"rollout_is_threshold": "0.5_1.0_2.0"}, "give one number, or lower_upper"),
-        ({"rollout_is_threshold": "inf"}, "give one number, or lower_upper"),
         ({"rollout_is_threshold": 0.55}, "write both ends with a point, 0.5_5.0"),
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None has 0"),
         ({"rollout_rs": "tokn_k1", "rollout_rs_threshold": "2"}, "Did you mean 'token_k1'"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "Known: token_k1, token_k2"),
         ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": "2"}, "token_k1 twice"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2,3"}, "one for each of its 1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1"}, "policies have the ratio 1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1.1_2"}, "from 1.1 to 2"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 is never below"),
-        ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0"}, "token_k3 is never below"),
         (
             {"rollout_token_veto_threshold": 1.0},
             "above 0 and below 1 (the ratio of equal policies)",

@@ -163,26 +163,3 @@ def test_a_batch_without_tokens_has_no_figures() -> None:
     nothing = torch.zeros(2, 3)
     settings = {"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": "1"}
     assert corrected(nothing, nothing, nothing, **settings)[2] == {}
-
-
-def test_figures_worked_by_hand() -> None:
-    """Ratios of 4 and 1, then 1 and a half: weights 2, 1, 1, 0.5."""
-    ratios = torch.tensor([[4.0, 1.0], [1.0, 0.5]]).log()
-    zeros, mask = torch.zeros(2, 2), torch.ones(2, 2)
-    _, _, found = corrected(ratios, zeros, mask, rollout_is="token", rollout_is_threshold="2.0")
-    expected = {
-        "mean": 4.5 / 4,
-        "max": 2.0,
-        "min": 0.5,
-        "ratio_fraction_high": 0.25,
-        "ratio_fraction_low": 0.0,
-        "eff_sample_size": 4.5**2 / (4 * 6.25),
-        "seq_mean": 4.5 / 4,
-        "seq_max": 1.5,
-        "seq_min": 0.75,
-        "seq_max_deviation": 0.5,
-        "seq_std": math.sqrt(2 * 0.375**2),
-        "std": math.sqrt(6.25 / 4 - (4.5 / 4) ** 2),
-    }
-    for name, value in expected.items():
-        assert found[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name

@@ -309,10 +309,6 @@ def test_every_policy_loss_is_a_file_of_its_name() -> None:
         assert policy_loss.__module__ == f"workers.losses.{name}"
 
 
-def test_verls_name_gpg_is_reinforce() -> None:
-    assert POLICY_LOSSES["gpg"] is POLICY_LOSSES["reinforce"]
-
-
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_loss_reads_the_keys_that_it_says_it_reads(batch: Columns, name: str) -> None:
     class Recorded:

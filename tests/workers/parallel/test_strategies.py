@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.parallel.test_fsdp import Collectives
-from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.config import FSDPConfig
 from workers.parallel import sharding
@@ -102,47 +101,6 @@ def test_shard_grad_op_gathers_weights_once_a_mini_batch_and_fsdp_in_every_pass(
         for held in (fully[rank], by_gradient[rank]):
             assert_equal_gradients(held.full_gradients, alone)
             assert max(*held.weights_after, held.gradients, held.moments) < 0.6
-
-
-def trained(
-    one_layer_dir: Path, strategy: str, start: Path | None, end: Path
-) -> list[dict[str, float]]:
-    """Do two updates, from a checkpoint if there is one; save a checkpoint at the end."""
-    actor = started(
-        ActorWorker, tiny_config(one_layer_dir, strategy=strategy, ppo_mini_batch_size=4), 10
-    )
-    if start is not None:
-        actor.load_checkpoint(str(start))
-    seeds = (0, 1) if start is None else (2, 3)
-    found = []
-    for seed in seeds:
-        batch = own_chunk(make_batch(4, seed), actor.rank, actor.world_size)
-        found.append(learned(actor.update_actor(batch)))
-    actor.save_checkpoint(str(end), len(found))
-    return found
-
-
-def chain(one_layer_dir: Path, folder: Path) -> list[list[dict[str, float]]]:
-    """Let another strategy resume from two ranks' checkpoints; return its results."""
-    strategies = ["ddp", "fsdp", "shard_grad_op"]
-    for number, name in enumerate(strategies):
-        trained(one_layer_dir, name, None, folder / f"of {number}")
-    found = []
-    for number, name in enumerate(strategies):
-        start = folder / f"of {(number + 1) % len(strategies)}"
-        found.append(trained(one_layer_dir, name, start, folder / f"after {number}"))
-    return found
-
-
-def test_a_checkpoint_of_any_strategy_is_one_for_all(one_layer_dir: Path, tmp_path: Path) -> None:
-    trained(one_layer_dir, "single", None, tmp_path / "single")
-    alone = trained(one_layer_dir, "single", tmp_path / "single", tmp_path / "after")
-    for found in run_kept(2, chain, one_layer_dir, tmp_path)[0]:
-        for ours, theirs in zip(found, alone, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    from_two = trained(one_layer_dir, "single", tmp_path / "of 2", tmp_path / "again")
-    for ours, theirs in zip(from_two, alone, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
 def test_offload_is_a_word_behind_a_strategy() -> None:

@@ -68,8 +68,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(tensor.equal(expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("cls", [ActorWorker, CriticWorker])
+@pytest.mark.parametrize(("cls", "lora_rank"), [(ActorWorker, 4), (CriticWorker, 0)])
 def test_the_folder_is_the_one_that_the_run_exports(
     one_layer_dir: Path, tmp_path: Path, cls: type, lora_rank: int
 ) -> None:

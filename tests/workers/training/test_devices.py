@@ -49,7 +49,7 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
     rows = Rows.take(data, (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
         totals: dict[str, torch.Tensor] = worker.engine.passes.train(
-            mini_batch(rows, 0, 1, None), MicroBatchBudget(rows=3), loss_of(worker, data)
+            mini_batch(rows, 0, 1, None), MicroBatchBudget(rows=6), loss_of(worker, data)
         )
     return totals
 

@@ -37,7 +37,6 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "with a bias": ("GPTJConfig", {"rotary_dim": 4}),
     "soft-capped": ("Gemma2Config", {**GATED, "final_logit_softcapping": 0.7}),
     "multiplied": ("CohereConfig", {**GATED, "logit_scale": 3.0}),
-    "divided": ("GraniteConfig", {**GATED, "logits_scaling": 0.3}),
     "tied, on rows alone": ("BloomConfig", {}),
 }
 
@@ -112,8 +111,7 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
         torch.testing.assert_close(columns[name].double(), column, atol=2e-5, rtol=0)
 
     whole = gradients(actor_of(folders(head), use_fused_kernels=False), data, ACTOR_COLUMNS)
-    for budget in (MicroBatchBudget(rows=BATCH), MicroBatchBudget(rows=2)):
-        assert_equal(gradients(actor, data, ACTOR_COLUMNS, budget), whole)
+    assert_equal(gradients(actor, data, ACTOR_COLUMNS, MicroBatchBudget(rows=2)), whole)
 
 
 class LargestLogits(TorchDispatchMode):
@@ -255,12 +253,6 @@ def test_a_model_that_goes_around_its_base_model_keeps_whole_logits(
 ) -> None:
     assert "does not call its base model" in chunking_blocker(transformers.OPTConfig())
     assert "all logits of a pass are stored at once" in caplog.text
-
-
-def test_a_chunk_of_150k_words_takes_a_quarter_gib() -> None:
-    rows = rows_per_chunk(transformers.Qwen2Config(vocab_size=151_936))
-    assert rows == 441
-    assert 4 * 151_936 * rows <= lm_head.CHUNK_BYTES
 
 
 def test_a_chunk_on_a_card_has_a_thousand_rows_at_least_however_many_words() -> None:

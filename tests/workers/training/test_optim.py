@@ -10,17 +10,15 @@ from torch import nn
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config, weights_of
-from workers.config import OptimConfig, WorkersConfig, critic_optim
+from workers.config import OptimConfig, WorkersConfig
 from workers.roles.actor import ActorWorker
 from workers.training.optim import Schedule, build_optimizer
 
 DECAYING = OptimConfig(optimizer="AdamWMatrixDecay", lr=0.1, weight_decay=0.5)
 
 
-def config_of(one_layer_dir: Path, lora_rank: int = 0) -> WorkersConfig:
-    config = tiny_config(one_layer_dir, ppo_mini_batch_size=2, optim=DECAYING)
-    config.actor_rollout_ref.model.lora_rank = lora_rank
-    return config
+def config_of(one_layer_dir: Path) -> WorkersConfig:
+    return tiny_config(one_layer_dir, ppo_mini_batch_size=2, optim=DECAYING)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamWMatrixDecay"])
@@ -45,17 +43,13 @@ def test_the_schedule_sets_the_rate_of_both_groups() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
 
 
-def test_the_critic_does_as_the_actor(one_layer_dir: Path) -> None:
-    assert critic_optim(config_of(one_layer_dir)).optimizer == "AdamWMatrixDecay"
-
-
 def two_updates_on_either_side(
-    one_layer_dir: Path, folder: Path, lora_rank: int
+    one_layer_dir: Path, folder: Path
 ) -> list[tuple[dict[str, float], str]]:
     """Do two more updates after a checkpoint, with the same worker and with a resumed one."""
     found = []
     for resumes in (False, True):
-        actor = started(ActorWorker, config_of(one_layer_dir, lora_rank), 10)
+        actor = started(ActorWorker, config_of(one_layer_dir), 10)
         if resumes:
             actor.load_checkpoint(str(folder))
         else:
@@ -69,11 +63,8 @@ def two_updates_on_either_side(
     return found
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_two_ranks_resume_both_groups(one_layer_dir: Path, tmp_path: Path, lora_rank: int) -> None:
-    for expected, resumed in run_kept(
-        2, two_updates_on_either_side, one_layer_dir, tmp_path, lora_rank
-    ):
+def test_two_ranks_resume_both_groups(one_layer_dir: Path, tmp_path: Path) -> None:
+    for expected, resumed in run_kept(2, two_updates_on_either_side, one_layer_dir, tmp_path):
         assert resumed == expected
 
 

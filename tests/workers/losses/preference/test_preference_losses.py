@@ -121,34 +121,6 @@ def test_kto_is_one_less_the_value_of_plain_python() -> None:
         assert own == pytest.approx(weight - value, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "by_hand"),
-    [
-        ("dpo", 0.8 * math.log(1 + math.exp(-0.35)) + 0.2 * math.log(1 + math.exp(0.35))),
-        ("ipo", (1 / 2 - -1 / 2 - 1 / 0.6) ** 2),
-        ("hinge", 0.65),
-        ("simpo", 0.8 * math.log(1 + math.exp(0.15)) + 0.2 * math.log(1 + math.exp(-0.15))),
-    ],
-)
-def test_a_pair_by_hand(name: str, by_hand: float) -> None:
-    columns = {
-        "log_probs": torch.tensor([[-2.0, -6.0]]),
-        "ref_log_probs": torch.tensor([[-3.0, -5.0]]),
-        "num_tokens": torch.tensor([[2.0, 2.0]]),
-        "margin": torch.tensor([0.25]),
-    }
-    assert float(compute_losses(name, columns, SETTINGS)) == pytest.approx(by_hand, rel=1e-5)
-
-
-def test_without_a_difference_dpo_and_kto_are_at_the_middle() -> None:
-    columns = pairs() | {"ref_log_probs": pairs()["log_probs"], "margin": torch.zeros(7)}
-    found = compute_losses("dpo", columns, SETTINGS)
-    torch.testing.assert_close(found, torch.full_like(found, math.log(2)))
-    alike = rows() | {"ref_log_probs": rows()["log_probs"], "mismatched_kl": torch.zeros(7)}
-    found = compute_losses("kto", alike, SETTINGS)
-    torch.testing.assert_close(found, torch.where(rows()["desirable"], 0.75, 0.25).double())
-
-
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_the_slope_is_that_of_finite_differences(name: str) -> None:
     columns = columns_of(name)
@@ -176,23 +148,6 @@ def test_extreme_log_ratios_stay_finite(name: str, gap: float) -> None:
     losses.sum().backward()
     assert losses.isfinite().all()
     assert columns["log_probs"].grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", [name for name in ON_PAIRS if name != "ipo"])
-def test_a_likelier_chosen_response_lowers_the_loss(name: str) -> None:
-    columns = pairs()
-    log_probs = columns["log_probs"].requires_grad_()
-    compute_losses(name, columns, SETTINGS).sum().backward()
-    assert (log_probs.grad[:, 0] <= 0).all()
-    assert (log_probs.grad[:, 1] >= 0).all()
-    assert log_probs.grad.abs().sum() > 0
-
-
-def test_ipo_has_a_gap_that_it_wants() -> None:
-    means = torch.tensor([[0.0, -1 / 0.6 - 0.1], [0.0, -1 / 0.6], [0.0, -1 / 0.6 + 0.1]])
-    columns = {"log_probs": 2 * means, "ref_log_probs": 0 * means, "num_tokens": 0 * means + 2}
-    found = compute_losses("ipo", columns, SETTINGS).tolist()
-    assert found == pytest.approx([0.01, 0, 0.01], abs=1e-6)
 
 
 def test_a_loss_says_by_its_parameters_what_it_reads() -> None:
