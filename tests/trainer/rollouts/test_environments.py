@@ -28,11 +28,12 @@ REWARD = "def compute_score(solution_str, **row):\n    return 10.0\n"
 
 def settings_of(tiny: Path, folder: Path, *more: str) -> list[str]:
     sizes = ("data.max_prompt_length=24", "data.max_response_length=40")
-    turns = ("environment.max_tokens_per_turn=5", "trainer.total_training_steps=2")
+    turns = ("environment.max_tokens_per_turn=5", "trainer.total_training_steps=1")
     return overrides(tiny, folder, "trainer.backend=local", *sizes, *turns, *more)
 
 
 def play(tiny: Path, folder: Path, *more: str, recipe: Recipe[Any] = PPO) -> None:
+    """Run one step."""
     run(load_config(settings_of(tiny, folder, *more), recipe))
 
 
@@ -41,11 +42,8 @@ def rows(folder: Path, step: int = 1) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("algorithm", [("algorithm=grpo",), ()], ids=["grpo", "gae"])
-def test_a_policy_is_trained_on_trajectories(
-    algorithm: tuple[str, ...], tiny_dir: Path, tmp_path: Path
-) -> None:
-    play(tiny_dir, tmp_path / "run", *algorithm, f"environment={GAMES}:Count")
+def test_a_policy_is_trained_on_trajectories(tiny_dir: Path, tmp_path: Path) -> None:
+    play(tiny_dir, tmp_path / "run", f"environment={GAMES}:Count")
     for line in lines(tmp_path / "run"):
         assert line["agents/num_turns/mean"] == 3.0
         assert line["agents/ended/terminated"] == 1.0
@@ -93,7 +91,7 @@ def test_a_policy_that_hangs_its_environment_gets_less_than_one_that_loses(
 ) -> None:
     hang = (
         f"environment={GAMES}:HangsWhenTold",
-        "environment.step_timeout_s=5",
+        "environment.step_timeout_s=3",
         "environment.retries=0",
     )
     play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *hang, "environment.reward_on_failure=-1")
@@ -129,7 +127,7 @@ def test_a_run_whose_environments_are_killed_makes_up_no_reward(
     assert drawn == trained + left_out.total()
     samples = ledger["samples"]
     assert samples["dropped"] == {"on_failure=skip": sum(one["count"] for one in faults)}
-    assert samples["made"] == 2 * 16 == samples["trained"] + samples["dropped"]["on_failure=skip"]
+    assert samples["made"] == 16 == samples["trained"] + samples["dropped"]["on_failure=skip"]
 
 
 def test_trajectories_that_never_began_are_left_out(tiny_dir: Path, tmp_path: Path) -> None:
@@ -191,26 +189,21 @@ def test_a_file_of_the_current_folder_is_found_by_workers(
 
 
 @pytest.mark.parametrize(
-    ("settings", "words", "recipe"),
+    ("settings", "words"),
     [
-        (("environment=nowhere.py:Guess",), "nowhere.py: there is no such file", PPO),
-        ((f"environment={GAMES}:Nowhere",), "has no such name", PPO),
-        ((f"environment={GAMES}:add",), "is neither a class with a method `reset`", PPO),
-        (("environment=Guess",), "give FILE.py:NAME", PPO),
-        ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0", PPO),
-        ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only", PPO),
-        ((f"environment={GAMES}:Count", "environment.kwargs.turn=1"), "got an unexpected", PPO),
-        (("data.train_files=8",), "is a number of trajectories, and there is no environment", PPO),
-        (("environment=gymnasium:FrozenLake-v9",), "Did you mean 'FrozenLake-v1'", PPO),
-        ((f"environment={GAMES}:Count", f"tools=[{GAMES}:add]"), "does not write tools", PPO),
+        (("environment=nowhere.py:Guess",), "nowhere.py: there is no such file"),
+        ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0"),
+        ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only"),
+        (("data.train_files=8",), "is a number of trajectories, and there is no environment"),
+        ((f"environment={GAMES}:Count", f"tools=[{GAMES}:add]"), "does not write tools"),
     ],
 )
 def test_what_cannot_be_played_is_refused_before_a_generation(
-    settings: tuple[str, ...], words: str, recipe: Recipe[Any], tiny_dir: Path, tmp_path: Path
+    settings: tuple[str, ...], words: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     own = overrides(tiny_dir, tmp_path / "run", "trainer.backend=local", *settings)
     with pytest.raises(ConfigError, match=words):
-        run(load_config(own, recipe))
+        run(load_config(own, PPO))
 
 
 def test_samples_have_readable_turns_and_the_timeline_has_environments(
@@ -233,8 +226,7 @@ def test_samples_have_readable_turns_and_the_timeline_has_environments(
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     (lane,) = [e for e in events if e["name"] == "thread_name" and "environments" in str(e["args"])]
     waits = [e for e in events if e["ph"] == "X" and e["tid"] == lane["tid"]]
-    rows_of_both_steps = 2 * 16
-    assert sum(e["args"]["num_answers"] for e in waits) == rows_of_both_steps * 4
+    assert sum(e["args"]["num_answers"] for e in waits) == 16 * 4
     calls = [e for e in events if e["name"] == "generate_sequences"]
     for wait in waits:
         assert any(c["ts"] <= wait["ts"] <= c["ts"] + c["dur"] for c in calls)

@@ -1,4 +1,4 @@
-"""Every documented form of a reward function, in every command that scores samples."""
+"""Every documented form of a reward function, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines
 from trainer import load_config, run
-from trainer.async_training.recipe import ASYNC
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
 from trainer.evaluation.recipe import EVAL
@@ -49,13 +47,8 @@ TRAINED = [*POLICY_ALONE, "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
 
 @pytest.mark.parametrize(
     ("recipe", "more"),
-    [
-        (PPO, [*TRAINED, "trainer.val_before_train=false"]),
-        (ASYNC, TRAINED),
-        (BEST_OF_N, []),
-        (EVAL, []),
-    ],
-    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+    [(PPO, [*TRAINED, "trainer.val_before_train=false"]), (EVAL, [])],
+    ids=["train", "eval"],
 )
 def test_every_form_of_a_reward_scores(
     recipe: Recipe, more: list[str], tiny_dir: Path, tmp_path: Path

@@ -17,22 +17,19 @@ from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
 FUNCTIONS = """
-import json, time
+import time
 
 def letters(text):
     return [float(letter == "a") for letter in text]
 
 def a_list(response): return letters(response)
-def a_text(response): return json.dumps(1.0)
 def nothing(response): response.count("a")
 def no_score(response): return {"acc": 1.0}
 async def late_list(response): return letters(response)
 def one_number(responses): return float(len(responses))
-def lists(responses): return [letters(response) for response in responses]
 
 def fails(response): raise KeyError(response)
 def hangs(response): time.sleep(60)
-def not_finite(response): return float("nan")
 def right(response, ground_truth): return {"score": float(response == ground_truth)}
 def zero(response): return 0.0
 def constant(response): return 0.5
@@ -84,9 +81,7 @@ def start(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
     return start
 
 
-@pytest.mark.parametrize(
-    "name", ["a_list", "a_text", "nothing", "no_score", "late_list", "one_number", "lists"]
-)
+@pytest.mark.parametrize("name", ["nothing", "no_score", "late_list", "one_number"])
 def test_a_result_that_is_no_reward_ends_the_run_before_models_load(
     name: str, start: Start
 ) -> None:
@@ -107,7 +102,6 @@ def test_other_recipes_try_it_too(recipe: Recipe[Any], start: Start) -> None:
     [
         ("fails", "notice: the reward 'rule', tried on the first row's ground truth: KeyError"),
         ("hangs", "notice: the reward 'rule', tried on the first row's ground truth: passed its"),
-        ("not_finite", "notice: the reward 'rule', tried on the first row's ground truth: Value"),
         ("right", ""),
     ],
 )
