@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: addresses come from `pyproject.toml`, `llms.txt` from the nav.
+"""Hooks of mkdocs: addresses from `pyproject.toml`, anchors of keys, `llms.txt` from the nav.
 
 `llms.txt` (https://llmstxt.org) lists the pages of the site for language models: the title in the
 nav, the address, and the first sentence of each page.
@@ -25,6 +25,26 @@ def on_config(config: Any) -> Any:
     config.repo_name = urls["Repository"].removeprefix("https://github.com/")
     config.edit_uri = "edit/main/docs/"
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Give every key in the lists of keys an anchor with its whole name: `#trainer.seed`."""
+    return LIST_OF_KEYS.sub(lambda block: with_anchors(block[0]), markdown)
+
+
+LIST_OF_KEYS = re.compile(r"<!-- begin (?:keys_\w+|\w+(?:-\w+)*-keys) -->.*?<!-- end ", re.S)
+"""Matches a generated list of keys; in a section, its keys have names relative to the heading."""
+
+
+def with_anchors(keys: str) -> str:
+    """Return a list of keys with an anchor for each, in the syntax of `attr_list`."""
+    lines, section = [], ""
+    for line in keys.splitlines():
+        if line.startswith("## "):
+            named = re.match(r"## `([\w.]+)`", line)
+            section = f"{named[1]}." if named else ""
+        lines.append(re.sub(r"^- `([\w.]+)`", rf"- `\1`{{#{section}\1}}", line))
+    return "\n".join(lines)
 
 
 def on_nav(nav: Any, config: Any, files: Any) -> Any:

@@ -82,7 +82,7 @@ def key_page(section: str) -> str:
 
 
 def key_sections() -> dict[str, str]:
-    """A list for every section; keys that an earlier section has are named, with a link to it."""
+    """Return a list for every section; sections with the same keys share a list."""
     PPO.load_registries()
     keys = {key.name: key for key in config_keys(PPOConfig)}
     sections: dict[str, list[Key]] = {}
@@ -96,11 +96,11 @@ def key_sections() -> dict[str, str]:
         rows = _rows_of_keys(PPOConfig, of_section, leaf_names=True)
         alike.setdefault(rows, []).append(name)
 
-    lists, first_with_row = dict[str, str](), dict[str, str]()
+    lists = dict[str, str]()
     for rows, (first, *others) in alike.items():
         intro = _section_intro(keys[first], docs[first]) if first else "## Top level"
         same = [f"The same keys are in {_code(others)}."] if others else []
-        lists[first] = "\n\n".join([intro, _without_repetition(rows, first, first_with_row), *same])
+        lists[first] = "\n\n".join([intro, rows, *same])
 
     own_sections = {key.kind for key in keys.values() if key.is_section}
     takers: dict[type, list[str]] = {}
@@ -113,7 +113,6 @@ def key_sections() -> dict[str, str]:
         rows = _rows_of_keys(options, leaf_keys(options))
         first, *others = names
         same = [f"The same keys are in {_code(others)}."] if others else []
-        rows = _without_repetition(rows, first, first_with_row)
         lists[first] = "\n\n".join([f"## `{first}`", rows, *same])
     names = [*keys]
     in_order = sorted(lists, key=lambda name: names.index(name) if name else len(names))
@@ -127,31 +126,6 @@ def key_table(page: str) -> str:
 
 ON_ANOTHER_PAGE = {"faults": "faults.md"}
 """Keys whose page has a table of what is below them."""
-
-
-def _without_repetition(rows: str, section: str, first_with_row: dict[str, str]) -> str:
-    """The list without rows that an earlier section has word by word; that section is linked.
-
-    A row that is the only one of its earlier section is repeated.
-    """
-    own, as_in = [], dict[str, list[str]]()
-    for row in rows.splitlines():
-        first = first_with_row.setdefault(row, section) if row.startswith("- ") else section
-        if first == section:
-            own.append(row)
-        else:
-            as_in.setdefault(first, []).append(row)
-    own += [row for repeated in as_in.values() if len(repeated) == 1 for row in repeated]
-    lists = [
-        f"{_code(re.findall('`(.+?)`', row)[0] for row in repeated)}: as in {_link_to_keys(first)}."
-        for first, repeated in as_in.items()
-        if len(repeated) > 1
-    ]
-    return "\n\n".join(filter(None, ["\n".join(own).strip(), *lists]))
-
-
-def _link_to_keys(section: str) -> str:
-    return f"[`{section}`]({key_page(section)}#{section.replace('.', '')})"
 
 
 def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> str:
@@ -184,7 +158,8 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
     same = [
         key
         for key in own
-        if _what_it_is(key, docs, default) in of_ppo and key.name not in ALWAYS_LISTED
+        if key.name not in ALWAYS_LISTED
+        and (_what_it_is(key, docs, default) in of_ppo or ".fsdp_config." in key.name)
     ]
     listed = sorted((key for key in own if key not in same), key=_place)
     parts = [_rows_of_keys(recipe.schema, listed)]
@@ -649,23 +624,29 @@ def migration_list(
         reason: _joined([name for name in general if rejected[name] == reason])
         for reason in sorted(dict.fromkeys(REASONS.values()), key=NO_EQUIVALENT.__eq__)
     }
-    title = "**Rejected** if it has an effect; the error says what to do instead, if possible:"
-    lines += ["", title, ""]
-    lines += [f"- {reason}: {names}" for reason, names in by_reason.items() if names]
+    lines += ["", REJECTION, ""]
+    lines += [f"- {reason}: {names}" for reason, names in by_reason.items() if reason and names]
     return "\n".join(lines)
+
+
+REJECTION = (
+    "**Rejected** if it has an effect. For these and others, the error message says what to do "
+    "instead, if anything:"
+)
 
 
 NO_EQUIVALENT = "no equivalent"
 REASONS = {
-    r"multimodal": "no images and videos",
+    r"multimodal": "images and videos are not supported",
     r".*\bnot (supported|quantized|trained)\b": NO_EQUIVALENT,
-    r"rename|use (a|one) file|convert rows|rows have|apply the template": "change the data file",
-    r"set |.*; set |list |divide |rewrite |use (`verl-like|the built-in)|.*seed": (
-        "set another key, or use another command"
-    ),
-    r"merge |.*(folder|config.json|chat template)": "change the model folder",
+    r"rename|use (a|one) file|convert rows|rows have|apply the template": "edit the data file",
+    r"set |.*; set |list |divide |rewrite |use (`verl-like|the built-in)|.*seed": "",
+    r"merge |.*(folder|config.json|chat template)": "edit the model folder",
 }
-"""Start of a message, as a pattern -> its reason, in the order of the list; others have none."""
+"""Start of a message, as a pattern -> its reason, in the order of the list.
+
+Keys with an empty reason are not listed: the message names a key or a command.
+"""
 
 
 def reason_of(said: str) -> str:
