@@ -1,8 +1,13 @@
 r"""usage: verl-like check [RECIPE] [--gpus 8xH100] [--full] [key=value ...]
 
-Checks a run without starting it. The command takes the same settings as `verl-like RECIPE` (ppo,
-async, sft, reward-model, dpo or best-of-n; by default ppo), raises the errors that the run would
-raise, tries the reward on a few rows, and prints who runs where and what fits.
+Checks a run without starting it:
+
+  verl-like check data.train_files=x actor_rollout_ref.model.path=y
+  verl-like check --gpus 8xH100 --full placement=split data.train_files=x ...
+
+The command takes the same settings as `verl-like RECIPE` (ppo, async, sft, reward-model, dpo or
+best-of-n; by default ppo). It raises the errors that the run would raise, tries the reward on a few
+rows, and prints the placement of the roles and whether they fit in memory.
 
   --gpus 8xH100        check for machines with these GPUs, also on a laptop; 8x80GiB names the
                        memory of another GPU
@@ -12,9 +17,6 @@ raise, tries the reward on a few rows, and prints who runs where and what fits.
                        files are read, so they need not exist
   --measured RUN_DIR   with async: predict the time of a step from the seconds of a PPO run
                        (implies --full)
-
-  verl-like check data.train_files=x actor_rollout_ref.model.path=y
-  verl-like check --gpus 8xH100 --full placement=split data.train_files=x ...
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ The script owns data, loss and loop, the server owns the weights. Keys are those
   trainer.default_local_dir=FOLDER        the folder of checkpoints
   trainer.backend=ray|local
 
-It listens only on this machine (port 8000; 0 picks a free port), unless you set --host and a key
-by --token, which begins with tml-. Put a TLS proxy in front of it. The loss stable_reinforce has no
-public formula: with --stable-reinforce=importance_sampling the server computes that loss instead.
+The server listens only on this machine (port 8000; 0 picks a free port), unless you set --host, and
+a key with --token; the key must begin with tml-. Put a TLS proxy in front of it. The loss
+stable_reinforce has no public formula: with --stable-reinforce=importance_sampling the server
+computes that loss instead.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from trainer.planner.simulate import Phases, Setup, bottleneck, setup_of, simula
 from verl_like.errors import ConfigError
 
 NUM_STEPS = 30
-"""Steps of a simulation: so many that the first steps, which have no overlap, do not matter."""
+"""Number of simulated steps, enough that the first, which have no overlap, do not matter."""
 NUMS_OF_GENERATORS = (1, 2, 4, 8)
 
 

@@ -134,8 +134,8 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[Layout, ...] | None:
     """Choose a layout for every role so that a GPU has room for all; None if this is impossible.
 
-    Every role starts with its fastest layout. Until they fit, change the one layout that
-    saves the most bytes per second lost.
+    Every role starts with its fastest layout. While the layouts do not fit together, the one whose
+    replacement saves the most bytes per second of extra time is replaced.
     """
 
     def missing(chosen: Sequence[Layout]) -> float:

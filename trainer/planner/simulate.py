@@ -30,7 +30,7 @@ from trainer.report.read import read_run
 from verl_like.errors import ConfigError
 
 STEPS = 200
-"""Number of steps: so many that the first, which has no overlap, does not matter."""
+"""Number of simulated steps, enough that the first, which has no overlap, does not matter."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Setup:
 
     num_generators: int = 1
     num_trainers: int = 1
-    """Scoring and updates take the seconds of `Phases` divided by this."""
+    """Number of trainers, by which the seconds of scoring and updates are divided."""
     max_staleness: int = 0
-    """Versions; 0 is the synchronous run."""
+    """Largest staleness in weight versions; 0 simulates the synchronous run."""
     chunks: int = 0
     """Chunks per batch; 0: one per generator."""
     max_inflight: int = 0
@@ -70,7 +70,7 @@ class Setup:
     immediate_weights: bool = False
     """True if a generator takes new weights during a call, False if only between calls."""
     fixed_fraction: float = 0.0
-    """Fraction of generation time that fewer rows do not cut, because of the longest response."""
+    """Fraction of generation time that fewer rows do not reduce: that of the longest response."""
     generators_by_rank: tuple[tuple[int, ...], ...] = ()
     """The generators of each trainer rank, if ranks have separate generators; otherwise ()."""
 

@@ -53,7 +53,7 @@ class LocalWorkerGroup(WorkerGroup):
         own_processes: bool = False,
         detached: bool = False,
     ) -> None:
-        """The arguments are those of `RayWorkerGroup`.
+        """Start the processes and construct the roles, with the arguments of `RayWorkerGroup`.
 
         With `own_processes`, a pool of one process is a child process, too. Inline groups with the
         same `neighbors` are siblings.
@@ -93,7 +93,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 
 def _resolve(value: Any) -> Any:
-    """Wait for the references in a message, and return it with their values."""
+    """Wait for the references in a message, and return the message with their values."""
     if isinstance(value, AnswerPart):
         return value.value()
     if isinstance(value, Future):
@@ -109,7 +109,7 @@ class _LocalTransport(Transport):
     kind = "local"
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Return the references that are answered or have failed; none only if the time is over."""
+        """Wait for the first answer or failure; return the references that have one."""
         futures = {getattr(reference, "answer", reference) for reference in references}
         done = wait_futures(futures, seconds, FIRST_COMPLETED).done
         return [
@@ -133,9 +133,9 @@ It is reentrant, because a call may make another call.
 class InlineTransport(_LocalTransport):
     """A transport that runs calls in the caller's own process and thread.
 
-    A call runs when it is made, and its future stores the result or the error. Values are copied on
-    the way in and out. Calls of several threads take turns, whichever inline group they are for. A
-    concurrent call runs in its own thread.
+    `submit` runs the call, and the future has the result or the error. Arguments and results are
+    copied. Calls from several threads take turns, also on different inline groups. A concurrent
+    call runs in its own thread.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class InlineTransport(_LocalTransport):
         deadlines: Deadlines,
         neighbors: dict[str, Worker],
     ):
-        """Construct the roles at once. `neighbors` holds the roles of every inline pool."""
+        """Construct the roles immediately. `neighbors` has the roles of all inline pools."""
         super().__init__([process_info], deadlines)
         self.process_key = id(neighbors)
         self.host = WorkerHost(recipes, process_info, neighbors)
@@ -162,7 +162,7 @@ class InlineTransport(_LocalTransport):
         self._construct(self.host.construct_again)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Run the call now, or in a thread if it is concurrent, because it may take long."""
+        """Run the call now; a concurrent call, which may take long, runs in its own thread."""
         isolated, answer = copy.deepcopy(call), Future[Any]()
         if call.concurrent:
             work = isolated, (), answer

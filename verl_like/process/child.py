@@ -31,7 +31,7 @@ def start_child(
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start the program, and return its process and our end of the pipe.
 
-    Its environment is `env` added to `inherited`, which is this process's environment by default.
+    The child's environment is `env` added to `inherited`, by default this process's environment.
     """
     ours, theirs = Pipe()
     own_path = os.environ.get("PYTHONPATH")

@@ -12,7 +12,7 @@ OF_PYTHON = 10_000
 
 @contextmanager
 def ignore_old_objects() -> Iterator[None]:
-    """Inside the block, the collector ignores objects that exist already.
+    """Inside the block, the garbage collector ignores objects that already exist.
 
     Modules and configuration live until the end: some 400 000 objects after torch and transformers,
     which every full collection would walk. If the process had frozen objects before, nothing
@@ -30,7 +30,7 @@ def ignore_old_objects() -> Iterator[None]:
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Inside the block, nothing is collected, because imports make many objects and no garbage."""
+    """Pause garbage collection inside the block: imports create many objects and no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -47,9 +47,6 @@ class FrozenObjects:
 
     @classmethod
     def keep_objects(cls) -> bool:
-        """Return whether such objects exist.
-
-        Python takes 40 ms to count them, so they are counted once.
-        """
+        """True if the process had frozen objects; counted once, because counting takes 40 ms."""
         cls.are_known = cls.are_known or gc.get_freeze_count() > OF_PYTHON
         return cls.are_known

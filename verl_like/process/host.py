@@ -65,8 +65,8 @@ START = "__init__"
 def pack_recipes(recipes: Recipes) -> bytes:
     """Pickle roles' classes and arguments for another process.
 
-    A class that was loaded by its file's path is sent by value: the other process knows no module
-    of that name.
+    A class that was loaded from a file's path is sent by value, because the other process has no
+    module of that name.
     """
     modules = {module_of_file(cls) for cls, _, _ in recipes.values()}
     files = [module for module in modules if module is not None]
@@ -131,7 +131,7 @@ class WorkerHost:
         return address, self._store.port
 
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
-        """Construct every role, in the order given; the header carries the first error, if any."""
+        """Construct every role, in order; the header carries the first error, if there is one."""
         return self._answer(START, lambda: self._begin(master))[1]
 
     def started(self) -> Header:
@@ -139,9 +139,9 @@ class WorkerHost:
         return self._answer(START, lambda: NOTHING)[1]
 
     def construct_again(self) -> Header:
-        """Construct every role again, with the random state that it began with.
+        """Free the old roles, then construct every role again with its initial random state.
 
-        The process and its process group stay. The objects of the old roles are freed before.
+        The process and its process group stay.
         """
         return self._answer(START, self._construct_again)[1]
 

@@ -91,7 +91,7 @@ PROTECTED = (
 def torchrun_environment(
     process_info: ProcessInfo, master: tuple[str, int] | None
 ) -> dict[str, str]:
-    """Return the variables that workers written for torchrun or for verl read.
+    """Return the variables that workers for torchrun or verl read.
 
     `LOCAL_RANK` is the index of the worker's GPU among those it sees, because torch, transformers
     and users pass it to `set_device`; on CPUs it is the rank on the node, as `RAY_LOCAL_RANK`

@@ -110,7 +110,7 @@ def free_memory_gb(container: Path = CONTAINER) -> float | None:
 
 
 def _number_in(table: Path, name: str) -> int | None:
-    """Return the number in the line of this name, or None without such a file or line."""
+    """Return the number in the line with this name; None if the file or the line is missing."""
     if not table.is_file():
         return None
     lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())

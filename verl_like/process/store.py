@@ -1,4 +1,4 @@
-"""Stores through which processes coordinate; each has one address, and is writable with a secret.
+"""Stores through which processes coordinate: one address each, writable only with a secret.
 
     server = open_store("127.0.0.1")                          # in one process
     store = SignedStore(server, secret, "sync 3")             # in each that has the secret

@@ -84,7 +84,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def deny(*names: Iterable[str], gains_rights: bool = False) -> bool:
-    """Have the kernel deny these system calls from now on; return whether it does.
+    """Make the kernel deny these system calls from now on; return False if it cannot.
 
     With `gains_rights`, programs such as sudo continue to work; this requires root.
     """

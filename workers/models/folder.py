@@ -31,7 +31,7 @@ def is_on_hub(path: str) -> bool:
 
 @functools.cache
 def model_folder(path: str, weights: bool = True) -> Path:
-    """Return the folder of this path, after downloading `organization/model` if needed.
+    """Return the folder of this path; download `organization/model` from the hub if needed.
 
     Without `weights` only the small files are guaranteed to be there.
     """

@@ -105,7 +105,7 @@ def _is_taken_for_experts(body: Any, layer: str) -> bool:
 
 
 def _say_what_experts_lack(body: Any) -> None:
-    """Log that the routed experts of a mixture, which are not linear layers, get no adapter."""
+    """Log that a mixture's routed experts, which are not linear layers, get no adapter."""
     if any(".experts." in name for name, _ in body.named_parameters()):
         adapted = {name.rpartition(".")[2]: None for name in adapted_layers(body)}
         log_once(

@@ -32,7 +32,7 @@ NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes for all traced tokens: of tensors that every rank has whole, and that tp splits."""
+    """Bytes of all traced tokens: in tensors that each rank has in full, and that tp splits."""
 
     replicated: int = 0
     cut: int = 0

@@ -52,7 +52,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def local_rows(weight: Tensor, source: Any) -> Tensor:
-    """Return this rank's rows of a whole tensor, or of a tensor in a file."""
+    """Return this rank's rows of `source`, a full tensor or the slice of a file's tensor."""
     if not isinstance(weight, DTensor):
         part: Tensor = source[...]
         return part

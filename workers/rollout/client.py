@@ -86,9 +86,10 @@ class RolloutClient:
         """Futures of `follow` calls, on the other ranks of the engines that were called."""
 
     def generate(self, rows: DataProto, replace: Replace | None = None) -> DataProto:
-        """Return `group.generate_sequences(rows)`, even if the group loses a process.
+        """Generate the rows' samples, even if the group loses a process.
 
-        `replace` then provides a new group. Without it, an error names the lost samples.
+        In that case `replace` provides a new group, which generates the missing samples again.
+        Without `replace`, an error names the lost samples.
         """
         submission = Submission(rows)
         while missing := submission.missing:

@@ -120,7 +120,7 @@ class Sample:
 
     @property
     def stop_token(self) -> int | None:
-        """The last token of a response that stopped; None if it was cut or is unfinished."""
+        """The last token of a response that stopped; None if it was truncated or is unfinished."""
         return int(self.tokens[-1]) if self.finish_reason == "stop" else None
 
     def with_observed(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> Sample:

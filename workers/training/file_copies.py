@@ -62,7 +62,10 @@ class BackgroundSaves(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_checkpoint(self, path: str, step: int = 0) -> bool:
-        """Run `save_checkpoint`, but copy large files; return True if any file is written later."""
+        """Run `save_checkpoint`, but copy large files to host memory, to be written later.
+
+        Return True if any file was copied.
+        """
         if self._own_copies is None:
             self._own_copies = FileCopies(self.background_from_bytes)
         self._own_copies.begin(Path(path))
@@ -170,7 +173,7 @@ class FileCopies(FileWriter):
                 self._process.kill()
 
     def _write(self, path: Path, copy: _FileCopy) -> dict[str, int]:
-        """Write in a separate process unless a caller waits; write what remains in this process."""
+        """Write the copy in a separate process; in this process if a caller waits or that fails."""
         start = 0
         process = self._start(path, copy)
         if process is not None:

@@ -313,7 +313,7 @@ def _accumulate_into(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
 
 
 def chunking_blocker(config: Any) -> str:
-    """Return why the head of such a model does not run in chunks; "" if it does."""
+    """Return why the head of models with this config does not run in chunks; "" if it does."""
     reason = Support.of(config, "eager").why_not(head_in_chunks)
     if reason:
         warn_once(

@@ -1,9 +1,9 @@
 """A Ray cluster: join or start it, list its nodes, and leave it in bounded time.
 
 A cluster that is started here belongs to one user. Ray makes its session folder readable to
-everyone, so it is put into a folder that only the user can enter, which is removed when the process
-ends. Ray's token is in one of the user's files. The metrics ports, which no token protects, stay
-closed.
+everyone, so the session folder is inside a folder that only the user can enter, which is removed
+when the process ends. Ray's token is in one of the user's files. The metrics ports, which no token
+protects, stay closed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LONGEST_PATH = 22
 """Maximum length of the path above a session folder: a Unix socket's path has at most 107
 characters, and Ray takes 85 of them."""
 OUTLIVES_A_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**9)}
-"""Without this setting, Ray ends this process a minute after its head is gone.
+"""Setting without which Ray ends this process a minute after the cluster's head is gone.
 
 This happens even if the process has joined another cluster by then.
 """
@@ -107,8 +107,8 @@ def connect(
 def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     """Call `ray.init` with a deadline.
 
-    It runs in its own thread, because nothing can end it when the cluster's head is silent. The
-    thread stays, because the cluster's processes end with the thread that made them.
+    The call runs in its own thread, because nothing can end it if the cluster's head is silent. The
+    thread stays, because the cluster's processes end with the thread that started them.
     """
     done: Future[None] = Future()
 
@@ -166,7 +166,7 @@ def _guard_token() -> None:
 
 
 def _session_folder() -> Path:
-    """Make a folder that is removed when this process ends, and remove those of killed runs."""
+    """Create a folder that is removed when this process ends; remove folders of killed runs."""
     parent = private_folder(os.environ.get("RAY_TMPDIR"))
     if len(str(parent)) > LONGEST_PATH:
         parent = private_folder("/tmp")

@@ -141,10 +141,10 @@ class RayWorkerGroup(_RunningWorkers):
         name_prefix: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> _RunningWorkers:
-        """Return a group of the running workers with these names.
+        """Connect to running workers by their names, and return their group.
 
         `ray_cls_with_init` has the classes of their roles; nothing is constructed. `name_prefix` is
-        the prefix of the group that started them, and may be omitted.
+        the prefix of the group that started the workers, and may be omitted.
         """
         try:
             actors = [ray.get_actor(name) for name in worker_names]

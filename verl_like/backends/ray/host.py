@@ -62,7 +62,7 @@ class RayHost:
         return Location(node, rpc.listen(address, self._host))
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
-        """Bind the rendezvous store on this node; an error goes to `start`, which reports it."""
+        """Bind the rendezvous store on this node; pass an error to `start`, which reports it."""
         try:
             return self._host.open_store(ray.util.get_node_ip_address(), port)
         except WorkerError as error:

@@ -55,7 +55,7 @@ class RayResourcePool(ResourcePool):
         resources: Mapping[str, float] | None = None,
         detached: bool = False,
     ) -> None:
-        """Reserve nothing yet.
+        """Store the sizes; the first worker group on the pool reserves the places.
 
         `max_colocate_count` groups may share the pool; each process gets that fraction of its
         place. By default, the pool uses GPUs if the cluster has any; `use_gpu` overrides this.

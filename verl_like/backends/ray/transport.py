@@ -109,7 +109,7 @@ class RayTransport(ProcessTransport):
         self.started = wait_for_start(self, answers)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Submit one task of the actor; the task's name is only for the dashboard."""
+        """Submit the call as a task of the rank's actor; its name is only for the dashboard."""
         if call.concurrent:
             return self.call_concurrently(rank, call)
         message: tuple[Any, ...] = call.role, call.method

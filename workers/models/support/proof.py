@@ -54,8 +54,8 @@ class Support:
         """Return why the tested way is wrong for rows of up to `longest` tokens (None: of any
         length).
 
-        The text is empty if it is correct. An answer for one length is valid for all lengths that
-        exceed the same limits.
+        The text is empty if the tested way is correct. An answer for one length is valid for all
+        lengths that exceed the same limits.
         """
         within = None if longest is None else reach(self.config, longest)
         reason = _answer_of(proof, ConfigByContent.of(self.config), self.attention, within)

@@ -350,6 +350,6 @@ def uses_onednn(module: Any) -> bool:
 
 
 def fewest_rows(weight: Tensor, by_onednn: bool) -> int:
-    """Return the minimum rows of a pass through layers with such weights."""
+    """Return the minimum rows of a pass through layers whose weights are like `weight`."""
     by_mkl = weight.device.type == "cpu" and weight.dtype == torch.float32 and not by_onednn
     return MIN_ROWS_OF_MKL if by_mkl else MIN_ROWS

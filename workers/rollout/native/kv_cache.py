@@ -115,7 +115,7 @@ def zeros(count: int, like: Tensor) -> Tensor:
 class CacheMemory:
     """Memory of slots, reused for other slots and by the next generation.
 
-    It is reused because writing to new memory pages is slow. Masked columns must contain finite
+    Memory is reused because writing to new memory pages is slow. Masked columns must contain finite
     numbers, so the engine drops the memory of a generation with non-finite numbers.
     """
 

@@ -167,7 +167,7 @@ def check_decoding(config: Any, longest: int) -> None:
 
 
 def native_problem(config: Any, longest: int) -> str:
-    """Return what is wrong with this engine's decoding of such a model; "" if nothing is."""
+    """Return how this engine decodes models with this config incorrectly; "" if it does not."""
     return Support.of(config).why_not(slot_cache_decoding, longest)
 
 

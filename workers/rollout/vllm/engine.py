@@ -268,7 +268,7 @@ def _sample_of(
 
 
 def check_vllm(model_path: str) -> str:
-    """Start an engine, load a model's weights and sample a token; return a description."""
+    """Test vLLM: start an engine, load a model's weights, sample a token; describe the result."""
     from workers.config import ModelConfig
     from workers.models.load import load_model
     from workers.models.state import named_state

@@ -119,7 +119,7 @@ class VllmServer:
         self._streams.pop(number, None)
 
     def _stream(self, number: int, body: dict[str, Any]) -> None:
-        """Queue the tokens that the server streams for a request, or the error that ends it."""
+        """Read the server's stream for a request; queue its tokens, or the error that ends it."""
         reason = None
         try:
             with self._open("/inference/v1/generate", body) as lines:

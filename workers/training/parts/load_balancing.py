@@ -192,7 +192,7 @@ def _reject_interleaved(pp: int, schedule: str) -> None:
 
 
 def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
-    """Reject a model class without such a loss, or a schedule that hides routers."""
+    """Reject a model class without a load-balancing loss, or a schedule that hides routers."""
     if parallel is not None:
         _reject_interleaved(parallel.pp, parallel.pp_schedule)
     config = read_hf_config(model_folder(path, weights=False))
@@ -201,7 +201,7 @@ def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
 
 
 def missing_routers(model_type: str) -> str:
-    """Return the message for a model type without such a loss."""
+    """Return the error message for a model type without a load-balancing loss."""
     return (
         f"{COEF} is set, but transformers has no load-balancing loss for model type "
         f"{model_type!r}: it has no experts, or balances them differently. Leave it at 0."
