@@ -6,6 +6,7 @@ determines the tokens of each role's largest pass (`trainer.ppo.memory`, `traine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from trainer.config.devices import Devices
@@ -74,13 +75,12 @@ def memory_table(
     for role in roles:
         numbers = (role.weights, role.gradients, role.moments, role.gathered, role.activations)
         table.append((*numbers, role.kv_cache, role.host))
-    decimals = _decimals(max((n for row in table for n in row if n is not None), default=0))
     lines: list[tuple[str, ...]] = [HEAD]
     for role, row in zip(roles, table, strict=True):
-        cells = [_gib(number, decimals) for number in row]
-        lines.append((role.role, role.pool, role.types, *cells))
+        lines.append((role.role, role.pool, role.types, *map(gib, row)))
+    unit = "GPU" if devices.type == "cuda" else "device"
     sums = [
-        f"{pool}{'' if brief else ':'} {_gib(total)} GiB{'' if brief else ' per device at peak'}"
+        f"{pool}{'' if brief else ':'} {gib(total)} GiB{'' if brief else f' per {unit} at peak'}"
         f"{_verdict(roles, pool, total, devices)}"
         for pool, total in pool_bytes(roles).items()
     ]
@@ -90,36 +90,33 @@ def memory_table(
     for pool in dict.fromkeys(role.pool for role in roles if role.copies):
         copies = sum(role.copies for role in roles if role.pool == pool)
         sums.append(
-            f"{pool}: {_gib(copies)} GiB of host memory per device for checkpoints "
+            f"{pool}: {gib(copies)} GiB of host memory per {unit} for checkpoints "
             "(trainer.async_save)"
         )
     if brief:
-        return f"Peak memory per device: {'; '.join(sums)}"
+        return f"Peak memory per {unit}: {'; '.join(sums)}"
     device = devices.gpu or devices.type
     if devices.gib is not None and not device.endswith("GiB"):
         device += f", {devices.gib:g} GiB"
-    title = f"Estimated GiB per device ({device}), if every row has the maximum length"
+    title = f"Estimated GiB per {unit} ({device}), if every row has the maximum length"
     title = f"{heading}: {title}" if heading else title
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 
 
-def _decimals(number: float) -> int:
-    """Return how many decimals to print for this number of bytes in GiB."""
-    return 1 if number >= GIB / 10 or not number else 4
-
-
-def _gib(number: float | None, decimals: int | None = None) -> str:
-    if number is None:
-        return "?"
-    return f"{number / GIB:.{_decimals(number) if decimals is None else decimals}f}"
+def gib(number: float | None) -> str:
+    """Return bytes as GiB with two significant digits."""
+    if not number:
+        return "?" if number is None else "0"
+    return f"{number / GIB:.{max(0, 1 - math.floor(math.log10(number / GIB)))}f}"
 
 
 def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devices) -> str:
     if devices.bytes is None:
         return ""
     usable = _usable(roles, pool, devices.type, devices.bytes)
-    verdict = "fits" if total <= usable else "does NOT fit"
-    return f" ({_room(usable, devices.bytes)}: {verdict})"
+    if total <= usable:
+        return f", fits ({_room(usable, devices.bytes)})"
+    return f", does NOT fit: {gib(total - usable)} GiB too much ({_room(usable, devices.bytes)})"
 
 
 def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_bytes: int) -> float:
@@ -129,8 +126,8 @@ def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_byt
 def _room(usable: float, device_bytes: int) -> str:
     """Describe the usable GiB of a device."""
     if usable == device_bytes:
-        return f"{device_bytes / GIB:.1f} GiB are usable"
-    return f"{usable / GIB:.1f} of {device_bytes / GIB:.1f} GiB are usable"
+        return f"{gib(device_bytes)} GiB usable"
+    return f"{gib(usable)} of {gib(device_bytes)} GiB usable"
 
 
 def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bool:
@@ -142,19 +139,32 @@ def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bo
 
 
 def check_fit(
-    roles: Sequence[RoleMemory], device_type: str, device_bytes: int, ways_out: str
+    roles: Sequence[RoleMemory], device_type: str, device_bytes: int, ways_out: Mapping[str, str]
 ) -> None:
-    """Raise if a pool has no room for its roles; `ways_out` names the recipe's keys."""
+    """Raise if a pool has no room for its roles.
+
+    `ways_out` is advice for too many `model states`, `activations` and `KV cache`. The advice for
+    the largest of them comes first.
+    """
     for pool, total in pool_bytes(roles).items():
         usable = _usable(roles, pool, device_type, device_bytes)
         if total > usable:
+            roles = [role for role in roles if role.pool == pool]
             parts = "; ".join(
-                f"{role.role}: {_gib(role.resident)} GiB resident and "
-                f"{_gib(role.call)} GiB in a call"
+                f"{role.role}: {gib(role.resident)} GiB resident and {gib(role.call)} GiB in a call"
                 for role in roles
-                if role.pool == pool
             )
+            sizes = {
+                "model states": max(
+                    r.weights + r.gradients + r.moments + r.gathered for r in roles
+                ),
+                "activations": max(r.activations or 0.0 for r in roles),
+                "KV cache": max(r.kv_cache for r in roles),
+            }
+            ways = sorted(ways_out, key=sizes.__getitem__, reverse=True)
             raise ConfigError(
-                f"Pool {pool!r} does not fit: its roles need {_gib(total)} GiB per device; "
-                f"{_room(usable, device_bytes)}. {parts}. {ways_out}"
+                f"pool {pool!r} does not fit: its roles need {gib(total)} GiB per "
+                f"{'GPU' if device_type == 'cuda' else 'device'}, {gib(total - usable)} GiB too "
+                f"much ({_room(usable, device_bytes)}). {parts}. First "
+                f"{'; then '.join(ways_out[part] for part in ways if sizes[part])}."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
 
-AGES = {0: "as new as the policy", 1: "at most 1 version old"}
+AGES = {0: "samples are as new as the policy", 1: "samples are at most 1 version old"}
 MOMENTS = {"between_batches": "between two calls", "immediate": "in the middle of a call"}
 
 
@@ -15,41 +15,36 @@ def plan_lines(
     async_training, topology = config.async_training, config.topology
     generators, num_open = topology.generators, open_at_once(config)
     staleness, num_batches = async_training.max_staleness, async_training.update_steps
-    age = AGES.get(staleness, f"at most {staleness} versions old")
+    age = AGES.get(staleness, f"samples are at most {staleness} versions old")
     rounds = "batch" if num_batches == 1 else f"{num_batches} batches"
-    aged = f"a sample is {age} when it is trained on; generators wait if a new one could get older"
     batch, most = (
         config.data.train_batch_size,
         max(map(config.chunks_in_parallel, range(generators))),
     )
-    together = f"; a generator runs up to {most} together" if most > 1 else ""
-    chunks = (
-        f"a batch of {batch} prompts is {_count(batch // config.chunk_size, 'call')} of "
-        f"{_count(config.chunk_size, 'prompt')}, each to one generator{together}"
-    )
-    queued = (
-        f"at most {num_open} samples are queued or in generation "
-        f"({num_open / samples_per_batch(config):.3g} times a batch)"
-    )
-    versions = (
-        f"trainers send new weights after every {rounds}; "
-        f"a generator takes them {MOMENTS[async_training.weight_update]}"
-    )
-    drawn = topology.describe(max_columns).splitlines()
-    lines = [*drawn, chunks, aged, queued, versions]
+    together = f", up to {most} calls per generator at the same time" if most > 1 else ""
+    queued = f"at most {num_open} queued or in generation"
+    lines = [
+        *topology.describe(max_columns).splitlines(),
+        f"Batch: {batch} prompts in {_count(batch // config.chunk_size, 'call')} of "
+        f"{_count(config.chunk_size, 'prompt')}, each to one generator{together}",
+        f"Staleness: {age} in an update, and generators pause when a new sample would exceed this",
+        f"Samples: {queued} ({num_open / samples_per_batch(config):.3g} batches)",
+        f"Weight sync: after every {rounds}, and a generator loads new weights "
+        f"{MOMENTS[async_training.weight_update]}",
+    ]
     if roles := config.score_roles:
-        lines.append(f"each generator scores its samples with its own {', '.join(roles)}")
+        lines.append(f"Scores: each generator scores its samples with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
-        lines.append(f"samples of older weights are corrected: rollout_is={weights}")
+        lines.append(f"Correction: rollout_is={weights}, for samples of older weights")
     if brief:
-        lines = [f"A sample is {age}; at most {num_open} are queued or in generation"]
+        lines = [f"Staleness: {age}, {queued}"]
     if topology.lopsided:
-        lines.append(topology.lopsided)
+        lines.append(f"Uneven generators: {topology.lopsided}.")
     if idle := _idle_generators(config):
         lines.append(
-            f"{idle} of {generators} generators have no work, because few chunks may be open at "
-            "once. Use smaller ones (async_training.prompts_per_call), or a larger "
-            "async_training.max_staleness"
+            f"Idle generators: {idle} of {generators}, because too few samples may be queued or in "
+            "generation. Lower async_training.prompts_per_call, or raise "
+            "async_training.max_staleness."
         )
     return lines
 

@@ -43,7 +43,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import unused_keys, unused_reason
 from trainer.launch import check, describe_plan, nominal_placement, trainer_class
 from trainer.memory import describe_axes
-from trainer.planner.simulate import measured_phases, prediction_line
+from trainer.planner.simulate import measured_phases, prediction_lines
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overridden_stages
@@ -106,7 +106,7 @@ def generators_sections(
             "Predicted speed": [ask],
         }
     phases, notes = measured_phases(measured)
-    fast = [prediction_line(config, phases), *notes]
+    fast = [*prediction_lines(config, phases), *notes]
     return {"Generators and trainers": plan_lines(config, max_columns), "Predicted speed": fast}
 
 
@@ -120,17 +120,19 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
     pools = config.resource_pool_spec.items()
     if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):
         lines.append(
-            "All pools are the driver's own process, so calls run sequentially. "
-            "trainer.backend=ray, or two processes per pool, lets them overlap."
+            "All pools run in the driver's process, so calls run sequentially. Set "
+            "trainer.backend=ray, or use two processes per pool, to let them overlap."
         )
     elif len(pools) > 1:
         lines.append("Calls on different pools run concurrently.")
     else:
         line = "There is one pool, so only rewards overlap with other calls."
         if "critic" in expand_roles(config.role_mapping):
-            line += " placement=split gives the critic a pool of its own."
+            line += " Set placement=split for a separate pool for the critic."
         lines.append(line)
-    return lines + [f"Roles on {pool} share its processes and take turns." for pool in shared]
+    return lines + [
+        f"Roles on {pool} share its processes and run one after the other." for pool in shared
+    ]
 
 
 def watch_lines(config: PPOConfig) -> list[str]:
@@ -223,7 +225,7 @@ def main(arguments: Sequence[str]) -> None:
         name, *preset = resolve_command(command) or [command]
         if name not in RECIPES:
             hint, known = nearest(command, RECIPES), ", ".join(RECIPES)
-            raise ConfigError(f"check {command}: no such recipe.{hint} Known: {known}.")
+            raise ConfigError(f"check {command}: there is no such recipe.{hint} Known: {known}.")
         rest = [*preset, *rest]
     parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")

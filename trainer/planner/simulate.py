@@ -12,7 +12,7 @@ asynchronous run. The simulation uses no thread and no device.
 - The trainer takes a batch when all its chunks have arrived, scores it, updates, and publishes a
   version.
 
-`prediction_line` simulates a measured run's phases with another configuration.
+`prediction_lines` simulates a measured run's phases with another configuration.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
     timed = [line for line in data.metrics if line.get("timing_s/gen", 0.0) > 0.0]
     if not timed:
         raise ConfigError(
-            f"{folder}/metrics.jsonl has no timing_s/gen, so the time of generation is unknown; "
-            "give a PPO run, or the seconds by --gen, --score, --update and --sync."
+            f"{folder}/metrics.jsonl has no timing_s/gen, so the time of generation is unknown. "
+            "Pass a PPO run folder, or set the seconds with --gen, --score, --update and --sync."
         )
     timed = timed[1:] or timed
     phases = Phases(*map(list, zip(*map(_phases_of, timed), strict=True)))
@@ -222,8 +222,8 @@ def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
     if generated & trained:
         notes.append(
             "in this run, generation and training share devices. The prediction assumes that "
-            "generators get as many devices of their own. If you split the same devices in half, "
-            "both take about twice as long"
+            "generators get the same number of separate devices. If you split the same devices in "
+            "half, both take about twice as long"
         )
     return phases, notes
 
@@ -268,11 +268,11 @@ def generators_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(topology.generators_for(r)) for r in ranks) if ranks != [ANY_RANK] else ()
 
 
-def prediction_line(config: AsyncConfig, phases: Phases) -> str:
+def prediction_lines(config: AsyncConfig, phases: Phases) -> list[str]:
     """Describe the predicted seconds per step, the busy shares, and the limit."""
     setup = setup_of(config)
     prediction = simulate(phases, setup)
     shares = {role: f"{states['busy']:.0%}" for role, states in sorted(prediction.shares.items())}
     busy = ", ".join(f"{role} {share}" for role, share in shares.items())
     limit = bottleneck(phases, setup)
-    return f"{prediction.seconds:.3g} s per step; busy: {busy}; limited by: {limit}"
+    return [f"Step: {prediction.seconds:.3g} s", f"Busy: {busy}", f"Limited by: {limit}"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from trainer.memory import memory_table
+from trainer.memory import gib, memory_table
 from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
 from trainer.planner.job import Job, layout_keys
 from trainer.planner.search import Layout, PlannedPlacement
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
-from workers.memory import GIB
 
 SHOWN = 5
 MOST_LOSERS = 10
@@ -29,7 +28,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         raise fits_nowhere(job)
     best, rejected = split_valid(job, placements)
     if not best:
-        raise ConfigError(f"All placements are rejected. The fastest one: {rejected[0]}")
+        raise ConfigError(f"all placements are rejected. The fastest one: {rejected[0]}")
     first, is_single = best[0], len(job.roles) == 1
     losers = [
         *(_other_layouts(job, best) if is_single else _other_partitions(job, placements, best))
@@ -78,7 +77,7 @@ def fits_nowhere(job: Job) -> ConfigError:
     for role in job.roles:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
         least = min((memory.resident + memory.call for memory in memories), default=0.0)
-        needs.append(f"{role}: {f'{least / GIB:.1f}' if memories else 'cannot be laid out'}")
+        needs.append(f"{role}: {gib(least) if memories else 'no layout is possible'}")
     number = 2 * job.num_gpus
     while number <= MOST_GPUS and not job.best(number):
         number *= 2
@@ -90,9 +89,9 @@ def fits_nowhere(job: Job) -> ConfigError:
     role_model = next(role_model for role_model in job.models.values() if role_model.trains)
     model = role_model.key.removesuffix(".path")
     return ConfigError(
-        f"No placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
-        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. Or use "
-        f"shorter rows, LoRA ({model}.lora_rank), or {model}.dtype=bfloat16."
+        f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
+        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. Or use shorter "
+        f"rows, LoRA ({model}.lora_rank), or {model}.dtype=bfloat16."
     )
 
 
@@ -103,12 +102,12 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
     lines = [("", "seconds", *job.stages, "max GiB", "limited by", "placement")]
     for number, placement in enumerate(best, 1):
-        most = max(pool.bytes for pool in placement.pools) / GIB
+        most = max(pool.bytes for pool in placement.pools)
         stages = [f"{seconds:.1f}" for seconds in placement.seconds]
         words = placement.summary
         if len(job.roles) == 1:
             words = ", ".join([words, *layout_keys(placement)])
-        cells = f"{placement.step:.1f}", *stages, f"{most:.0f}", placement.limit(job.stages), words
+        cells = f"{placement.step:.1f}", *stages, gib(most), placement.limit(job.stages), words
         lines.append((str(number), *cells))
     return lines
 
@@ -144,5 +143,5 @@ def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
         if fitting:
             yield f"{key}: {min(fitting):.1f} s, {min(fitting) - best[0].step:.1f} s more"
         else:
-            least = min(layout.memory.resident + layout.memory.call for layout in having) / GIB
-            yield f"{key}: takes {least:.1f} GiB at least"
+            least = min(layout.memory.resident + layout.memory.call for layout in having)
+            yield f"{key}: needs at least {gib(least)} GiB"

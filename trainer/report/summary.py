@@ -111,7 +111,7 @@ def _first_to_last(data: RunData) -> list[str]:
         values = next((v for v in candidates if word != "KL" or any(v)), None)
         if values:
             changes.append(f"{word} {values[0]:.3g} -> {values[-1]:.3g}")
-    return [f"first to last step: {', '.join(changes)}"] if changes else []
+    return [f"{', '.join(changes)} (first -> last step)"] if changes else []
 
 
 def _trajectories(data: RunData) -> Iterator[str]:

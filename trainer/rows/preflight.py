@@ -16,11 +16,12 @@ from workers.models.memory_shapes import check_adapter
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 
-WAYS_OUT = (
-    "Take smaller passes (data.max_token_len_per_gpu, or data.micro_batch_size_per_gpu and "
-    "data.max_length), model.enable_gradient_checkpointing=true, model.strategy=fsdp+offload, or "
-    "more devices."
-)
+WAYS_OUT = {
+    "activations": "use smaller passes (data.max_token_len_per_gpu, or "
+    "data.micro_batch_size_per_gpu and data.max_length), or set "
+    "model.enable_gradient_checkpointing=true",
+    "model states": "set model.strategy=fsdp+offload, or use more devices",
+}
 """Advice if the devices of a pool have too little memory."""
 
 

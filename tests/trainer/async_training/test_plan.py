@@ -9,7 +9,7 @@ import pytest
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
-from trainer.planner.simulate import Phases, prediction_line, setup_of, simulate
+from trainer.planner.simulate import Phases, prediction_lines, setup_of, simulate
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import rows_of
@@ -30,21 +30,22 @@ def config_of(*overrides: str) -> AsyncConfig:
 
 def test_it_says_chunks_ages_and_what_may_be_open() -> None:
     lines = plan_lines(config_of("async_training.generators=2", "async_training.max_staleness=2"))
-    chunks = "a batch of 8 prompts is 2 calls of 4 prompts, each to one generator"
+    chunks = "Batch: 8 prompts in 2 calls of 4 prompts, each to one generator"
     assert chunks in lines
-    assert any("at most 2 versions old when it is trained on" in line for line in lines)
-    assert "at most 96 samples are queued or in generation (3 times a batch)" in lines
+    assert any("samples are at most 2 versions old in an update" in line for line in lines)
+    assert "Samples: at most 96 queued or in generation (3 batches)" in lines
     assert any(
-        "after every batch; a generator takes them between two calls" in line for line in lines
+        "after every batch, and a generator loads new weights between two calls" in line
+        for line in lines
     )
-    assert any("corrected: rollout_is=token" in line for line in lines)
+    assert any("Correction: rollout_is=token" in line for line in lines)
     assert lines[1].split()[:3] == ["generator", "0", "rollout"]
 
 
 def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
     config = config_of("async_training.topology=2m4t")
-    chunks = "a batch of 8 prompts is 4 calls of 2 prompts, each to one generator"
-    assert f"{chunks}; a generator runs up to 2 together" in plan_lines(config)
+    chunks = "Batch: 8 prompts in 4 calls of 2 prompts, each to one generator"
+    assert f"{chunks}, up to 2 calls per generator at the same time" in plan_lines(config)
     setup = setup_of(config)
     assert [setup.generators_of(place) for place in range(setup.num_chunks)] == [(0,), (1,)]
 
@@ -53,7 +54,7 @@ def test_a_smaller_limit_is_what_may_be_open() -> None:
     lines = plan_lines(
         config_of("async_training.max_inflight_samples=40", "async_training.update_steps=3")
     )
-    assert "at most 40 samples are queued or in generation (1.25 times a batch)" in lines
+    assert "Samples: at most 40 queued or in generation (1.25 batches)" in lines
     assert any("after every 3 batches" in line for line in lines)
 
 
@@ -61,8 +62,8 @@ def test_a_smaller_limit_is_what_may_be_open() -> None:
 def test_generators_without_a_chunk_are_told(generators: int, idle: int) -> None:
     sizes = ["async_training.max_staleness=0", "async_training.prompts_per_call=4"]
     lines = plan_lines(config_of(f"async_training.generators={generators}", *sizes))
-    told = [line for line in lines if "have no work" in line]
-    assert [line.split()[0] for line in told] == ([str(idle)] if idle else [])
+    told = [line for line in lines if "Idle generators: " in line]
+    assert [line.split()[2] for line in told] == ([str(idle)] if idle else [])
 
 
 def test_ranks_with_unlike_shares_of_the_generators_are_told() -> None:
@@ -80,9 +81,9 @@ def test_generators_of_one_rank_without_a_chunk_are_told() -> None:
     sizes = ["async_training.topology=4m2t", edges, "async_training.max_staleness=0"]
     config = config_of(*sizes)
     assert config.chunk_size == 1  # one of the 4 prompts of a rank for each of its 3 generators
-    assert not [line for line in plan_lines(config) if "have no work" in line]
+    assert not [line for line in plan_lines(config) if "Idle generators: " in line]
     told = plan_lines(config_of(*sizes, "async_training.prompts_per_call=2"))
-    assert [line.split()[0] for line in told if "have no work" in line] == ["1"]
+    assert [line.split()[2] for line in told if "Idle generators: " in line] == ["1"]
 
 
 def test_every_generator_is_in_the_table_of_sizes_with_what_it_is_asked_for_at_once() -> None:
@@ -129,6 +130,7 @@ def test_the_prediction_is_that_of_the_simulation() -> None:
         6,
     )
     phases = Phases([2.0], [0.1], [0.4], [0.05])
-    line = prediction_line(config, phases)
-    assert line.startswith(f"{simulate(phases, setup).seconds:.3g} s per step; busy: generator 0 ")
-    assert line.endswith("limited by: generators")
+    step, busy, limit = prediction_lines(config, phases)
+    assert step == f"Step: {simulate(phases, setup).seconds:.3g} s"
+    assert busy.startswith("Busy: generator 0 ")
+    assert limit == "Limited by: generators"

@@ -40,13 +40,13 @@ def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:
 
 def test_pools_of_one_process_are_not_said_to_overlap() -> None:
     text = explained("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=local")
-    assert "All pools are the driver's own process, so calls run sequentially" in text
+    assert "All pools run in the driver's process, so calls run sequentially" in text
     assert "run concurrently" not in text
     assert "critic.update_critic ‖ actor.update_actor" not in text
 
 
 def test_a_colocated_placement_says_how_to_get_overlap() -> None:
-    advice = "placement=split gives the critic a pool of its own"
+    advice = "Set placement=split for a separate pool for the critic"
     assert advice in explained()
     without_critic = explained("algorithm=grpo")
     assert "There is one pool, so only rewards overlap with other calls." in without_critic
@@ -102,7 +102,7 @@ def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(
     config = load_config([*NEEDED, "async_training.generators=2"], ASYNC)
     text = full_plan(config, str(folder))
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
-    assert re.search(r"\n-+\n0\.\d+ s per step; busy: generator 0 \d+%.*limited by: trainer", text)
+    assert re.search(r"\n-+\nStep: 0\.\d+ s\nBusy: generator 0 \d+%.*\nLimited by: trainer", text)
     assert "async_training.generators=2 (default 1): " in text
     assert "--measured RUN_DIR" in full_plan(config)
 

@@ -54,11 +54,9 @@ def script_config(model: Path, *more: str) -> PPOConfig:
 def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> None:
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
     assert "float32 / bfloat16" in text
-    of = re.escape("(73.6 of 80.0 GiB are usable")
-    assert re.findall(rf"_pool: \d+\.\d GiB per device at peak {of}: (.*)\)", text) == [
-        "fits",
-        "fits",
-    ]
+    usable = re.escape("(74 of 80 GiB usable)")
+    verdicts = re.findall(rf"_pool: \d+ GiB per GPU at peak, (.*) {usable}", text)
+    assert verdicts == ["fits", "fits"]
 
 
 def test_averages_in_float32_are_counted_with_the_weights(model: Path) -> None:
@@ -163,8 +161,8 @@ def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     )
     words = (
-        r"does not fit: .* 73\.6 of 80\.0 GiB are usable\. "
-        r"actor: .* in a call; rollout: .*checkpointing=true"
+        r"does not fit: .* GiB per GPU, .* GiB too much \(74 of 80 GiB usable\)\. "
+        r"actor: .* in a call; rollout: .*First set .*checkpointing=true"
     )
     with pytest.raises(ConfigError, match=words):
         check_memory(script_config(model, *more), GPU)
@@ -221,7 +219,7 @@ def test_fitted_passes_leave_a_reserve_at_every_width(
     roles = role_memories(config, "cuda", CARD)
     if pool_bytes(roles)["global_pool"] > 0.92 * CARD:
         assert tokens_per_pass(config) == prompt + response
-        with pytest.raises(ConfigError, match=r"73\.6 of 80\.0 GiB are usable"):
+        with pytest.raises(ConfigError, match=r"74 of 80 GiB usable"):
             check_memory(config, GPU)
     else:
         check_memory(config, GPU)
@@ -346,5 +344,5 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
     assert copies("trainer.async_save=false") == {}
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
-    said = r"actor_rollout_ref_pool: 19.3 GiB of host memory per device for checkpoints"
+    said = r"actor_rollout_ref_pool: 19 GiB of host memory per GPU for checkpoints"
     assert re.search(said, text)

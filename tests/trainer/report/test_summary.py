@@ -48,7 +48,7 @@ def test_it_says_how_reward_length_and_the_kl_that_moves_changed(tmp_path: Path)
         for score in (0.25, 0.9, 0.5)
     ]
     lines = summary(run_of(tmp_path, *[STEP | each for each in numbers]))
-    assert lines[1] == "first to last step: reward 0.25 -> 0.5, KL 0.025 -> 0.05"
+    assert lines[1] == "reward 0.25 -> 0.5, KL 0.025 -> 0.05 (first -> last step)"
 
 
 def test_the_phases_add_up_to_100(tmp_path: Path) -> None:
