@@ -121,4 +121,4 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 hook = call_of(getattr(Hooks, method))
                 check_method(callback, method, name, CallSignature("trainer", *hook.by_position))
         if not any(hasattr(callback, hook) for hook in hooks):
-            raise ConfigError(f"{name} has no hook: give it one of {', '.join(hooks)}.")
+            raise ConfigError(f"{name} has no hook. Define one of {', '.join(hooks)}.")

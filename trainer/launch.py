@@ -258,7 +258,7 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
     cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
         default = type(config.trainer)().cls
-        hint = f" The recipe's own is {default}." if default else ""
+        hint = f" The recipe's class is {default}." if default else ""
         raise ConfigError(
             f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer.{hint}"
         )
@@ -282,7 +282,7 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     if config.trainer.backend == "local" and config.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
-            "processes only on this machine. Set trainer.nnodes=1, or take trainer.backend=ray."
+            "processes only on this machine. Set trainer.nnodes=1 or trainer.backend=ray."
         )
     lines = [describe_devices(config)]
     for role in config.role_workers:
@@ -294,14 +294,14 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     blocks = blocking_path(Path(folder))
     if blocks is not None:
         raise ConfigError(
-            f"trainer.default_local_dir={folder} cannot be written: you cannot write to "
+            f"trainer.default_local_dir={folder} is not writable: no write permission for "
             f"{blocks}. Choose another folder."
         )
     for name in config.trainer.logger:
         if name in BUILT_IN and name != "console" and find_spec(name) is None:
             lines.append(
-                f"trainer.logger names {name}, which is not installed: the run continues without "
-                f"it. pip install 'verl-like[{name}]'"
+                f"trainer.logger includes {name}, which is not installed: the run continues "
+                f"without it. Install it with pip install 'verl-like[{name}]'"
             )
 
     with ExitStack() as at_end:

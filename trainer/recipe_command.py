@@ -115,13 +115,13 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
     add = parser.add_argument
     add("--cfg", "-c", choices=("job", "all"), help="print the keys that the run reads, or all")
     add("--resolve", action="store_true", help="with --cfg: values in the place of references")
-    add("--multirun", "-m", action="store_true", help="a run for every choice of key=a,b")
-    add("--config-dir", "-cd", type=Path, help="a folder with YAML of your own")
-    add("--config-name", "-cn", help="the file there to begin with")
+    add("--multirun", "-m", action="store_true", help="start a run for every choice of key=a,b")
+    add("--config-dir", "-cd", type=Path, help="a folder with your YAML files")
+    add("--config-name", "-cn", help="the file in this folder to start from")
     add("--config-path", "-cp", help="the folder of a YAML with verl's keys")
     options, unknown = parser.parse_known_args(arguments)
     if options.cfg and options.multirun:
-        raise ConfigError("--cfg shows one configuration, --multirun makes several: drop one.")
+        raise ConfigError("--cfg shows one configuration, but --multirun makes several. Drop one.")
     if unknown:
         raise ConfigError(
             f"{unknown[0]} is not a setting. Settings are written key=value, without dashes, as "
@@ -134,7 +134,8 @@ def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace)
     """Return the settings in the YAML of another system's command."""
     if recipe.settings_of_configuration is None:
         raise ConfigError(
-            "--config-name names a file of the folder --config-dir=FOLDER, which is not given."
+            "--config-name needs a folder. Add --config-dir=FOLDER, the folder that contains "
+            "the file."
         )
     if not options.config_name:
         raise ConfigError("--config-path needs --config-name=NAME, the file in that folder.")
@@ -190,7 +191,7 @@ def exit_on_error(folder: str | Path = "") -> Iterator[None]:
         sys.exit(f"error: {printable(mask_text(_describe_error(err)))}")
     except Exception as err:  # noqa: BLE001 - the process edge
         if isinstance(err, OSError) and err.errno == errno.ENOSPC:
-            sys.exit(f"error: no room for the run in {folder}: {err}. Make room; {GOES_ON}.")
+            sys.exit(f"error: no space for the run in {folder}: {err}. Free some space; {GOES_ON}.")
         _show(err)
         sys.exit(1)
 

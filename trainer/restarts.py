@@ -120,7 +120,7 @@ class Restarts:
             return start()
 
         def look_again() -> None:
-            self._stop.end("while it waited for a node in the place of a lost one")
+            self._stop.end("while it waited for a node to replace a lost node")
             self._pause(LOOK_AGAIN_S)
 
         return wait_for_room(start, self._config, "the restart", since, look_again)
@@ -148,7 +148,7 @@ class Restarts:
         if step == 0:
             return ""
         if failures >= MAX_STEP_FAILURES and self._count:
-            return f"step {step} has failed {MAX_STEP_FAILURES} times: it is not tried again."
+            return f"step {step} failed {MAX_STEP_FAILURES} times, so it is not tried again."
         if self._count >= self._config.trainer.max_restarts:
             return f"after {self._count} restarts (trainer.max_restarts)" if self._count else ""
         return None
@@ -178,7 +178,7 @@ def restart_groups(
     if not lost or len(lost) == len(roles_of):
         return False
     for pool, why in lost.items():
-        logger.warning("pool %s is restarted, the others stay: %s", pool, why)
+        logger.warning("pool %s is restarted, and the other pools keep running: %s", pool, why)
     try:
         for pool in lost:
             restarts.wait_for_capacity(partial(groups.restart, pool), since)

@@ -38,8 +38,9 @@ class Section:
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_is_frozen", False):
             raise AttributeError(
-                f"{type(self).__name__}.{name}={value!r}: the configuration of a run is read-only. "
-                "`verl_like.config_key.changed(config, {key: value})` returns another one."
+                f"{type(self).__name__}.{name}={value!r}: the configuration of a run is "
+                "read-only. Use `verl_like.config_key.changed(config, {key: value})` to get a "
+                "changed copy."
             )
         object.__setattr__(self, name, value)
 
@@ -138,8 +139,8 @@ def entry_takes(parameter: str, kind: str, name: str) -> When:
         entry = registry_of(kind).look_up(_value(section, run, name))
         return parameter in inspect.signature(entry).parameters
 
-    missing = f"the {kind} that {_full(name)} names does not take {parameter}"
-    return When(f"the {kind} takes `{parameter}`", holds, missing)
+    missing = f"the {kind} that {_full(name)} names has no parameter {parameter}"
+    return When(f"the {kind} has the parameter `{parameter}`", holds, missing)
 
 
 def _full(name: str) -> str:

@@ -104,7 +104,7 @@ class DamagedCheckpointError(CheckpointError):
 
 def pickling_message(why: object) -> str:
     """Return the message for a call whose arguments or result cannot be pickled or unpickled."""
-    return f"arguments or result cannot travel between processes: {why}"
+    return f"arguments or result cannot be pickled for another process: {why}"
 
 
 def few(words: Sequence[str], most: int = 8) -> str:

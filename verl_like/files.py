@@ -92,8 +92,8 @@ def file_fault(path: Path, expected: dict[str, int], reads: bool = True) -> str:
     if actual == expected:
         return ""
     if actual["bytes"] != expected["bytes"]:
-        return f"has {actual['bytes']} bytes, was written with {expected['bytes']}"
-    return f"has a crc32 of {actual['crc32']:08x}, was written with {expected['crc32']:08x}"
+        return f"has {actual['bytes']} bytes, but was written with {expected['bytes']}"
+    return f"has crc32 {actual['crc32']:08x}, but was written with {expected['crc32']:08x}"
 
 
 def check_form(manifest: Mapping[str, Any], form: Mapping[str, type]) -> None:

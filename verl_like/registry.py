@@ -65,8 +65,8 @@ class Registry(Mapping[str, T]):
             for key in (name, *aliases):
                 if key in self._entries:
                     raise ConfigError(
-                        f"{self.kind} {key!r} is registered already, as {self._entries[key]!r}: "
-                        f"give {entry!r} another name."
+                        f"{self.kind} {key!r} is already registered, as {self._entries[key]!r}. "
+                        f"Use another name for {entry!r}."
                     )
                 self._entries[key] = entry
             return entry
@@ -80,7 +80,7 @@ class Registry(Mapping[str, T]):
         if "." not in name and ":" not in name:
             raise ConfigError(
                 f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: "
-                f"{', '.join(sorted(self._entries))}. For your own, give module.name or "
+                f"{', '.join(sorted(self._entries))}. For your own, use module.name or "
                 "file.py:name."
             )
         loaded: T = _imported(name, f"{self.kind} {name!r}")
@@ -123,10 +123,10 @@ def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
     if path.endswith(".py"):
         module = _module_of_file(Path(path), path_subject)
     else:
-        module = _module(path, path_subject, "Give a file that ends in .py, or a module's name.")
+        module = _module(path, path_subject, "Use a file that ends in .py, or a module's name.")
     if not hasattr(module, name):
         names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise ConfigError(f"{name_subject}: {path} has no such name; it has {names}.")
+        raise ConfigError(f"{name_subject}: {path} has no such name, only {names}.")
     return getattr(module, name)
 
 
@@ -140,7 +140,7 @@ def _imported(path: str, subject: str) -> Any:
         raise ConfigError(
             f"{subject} is not the path of an object, such as my_module.MyClass or file.py:MyClass."
         )
-    module = _module(module_name, subject, "Is its folder on PYTHONPATH on every node?")
+    module = _module(module_name, subject, "Check that its folder is on PYTHONPATH on every node.")
     if not hasattr(module, name):
         raise ConfigError(
             f"{subject} cannot be imported (module {module_name!r} has no {name!r})."

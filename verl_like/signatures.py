@@ -37,8 +37,8 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
     """Reject an object that is not a function or does not accept this call."""
     if not callable(function):
         raise ConfigError(
-            f"{subject} is a {type(function).__name__}, which cannot be called: name a function, "
-            "or a class."
+            f"{subject} is a {type(function).__name__}, which cannot be called. Use a function or "
+            "a class."
         )
     signature = signature_of(function)
     if signature is None:
@@ -48,8 +48,8 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
     except TypeError as error:
         kind = "by name with" if call.by_name and not call.by_position else "with"
         raise ConfigError(
-            f"{subject} takes {format_signature(signature)}, but is called {kind} {call}: {error}. "
-            "Change its parameters, or give the others a default."
+            f"{subject} has the parameters {format_signature(signature)}, but is called {kind} "
+            f"{call}: {error}. Change its parameters, or give the others a default."
         ) from error
 
 

@@ -23,7 +23,10 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     """Return the metrics of every training step."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        sys.exit(f"{folder} is no run folder: there is no {metrics}. Give those of the two runs.")
+        sys.exit(
+            f"{folder} is not a run folder: there is no {metrics}. Pass the folders of the two "
+            "runs."
+        )
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [line for line in lines if "timing_s/step" in line]
 

@@ -71,12 +71,12 @@ BESIDE = {
     "`reward-model`": Beside("reward_model", ("data.train_files={pairs}",), ROWS),
 }
 REFUSED = {
-    ("", "ep x tp"): "set one of them to 1",
-    ("int8 reference on such ranks", "ep x tp"): "tp=2 cuts every matrix",
-    ("int8 reference on such ranks", "shard x sp"): "leave out parallel.shard=2",
-    ("int8 reference on such ranks", "shard x tp"): "tp=2 cuts every matrix",
-    ("int8 reference on such ranks", "sp x tp"): "tp=2 cuts every matrix",
-    ("int8 reference on such ranks", "tp x pp"): "tp=2 cuts every matrix",
+    ("", "ep x tp"): "Set one of them to 1",
+    ("int8 reference on such ranks", "ep x tp"): "tp=2 splits every matrix",
+    ("int8 reference on such ranks", "shard x sp"): "Leave out parallel.shard=2",
+    ("int8 reference on such ranks", "shard x tp"): "tp=2 splits every matrix",
+    ("int8 reference on such ranks", "sp x tp"): "tp=2 splits every matrix",
+    ("int8 reference on such ranks", "tp x pp"): "tp=2 splits every matrix",
     ("int8 reference on such ranks", "shard x pp"): "pp=2 gives every rank some layers",
     ("int8 reference on such ranks", "sp x pp"): "pp=2 gives every rank some layers",
     ("int8 reference on such ranks", "ep x pp"): "pp=2 gives every rank some layers",

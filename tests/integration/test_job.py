@@ -137,4 +137,4 @@ def test_a_submitted_job_ends_succeeded_or_failed_with_its_lines_in_its_log(
     ended = {one["submission_id"]: one["status"] for one in submitted}
     assert ended == {"good": "SUCCEEDED", "bad": "FAILED"}
     log = asked(job_environment, "bad/logs")["logs"].splitlines()
-    assert log[-1].startswith("error: There is no key 'data.tran_files'"), log
+    assert log[-1].startswith("error: there is no key 'data.tran_files'"), log

@@ -43,7 +43,7 @@ def test_a_rollout_whose_node_is_lost_goes_on_where_there_is_room_to_the_same_nu
     assert [role for role in first if first[role] != last[role]] == ["rollout"]
     before, _, after = lost["spare"]["nodes"]
     assert before != after
-    assert f"pool rollout_pool has lost a node, and moved: it is on {after}" in lost["log"]
+    assert f"pool rollout_pool lost a node and moved to {after}" in lost["log"]
     local = ("trainer.backend=local", "trainer.n_gpus_per_node=2", *PPO_POOLS, *SHORT)
     run(load_config(overrides(tiny_dir, tmp_path, *local)))
     assert numbers(lost["folder"] / "spare") == numbers(tmp_path)

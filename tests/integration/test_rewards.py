@@ -110,8 +110,8 @@ def test_further_models_stand_beside_the_first_unless_they_are_mapped(
             ["reward.list=[{name: a, kind: modle, path: m}]"],
             r"reward.list\[0\].kind=modle.*Did you mean",
         ),
-        (["reward.list=[{name: a, kind: model}]"], r"reward.list\[0\] is a model: give path"),
-        (["reward.list=[{name: a, kind: remote, url: host}]"], "url='host' is not of the form"),
+        (["reward.list=[{name: a, kind: model}]"], r"reward.list\[0\] is a model. Set its path"),
+        (["reward.list=[{name: a, kind: remote, url: host}]"], "url='host' does not have the form"),
         (["reward.list=[{name: a, timeout_s: 0}]"], r"reward.list\[0\].timeout_s=0.*above 0"),
         (["reward.list=[{name: a, wieght: 2}]"], "wieght"),
         (

@@ -127,9 +127,9 @@ BAD_OF_PPO = [
     ("data.train_files={tmp}/nowhere.parquet", "there is no file .*nowhere.parquet"),
     ("data.prompt_key=question", "no column 'question'. Columns: .*prompt"),
     (f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
-    (f"{MODEL}={{tmp}}/no_tokenizer", "No tokenizer loads from actor_rollout_ref.model.path="),
+    (f"{MODEL}={{tmp}}/no_tokenizer", "cannot load a tokenizer from actor_rollout_ref.model.path="),
     ("reward.function.path={tmp}/nowhere.py", "there is no such file"),
-    ("reward.function.path={tmp}/my.py", "has no such name; it has asks, fails, splits"),
+    ("reward.function.path={tmp}/my.py", "has no such name, only asks, fails, splits"),
     (
         "reward.function.path={tmp}/my.py reward.function.name=asks",
         "the reward function has an unknown parameter 'answer'",

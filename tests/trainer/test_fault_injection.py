@@ -261,8 +261,8 @@ def test_a_run_without_faults_writes_nothing_of_it(whole: Path) -> None:
     ("settings", "problem"),
     [
         (["faults.delay_call=1.5"], "faults.delay_call=1.5: it must be from 0 to 1"),
-        (["faults.kill_worker=0.1"], "no worker of this run has a process of its own"),
-        (["faults.drop_weight_bucket=0.1"], "There is no key 'faults.drop_weight_bucket'"),
+        (["faults.kill_worker=0.1"], "no worker of this run has its own process"),
+        (["faults.drop_weight_bucket=0.1"], "there is no key 'faults.drop_weight_bucket'"),
     ],
 )
 def test_a_fault_that_could_not_come_about_is_refused(

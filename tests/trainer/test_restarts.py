@@ -236,7 +236,7 @@ def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) 
     with pytest.raises(SystemExit) as failed, exit_on_error(tmp_path):
         run(config(tmp_path), Poisoned)
     assert failed.value.code == (
-        "error: student rank 0 is gone\n  step 3 has failed 3 times: it is not tried again."
+        "error: student rank 0 is gone\n  step 3 failed 3 times, so it is not tried again."
     )
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 

@@ -57,10 +57,10 @@ def test_a_file_is_known_by_its_size_and_its_bytes(tmp_path: Path) -> None:
     facts = fingerprint(path)
     assert file_fault(path, facts) == ""
     path.write_bytes(b"abd")
-    assert file_fault(path, facts).startswith("has a crc32 of")
+    assert file_fault(path, facts).startswith("has crc32")
     assert file_fault(path, facts, reads=False) == ""
     path.write_bytes(b"ab")
-    assert file_fault(path, facts, reads=False) == "has 2 bytes, was written with 3"
+    assert file_fault(path, facts, reads=False) == "has 2 bytes, but was written with 3"
     path.unlink()
     assert file_fault(path, facts) == "is missing"
 

@@ -174,8 +174,8 @@ def settings_of(
         for key, value in _keys_of(names[name], keywords[name]):
             if key in settings and settings[key] != value:
                 raise ConfigError(
-                    f"{name}={keywords[name]!r} sets {key}={value!r}, which is given as "
-                    f"{settings[key]!r}, too. Drop one."
+                    f"{name}={keywords[name]!r} sets {key}={value!r}, but {key}={settings[key]!r} "
+                    "is also set. Drop one."
                 )
             settings[key] = value
     return settings
@@ -207,5 +207,5 @@ def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     else:
         known = [*names, *trl_names(names)]
         hint = did_you_mean(same[:1]) or nearest(name, known)
-    text = f"There is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
+    text = f"there is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
     return f"{text} Flat names: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"

@@ -33,7 +33,7 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     if isinstance(models, tuple | list):
         wanted = ", ".join(f'"{role}": ...' for role in roles)
         words = f"a {type(models).__name__} of {len(models)}"
-        raise ConfigError(f"model is {words}: give a dict of roles, {{{wanted}}}.")
+        raise ConfigError(f"model is {words}: pass a dict of roles, {{{wanted}}}.")
     if not isinstance(models, Mapping):
         return {roles[0]: models}
 
@@ -68,8 +68,8 @@ def _called(function: Any, roles: Sequence[str]) -> Any:
 
 def _wanted(roles: Sequence[str]) -> str:
     if len(roles) == 1:
-        return "Give a function that returns the model."
-    return f"Give a function that returns the {roles[0]}'s model, or a dict of {', '.join(roles)}."
+        return "Pass a function that returns the model."
+    return f"Pass a function that returns the {roles[0]}'s model, or a dict of {', '.join(roles)}."
 
 
 def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
@@ -77,27 +77,27 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError(
-                f"tokenizer={tokenizer!r:.60}: the tokenizer of model={str(model)!r} is the one in "
-                "its folder. Drop it, or give the model itself."
+                f"tokenizer={tokenizer!r:.60}: the tokenizer of model={str(model)!r} is the one "
+                "in its folder. Drop tokenizer, or pass the model itself."
             )
         return str(model)
 
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(
-            f"model is a {type(model).__name__}: give a folder, a name on the hub, or a "
-            "model of transformers. If a module wraps a model, give the inner model. "
-            "Other processes can load a module of your own only if AutoConfig.register "
-            "and AutoModelForCausalLM.register have added its class to transformers."
+            f"model is a {type(model).__name__}: pass a folder, a name on the hub, or a model of "
+            "transformers. If a module wraps a model, pass the inner model. Other processes can "
+            "load a custom module only if AutoConfig.register and AutoModelForCausalLM.register "
+            "have added its class to transformers."
         )
     if hasattr(model, "merge_and_unload"):
         raise ConfigError(
-            f"model is a {type(model).__name__}: its folder would have only adapters. Give "
-            "model.merge_and_unload(), and train LoRA by the keys lora_rank and lora_alpha."
+            f"model is a {type(model).__name__}: its folder would have only adapters. Pass "
+            "model.merge_and_unload(), and train LoRA with the keys lora_rank and lora_alpha."
         )
     if not hasattr(tokenizer, "save_pretrained"):
         raise ConfigError(
-            f"model is a {type(model).__name__} in memory, and tokenizer={tokenizer!r:.60}: give "
-            "its tokenizer, too."
+            f"model is a {type(model).__name__} in memory, and tokenizer={tokenizer!r:.60}. Pass "
+            "the model's tokenizer, too."
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -127,8 +127,8 @@ def rows_in_memory(data: Any, subject: str) -> list[Any]:
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         parts = f" of {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
         raise ConfigError(
-            f"{subject} is a {type(data).__name__}{parts}: give a list, a datasets.Dataset (of a "
-            "DatasetDict, one split), or file names."
+            f"{subject} is a {type(data).__name__}{parts}: pass a list, a datasets.Dataset (one "
+            "split of a DatasetDict), or file names."
         )
     items = list(data)
     if not items:
@@ -147,7 +147,7 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
             lines.append(json_line(row, _plain))
         except TypeError as err:
             raise ConfigError(
-                f"{subject}, row {number}: {err}. Drop the column, or give a parquet file."
+                f"{subject}, row {number}: {err}. Drop the column, or pass a parquet file."
             ) from err
     text = "".join(lines)
     if not may_differ and path.is_file() and path.read_text(encoding="utf-8") != text:

@@ -207,7 +207,7 @@ def require_counts(**counts: int | None) -> dict[str, int]:
     numbers = {}
     for name, count in counts.items():
         if count is None or count < 1:
-            raise ConfigError(f"{name}={count}: give a number above 0.")
+            raise ConfigError(f"{name}={count}: pass a number above 0.")
         numbers[name] = count
     return numbers
 
@@ -233,6 +233,6 @@ def _run_folder(named: str | Path | None, recipe: str) -> Path:
 def _reject_duplicates(derived: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for key in derived.keys() & settings.keys():
         raise ConfigError(
-            f"{key}={settings[key]!r} is among the keys, but an argument of the call "
-            f"sets {derived[key]!r}. Drop one."
+            f"{key}={settings[key]!r} is set as a key, but an argument of the call sets it to "
+            f"{derived[key]!r}. Drop one."
         )

@@ -170,7 +170,7 @@ class PPO(PythonRun):
             return super().fit(steps)
         if steps is not None:
             raise ConfigError(
-                f"steps={steps} together with {', '.join(counts)}: give one or the other."
+                f"steps={steps} together with {', '.join(counts)}: pass only one of them."
             )
 
         length = self._prompts_of(**require_counts(**counts))
@@ -300,7 +300,7 @@ class RowsRun(PythonRun):
         objects = with_objects_of_trl(settings, rows=rows, val_rows=val_rows, tokenizer=tokenizer)
         rows, val_rows, tokenizer = objects["rows"], objects["val_rows"], objects["tokenizer"]
         if model is None or rows is None:
-            raise ConfigError(f"{type(self).__name__}(model, rows) needs both.")
+            raise ConfigError(f"{type(self).__name__}(model, rows) needs both arguments.")
         data = {"data.train_files": rows, "data.val_files": val_rows}
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 

@@ -46,7 +46,7 @@ def reward_list(
         function = item.get("function")
         if not isinstance(reward, Mapping) and not callable(reward):
             raise ConfigError(
-                f"a reward is a {type(reward).__name__}: give a function, or a dict such as "
+                f"a reward is a {type(reward).__name__}: pass a function, or a dict such as "
                 "{'name': 'style', 'kind': 'model', 'path': 'models/style'}."
             )
         if callable(function):
@@ -70,10 +70,9 @@ def model_folder_of(model: Any, path: Path) -> str:
     """Write a reward model in memory to a folder for its role, and return the folder."""
     if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
         raise ConfigError(
-            f"a reward is a {type(model).__name__}: a model of transformers can be a "
-            "reward if it is a sequence classifier with one label, such as "
-            "verl_like.RewardModel makes. To score with another model, give a function "
-            "that calls it."
+            f"a reward is a {type(model).__name__}: a model of transformers can be a reward if it "
+            "is a sequence classifier with one label, such as verl_like.RewardModel makes. To "
+            "score with another model, pass a function that calls the model."
         )
     model.save_pretrained(path)
     return str(path)
@@ -90,9 +89,9 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
         _Pickler(pickled).dump(function)
     except Exception as err:
         raise ConfigError(
-            f"the reward function {function!r:.80} cannot be sent to its process "
-            f"({type(err).__name__}: {err}). Everything that it uses must be "
-            "picklable; open files, locks and connections are not."
+            f"the reward function {function!r:.80} cannot be sent to the process that runs it "
+            f"({type(err).__name__}: {err}). Everything that the function uses must be picklable; "
+            "open files, locks and connections are not."
         ) from err
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".pkl").write_bytes(pickled.getvalue())

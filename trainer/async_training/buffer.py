@@ -351,7 +351,7 @@ class ExperienceBuffer:
             raise EndOfSamples(f"there are no more prompts: {queued} samples are left{size}")
         where = f"the trainer waits for {wanted} samples, {queued} are queued, "
         if not self._generators:
-            raise StalledError(where + "and there is no generator left.")
+            raise StalledError(where + "and no generator is left.")
         raise StalledError(
             f"{where}no samples are being generated, and all generators are waiting: "
             f"{self._activity.who_waits()}. Raise async_training.max_inflight_samples or "

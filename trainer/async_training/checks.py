@@ -36,30 +36,32 @@ def check_run(config: AsyncConfig) -> None:
         if pool != generators_pool:
             raise ConfigError(
                 f"role_mapping.{role}={pool} is not {generator_role(generator)}'s pool, "
-                f"{generators_pool}: with async_training.score_on=generator it scores there. Leave "
-                "it out, or set async_training.score_on=trainer."
+                f"{generators_pool}: with async_training.score_on=generator, this role scores in "
+                f"the generator's pool. Leave out role_mapping.{role}, or set "
+                "async_training.score_on=trainer."
             )
         for other in pools.keys() - {role}:
             if pools[other] == pool and config.generator_roles.get(other, ("", -1))[1] != generator:
                 raise ConfigError(
-                    f"role_mapping.{role}={pool} is the pool of {other} too: a generator generates "
-                    "while trainers learn and other generators generate, so each needs its own. "
-                    "For shared pools there is `verl-like ppo`."
+                    f"role_mapping.{role}={pool} is also the pool of {other}, but a generator "
+                    "runs at the same time as trainers and other generators. Give each its own "
+                    "pool, or use `verl-like ppo`, where roles can share a pool."
                 )
 
     spec = config.resource_pool_spec.get(TRAINER_POOL, [])
     if pools["actor"] == TRAINER_POOL and sum(spec) != topology.trainers:
         raise ConfigError(
-            f"resource_pool_spec.{TRAINER_POOL}={spec} has {sum(spec)} ranks, and "
-            f"async_training.trainers={topology.trainers}: set both to the same number."
+            f"resource_pool_spec.{TRAINER_POOL}={spec} has {sum(spec)} ranks, but "
+            f"async_training.trainers={topology.trainers}. Set both to the same number."
         )
 
     algorithm = config.algorithm
     if compares_with_greedy(algorithm.adv_estimator):
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples with a greedy "
-            "response of the same weights, which generators do not produce. Use rloo, which "
-            "compares samples with each other, or `verl-like ppo`."
+            "response of the same weights, which generators do not produce. Use "
+            "algorithm.adv_estimator=rloo, which compares samples with each other, or `verl-like "
+            "ppo`."
         )
     chooses = {
         "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
@@ -72,9 +74,10 @@ def check_run(config: AsyncConfig) -> None:
             ]
             raise ConfigError(
                 f"{key}=true selects a batch's rows from all generators, but "
-                "async_training.sample_routes gives each trainer rank separate generators: a "
-                "rank would get samples of other ranks' generators. Let every generator send to "
-                f"every rank, async_training.sample_routes=[{','.join(pairs)}], or drop one."
+                "async_training.sample_routes gives each trainer rank separate generators: a rank "
+                f"would get samples of other ranks' generators. Drop {key}, or let every "
+                "generator send to every rank with "
+                f"async_training.sample_routes=[{','.join(pairs)}]."
             )
 
     # trainer ranks and chunks divide a batch, and batches fill whole rounds
@@ -101,7 +104,7 @@ def check_run(config: AsyncConfig) -> None:
         fit.sort(key=lambda size: abs(size - config.chunk_size))
         raise ConfigError(
             f"async_training.prompts_per_call={config.chunk_size} does not divide the {part} "
-            "prompts of a batch that one trainer rank gets; nearest values that do: "
+            "prompts per batch of a trainer rank; nearest values that do: "
             f"{' and '.join(map(str, fit[:2]))}."
         )
     if async_training.sampler != "in_order" and total is not None and total % batch:
@@ -115,7 +118,7 @@ def check_run(config: AsyncConfig) -> None:
         raise ConfigError(
             f"trainer.save_freq={every} saves in the middle of a round of {length} steps "
             "(async_training.update_steps x async_training.train_epochs), and a checkpoint does "
-            f"not store the batches of a round. Set it to a multiple of {length}."
+            f"not store the batches of a round. Set trainer.save_freq to a multiple of {length}."
         )
     _check_generators(config)
 
@@ -127,9 +130,9 @@ def _check_generators(config: AsyncConfig) -> None:
     limit, age = async_training.max_inflight_samples, async_training.drop_older_than
     if limit is not None and limit < num_samples:
         raise ConfigError(
-            f"async_training.max_inflight_samples={limit} samples are less than a batch of "
-            f"{num_samples} samples (data.train_batch_size x actor_rollout_ref.rollout.n): no "
-            f"step could begin. Set it to {num_samples} or more, or to null."
+            f"async_training.max_inflight_samples={limit} is less than a batch of {num_samples} "
+            "samples (data.train_batch_size x actor_rollout_ref.rollout.n): no step could begin. "
+            f"Set async_training.max_inflight_samples to {num_samples} or more, or to null."
         )
     if age is not None and age > async_training.max_staleness:
         raise ConfigError(
@@ -139,8 +142,8 @@ def _check_generators(config: AsyncConfig) -> None:
         )
     if async_training.on_buffer_full == "evict_oldest" and limit is None:
         raise ConfigError(
-            "async_training.on_buffer_full=evict_oldest needs "
-            "async_training.max_inflight_samples, a number of samples."
+            "async_training.on_buffer_full=evict_oldest needs a limit. Set "
+            "async_training.max_inflight_samples to a number of samples."
         )
 
     # `generator_settings` must name existing generators and have valid values
@@ -165,9 +168,9 @@ def _check_generators(config: AsyncConfig) -> None:
         engine = ENGINES.look_up(rollout.name)
         if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):
             raise ConfigError(
-                f"async_training.weight_update=immediate: {role}'s engine {rollout.name} takes "
-                "no weights within a generation (can_take_weights_in_flight is false). Set it to "
-                "between_batches."
+                f"async_training.weight_update=immediate: {role}'s engine {rollout.name} cannot "
+                "load weights during a generation (can_take_weights_in_flight is false). Set "
+                "async_training.weight_update=between_batches."
             )
 
     # roles with which generators score need unique names, and weights that are fixed or synced
@@ -175,13 +178,13 @@ def _check_generators(config: AsyncConfig) -> None:
     if async_training.score_on == "generator" and not roles:
         raise ConfigError(
             "async_training.score_on=generator: this run has no reference, reward model or critic "
-            "that could score on generators. Leave it out."
+            "that could score on generators. Leave out async_training.score_on."
         )
     if len(config.generator_roles) < async_training.generators * (1 + len(roles)):
         raise ConfigError(
             "async_training.score_on=generator: the name of a model in `reward.list` ends in a "
-            f"number, so that it is also the name of a generator's role "
-            f"({', '.join(config.generator_roles)}). Rename it."
+            "number, so it is also the name of a generator's role "
+            f"({', '.join(config.generator_roles)}). Rename the model."
         )
     if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
         raise ConfigError(
@@ -191,7 +194,7 @@ def _check_generators(config: AsyncConfig) -> None:
     if CRITIC_COPY in roles and async_training.weight_update == "immediate":
         raise ConfigError(
             "async_training.weight_update=immediate with async_training.score_on=generator: a "
-            "generator's copy of the critic receives weights only between two chunks. Set "
+            "generator's copy of the critic receives weights only between two calls. Set "
             "async_training.weight_update=between_batches, async_training.score_on=trainer, or an "
             "algorithm.adv_estimator without a critic, such as grpo."
         )
@@ -212,8 +215,9 @@ def check_start(config: AsyncConfig) -> None:
         raise CheckpointError(
             f"{resume.start} was saved in the middle of a round of {length} steps "
             "(async_training.update_steps x async_training.train_epochs), and checkpoints do not "
-            "contain the batches of a round. Move it away to resume from a checkpoint after a "
-            f"multiple of {length} steps, or start in another trainer.default_local_dir."
+            "contain the batches of a round. Move it away, so that the run resumes from an "
+            f"earlier checkpoint whose step is a multiple of {length}, or start in another "
+            "trainer.default_local_dir."
         )
 
 

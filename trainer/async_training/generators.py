@@ -195,8 +195,8 @@ class LostGenerators:
             logger.warning("%s; the other generators regenerate them. %s", subject, error)
             return False
         way_out = {
-            "fail": "To continue after such a failure, set "
-            "async_training.on_generator_failure=restart or continue.",
+            "fail": "Set async_training.on_generator_failure=restart or continue to continue "
+            "after such a failure.",
             "restart": f"It was restarted {self._restarts[now]} times with version {now[1]}.",
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }

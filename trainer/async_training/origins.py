@@ -62,7 +62,7 @@ class Origins:
         try:
             yield
         except Exception as error:
-            known = f"is on the samples of uid {few(self._uids)}"
+            known = f"is processing the samples of uid {few(self._uids)}"
             error.add_note(f"step {run.step} {known if self._uids else 'has no samples yet'}")
             raise
 

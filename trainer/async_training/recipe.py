@@ -78,8 +78,8 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
             str(generator) in settings and generator != str(generator)
         ):
             raise ConfigError(
-                f"{GENERATOR_SETTINGS} has {generator!r}: give each generator's number once, 0 to "
-                f"{config.async_training.generators - 1}."
+                f"{GENERATOR_SETTINGS} has {generator!r}. Use each generator's number, 0 to "
+                f"{config.async_training.generators - 1}, at most once."
             )
     return {int(generator): changes for generator, changes in settings.items()}
 
@@ -118,7 +118,8 @@ def check_async(config: AsyncConfig) -> None:
         if isinstance(cls, type) and not issubclass(cls, base):
             raise ConfigError(
                 f"trainer.cls={config.trainer.cls} is not a subclass of {ASYNC_TRAINER}, so this "
-                "run would have no generators. `verl-like ppo` runs any trainer of PPO."
+                "run would have no generators. Derive the class from it, or use `verl-like ppo`, "
+                "which runs any trainer of PPO."
             )
 
 

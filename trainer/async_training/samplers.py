@@ -151,16 +151,17 @@ def chosen(sampler: BatchSampler, view: BufferView) -> SelectedBatch:
     num_samples = num_samples_of(batch.selected)
     if batch.selected and num_samples != view.num_samples:
         raise SamplerError(
-            f"the sampler {name} took {num_samples} samples for a batch of {view.num_samples}: "
-            "verl_like.extend.select_chunks selects exactly one batch, or nothing."
+            f"the sampler {name} selected {num_samples} samples for a batch of "
+            f"{view.num_samples}. Select with verl_like.extend.select_chunks, which returns "
+            "exactly one batch, or nothing."
         )
     oldest = min((chunk.version for chunk in batch.selected), default=view.version)
     if view.version - oldest > view.max_staleness:
         raise SamplerError(
-            f"the sampler {name} took samples of version {oldest} for the update of version "
-            f"{view.version}, but async_training.max_staleness={view.max_staleness}. It "
-            "held these samples back too long. verl_like.extend.urgent_chunks_first "
-            "puts the samples that a batch must contain first."
+            f"the sampler {name} selected samples of version {oldest} for the update of version "
+            f"{view.version}, but async_training.max_staleness={view.max_staleness}. The sampler "
+            "held these samples back too long. Sort with verl_like.extend.urgent_chunks_first, "
+            "which puts the samples that a batch must contain first."
         )
     return batch
 

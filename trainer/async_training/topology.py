@@ -52,8 +52,8 @@ def counts(preset: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
     if match is None:
         raise ConfigError(
-            f"{preset!r} is not a topology: give generators and trainers as in "
-            f"{', '.join(PRESETS)}, each number 1 or more."
+            f"{preset!r} is not a topology. Set the numbers of generators and trainers as in "
+            f"{', '.join(PRESETS)}, each 1 or more."
         )
     return int(match[1]), int(match[2])
 
@@ -137,9 +137,9 @@ class Topology:
             return ""
         return (
             f"trainer {least} has {shares[least]:.3g} of the generators for its part of a batch, "
-            f"trainer {most} has {shares[most]:.3g}, so every batch waits for the first: give all "
-            "ranks as many generators, or let each generator send to all "
-            "(async_training.sample_routes)"
+            f"trainer {most} has {shares[most]:.3g}, so every batch waits for trainer {least}. "
+            "Give all ranks the same number of generators, or let each generator send to all "
+            "ranks (async_training.sample_routes)"
         )
 
     def chunk_size(self, batch: int) -> int:
@@ -181,16 +181,16 @@ class Topology:
         for generator in range(self.generators):
             if not self.trainers_of(generator):
                 raise ConfigError(
-                    f"async_training.sample_routes: generator {generator} sends its samples to "
-                    f"nobody. Add [{generator},{generator % self.trainers}]."
+                    f"async_training.sample_routes: generator {generator} sends its samples to no "
+                    f"trainer. Add [{generator},{generator % self.trainers}]."
                 )
             senders = senders_of.get(generator, [])
             if len(senders) != 1:
                 raise ConfigError(
                     f"async_training.weight_routes: generator {generator} gets weights from "
-                    f"{'trainers ' + ', '.join(senders) if senders else 'nobody'}. Give it one "
-                    f"route, such as [{generator % self.trainers},{generator}]: all trainers have "
-                    "the same weights."
+                    f"{'trainers ' + ', '.join(senders) if senders else 'no trainer'}. All "
+                    "trainers have the same weights: set exactly one route, such as "
+                    f"[{generator % self.trainers},{generator}]."
                 )
         for trainer in range(self.trainers):
             if not self.generators_of(trainer):
@@ -219,20 +219,19 @@ def _pairs(
         ends = list(edge) if isinstance(edge, Iterable) and not isinstance(edge, str) else [edge]
         if len(ends) != 2 or any(type(end) is not int for end in ends):
             raise ConfigError(
-                f"{key}: {edge} is not a route. A route is [{sender[0]},{receiver[0]}], "
-                "two numbers."
+                f"{key}: {edge} is not a route. Use two numbers, [{sender[0]},{receiver[0]}]."
             )
         for end, (noun, number) in zip(ends, (sender, receiver), strict=True):
             if not 0 <= end < number:
                 raise ConfigError(
-                    f"{key}: [{ends[0]},{ends[1]}] names {noun} {end}, and there is none: this "
+                    f"{key}: [{ends[0]},{ends[1]}] names {noun} {end}, which does not exist: this "
                     f"run has {noun}s 0 to {number - 1} (async_training.{noun}s={number})."
                 )
         pairs.append((ends[0], ends[1]))
 
     for (first, second), number in Counter(pairs).items():
         if number > 1:
-            raise ConfigError(f"{key}: [{first},{second}] is there {number} times. Keep one.")
+            raise ConfigError(f"{key}: [{first},{second}] is listed {number} times. Keep one.")
     return tuple(sorted(pairs))
 
 

@@ -143,15 +143,15 @@ def check(config: BestOfNConfig) -> None:
         if reward.normalize:
             raise ConfigError(
                 f"reward.list[{number}].normalize=true: scores are compared with "
-                "selection.min_score and written down, so they must not depend on the batch. Set "
-                "it to false."
+                "selection.min_score and saved, so they must not depend on the batch. Set "
+                f"reward.list[{number}].normalize=false."
             )
 
     if has_environment(config) and (selection.format == "pairs" or config.environment.tools):
         reason = "tools" if config.environment.tools else "selection.format=pairs"
         raise ConfigError(
-            f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, "
-            "which supports no tools and no other player. Leave it out."
+            f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, which "
+            "supports no tools and no other player. Leave this key out."
         )
     wanted = 2 if selection.format == "pairs" else selection.top_k
     if rollout.n < wanted:
@@ -159,7 +159,7 @@ def check(config: BestOfNConfig) -> None:
             "a pair is made of two" if selection.format == "pairs" else f"top_k={wanted} are kept"
         )
         raise ConfigError(
-            f"actor_rollout_ref.rollout.n={rollout.n} samples per prompt are too few, since "
+            f"actor_rollout_ref.rollout.n={rollout.n} samples per prompt are too few, because "
             f"{reason}. Set actor_rollout_ref.rollout.n to {wanted} or more."
         )
     if rollout.n > 1 and not rollout.do_sample:

@@ -102,9 +102,9 @@ def samples_by_prompt(
     bad = [f"{uid}" for uid, score in named_scores if not math.isfinite(score)]
     if bad:
         raise BatchError(
-            f"the scores of {len(bad)} of {len(scores)} samples are nan or infinite, such as those "
-            f"of uid {', '.join(bad[:3])}: the best is unknown. Look at the reward model: its "
-            "logits may have overflowed."
+            f"the scores of {len(bad)} of {len(scores)} samples are nan or infinite, such as "
+            f"those of uid {', '.join(bad[:3])}, so the best sample is unknown. Check the reward "
+            "model: its logits may have overflowed."
         )
     texts = decode_responses(batch, tokenizer)
     extras = {name: columns[name].tolist() for name in columns if name.startswith(EXTRA)}

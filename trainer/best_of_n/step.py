@@ -50,8 +50,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         blocks = blocking_path(folder)
         if blocks is not None:
             raise ConfigError(
-                f"selection.file={config.selection.file}: no file can be written in {folder}: "
-                f"you cannot write to {blocks}. Choose another folder."
+                f"selection.file={config.selection.file}: cannot write a file in {folder}: no "
+                f"write permission for {blocks}. Choose another folder."
             )
         return super().prepare(config, at_end)
 
@@ -102,8 +102,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         for step in range(1, self.global_step + 1):
             if not self.part(step).is_file():
                 raise CheckpointError(
-                    f"the rows of step {step} are not in {self.part(step)}: resume in "
-                    "the folder of the run that was stopped (trainer.default_local_dir)."
+                    f"the rows of step {step} are not in {self.part(step)}. Resume in the folder "
+                    "of the run that was stopped (trainer.default_local_dir)."
                 )
 
     def finish(self) -> None:
@@ -113,8 +113,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         rows = [row for part in parts for row in read_rows(part)]
         if not rows:
             raise BatchError(
-                f"no sample was selected for {file}: lower selection.min_score, sample more "
-                "responses (actor_rollout_ref.rollout.n), or look at their scores in rollouts/."
+                f"no sample was selected for {file}. Lower selection.min_score, sample more "
+                "responses (actor_rollout_ref.rollout.n), or check the scores in rollouts/."
             )
         write_rows(file, rows)
         print(f"{len(rows)} rows: {file}", flush=True)

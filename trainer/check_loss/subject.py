@@ -151,7 +151,9 @@ def look_up(
     check_name(name, [n for functions in searched.values() for n in functions], words)
     kind, *others = (key for key in searched if name in searched[key])
     if others:
-        raise ConfigError(f"{name} is of the kinds {kind} and {others[0]}: say --kind {kind}.")
+        raise ConfigError(
+            f"{name} is of the kinds {kind} and {others[0]}. Choose one, such as --kind {kind}."
+        )
     return kind, named[kind][name]
 
 
@@ -195,9 +197,9 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     filled = fits[kind]
     if missing := [parameter for parameter in filled if not filled[parameter]]:
         raise ConfigError(
-            f"{name} takes {format_signature(signature)}, but --kind {kind} has no "
+            f"{name} has the parameters {format_signature(signature)}, but --kind {kind} has no "
             f"{', '.join(missing)}. It has {', '.join([*_columns(kind), *counts_of()])}, and all "
-            "settings. Rename the parameter, give it a default, or set it by --set NAME=VALUE."
+            "settings. Rename the parameter, give it a default, or set it with --set NAME=VALUE."
         )
     parameters, reads = signature.parameters, {*filled.values()}
     mode = parameters["loss_agg_mode"].default if "loss_agg_mode" in parameters else None

@@ -48,9 +48,11 @@ ADVICE = {
     "weights": "Weight sync is then the bottleneck: set "
     "actor_rollout_ref.rollout.weight_sync=changed.",
     "staleness bound": "The staleness bound is then the bottleneck: raise "
-    "async_training.max_staleness, or use smaller chunks.",
-    "generators": "Generation is then the bottleneck: one more generator gives {:.3g} s per step.",
-    "trainer": "The trainer is then the bottleneck: one more trainer gives {:.3g} s per step.",
+    "async_training.max_staleness, or lower async_training.prompts_per_call.",
+    "generators": (
+        "Generation is then the bottleneck: with one more generator, a step takes {:.3g} s."
+    ),
+    "trainer": "The trainer is then the bottleneck: with one more trainer, a step takes {:.3g} s.",
 }
 """Bottleneck of a run -> advice to make the run faster."""
 
@@ -150,8 +152,8 @@ def overlap(arguments: Sequence[str]) -> None:
     means = {name: sum(of) / len(of) for name, of in asdict(phases).items()}
     lines = [
         *(fit(f"{note[0].upper()}{note[1:]}.", width) for note in notes),
-        f"generation of a batch {means['generate']:.3g} s; scores {means['score']:.3g} s; "
-        f"update and everything else {means['update']:.3g} s; weight sync {means['sync']:.3g} s",
+        f"Seconds per batch: generation {means['generate']:.3g}, scores {means['score']:.3g}, "
+        f"update and the rest {means['update']:.3g}, weight sync {means['sync']:.3g}",
         "",
         *_table(rows, width),
         "",
@@ -170,15 +172,15 @@ def _phases_of(options: argparse.Namespace) -> tuple[Phases, list[str]]:
         phases, notes = measured_phases(options.run_dir)
     elif missing := {"gen", "update"} - seconds_of.keys():
         raise ConfigError(
-            f"--{' and --'.join(sorted(missing))} missing: give a run folder, or the seconds of a "
-            "batch by --gen, --score, --update and --sync."
+            f"--{' and --'.join(sorted(missing))} missing. Pass a run folder, or the seconds of a "
+            "batch with --gen, --score, --update and --sync."
         )
     else:
         phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
     phases = replace(phases, **{PHASES[name]: seconds for name, seconds in seconds_of.items()})
     zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
     if zero:
-        where = f"{options.run_dir} has no seconds of {' and '.join(zero)}. "
+        where = f"{options.run_dir} records no seconds for {' and '.join(zero)}. "
         where = where if options.run_dir else ""
         raise ConfigError(f"{where}Set --{' and --'.join(zero)} to seconds above 0.")
     return phases, notes

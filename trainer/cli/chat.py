@@ -64,7 +64,7 @@ class Chat:
                 folder, dtype="auto", trust_remote_code=False
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"{folder}: no model loads from its weights: {error}") from error
+            raise ConfigError(f"{folder}: cannot load a model from its weights: {error}") from error
         self.model = model.to(device).eval()
         self.first = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.first)

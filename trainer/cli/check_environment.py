@@ -100,8 +100,8 @@ def check(
             min(len(first.answers), len(again.answers)),
         )
         problems.append(
-            f"the same seed gives a different trajectory, from reply {turn} on: use only the rng "
-            "that reset gets, or self.rng, and not a clock, a file or another process."
+            f"the same seed gives a different trajectory from reply {turn} on. Use only the rng "
+            "that reset receives, or self.rng, and no clock, file or other process."
         )
     else:
         lines.append("the same seed gives the same trajectory, also next to a concurrent one")
@@ -110,7 +110,7 @@ def check(
     if other.answers[0] != first.answers[0]:
         problems.append(
             "two samples of a prompt begin with different observations, so they cannot be "
-            "compared: in reset, use only its rng."
+            "compared. In reset, use only its rng."
         )
     else:
         lines.append("all samples of a prompt start with the same observation")
@@ -163,8 +163,8 @@ def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
         lines.append(f"a step costs {np.median(steps):.1f} ms, the slowest {steps.max():.1f} ms")
     if not played.problem and not played.has_ended:
         lines.append(
-            f"it has not ended after {num_turns} turns: cut there by environment.max_turns, a "
-            f"trajectory keeps a reward of {played.reward:g}"
+            f"it has not ended after {num_turns} turns: truncated there by environment.max_turns, "
+            f"a trajectory keeps a reward of {played.reward:g}"
         )
     return lines
 
@@ -173,8 +173,8 @@ def reject_ids(request: Mapping[str, Any]) -> None:
     """Reject an agent that sends token ids, because there are only texts to reply with."""
     if request.get("ids") is not None:
         raise ConfigError(
-            "the agent sends token ids (inference/v1/generate), which only a run can answer. "
-            "Check an agent that calls chat/completions."
+            "the agent sends token ids (inference/v1/generate), which only a run can answer. Use "
+            "an agent that calls chat/completions."
         )
 
 

@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     if not arguments or "=" in arguments[0]:
         raise ConfigError(
-            "verl-like eval takes a model first: a model folder, a run folder, or a global_step_N "
-            "in one."
+            "verl-like eval needs a model as its first argument: a model folder, a run folder, or "
+            "a global_step_N in one."
         )
     with tempfile.TemporaryDirectory(prefix="verl-like-eval-") as scratch:
         model, settings = model_and_settings(arguments[0], Path(scratch))

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty; choose a folder that does not exist yet.")
+        raise ConfigError(f"{out} is not empty. Choose a folder that does not exist yet.")
 
     saved = find_saved_model(
         options.checkpoint,

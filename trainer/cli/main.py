@@ -79,7 +79,7 @@ def main() -> None:
         sys.path.append(here)
     command, *arguments = sys.argv[1:] or ["--help"]
     if meant := resolve_command(command):
-        print(f"notice: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
+        print(f"note: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
         command, arguments = meant[0], [*meant[1:], *arguments]
     # commands with processes detect a child's death by an error on its pipe, so that they must not
     # end silently on such an error

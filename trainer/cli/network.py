@@ -114,8 +114,8 @@ def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str])
     if env.get("GLOO_SOCKET_IFNAME") or not usable or (address and address[:4] != "127."):
         return None
     return (
-        f"this machine's name, {name}, resolves to {address or 'nothing'}: on several machines "
-        "gloo would listen there, and other machines could not reach it",
+        f"this machine's name, {name}, resolves to {address or 'nothing'}: in a run on several "
+        "machines, gloo would listen on this address, which other machines cannot reach",
         f"export GLOO_SOCKET_IFNAME={usable[0]}",
     )
 

@@ -87,10 +87,10 @@ def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
         return first, arguments[1:]
     if first in RECIPES:
         raise ConfigError(
-            f"plan {first}: it trains nothing, so there is no step to plan. Known: {known}."
+            f"plan {first}: it trains nothing, so it has no step to plan. Known: {known}."
         )
     hint = nearest(ABBREVIATED.get(first, first), JOBS)
-    raise ConfigError(f"plan {first}: no such recipe.{hint} Known: {known}.")
+    raise ConfigError(f"plan {first}: there is no such recipe.{hint} Known: {known}.")
 
 
 def job_of(arguments: Sequence[str]) -> Job:
@@ -105,7 +105,7 @@ def job_of(arguments: Sequence[str]) -> Job:
     if num_gpus > per_node and num_gpus % per_node:
         below = num_gpus - num_gpus % per_node
         raise ConfigError(
-            f"--gpus={num_gpus} do not fill whole nodes of --per-node={per_node}: give {below} "
+            f"--gpus={num_gpus} does not fill whole nodes of --per-node={per_node}. Use {below} "
             f"or {below + per_node}."
         )
     cls, program = load_object(JOBS[recipe], "plan"), load_object(RECIPES[recipe], "plan")
@@ -143,7 +143,7 @@ def _lengths(options: Mapping[str, Any], part: str, limit_key: str, most: int) -
     if "lengths" not in options:
         return spread(_mean(options, part, limit_key, most), most)
     if f"mean_{part}" in options:
-        raise ConfigError(f"--lengths and --mean-{part} set the same thing. Use only one.")
+        raise ConfigError(f"--lengths and --mean-{part} set the same lengths. Use only one.")
     lengths = read_lengths(options["lengths"])
     if part == "length":  # longer rows are cut
         return [min(length, most) for length in lengths]
@@ -175,7 +175,7 @@ def read_lengths(path: str) -> Sequence[float]:
         raise ConfigError(f"--lengths={path} is not a JSON list of lengths: {error}.") from error
     is_list = lengths.ndim == 1 and lengths.size
     if not is_list or not (np.isfinite(lengths) & (lengths > 0)).all():
-        raise ConfigError(f"--lengths={path}: give a list of lengths in tokens, above 0.")
+        raise ConfigError(f"--lengths={path}: write a list of lengths in tokens, above 0.")
     middles = (np.arange(POINTS) + 0.5) / POINTS
     return [*map(float, np.quantile(lengths, middles[:-1])), float(lengths.max())]
 
@@ -213,7 +213,7 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
         options[option] = value if option in TEXTS else _number(name, value)
     for option in ("gpus", "device"):
         if option not in options:
-            raise ConfigError(f"--{option} is missing, as in --gpus 16 --device H100.")
+            raise ConfigError(f"--{option} is missing. Set it as in --gpus 16 --device H100.")
     return options, keys
 
 
@@ -225,5 +225,5 @@ def _number(name: str, value: str) -> float:
         number = 0
     if number <= 0 or (is_count and number > MOST_GPUS):
         limit = f"from 1 to {MOST_GPUS:,}" if is_count else "above 0"
-        raise ConfigError(f"{name}={value}: give a number {limit}.")
+        raise ConfigError(f"{name}={value}: use a number {limit}.")
     return number

@@ -63,9 +63,11 @@ def main(arguments: Sequence[str]) -> None:
 def check_key(host: str, token: str) -> None:
     """Reject an address that other machines reach without a key, and a key that the SDK rejects."""
     if token and not token.startswith(KEY_PREFIX):
-        raise ConfigError(f"--token must begin with {KEY_PREFIX!r}: the SDK sends no other keys.")
+        raise ConfigError(
+            f"the key of --token must begin with {KEY_PREFIX!r}: the SDK sends no other keys."
+        )
     if host not in ON_THIS_MACHINE and not token:
         raise ConfigError(
-            f"--host={host} is open to other machines: give a key by --token={KEY_PREFIX}SECRET, "
-            "which clients set as TINKER_API_KEY. Put a TLS proxy in front of the server."
+            f"--host={host} is open to other machines. Set a key with --token={KEY_PREFIX}SECRET, "
+            "which clients set as TINKER_API_KEY, and put a TLS proxy in front of the server."
         )

@@ -36,10 +36,13 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     token = os.environ.get(options.token_env, "") if options.token_env else ""
     if options.token_env and not token:
-        raise ConfigError(f"--token-env={options.token_env}: that variable is not set, or empty.")
+        raise ConfigError(
+            f"--token-env={options.token_env}: this environment variable is not set, or empty."
+        )
     if options.host not in ON_THIS_MACHINE and not token:
         raise ConfigError(
-            f"--host={options.host} is open to other machines: give a secret by --token-env=NAME."
+            f"--host={options.host} is open to other machines. Set a secret with "
+            "--token-env=NAME, the name of an environment variable."
         )
 
     spec = _function(options)

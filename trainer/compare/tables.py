@@ -58,7 +58,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     if len(paths) < 2:
         raise ConfigError(
-            f"a comparison needs two run folders or more; this command names {len(paths)}: "
+            f"a comparison needs two or more run folders, but this command names {len(paths)}: "
             f"{', '.join(map(str, paths)) or 'none'}."
         )
     common = Path(os.path.commonpath(paths))
@@ -252,7 +252,7 @@ def write_comparison(runs: Sequence[ComparedRun], path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error}); name another --page.") from error
+        raise ConfigError(f"{path} cannot be written ({error}). Choose another --page.") from error
     return path
 
 

@@ -56,7 +56,7 @@ def check_value(key: Key, value: Any) -> None:
             words = " or ".join(rules.choices) if len(rules.choices) == 2 else f"one of {words}"
             near = nearest(name, rules.choices)
             if name in rules.elsewhere:
-                near = f" What others call {name} is {rules.elsewhere[name]} here."
+                near = f" {name} is called {rules.elsewhere[name]} here."
             raise ConfigError(f"{key.name}={name}: choose {words}{hint}{near}")
     if not key.has_in_range(value):
         raise ConfigError(f"{key.name}={value}: it must be {key.range}{hint}")
@@ -75,7 +75,7 @@ def _check_arguments(key: Key, values: Mapping[str, Any], arguments: Arguments) 
     for name, value in values.items():
         if name not in taken and name not in known:
             raise ConfigError(
-                f"There is no key '{key.name}.{name}'. The {arguments.kind} of this run takes "
+                f"there is no key '{key.name}.{name}'. The {arguments.kind} of this run accepts "
                 f"{', '.join(taken) or 'no arguments'}.{nearest(name, [*taken, *known])}"
             )
         if name in taken:
@@ -168,8 +168,8 @@ def check_run(config: RunConfig) -> None:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         raise ConfigError(
-            "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a "
-            "global_step_N folder, or leave resume_mode out."
+            "trainer.resume_mode=resume_path needs a checkpoint. Set trainer.resume_from_path to "
+            "a global_step_N folder, or leave out trainer.resume_mode."
         )
     for pool, sizes in config.resource_pool_spec.items():
         ResourcePool.named(pool, sizes)
@@ -182,20 +182,20 @@ def check_run(config: RunConfig) -> None:
             )
         if resources.gpus is not None and resources.device == "cpu":
             raise ConfigError(
-                f"pool_resources.{pool} has device=cpu and gpus={resources.gpus:g}. Keep one."
+                f"pool_resources.{pool} has device=cpu and gpus={resources.gpus:g}. Drop one."
             )
         for name, amount in resources.resources.items():
             if name in ("CPU", "GPU", "memory") or amount <= 0:
                 raise ConfigError(
-                    f"pool_resources.{pool}.resources.{name}={amount:g}: a resource of your own "
-                    "with an amount above 0; CPUs and GPUs are `cpus` and `gpus`."
+                    f"pool_resources.{pool}.resources.{name}={amount:g}: set the amount above 0, "
+                    "and use `cpus` and `gpus` for CPUs and GPUs."
                 )
     chance = config.injected_faults.kill_worker  # without worker processes the driver would die
     sizes_of_pools = {name: sum(of_nodes) for name, of_nodes in pools.items()}
     if chance > 0 and all(config.is_inline(name, size) for name, size in sizes_of_pools.items()):
         words = ", ".join(f"{name}: {size}" for name, size in sizes_of_pools.items())
         raise ConfigError(
-            f"faults.kill_worker={chance:g}: no worker of this run has a process of its own "
-            f"(trainer.backend={trainer.backend}, pools of {words}). Use trainer.backend=ray, or a "
-            "pool of two processes."
+            f"faults.kill_worker={chance:g}: no worker of this run has its own process "
+            f"(trainer.backend={trainer.backend}, pools of {words}). Use trainer.backend=ray, or "
+            "a pool of two processes."
         )

@@ -65,7 +65,7 @@ def _divide(number: int, parts: int) -> int:
 
 def _required(key: str, meaning: str) -> str:
     """Resolve `${required:distillation.teacher_model.model_path,the teacher's folder}`."""
-    raise ConfigError(f"Set {key}: the chosen preset needs it ({meaning}).")
+    raise ConfigError(f"{key} is not set, but the chosen preset needs it ({meaning}). Set {key}.")
 
 
 def _environment(name: str, *default: str | None) -> str | None:
@@ -160,8 +160,8 @@ def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
     presets = recipe.preset_names(name)
     if setting.is_sweep_override():
         raise ConfigError(
-            f"{setting.input_line}: several values are a sweep, which needs --multirun. "
-            f"Write a list as {name}=[1,2], and quote a text with commas."
+            f"{setting.input_line}: several values are a sweep. Add --multirun for a sweep, write "
+            f"a list as {name}=[1,2], and quote a text with commas."
         )
     if presets and isinstance(value, str) and value not in presets:
         raise ConfigError(
@@ -171,8 +171,8 @@ def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
     key = keys_by_name(recipe.schema).get(name)
     if setting.is_delete() and key is not None and key.is_section and not presets:
         raise ConfigError(
-            f"~{name}: this section cannot be removed, because its keys have defaults. Leave "
-            f"~{name} out."
+            f"~{name}: this section cannot be removed, because its keys have defaults. Leave out "
+            f"~{name}."
         )
 
 

@@ -80,13 +80,13 @@ def with_simulated(config: C, keys: Collection[str]) -> C:
         return config
     if trainer.device == "cpu":
         raise ConfigError(
-            f"trainer.simulate={trainer.simulate} and trainer.device=cpu: GPUs that are not used "
-            "need not be simulated. Leave one of them out."
+            f"trainer.simulate={trainer.simulate} and trainer.device=cpu: a run on CPUs uses no "
+            "simulated GPUs. Leave out one of them."
         )
     if "trainer.dry_run" in keys and not trainer.dry_run:
         raise ConfigError(
-            f"trainer.simulate={trainer.simulate} and trainer.dry_run=false: nothing can train on "
-            "GPUs that are not here. Leave one of them out."
+            f"trainer.simulate={trainer.simulate} and trainer.dry_run=false: a run cannot train "
+            "on simulated GPUs. Leave out one of them."
         )
     changes: dict[str, Any] = {"trainer.device": "cuda", "trainer.dry_run": True}
     if "trainer.n_gpus_per_node" not in keys:
@@ -99,7 +99,7 @@ def _parsed(simulate: str) -> tuple[int, str]:
     match = re.fullmatch(r"(\d+) ?x ?(.+)", simulate.strip())
     if match is None or int(match[1]) == 0:
         raise ConfigError(
-            f"trainer.simulate={simulate}: give the GPUs of a machine as 8xH100, or by their "
+            f"trainer.simulate={simulate}: write the GPUs of a machine as 8xH100, or with their "
             "memory as 8x80GiB."
         )
     return int(match[1]), match[2].strip()
@@ -112,9 +112,9 @@ def _gib_of(simulate: str, gpu: str) -> float:
     by_name = {_plain(name): gib for name, gib in GIB_OF_GPUS.items()}
     if _plain(gpu) not in by_name:
         raise ConfigError(
-            f"trainer.simulate={simulate}: {gpu!r} is not a GPU whose memory is known."
-            f"{nearest(gpu, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}. For another GPU, "
-            "give its memory: 8x80GiB."
+            f"trainer.simulate={simulate}: {gpu!r} is not a GPU whose memory is "
+            f"known.{nearest(gpu, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}. For another GPU, "
+            "write its memory: 8x80GiB."
         )
     return by_name[_plain(gpu)]
 
@@ -143,7 +143,8 @@ def check_offload(
             wanted.append(f"{section}.strategy={strategy}")
         if wanted:
             raise ConfigError(
-                f"{wanted[0]}: this run is on CPUs, whose only memory is the host's, so nothing "
-                "can be moved out of it. Leave it out (strategy: fsdp or shard_grad_op), take "
-                "trainer.device=cuda, or check the run with `verl-like check --gpus 8xH100`."
+                f"{wanted[0]}: this run is on CPUs, which have only host memory, so there is "
+                "nothing to offload. Leave out the key (or set strategy to fsdp or "
+                "shard_grad_op), set trainer.device=cuda, or check the run with `verl-like check "
+                "--gpus 8xH100`."
             )

@@ -53,7 +53,7 @@ def reject_many_aliases(file: Path) -> None:
     if many:
         raise ConfigError(
             f"{file}: its aliases (*name) stand for more than {MOST_VALUES:,} values. Write out "
-            "what is needed."
+            "the values."
         )
 
 

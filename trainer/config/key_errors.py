@@ -42,7 +42,7 @@ def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) 
             if err.object_type is not None and item_schema == err.object_type:
                 known = [key.name for key in config_keys(item_schema)]
                 hint = nearest(name.rpartition(".")[2], known)
-                return f"An item of {section.name} has no key {name!r}.{hint}"
+                return f"an item of {section.name} has no key {name!r}.{hint}"
         return no_such_key(name, recipe)
     setting = setting.lstrip("+")
     key, why = keys_by_name(recipe.schema).get(setting.partition("=")[0]), _first_line(err)
@@ -84,7 +84,7 @@ def unknown_key(name: str, recipe: Recipe[Any]) -> str:
     if section.rules.options is not None:
         options = [key.name for key in config_keys(section.rules.options)]
         names = [f"{section.name}.{option}" for option in options]
-        return f"There is no key {name!r}.{nearest(name, names)} {_has(section.name, options)}"
+        return f"there is no key {name!r}.{nearest(name, names)} {_has(section.name, options)}"
     if section.item_schema is None:
         return ""
 
@@ -93,7 +93,7 @@ def unknown_key(name: str, recipe: Recipe[Any]) -> str:
     if not rest or rest.partition(".")[0] in items:
         return ""
     has = _has(f"{section.name}.{own_name}", items)
-    return f"There is no key {name!r}.{nearest(rest, items)} {has}"
+    return f"there is no key {name!r}.{nearest(rest, items)} {has}"
 
 
 def _has(section: str, names: Sequence[str]) -> str:
@@ -125,7 +125,7 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
         recipe.load_registries()
         keys += known_arguments(recipe.schema)
         hint = _did_you_mean(name, keys, recipe.groups)
-    return f"There is no key {name!r}.{hint}"
+    return f"there is no key {name!r}.{hint}"
 
 
 def _key_above(name: str, recipe: Recipe[Any]) -> Key | None:

@@ -61,7 +61,7 @@ class TrainerConfig(Section):
     cls: str = key(
         "",
         allows="a dotted path",
-        required="give the dotted path of the trainer's class",
+        required="set the dotted path of the trainer's class",
         may_change_on_resume=False,
     )
     """Trainer class: the recipe's or a subclass."""

@@ -155,8 +155,8 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
     config = changed(config, {"resource_pool_spec": spec})
     if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
-            f"notice: the devices do not divide evenly: {spec}. Pools that have only "
-            "frozen models get fewer, and the first pools get more."
+            f"note: the devices do not divide evenly: {spec}. Pools with only frozen models get "
+            "fewer devices, and the first pools get more."
         )
     return config, notices
 
@@ -269,8 +269,8 @@ def _too_few(
         if len(per_node) > num_nodes:
             return ConfigError(
                 f"resource_pool_spec.{pool}={list(per_node)} has a number for each of "
-                f"{len(per_node)} nodes, and trainer.nnodes={num_nodes}. Give it one for each node "
-                f"that there is, or set trainer.nnodes={len(per_node)}."
+                f"{len(per_node)} nodes, but trainer.nnodes={num_nodes}. List {num_nodes} "
+                f"numbers, one per node, or set trainer.nnodes={len(per_node)}."
             )
     taken = sum(max(_devices_of(config, pool, n) for n in user_pools[pool]) for pool in user_pools)
     left = max(num_devices - taken, 0)
@@ -279,9 +279,9 @@ def _too_few(
     first_words = f" {' and '.join(texts)} come{'s' * (len(texts) == 1)} first." if texts else ""
     return ConfigError(
         f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device for "
-        f"{pools[min(left, len(pools) - 1)]!r}.{first_words} These pools need at least a device "
-        f"each: {', '.join(pools)}. Set trainer.n_gpus_per_node={taken + len(pools)} or more (on "
-        f"a CPU machine devices are process slots){instead}."
+        f"{pools[min(left, len(pools) - 1)]!r}.{first_words} Each of these pools needs at least "
+        f"one device: {', '.join(pools)}. Set trainer.n_gpus_per_node={taken + len(pools)} or "
+        f"more (on a CPU machine devices are process slots){instead}."
     )
 
 
@@ -297,7 +297,7 @@ def _unused_pool(config: RunConfig, pool: str, inactive: Mapping[str, str]) -> C
         for role, why in inactive.items()
     )
     return ConfigError(
-        f"No role uses the pool {pool!r} (role_mapping: {config.role_mapping}).{meant} Map a role "
+        f"no role uses the pool {pool!r} (role_mapping: {config.role_mapping}).{meant} Map a role "
         f"to it with role_mapping.<role>={pool}, or drop the override "
         f"resource_pool_spec.{pool}={config.resource_pool_spec[pool]}."
     )
@@ -310,19 +310,19 @@ def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[
         if role not in roles and role not in inactive:
             pools = ", ".join(config.resource_pool_spec)
             raise ConfigError(
-                f"Role {role!r} is on no pool: set +role_mapping.{role}=<one of {pools}>."
+                f"role {role!r} is on no pool. Set +role_mapping.{role}=<one of {pools}>."
             )
 
     for role in roles:
         if role not in own_roles and role not in config.role_workers:
             raise ConfigError(
                 f"role_mapping.{role}: {role!r} is not a built-in role "
-                f"({', '.join(own_roles)}).{nearest(role, own_roles)} A role of your own needs "
+                f"({', '.join(own_roles)}).{nearest(role, own_roles)} For a custom role, set "
                 f"+role_workers.{role}=<dotted path of its class>."
             )
         if not config.role_workers.get(role):
             raise ConfigError(
-                f"Role {role!r} has no worker class: set role_workers.{role}=<dotted path of its "
+                f"role {role!r} has no worker class. Set role_workers.{role}=<dotted path of its "
                 "class>."
             )
 

@@ -39,7 +39,7 @@ def unused_among(config: RunConfig, keys: Collection[str]) -> dict[str, list[str
 def notice_of(names: Collection[str], reason: str) -> str:
     """Return the notice that these keys have no effect."""
     verb = "has" if len(names) == 1 else "have"
-    return f"notice: {', '.join(names)} {verb} no effect: {reason}"
+    return f"note: {', '.join(names)} {verb} no effect: {reason}"
 
 
 def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
@@ -65,7 +65,7 @@ def unused_reason(config: RunConfig, name: str) -> str | None:
             arguments = Arguments.of(key, read(config, key.section))
             argument = name.removeprefix(f"{key.name}.")
             if argument not in arguments.taken:
-                return f"the {arguments.kind} of this run does not take {argument}"
+                return f"the {arguments.kind} of this run does not accept {argument}"
     return None
 
 

@@ -30,7 +30,7 @@ class DataConfig(Section):
     train_files: Any = key(
         "",
         allows="a file, a list, or a number",
-        required="give a parquet, JSONL or CSV file, or a list of them",
+        required="set a parquet, JSONL or CSV file, or a list of files",
     )
     """Files in verl's schema (Parquet, JSONL, CSV), or, if the environment makes its prompts, a
     number of trajectories.

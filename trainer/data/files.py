@@ -79,7 +79,7 @@ def good_rows(
             if on_bad_row != "skip":
                 raise ConfigError(f"{where}: {problem}.{WAY_OUT}") from problem
             if not has_warned:
-                story = "%s: %s; it and others like it are skipped (data.on_bad_row=skip)"
+                story = "%s: %s; such rows are skipped (data.on_bad_row=skip)"
                 logger.warning(story, where, problem)
             has_warned, result = True, None
         yield result
@@ -238,8 +238,8 @@ def _custom_rows(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
         raise ConfigError(
-            f"data.custom_cls: {custom.name} gave a {type(dataset).__name__}, which has no rows to "
-            "read."
+            f"data.custom_cls: {custom.name} returned a {type(dataset).__name__}, which has no "
+            "rows to read."
         )
     rows = (
         dataset
@@ -253,7 +253,7 @@ def _custom_rows(
 def _check(path: Path | str, wanted: Sequence[str], there: Sequence[str]) -> None:
     for column in there:
         if column and there.count(column) > 1:  # spreadsheets write unnamed columns
-            raise ConfigError(f"{path}: two of its columns have the name {column!r}; rename one.")
+            raise ConfigError(f"{path}: two columns have the name {column!r}. Rename one.")
     for column in wanted:
         if column not in there:
             rule = column in RULE_COLUMNS

@@ -53,8 +53,8 @@ def load_hub_split(name: str, key: str) -> Any:
     match = NAME.fullmatch(name.removeprefix(SCHEME))
     if match is None:
         raise ConfigError(
-            f"{key}={name} names no data set; write {SCHEME}organization/name, then /folder and "
-            ":split where it has several."
+            f"{key}={name} names no data set. Write {SCHEME}organization/name, then /folder and "
+            ":split if the data set has several."
         )
     try:
         loaded = _load(match["name"], match["folder"].strip("/") or None, match["split"])
@@ -68,7 +68,8 @@ def load_hub_split(name: str, key: str) -> Any:
         return loaded
     if len(loaded) > 1:
         raise ConfigError(
-            f"{key}={name}: it has several splits; add a : and one of {', '.join(loaded)}."
+            f"{key}={name}: the data set has several splits. Add a : and one of "
+            f"{', '.join(loaded)}."
         )
     return next(iter(loaded.values()))
 
@@ -126,7 +127,7 @@ def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
                 why = str(err).splitlines()[0]
                 yield (
                     f"{path}, rows {index} to {end - 1}",
-                    ValueError(f"their part of the file is not readable: {why}"),
+                    ValueError(f"these rows of the file are not readable: {why}"),
                 )
 
 
@@ -197,9 +198,9 @@ def _json_row(line: bytes) -> Any:
             f"not JSON ({err}); files other than .parquet and .csv need a JSON object per line"
         )
     if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
-        return ValueError(f"nested more than {DEEPEST} levels deep")
+        return ValueError(f"nested deeper than {DEEPEST} levels")
     if isinstance(row, dict) and (name := _named_twice(line, row)) is not None:
-        return ValueError(f"two of its columns have the name {name!r}")
+        return ValueError(f"two columns have the name {name!r}")
     return row
 
 

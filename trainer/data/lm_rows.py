@@ -264,7 +264,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
         content = message["content"]
         text = content.strip() if isinstance(content, str) else content
         if message["role"] == "assistant" and not (text or message.get("tool_calls")):
-            raise ValueError(f"message {number} of 'messages', the assistant's, is empty")
+            raise ValueError(f"message {number} of 'messages', of the assistant, is empty")
     template = tokenizer.chat_template
     if template is None:
         raise ValueError(
@@ -304,9 +304,9 @@ def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tup
         after = written(messages[: number + 1], tokenizer)
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(
-                f"the chat template writes message {number}, the assistant's, differently "
-                "when other messages follow it, so its tokens cannot be identified; put "
-                "{% generation %} and {% endgeneration %} around them in the template"
+                f"the chat template writes message {number}, of the assistant, differently when "
+                "other messages follow it, so its tokens cannot be identified. Put {% generation "
+                "%} and {% endgeneration %} around them in the template"
             )
         spans.append((len(before), len(after)))
     return spans

@@ -76,10 +76,12 @@ def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     ]
     if not differs and saved["rows"] != now["rows"]:
         number = next(iter(sizes.values()))
-        differs.append(f"the same number of rows ({number}), but different contents or order")
+        differs.append(
+            f"the number of rows is the same ({number}), but their contents or order differ"
+        )
     if differs:
         raise CheckpointError(
-            f"The checkpoint belongs to different data ({'; '.join(differs)}). {OTHER_ROWS}"
+            f"the checkpoint belongs to different data ({'; '.join(differs)}). {OTHER_ROWS}"
         )
 
 

@@ -114,10 +114,15 @@ def cached_rows(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except NotPlainError as error:
-        logger.info("%s are tokenized at every start: %s", kind, error)
+        logger.info("%s are not cached, so they are tokenized at every start: %s", kind, error)
         return None
     except OSError as error:
-        logger.warning("%s are tokenized at every start: no cache in %s (%s)", kind, cache, error)
+        logger.warning(
+            "%s are tokenized at every start, because no cache can be written to %s (%s)",
+            kind,
+            cache,
+            error,
+        )
         return None
     return _open(cache / key)
 

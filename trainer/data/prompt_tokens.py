@@ -31,7 +31,7 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
         if tokenizer.chat_template is None:
             raise ValueError(
                 f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat "
-                "template; add chat_template.jinja to the model folder, or give prompts as plain "
+                "template; add chat_template.jinja to the model folder, or write prompts as plain "
                 "strings"
             )
         text = written(text, tokenizer, add_generation_prompt=True)
@@ -85,7 +85,7 @@ def check_messages(column: str, messages: Any) -> None:
         if isinstance(content, str):
             check_length(content)
         if not isinstance(message["role"], str):
-            raise ValueError(f"the role of message {number} is {message['role']!r:.40}")
+            raise ValueError(f"message {number} has the invalid role {message['role']!r:.40}")
 
 
 def readable(value: Any) -> Any:

@@ -44,7 +44,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"No tokenizer loads from {key}={path}: {there}.\n{err}") from err
+        raise ConfigError(f"cannot load a tokenizer from {key}={path}: {there}.\n{err}") from err
     check_template(tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -238,8 +238,8 @@ class PromptLoader:
         self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
         if not len(self):
             raise ConfigError(
-                f"{self.prompts.story}. The remaining {len(self.prompts)} do not fill a batch of "
-                f"data.train_batch_size={self._config.train_batch_size}."
+                f"{self.prompts.story}. The remaining {len(self.prompts)} prompts do not fill a "
+                f"batch of data.train_batch_size={self._config.train_batch_size}."
             )
         skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
         logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")

@@ -63,7 +63,7 @@ def check(config: EvaluationConfig) -> None:
 
     if not config.data.val_files:
         raise ConfigError(
-            "data.val_files is empty: give a parquet, JSONL or CSV file, or a list of them."
+            "data.val_files is empty. Set a parquet, JSONL or CSV file, or a list of files."
         )
     check_rewards(config)
     rollout = config.actor_rollout_ref.rollout

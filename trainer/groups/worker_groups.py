@@ -136,7 +136,7 @@ def worker_class(config: RunConfig, role: str) -> type[Worker]:
     path = config.role_workers.get(role)
     if not path:
         raise ConfigError(
-            f"role {role!r} has no worker class: set role_workers.{role}=<dotted path of its "
+            f"role {role!r} has no worker class. Set role_workers.{role}=<dotted path of its "
             "class>."
         )
     cls = load_object(path, f"role_workers.{role}")
@@ -234,7 +234,7 @@ class WorkerGroups:
         if self.placement.pools[pool] == before.pools[pool]:
             return False
         nodes = ", ".join(f"{n.name} ({n.key[:8]})" for n in self.placement.pools[pool].nodes)
-        logger.warning("pool %s has lost a node, and moved: it is on %s from now on.", pool, nodes)
+        logger.warning("pool %s lost a node and moved to %s.", pool, nodes)
         self.note_placement()
         return True
 

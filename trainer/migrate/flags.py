@@ -354,8 +354,8 @@ class GivenFlags:
             names = [n for n in NAME.findall(expression) if isinstance(self.figure(n), str)]
             listed = ", ".join(f"{self.spelled(n)} is {self.figure(n)!r}" for n in names)
             raise ConfigError(
-                f"{listed or expression}: this number is computed from other variables, "
-                "so set its variable: NAME=... verl-like migrate ..."
+                f"{listed or expression}: this number is computed from other variables. Set its "
+                "variable: NAME=... verl-like migrate ..."
             ) from err
 
     def _with_value(self, name: str) -> str:

@@ -75,7 +75,7 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         pipe.send(Script([*words, *arguments], folder, environment))
         answer = pipe.recv()
     except (EOFError, OSError) as err:
-        raise ConfigError("the process that runs the script has ended without an answer.") from err
+        raise ConfigError("the process that runs the script ended without a result.") from err
     finally:
         pipe.close()
         process.wait()
@@ -106,7 +106,7 @@ def source_text(source: str) -> str:
     if os.path.isfile(source):
         return Path(source).read_text(encoding="utf-8", errors="replace")
     if Path(source).suffix and not re.search(r"\s", source.strip()):
-        raise ConfigError(f"there is no file {source}; give a script, or a command in quotes.")
+        raise ConfigError(f"there is no file {source}. Use a script, or a command in quotes.")
     return source
 
 

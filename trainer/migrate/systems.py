@@ -150,7 +150,7 @@ def _add_context(done: Translation, command: Command, recording: Recording) -> N
     if recording.ending != ENDED_WELL:
         done.notices.append(f"the script {recording.ending}: it may train more than this")
     done.notices += [
-        f"the script runs {other.words[0]} ... as a command of its own: a backslash may be missing "
+        f"the script runs {other.words[0]} ... as a separate command: a backslash may be missing "
         "at the end of the line before it"
         for other in recording.commands
         if _is_a_rest(other) and other is not command

@@ -70,7 +70,7 @@ def translate(command: Command) -> Translation | None:
     if path:
         file = Path(command.folder, path)
         if not file.is_file():
-            raise ConfigError(f"--config {path}: there is no such file; give its own path.")
+            raise ConfigError(f"--config {path}: there is no such file. Use the path of the file.")
         fields = _of_yaml(file.read_text(encoding="utf-8")) | fields
     processes = _processes(launcher, command)
     if processes:
@@ -151,6 +151,6 @@ def _known_by_its_fields(fields: Flags) -> str:
         if any(mark in fields for mark in marks):
             return program
     raise ConfigError(
-        f"the fields do not show which TRL trainer this YAML is for ({', '.join(PROGRAMS)}). Give "
+        f"the fields do not show which TRL trainer this YAML is for ({', '.join(PROGRAMS)}). Use "
         "the command, such as `trl grpo --config FILE`."
     )

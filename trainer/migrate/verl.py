@@ -53,8 +53,8 @@ def translate(command: Command) -> Translation | None:
         raise ConfigError(
             f"{program} is a driver with custom code, which has no counterpart here; known are "
             "main_ppo, main_ppo_split, main_dapo, main_entropy, fully_async_main, "
-            "one_step_off_policy, and the SFT trainers. To sample and score without training "
-            "there are verl-like best-of-n and eval."
+            "one_step_off_policy, and the SFT trainers. To sample and score without training, use "
+            "verl-like best-of-n and eval."
         )
     if _fits(program, *SFT):
         settings = _settings_of(words)
@@ -147,16 +147,15 @@ def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) 
         )
     elif not value:
         done.rejected.append(
-            f"{key} is empty: the script takes its value from a variable, an argument or "
-            "the output of a program; set it by NAME=... verl-like migrate verl SCRIPT "
-            "ARGUMENTS"
+            f"{key} is empty: the script reads its value from a variable, an argument or the "
+            "output of a program. Set it with NAME=... verl-like migrate verl SCRIPT ARGUMENTS"
         )
     elif "${" in value:
         done.rejected.append(f"{key}={value}: replace the variable with its value")
     elif outcome.key == "trainer.logger":
         known, others = with_trackers(value)
         done.settings[key] = f"[{','.join(known)}]"
-        words = f"trackers are {', '.join(TRACKERS)}, or your own by a dotted path"
+        words = f"trackers are {', '.join(TRACKERS)}, or your own with a dotted path"
         done.absent += [f"trainer.logger {name}: {words}" for name in others]
     elif ".engine_kwargs." in outcome.key and ".vllm." not in key:
         done.absent.append(f"{key}={value}: the engine is vLLM")

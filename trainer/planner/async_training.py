@@ -79,8 +79,8 @@ class AsyncJob(PPOJob):
         """Raise for runs that cannot be planned, and for axes that do not fit a model."""
         if self.config.async_training.score_on == "generator":
             raise ConfigError(
-                "async_training.score_on=generator is not planned: seconds of scores are counted "
-                "on the trainer's GPUs. Leave it out to plan."
+                "async_training.score_on=generator cannot be planned: the plan counts scoring on "
+                "the trainer's GPUs. Leave out this key."
             )
         super().check()
 

@@ -85,8 +85,8 @@ def device_of(name: str, numbers: dict[str, Any]) -> Device:
     if missing:
         raise ConfigError(
             f"--device={name} is not a known GPU.{nearest(name, DEVICES)} Known: "
-            f"{', '.join(DEVICES)}. For another one give {', '.join(missing)} (GiB, operations per "
-            "second, bytes per second of memory, of links in a node and between nodes)."
+            f"{', '.join(DEVICES)}. For another GPU, set {', '.join(missing)} (GiB, operations "
+            "per second, bytes per second of memory, of links in a node and between nodes)."
         )
     return Device(name, **numbers)
 

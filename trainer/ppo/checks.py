@@ -75,13 +75,17 @@ def _reject_sizes(config: PPOConfig) -> None:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     custom = config.data.custom_cls
     if custom.path and not custom.name:
-        raise ConfigError(f"data.custom_cls.path={custom.path} needs data.custom_cls.name.")
+        raise ConfigError(
+            f"data.custom_cls.path={custom.path} needs the name of a class. Set "
+            "data.custom_cls.name."
+        )
 
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
     if "critic" in config.role_mapping and total is not None and warmup >= total:
         raise ConfigError(
-            f"trainer.critic_warmup={warmup} steps of trainer.total_training_steps={total}: the "
-            "actor never learns. Lower the first, or raise the second."
+            f"trainer.critic_warmup={warmup} of trainer.total_training_steps={total} steps: the "
+            "actor never trains. Lower trainer.critic_warmup, or raise "
+            "trainer.total_training_steps."
         )
 
     prompts = config.data.total_prompts
@@ -124,18 +128,16 @@ def _reject_sizes(config: PPOConfig) -> None:
     # a pass over the ranks that share a row has room for the longest row
     longest = config.data.max_prompt_length + config.data.max_response_length
     budget, models = tokens_per_pass(config), models_of(config, without_users=True)
-    ranks_of_size: dict[str, str] = {}
     for role, model in models.items() if actor.use_dynamic_bsz else ():
         name = "critic" if model.tokens is not None else ACTOR
-        tokens = f"{name}.ppo_max_token_len_per_gpu={model.tokens or budget} tokens"
-        num_ranks = model.sharding.sp
-        if num_ranks * (model.tokens or budget) < longest:
-            ranks_of_size.setdefault(tokens, f" on {num_ranks} ranks of {role}" * (num_ranks > 1))
-    for tokens, ranks in ranks_of_size.items():
-        raise ConfigError(
-            f"{tokens}{ranks} is less than one sample of data.max_prompt_length + "
-            f"data.max_response_length = {longest} tokens; raise it to that."
-        )
+        limit, num_ranks = model.tokens or budget, model.sharding.sp
+        if num_ranks * limit < longest:
+            ranks = f" x {num_ranks} ranks (parallel.sp of {role})" * (num_ranks > 1)
+            raise ConfigError(
+                f"{name}.ppo_max_token_len_per_gpu={limit} tokens{ranks} is less than one sample "
+                f"of data.max_prompt_length + data.max_response_length = {longest} tokens. Raise "
+                f"{name}.ppo_max_token_len_per_gpu to {-(-longest // num_ranks)}."
+            )
     text = longest_row(config)
     if actor.use_dynamic_bsz and config.ptx.train_files:
         if text > budget * models["actor"].sharding.sp:
@@ -152,8 +154,9 @@ def _reject_rewards(config: PPOConfig) -> None:
     # a teacher needs old log-probs to compare with, and settings of rewards need rewards
     if has_teacher(config) and algorithm.rollout_correction.bypass_mode:
         raise ConfigError(
-            "distillation compares the teacher with the trainer's own log-probs before the update, "
-            "and algorithm.rollout_correction.bypass_mode=true computes none. Leave it out."
+            "distillation compares the teacher with the trainer's own log-probs before the "
+            "update, and algorithm.rollout_correction.bypass_mode=true computes none. Leave out "
+            "bypass_mode."
         )
     act_on_rewards = {
         "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
@@ -177,9 +180,9 @@ def _reject_rewards(config: PPOConfig) -> None:
     compares_samples = estimator is not None and needs_groups(estimator)
     if rollout.n < 2 and compares_samples:
         raise ConfigError(
-            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
-            f"{ROLLOUT}.n={rollout.n} generates one: its advantage would be its raw score. Set "
-            f"{ROLLOUT}.n to 2 or more, or algorithm.adv_estimator=reinforce_plus_plus."
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
+            f"but {ROLLOUT}.n={rollout.n} generates one, whose advantage would be its raw score. "
+            f"Set {ROLLOUT}.n to 2 or more, or algorithm.adv_estimator=reinforce_plus_plus."
         )
     if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
         raise ConfigError(
@@ -220,29 +223,30 @@ def _reject_rewards(config: PPOConfig) -> None:
 
     if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
         raise ConfigError(
-            f"algorithm.kl_penalty={algorithm.kl_penalty}: the + is for the gradient of a KL in "
-            "the loss, and a reward has none. Set "
+            f"algorithm.kl_penalty={algorithm.kl_penalty}: the + changes only the gradient of a "
+            "KL in the loss, and a reward has no gradient. Set "
             f"algorithm.kl_penalty={algorithm.kl_penalty.removesuffix('+')}."
         )
     adapts = algorithm.kl_ctrl.type == "adaptive"
     if algorithm.use_kl_in_reward and adapts and algorithm.kl_ctrl.kl_coef == 0:
         raise ConfigError(
             "algorithm.kl_ctrl.kl_coef=0 with algorithm.kl_ctrl.type=adaptive: the controller "
-            "multiplies the coefficient, so it stays 0. Start above 0, such as 0.001."
+            "multiplies the coefficient, so it stays 0. Set algorithm.kl_ctrl.kl_coef above 0, "
+            "such as 0.001."
         )
 
     names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     compares_rewards = "named_rewards" in reads
     if compares_rewards and (not names or len(set(names)) < len(names)):
         raise ConfigError(
-            f"algorithm.adv_estimator={name} compares several rewards: name each once in "
+            f"algorithm.adv_estimator={name} compares several rewards. List each once in "
             f"{GDPO_KEY}, which is {list(names)}. Valid names are seq_reward (the score) and the "
             "other numbers that the reward function returns."
         )
     if compares_rewards and weights is not None and len(weights) != len(names):
         raise ConfigError(
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
-            f"rewards of {GDPO_KEY}; give one number per reward, or null for equal weights."
+            f"rewards of {GDPO_KEY}. Set one number per reward, or null for equal weights."
         )
 
 
@@ -351,8 +355,8 @@ def _reject_weights(config: PPOConfig) -> None:
         if is_actors_module(policy) and pools["ref"] == pools.get("actor"):
             raise ConfigError(
                 f"{REF}.quantization=int8 with {LORA_RANK}={lora_rank}: the reference is the "
-                "actor's own module with its adapters off, and loads nothing that could be int8. "
-                f"Leave {REF}.quantization out, or set role_mapping.ref to another pool."
+                "actor's module with its adapters off, and loads no weights that could be int8. "
+                f"Leave out {REF}.quantization, or set role_mapping.ref to another pool."
             )
 
 

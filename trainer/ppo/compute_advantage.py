@@ -82,7 +82,7 @@ def check_columns(config: PPOConfig) -> None:
         known = COLUMNS.get(column)
         if known is not None and known.role and known.role not in roles:
             raise ConfigError(
-                f"algorithm.adv_estimator={name} asks for the column {column!r}, which the role "
+                f"algorithm.adv_estimator={name} reads the column {column!r}, which the role "
                 f"{known.role!r} writes, and this run has no such role."
             )
         if known is None and column not in models:

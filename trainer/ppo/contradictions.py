@@ -24,7 +24,7 @@ WIDEST_RANGE_OF_SEQUENCES = 0.05
 
 def log_warnings(config: PPOConfig) -> None:
     """Log a warning for each of these combinations in the configuration."""
-    warn = partial(logger.warning, "warning %s: %s")
+    warn = partial(logger.warning, "warning [%s]: %s")
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
     entry = POLICY_LOSSES.get(loss)  # None for a user's function
@@ -34,9 +34,9 @@ def log_warnings(config: PPOConfig) -> None:
     if traits.one_ratio_per_sequence and is_by_token and loss not in traits.longer_count_more:
         warn(
             "sequence-aggregation",
-            f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and "
+            f"{ACTOR}.policy_loss.loss_mode={loss} computes one ratio per sequence, but "
             f"{ACTOR}.loss_agg_mode={aggregation} counts it once per token, so long sequences "
-            "weigh more. The paper's is seq-mean-token-mean.",
+            "weigh more. The paper uses seq-mean-token-mean.",
         )
 
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
@@ -44,8 +44,8 @@ def log_warnings(config: PPOConfig) -> None:
     if aggregation == "seq-mean-token-sum-norm" and is_grpo and algorithm.norm_adv_by_std_in_grpo:
         warn(
             "half-of-dr-grpo",
-            f"{ACTOR}.loss_agg_mode={aggregation} is Dr. GRPO's, which also leaves out the "
-            "division by the group's standard deviation: set "
+            f"{ACTOR}.loss_agg_mode={aggregation} is the aggregation of Dr. GRPO, which also "
+            "leaves out the division by the group's standard deviation. Set "
             "algorithm.norm_adv_by_std_in_grpo=false, or algorithm=dr_grpo.",
         )
 
@@ -53,11 +53,13 @@ def log_warnings(config: PPOConfig) -> None:
     if not traits.has_ratio and num_updates > 1:
         warn(
             "uncorrected-updates",
-            f"a step makes {num_updates} updates (data.train_batch_size="
-            f"{config.data.train_batch_size}, {ACTOR}.ppo_mini_batch_size="
-            f"{actor.ppo_mini_batch_size}, {ACTOR}.ppo_epochs={actor.ppo_epochs}), and {ACTOR}."
-            f"policy_loss.loss_mode={loss} has no ratio that corrects those after the first. Set "
-            f"{ACTOR}.ppo_mini_batch_size={config.data.train_batch_size}, or take vanilla.",
+            f"a step makes {num_updates} updates "
+            f"(data.train_batch_size={config.data.train_batch_size}, "
+            f"{ACTOR}.ppo_mini_batch_size={actor.ppo_mini_batch_size}, "
+            f"{ACTOR}.ppo_epochs={actor.ppo_epochs}), and {ACTOR}.policy_loss.loss_mode={loss} "
+            "has no ratio that corrects the updates after the first. Set "
+            f"{ACTOR}.ppo_mini_batch_size={config.data.train_batch_size}, or use "
+            f"{ACTOR}.policy_loss.loss_mode=vanilla.",
         )
 
     if "clip_ratio" in (traits.keys_read or ()):
@@ -67,30 +69,30 @@ def log_warnings(config: PPOConfig) -> None:
                 "clip-of-sequences",
                 f"a clip range of {low} below and {high} above is meant for token ratios: "
                 f"sequence ratios, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever "
-                f"leave it. The paper's is {ACTOR}.clip_ratio_low=3e-4 and "
+                f"leave this range. The paper uses {ACTOR}.clip_ratio_low=3e-4 and "
                 f"{ACTOR}.clip_ratio_high=4e-4.",
             )
         if low > high and not traits.clips_weights:
             warn(
                 "clip-upside-down",
-                f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: tokens may fall "
-                "further than they may rise, the opposite of clip-higher, and the entropy falls. "
-                "Are the two exchanged?",
+                f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: a token's "
+                "probability may fall further than it may rise, the opposite of clip-higher, so "
+                "the entropy falls. Check that the two are not swapped.",
             )
 
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         warn(
             "kl-zero-coef",
-            f"{ACTOR}.use_kl_loss=true with {ACTOR}.kl_loss_coef=0: a reference is computed for a "
-            f"metric alone. Set {ACTOR}.use_kl_loss=false if it is not wanted.",
+            f"{ACTOR}.use_kl_loss=true with {ACTOR}.kl_loss_coef=0: the reference is computed "
+            f"only for a metric. Set {ACTOR}.use_kl_loss=false if you do not need this metric.",
         )
     is_fixed = algorithm.kl_ctrl.type == "fixed"
     if algorithm.use_kl_in_reward and is_fixed and algorithm.kl_ctrl.kl_coef == 0:
         warn(
             "kl-zero-coef",
-            "algorithm.use_kl_in_reward=true with algorithm.kl_ctrl.kl_coef=0: a reference is "
-            "computed for a metric alone. Set algorithm.use_kl_in_reward=false if it is not "
-            "wanted.",
+            "algorithm.use_kl_in_reward=true with algorithm.kl_ctrl.kl_coef=0: the reference is "
+            "computed only for a metric. Set algorithm.use_kl_in_reward=false if you do not need "
+            "this metric.",
         )
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         warn(
@@ -101,15 +103,15 @@ def log_warnings(config: PPOConfig) -> None:
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         warn(
             "kl-without-gradient",
-            f"{ACTOR}.kl_loss_type={actor.kl_loss_type}: on the policy's own samples the "
-            "gradient of the log-ratio is 0 in the mean, so it does not hold the policy near "
-            f"the reference. Set {ACTOR}.kl_loss_type={actor.kl_loss_type}+, k2 or low_var_kl.",
+            f"{ACTOR}.kl_loss_type={actor.kl_loss_type}: on the policy's own samples the gradient "
+            "of the log-ratio is 0 on average, so this KL does not keep the policy near the "
+            f"reference. Set {ACTOR}.kl_loss_type={actor.kl_loss_type}+, k2 or low_var_kl.",
         )
     if algorithm.use_kl_in_reward and estimator is not None and wants_kl_in_loss(estimator):
         warn(
             "kl-in-group-reward",
             "algorithm.use_kl_in_reward=true with "
             f"algorithm.adv_estimator={algorithm.adv_estimator}: the KL of a sample's tokens "
-            "changes its score within the group. GRPO has its KL in the "
-            f"loss: {ACTOR}.use_kl_loss=true.",
+            "changes its score within the group. GRPO puts the KL into the loss: set "
+            f"{ACTOR}.use_kl_loss=true.",
         )

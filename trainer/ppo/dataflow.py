@@ -28,17 +28,18 @@ from workers.columns import reads_of, rm_column
 from workers.config import model_rewards
 
 REUSE_NOTICE = (
-    "notice: old log-probs need no separate pass: an update is one on-policy optimizer step, and "
-    "its forward pass gives them"
+    "note: old log-probs need no separate pass: an update is one on-policy optimizer step, and "
+    "its forward pass computes them"
 )
 
 STEP_1_NOTICE = (
-    "notice: step 1 still computes old log-probs, to measure the rounding error of the int8 "
+    "note: step 1 still computes old log-probs, to measure the rounding error of the int8 "
     "reference before the actor changes"
 )
 
 BYPASS_NOTICE = (
-    "notice: old log-probs are the rollout's (bypass_mode): the actor does not compute them"
+    "note: the rollout's log-probs are used as old log-probs (bypass_mode): the actor does "
+    "not compute any"
 )
 
 CONCURRENT_TITLE = "Concurrent"
@@ -255,5 +256,5 @@ def describe(
         lines.append(BYPASS_NOTICE)
     if overridden:
         names = ", ".join(overridden)
-        lines.append(f"notice: the graph is PPO's; {names} may call more, or other roles")
+        lines.append(f"note: the graph shows the calls of PPO; {names} may make other calls")
     return "\n".join(lines)

@@ -54,14 +54,14 @@ def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
         (
             "staleness",
             measured.stale,
-            "the rollout's weights are not the actor's: sync before generating",
+            "the rollout and the actor have different weights: sync before generating",
         ),
         ("none", gap <= rounding, "rounding of float32"),
         (
             "sampling semantics",
             is_cut,
-            f"it is {measured.plain_gap:.3g} without truncation, so the engine reports log-probs "
-            "of another distribution than the whole one at the temperature",
+            f"it is {measured.plain_gap:.3g} without truncation, so the engine does not report "
+            "log-probs of the whole distribution at this temperature",
         ),
         ("quantization", measured.quantization, f"quantization={measured.quantization} rounds"),
         ("dtype", is_narrow, f"rounding of {measured.dtype}; float32 would close it"),

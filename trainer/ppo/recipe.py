@@ -118,7 +118,7 @@ def complete(
     if set_keys and BY_TOKENS not in keys:
         config = changed(config, {BY_TOKENS: False})
         notices.append(
-            f"notice: {set_keys[0]} counts samples, so passes are sized by samples "
+            f"note: {set_keys[0]} counts samples, so passes are sized by samples "
             f"({BY_TOKENS}=false). Without this key they are sized by tokens, which is usually "
             "faster"
         )
@@ -131,13 +131,13 @@ def complete(
     if reason and not is_set and correction == RolloutCorrectionConfig():
         config = changed(config, {f"{CORRECTION}.rollout_is": "token"})
         notices.append(
-            f"notice: {reason}, so {CORRECTION}.rollout_is=token (at most "
+            f"note: {reason}, so {CORRECTION}.rollout_is=token (at most "
             f"{correction.rollout_is_threshold}) is set, as by correction=decoupled_token_is; "
             "correction=disabled turns it off"
         )
     if config.algorithm.adv_estimator == "grpo_process" and has_environment(config):
         notices.append(
-            "notice: algorithm.adv_estimator=grpo_process is biased where the policy chooses its "
+            "note: algorithm.adv_estimator=grpo_process is biased where the policy chooses its "
             "number of steps, as in an environment; rloo_process is not"
         )
     return config, notices

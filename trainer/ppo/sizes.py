@@ -90,8 +90,8 @@ def batch_line(config: PPOConfig) -> str:
     tokens = data.max_prompt_length + data.max_response_length
     return (
         f"Step: {data.train_batch_size:,} prompts x {num_samples} "
-        f"sample{'s' if num_samples > 1 else ''}, up to {tokens:,} tokens each; mini-batches "
-        f"of {config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
+        f"sample{'s' if num_samples > 1 else ''}, up to {tokens:,} tokens each; mini-batches of "
+        f"{config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
     )
 
 

@@ -125,8 +125,8 @@ def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
     truncated = torch.tensor([reason == LENGTH_LIMIT for reason in reasons], dtype=torch.bool)
     if truncated.all():
         logger.warning(
-            "all %d samples of this step were cut by the length limit, and "
-            "algorithm.mask_truncated leaves them out: the losses are zero. Raise "
+            "all %d samples of this step were truncated at the length limit, and "
+            "algorithm.mask_truncated leaves them out, so the losses are zero. Raise "
             "data.max_response_length.",
             len(batch),
         )

@@ -135,7 +135,7 @@ def translate(settings: Iterable[Override]) -> list[Override]:
         raise ConfigError(f"these keys of verl have no equivalent here:\n  {lines}")
     if notices:
         lines = "\n  ".join(sorted(notices))
-        logger.warning("notice: keys of verl that are ignored or renamed here:\n  %s", lines)
+        logger.warning("note: keys of verl that are ignored or renamed here:\n  %s", lines)
     return translated
 
 
@@ -161,7 +161,7 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
         share, steps = f"{section}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps"
         if share in keys and steps not in keys:
             settings.append(parse(f"{steps}=-1"))
-            notices.append(f"{share} comes with lr_warmup_steps=-1")
+            notices.append(f"{share} needs lr_warmup_steps=-1")
     return notices
 
 
@@ -219,10 +219,10 @@ def _no_axis(key: str, value: str, settings: Mapping[str, str]) -> str:
     """Return why this layout of ranks is not possible; "" if it is."""
     section, _, axis = key.rpartition(".")
     if not value.isdigit():
-        return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
+        return f"{key} is a number. Set its variable: NAME=... verl-like migrate verl SCRIPT"
     experts = settings.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
     if axis == "tp" and value != "1" and experts not in (None, "1"):
-        return f"{section}.ep={experts} keeps whole experts on their ranks, which tp would cut"
+        return f"{section}.ep={experts} keeps whole experts on their ranks, but tp would split them"
     return ""
 
 
@@ -242,8 +242,9 @@ def settings_of_configuration(name: str, path: str) -> list[str]:
     file, settings = configuration(name, path, [Path()])
     if file is None:
         logger.warning(
-            "notice: --config-name %s is verl's own configuration, and is not read: keys that you "
-            "do not set have our defaults. `verl-like migrate` sets verl's.",
+            "note: --config-name %s is a configuration of verl and is not read: keys that you "
+            "do not set have the defaults of verl-like. Use `verl-like migrate` for verl's "
+            "defaults.",
             name,
         )
     return [f"{key}={value}" for key, value in settings.items()]

@@ -64,7 +64,8 @@ def check_preference_config(config: PreferenceConfig) -> None:
     """Run the checks across keys that only this recipe has."""
     if config.desirable_weight == config.undesirable_weight == 0:
         raise ConfigError(
-            "desirable_weight=0 and undesirable_weight=0: nothing is learned; raise one of them."
+            "desirable_weight=0 and undesirable_weight=0: nothing would be learned. Raise one "
+            "of them."
         )
     if not loss_reads(config, "desirable"):
         rows.check_pairs_fit(config)
@@ -75,8 +76,8 @@ def check_preference_config(config: PreferenceConfig) -> None:
     parameters = parameters_of(registry_of("preference loss").look_up(config.loss))
     if "desirable" in parameters and "ref_log_probs" not in parameters:
         raise ConfigError(
-            f"loss={config.loss} has the parameter 'desirable' and not 'ref_log_probs': rows with "
-            "a label are compared with a reference; give it both."
+            f"loss={config.loss} has the parameter 'desirable' but not 'ref_log_probs': rows with "
+            "a label are compared with a reference. Add the parameter 'ref_log_probs'."
         )
     unknown = [name for name in parameters if name not in there]
     if unknown:

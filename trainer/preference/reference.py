@@ -57,7 +57,7 @@ def load_or_compute(
             change = "rows of data.train_files" if are_same_weights else "reference's weights"
             raise CheckpointError(
                 f"{source} holds log-probs of another reference: the {change} have changed. "
-                "Restore those that the run started with, or start again in another "
+                f"Restore the {change} that the run started with, or start again in another "
                 "trainer.default_local_dir."
             )
         tables[name] = compute(name)
@@ -78,5 +78,5 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return tables, dict(opened.metadata())
     except SafetensorError as error:
         raise CheckpointError(
-            f"{file} is damaged ({error}). Remove it: its log-probs are then computed again."
+            f"{file} is damaged ({error}). Remove it, so that its log-probs are computed again."
         ) from error

@@ -60,7 +60,8 @@ def settle_ends(
         shortened.append((number, replace(row, **sides)))
     is_cut = config.data.text_after_eos == "cut"
     if num_longer:
-        outcome = "is cut" if is_cut else "stays in the loss; data.text_after_eos=cut removes it"
+        outcome = "stays in the loss. Set data.text_after_eos=cut to remove it"
+        outcome = "is removed" if is_cut else outcome
         logger.info(
             "%s: %d rows have whitespace after the end token, which %s", key, num_longer, outcome
         )

@@ -52,7 +52,7 @@ class SavedRun:
         tree = saved_tree(folder)
         name = OmegaConf.select(tree, "trainer.cls") if OmegaConf.is_dict(tree) else None
         if not isinstance(name, str):
-            raise ConfigError(f"{folder / CONFIG_FILE} names no trainer.cls.")
+            raise ConfigError(f"{folder / CONFIG_FILE} has no trainer.cls.")
         trainer_cls = load_object(name, "trainer.cls")
         recipe = _recipe_of(trainer_cls, name)
         recipe.load_registries()
@@ -61,7 +61,8 @@ class SavedRun:
         except OmegaConfBaseException as error:
             raise ConfigError(
                 f"{folder / CONFIG_FILE} was written by another version of {PACKAGE}: "
-                f"{str(error).splitlines()[0]}. Replay it with that of {folder}/starts.jsonl."
+                f"{str(error).splitlines()[0]}. Replay it with the version in "
+                f"{folder}/starts.jsonl."
             ) from error
         assert isinstance(config, RunConfig), f"the schema gave a {type(config).__name__}"
         return cls(folder, config, trainer_cls)
@@ -116,6 +117,7 @@ def _recipe_of(trainer_cls: Any, name: str) -> Recipe[Any]:
     if base not in owners:
         raise ConfigError(
             f"a run of {name} cannot be replayed: its steps depend on more than a checkpoint. "
-            f"Those of verl-like {', '.join(recipe.name for recipe in recipes)} do."
+            f"Only runs of verl-like {', '.join(recipe.name for recipe in recipes)} can be "
+            "replayed."
         )
     return owners[base]

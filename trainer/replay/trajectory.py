@@ -69,8 +69,8 @@ def replay_trajectory(
     saved = SavedRun.read(run_folder.resolve())
     if not has_environment(saved.config):
         raise ConfigError(
-            f"--trajectory: {saved.folder} is a run without an environment. Replay a step of it "
-            "with --step."
+            f"--trajectory: {saved.folder} is a run without an environment. Replay one of its "
+            "steps with --step."
         )
     wanted = recorded_samples(saved.folder, name)
     wanted.is_live = live
@@ -89,7 +89,7 @@ def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
     """Return the samples of that name from the batches that the run saved."""
     uid, _, index = name.partition("/")
     if not uid or (index and not index.isdecimal()):
-        raise ConfigError(f"--trajectory={name}: give UID, or UID/INDEX, as rollouts/ has them.")
+        raise ConfigError(f"--trajectory={name}: write UID, or UID/INDEX, as in rollouts/.")
     step_of_uid: dict[str, int] = {}
     for step in sorted(map(int, _kept_steps(folder)), reverse=True):
         batch = DataProto.load_from_disk(batch_file(folder, step, STAGES[0]))
@@ -101,18 +101,18 @@ def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
             return SamplesToReplay(step, batch[rows], is_live=False)
         if uid in step_of_uid:
             numbers = ", ".join(str(i) for u, i in zip(uids, indices, strict=True) if u == uid)
-            raise ConfigError(f"--trajectory={name}: uid {uid} has the samples {numbers}.")
+            raise ConfigError(f"--trajectory={name}: uid {uid} has only the samples {numbers}.")
     if not step_of_uid:
         raise ConfigError(
-            f"--trajectory: {folder / BATCHES_FOLDER} has no batch: a run keeps tokens and "
-            "observations of its newest N steps with trainer.max_batches_to_keep=N. Without them "
-            "--step makes a whole step again."
+            f"--trajectory: {folder / BATCHES_FOLDER} has no batch. Set "
+            "trainer.max_batches_to_keep=N in a run to keep the tokens and observations of its "
+            "newest N steps, or replay a whole step with --step."
         )
     steps = sorted(set(step_of_uid.values()))
     raise ConfigError(
-        f"--trajectory={name}: no such uid in the kept batches of the steps {steps[0]} to "
-        f"{steps[-1]}, which have {', '.join(list(step_of_uid)[:NAMED])}, ..."
-        f"{nearest(uid, step_of_uid)}"
+        f"--trajectory={name}: no such uid in the saved batches of steps {steps[0]} to "
+        f"{steps[-1]}, which have {', '.join(list(step_of_uid)[:NAMED])}, "
+        f"...{nearest(uid, step_of_uid)}"
     )
 
 

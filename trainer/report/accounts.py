@@ -70,7 +70,7 @@ def read_ledger(folder: Path, notes: list[str]) -> list[list[str]]:
         try:
             return ledger_table(parse_json(path.read_bytes())["ledger"]["generators"])
         except (ValueError, KeyError, TypeError, AttributeError):
-            notes.append(f"{path.name} is half written, or not a run's, and left out.")
+            notes.append(f"{path.name} is incomplete, or not written by a run, and is left out.")
     return []
 
 

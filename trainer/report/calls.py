@@ -63,14 +63,14 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
             calls.append(call)
         return sorted(calls, key=lambda call: call.start), list(trace["otherData"]["stages"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        notes.append(f"{path.name} is half written, or not a run's, and left out.")
+        notes.append(f"{path.name} is incomplete, or not written by a run, and is left out.")
     return [], []
 
 
 def _of_environments(args: Mapping[str, Any]) -> str:
     if "num_answers" not in args:
         return ""
-    return f", {args['num_answers']} answers of {1000 * args['busy_s']:.1f} ms in all"
+    return f", {args['num_answers']} answers in {1000 * args['busy_s']:.1f} ms in total"
 
 
 def last_steps(calls: Sequence[TracedCall], count: int) -> list[TracedCall]:

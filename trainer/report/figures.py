@@ -256,7 +256,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
         left += share
     words = ", ".join(f"{name} {share:.1f} %" for name, _, share in rows)
     return bars(
-        drawn, {}, 1.3, "% of a step", legend, f"Shares of a step's time: {words}", x_end=100
+        drawn, {}, 1.3, "% of a step", legend, f"Fractions of a step's time: {words}", x_end=100
     )
 
 
@@ -279,7 +279,7 @@ def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
         0.9 + 0.35 * len(roles),
         "% of the wall time",
         STATE_COLORS,
-        "Share of the time in which each role was busy, waiting, syncing",
+        "Fraction of the time in which each role was busy, waiting, syncing",
         x_end=100,
     )
 

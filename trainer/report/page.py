@@ -64,9 +64,9 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
             print(fit(line, width))
         print(f"report: {_write(data)}", flush=True)
     except OSError as err:  # for example a full disk
-        logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)
+        logger.error("the report could not be written (%s). Try: verl-like report %s", err, folder)
     except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
-        logger.exception("the report could not be written; try: verl-like report %s", folder)
+        logger.exception("the report could not be written. Try: verl-like report %s", folder)
 
 
 def _describe_failure(failure: BaseException) -> str:

@@ -163,7 +163,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     rows, broken = json_objects(path)
     if broken:
         notes.append(
-            f"{path.name}: {broken} of {broken + len(rows)} lines are half written and left out."
+            f"{path.name}: {broken} of {broken + len(rows)} lines are incomplete and are left out."
         )
     return rows
 
@@ -176,7 +176,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
     steps = [row for row in rows if "step" in row]
     if len(steps) < len(rows):
         notes.append(
-            f"{path.name}: {len(rows) - len(steps)} of {len(rows)} lines name no step and are "
+            f"{path.name}: {len(rows) - len(steps)} of {len(rows)} lines have no step and are "
             "left out."
         )
     return steps

@@ -49,7 +49,7 @@ def end_as_samples_do(
         logger.warning(
             "%s: %d of %d responses do not end with a stop token (%s), but PPO's samples do, so "
             "their scores would be read at a token that was never trained. Change the chat "
-            "template so that it writes the stop token after the assistant's turns, or give "
+            "template so that it writes the stop token after the assistant's turns, or write "
             "prompt, chosen and rejected as texts.",
             key,
             num_open,

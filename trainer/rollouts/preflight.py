@@ -79,7 +79,9 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
         return {}
     section = with_full_paths(config).environment
     if section.path and section.paths:
-        raise ConfigError("environment.path and environment.paths: set one of the two.")
+        raise ConfigError(
+            "environment.path and environment.paths are both set. Leave out one of them."
+        )
     if section.history_tokens == "retokenized":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
@@ -88,9 +90,9 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
         if no_tools_reason and host.tools:
             names = ", ".join(tool["function"]["name"] for tool in host.tools)
             raise ConfigError(
-                f"environment={section.path}: its methods {names} are tools. "
-                f"{no_tools_reason} Put an underscore before methods that are not tools, "
-                "or use a class without such methods."
+                f"environment={section.path}: its methods {names} are tools. {no_tools_reason} "
+                "Put an underscore before methods that are not tools, or use a class without such "
+                "methods."
             )
         for kind in host.kinds.values():
             TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])
@@ -129,8 +131,8 @@ def check_promptless_rows(config: Any) -> None:
         files = getattr(config.data, setting)
         if is_num_trajectories(files) and not has_environment(config):
             raise ConfigError(
-                f"data.{setting}={files} is a number of trajectories, and there is no environment: "
-                "set environment=FILE.py:CLASS, or give a file."
+                f"data.{setting}={files} is a number of trajectories, but there is no "
+                f"environment. Set environment=FILE.py:CLASS, or set data.{setting} to a file."
             )
 
 

@@ -21,23 +21,26 @@ def check_rewards(config: Any) -> None:
                     "contain."
                 )
             if reward.kind == "model" and not reward.path:
-                raise ConfigError(f"{where} is a model: give path, the folder of a classifier.")
+                raise ConfigError(
+                    f"{where} is a model. Set its path to the folder of a classifier."
+                )
             if reward.kind == "remote":
                 check_url(reward.url, reward.name)
 
         if not any(reward.weight for reward in config.reward.list):
             raise ConfigError(
-                f"the weights of {', '.join(names)} are all 0: nothing would be learned. Give "
-                "one of `reward.list` another weight."
+                f"the weights of {', '.join(names)} are all 0, so nothing would be learned. Set "
+                "another weight in `reward.list`."
             )
     elif config.reward.model.enable and not config.reward.model.path:
         raise ConfigError(
-            "reward.model.enable=true needs reward.model.path: the folder of a sequence classifier."
+            "reward.model.enable=true needs a model. Set reward.model.path to the folder of a "
+            "sequence classifier."
         )
 
     buffer, limit = config.reward.overlong_penalty, config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= limit:
         raise ConfigError(
             f"reward.overlong_penalty.len={buffer.len} tokens: it must be between 1 and "
-            f"data.max_response_length={limit}; DAPO takes a fifth of that."
+            f"data.max_response_length={limit}; DAPO uses a fifth of this limit."
         )

@@ -41,7 +41,7 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
             problem = f"the reward {name!r}, tried on the first row's ground truth: {error}"
             if NO_REWARD in failure.error:
                 raise ConfigError(problem)
-            print(f"notice: {' '.join(problem.split())}", flush=True)
+            print(f"note: {' '.join(problem.split())}", flush=True)
 
 
 def try_rewards(
@@ -64,8 +64,8 @@ def try_rewards(
     num_failed = _num_failed(metrics)
     if num_failed >= len(batch):
         raise RewardError(
-            f"The reward function failed for all {len(batch)} rows that it was tried on, with the "
-            "ground truth as response. The cause is printed above."
+            f"the reward function failed for all {len(batch)} rows of the trial, with the ground "
+            "truth as response. The cause is printed above."
         )
     scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]

@@ -76,7 +76,7 @@ class SamplingOnlyTrainer(Trainer):
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
         )
         if not len(prompts):
-            raise ConfigError(f"{prompts.story}: no prompt is left.")
+            raise ConfigError(f"{prompts.story}: no prompt is left. Raise data.max_prompt_length.")
         logger.info("%s", prompts.story)
         note_players(kinds, prompts)
 

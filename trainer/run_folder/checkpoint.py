@@ -186,7 +186,7 @@ class Checkpoints:
                 self._hurry(is_wanted=False)
                 self._wait(DROP_S)
                 with self._naming_failures(step):
-                    raise CheckpointError("the run ended before it was written.")
+                    raise CheckpointError("the run ended before the checkpoint was written.")
             self.finish()
         except VerlLikeError as failure:
             logger.warning("%s", failure)
@@ -206,8 +206,8 @@ class Checkpoints:
         except (OSError, CheckpointError) as error:
             shutil.rmtree(self._part(step), ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} was not written: {error} "
-                f"{_room_in(self.folder)} are free in {self.folder}; committed checkpoints there: "
+                f"the checkpoint of step {step} was not written: {error} {_room_in(self.folder)} "
+                f"are free in {self.folder}; its committed checkpoints: "
                 f"{named(committed(self.folder))}."
             ) from error
 

@@ -119,12 +119,14 @@ class FolderLock:
             os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 logger.warning(
-                    "%s cannot be locked (%s): do not start a second run there.", self.path, error
+                    "%s cannot be locked (%s). Do not start a second run in this folder.",
+                    self.path,
+                    error,
                 )
                 return
             raise ConfigError(
                 f"trainer.default_local_dir={self.path.parent} is in use by {_owner(self.path)}. "
-                "Wait for it, end it, or choose another folder."
+                "Wait for that run, end it, or choose another folder."
             ) from error
 
         self._descriptor = descriptor
@@ -198,7 +200,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(
-            f"trainer.default_local_dir={folder} is not writable ({err}); choose another folder."
+            f"trainer.default_local_dir={folder} is not writable ({err}). Choose another folder."
         ) from err
     return folder
 
@@ -217,9 +219,9 @@ def _reject_other_run(folder: Path, config: RunConfig) -> None:
     if differs:
         rest = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
         raise ConfigError(
-            f"trainer.default_local_dir={folder} holds the metrics of a run of another "
-            f"configuration: {'; '.join(differs[:5])}{rest}. Choose another folder, or overwrite "
-            "them with trainer.resume_mode=disable."
+            f"trainer.default_local_dir={folder} holds the metrics of a run with another "
+            f"configuration: {'; '.join(differs[:5])}{rest}. Choose another folder, or set "
+            "trainer.resume_mode=disable to overwrite these metrics."
         )
 
 
@@ -252,7 +254,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         check_form(marker, FORM)
         of_name = re.fullmatch(STEP_FOLDER, folder.name)
         if of_name and int(of_name[1]) != marker["step"]:
-            raise ValueError(f"step is {marker['step']!r:.40} in {folder.name}")
+            raise ValueError(f"its commit.json has step={marker['step']!r:.40}")
     except FileNotFoundError as error:
         problem = (
             "it was never committed (no commit.json)"

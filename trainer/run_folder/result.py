@@ -141,7 +141,9 @@ class RunResult:
         try:
             import pandas
         except ImportError as error:
-            raise ConfigError(f"to_pandas() needs pandas ({error}): pip install pandas") from error
+            raise ConfigError(
+                f"to_pandas() needs pandas ({error}). Install it with: pip install pandas"
+            ) from error
         return pandas.DataFrame(self.metrics).set_index("step")
 
 

@@ -131,9 +131,8 @@ class ResumePoint:
                 raise
             raise CheckpointError(
                 f"{self.start / 'trainer.json'} does not load: {type(error).__name__}: {error}. "
-                "Resume from another checkpoint by trainer.resume_mode=resume_path "
-                "trainer.resume_from_path=...; next to it: "
-                f"{named(committed(self.start.parent))}."
+                "Resume from another checkpoint with trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path=...; next to it: {named(committed(self.start.parent))}."
             ) from error
 
     def load(self, groups: Any) -> dict[str, Any] | None:
@@ -215,7 +214,7 @@ class ResumePoint:
         differing = [] if newest is None else self._differing(newest)
         if differing:
             raise CheckpointError(
-                f"{newest} was written by another configuration: {'; '.join(differing)}. Start "
+                f"{newest} was written with another configuration: {'; '.join(differing)}. Start "
                 "in another trainer.default_local_dir, or resume anyway with "
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}"
             )
@@ -230,7 +229,8 @@ class ResumePoint:
         if steps:
             raise DamagedCheckpointError(
                 f"no checkpoint in {self.folder} is intact: {'; '.join(self.damaged.values())}. "
-                f"Set another trainer.default_local_dir, or move {named(steps)} away to start here."
+                f"Set another trainer.default_local_dir, or move {named(steps)} away to start in "
+                "this folder."
             )
         return None
 
@@ -238,10 +238,10 @@ class ResumePoint:
         steps = committed(self.folder)
         if steps:
             raise CheckpointError(
-                f"trainer.resume_mode=disable, but {self.folder} holds the checkpoints of steps "
-                f"{', '.join(map(str, steps))}: a later resume would continue from them. "
-                "Choose another trainer.default_local_dir, remove them, or set "
-                "trainer.resume_mode=auto."
+                f"trainer.resume_mode=disable, but {self.folder} holds checkpoints of steps "
+                f"{', '.join(map(str, steps))}. A later automatic resume would continue from one "
+                "of these old checkpoints. Choose another trainer.default_local_dir, remove them, "
+                "or set trainer.resume_mode=auto."
             )
         return None
 
@@ -260,12 +260,10 @@ class ResumePoint:
             raise CheckpointError(
                 f"resuming from step {step}, but {self.folder} holds checkpoints of later steps: "
                 f"{', '.join(map(str, newer))}. The next automatic resume would continue from "
-                "those: move them away, or choose another trainer.default_local_dir."
+                "those checkpoints. Move them away, or choose another trainer.default_local_dir."
             )
         for line in self._differing(start):
-            logger.warning(
-                "resuming with a configuration that differs from the checkpoint's: %s", line
-            )
+            logger.warning("resuming with another configuration than the checkpoint: %s", line)
         return start
 
     def _is_whole(self, step: int) -> bool:
@@ -289,7 +287,7 @@ class ResumePoint:
         for name, version in installed_versions().items():
             if versions.get(name, version) != version:
                 logger.warning(
-                    "%s was written by %s %s, here is %s: numbers may differ.",
+                    "%s was written by %s %s, but %s is installed: numbers may differ.",
                     *(folder, name, versions[name], version),
                 )
         return differing
@@ -305,7 +303,7 @@ class ResumePoint:
                 "Leave out trainer.resume_mode and trainer.resume_from_path, and the run resumes "
                 f"from the newest complete checkpoint ({named(steps)})."
             )
-        return f"Name another checkpoint; next to it are {named(steps)}."
+        return f"Choose another checkpoint; next to it are {named(steps)}."
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:

@@ -131,8 +131,8 @@ def find_checkpoint(path: Path, or_model: bool = False) -> tuple[Path, str]:
         near = sorted(map(str, runs))
         hint = f" Runs in it: {', '.join(near[:5])}." if near else ""
         raise CheckpointError(
-            f"{path} {reason}; give {'a model folder, ' if or_model else ''}a run folder, a "
-            f"global_step_N in it, or a role's folder in that.{hint}"
+            f"{path} {reason}. Use {'a model folder, ' if or_model else ''}a run folder, a "
+            f"global_step_N in it, or a role's folder in a global_step_N.{hint}"
         )
     return path / f"global_step_{steps[-1]}", ""
 
@@ -149,8 +149,8 @@ def _usual_role(checkpoint: Path, roles: list[str]) -> str:
     if len(roles) == 1:
         return roles[0]
     raise CheckpointError(
-        f"{checkpoint} has weights of {', '.join(roles) or 'no role (save_contents lacked model)'};"
-        " choose one with --role."
+        f"{checkpoint} has weights of "
+        f"{', '.join(roles) or 'no role (save_contents lacked model)'}. Choose one with --role."
     )
 
 
@@ -161,8 +161,8 @@ def _model_config(config: Mapping[str, Any], role: str, base: str) -> ModelConfi
     if section_of_role is None:
         if not base:
             raise CheckpointError(
-                f"the configuration of the run does not say what {role!r} was trained from; name "
-                "its folder with --model."
+                f"the configuration of the run does not say which model {role!r} was trained "
+                "from. Set the folder of this model with --model."
             )
         return ModelConfig(path=base)
     keys = {

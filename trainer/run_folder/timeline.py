@@ -111,7 +111,7 @@ class Timeline:
         last = b""
         with self.path.open("rb") as file:
             if parse_json(file.readline() + b"]}")["traceEvents"]:
-                raise ValueError("its first line is not that of a run's timeline")
+                raise ValueError("its first line is not the first line of a run's timeline")
             for last in file:
                 if not last.startswith(b'{"ph":"M"'):
                     continue

@@ -203,9 +203,9 @@ class WandB:
             )
         except wandb.errors.Error as error:
             raise ConfigError(
-                f"trainer.logger names wandb, which cannot start a run: {error}. Log in with "
-                "`wandb login` or WANDB_API_KEY, set WANDB_MODE=offline to log locally, or remove "
-                "wandb from trainer.logger."
+                f"trainer.logger includes wandb, but W&B could not start a run: {error}. Log in "
+                "with `wandb login` or set WANDB_API_KEY; set WANDB_MODE=offline to log locally; "
+                "or remove wandb from trainer.logger."
             ) from error
         write_whole(name, self._run.id)
 
@@ -250,9 +250,9 @@ class Trackio:
             )
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"trainer.logger names trackio, which cannot start a run: {error} Unset "
-                "TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to keep the numbers on this machine, "
-                "or take trackio out."
+                f"trainer.logger includes trackio, but trackio could not start a run: {error} "
+                "Unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log locally, or remove trackio "
+                "from trainer.logger."
             ) from error
         write_whole(file, name)
 
@@ -344,8 +344,8 @@ def make_tracking(
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
             except ImportError as err:
                 logger.warning(
-                    "trainer.logger names %s, which is not installed (%s): pip install "
-                    "'verl-like[%s]'. The run continues without it.",
+                    "trainer.logger includes %s, which is not installed (%s). The run continues "
+                    "without it. Install it with: pip install 'verl-like[%s]'",
                     *(name, err, name),
                 )
                 continue

@@ -130,12 +130,12 @@ class Api:
         """Check the API key, and return the body; reject a body that is too large."""
         key = request.headers.get("x-api-key", "")
         if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
-            raise RequestError("the key in X-API-Key is not this server's.", 401)
+            raise RequestError("the key in X-API-Key is not the key of this server.", 401)
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > LARGEST:
-                raise RequestError(f"the body exceeds {LARGEST} bytes; send smaller chunks.", 413)
+                raise RequestError(f"the body exceeds {LARGEST} bytes. Send smaller chunks.", 413)
         return bytes(body)
 
     async def _fields(self, request: Request) -> JsonObject:
@@ -184,7 +184,7 @@ class Api:
 
     def heartbeat(self, session_id: str) -> None:
         if session_id not in self.sessions.open:
-            raise RequestError("the session has ended.", 410)
+            raise RequestError("the session has ended. Create a new session.", 410)
         self.sessions.find(session_id)
 
     def finish(self, session_id: str) -> None:
@@ -244,9 +244,9 @@ class Api:
         if (rank == 0) != (trained.model.lora_rank == 0):
             kind = "adapters" if trained.model.lora_rank else "all weights"
             raise RequestError(
-                f"this server trains {kind} of the {role}, and rank={rank} asks for something "
-                f"else. Rank 0 is all weights, with {trained.key}.lora_rank=0 at the server's "
-                "start."
+                f"this server trains {kind} of the {role}, but the request has rank={rank}. Use "
+                f"rank=0 for all weights, and start the server with {trained.key}.lora_rank=0 for "
+                "them."
             )
 
     def _open(
@@ -259,7 +259,7 @@ class Api:
         if model.rank == 0 and is_taken:
             raise RequestError(
                 f"this server trains all weights of the {model.role}, for one client at a time, "
-                "and another client has a model open; try again when its session has ended."
+                "and another client has a model open. Try again when its session has ended."
             )
         session.models[model.name] = model
         pending = self.pending_results.new(session_id)
@@ -282,7 +282,7 @@ class Api:
         """Handle the only request with a protobuf body; forward passes use it, too."""
         body = await self._body(request)
         if PROTOBUF not in request.headers.get("content-type", ""):
-            raise RequestError(f"forward_backward takes {PROTOBUF}.", 415)
+            raise RequestError(f"forward_backward accepts only bodies of type {PROTOBUF}.", 415)
         message = parse("ForwardBackwardRequest", body)
         model = self.sessions.model(message.model_id)
         run = self.ops.forward if message.forward_only else self.ops.forward_backward
@@ -350,7 +350,9 @@ class Api:
 
         def work() -> JsonObject:
             if not may_replace and self.checkpoints.find(path):
-                raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
+                raise RequestError(
+                    f"the checkpoint {path} already exists. Set overwrite=true to replace it."
+                )
             return self.ops.save(model, path, body.user_metadata, body.ttl_seconds)
 
         return self._in_turn(model, body.seq_id, work)
@@ -372,7 +374,7 @@ class Api:
         if model_id is not None:
             model = self.sessions.model(model_id)
             if seq_id != 1:
-                raise RequestError("load_weights must be a model's first request.")
+                raise RequestError("load_weights must be the first request of a model.")
             return self._in_turn(model, 1, lambda: self.ops.load(model, saved, optimizer))
         role, rank, frozen = metadata["role"], metadata["rank"], metadata["frozen"]
         if base_model not in (None, metadata["base_model"], role):

@@ -42,7 +42,9 @@ class SavedPath(NamedTuple):
         """Read `tinker://RUN/KIND/NAME`."""
         parts = text.removeprefix(SCHEME).split("/")
         if not text.startswith(SCHEME) or len(parts) != 3:
-            raise RequestError(f"{text!r} is not a path of the form {SCHEME}RUN/weights/NAME.")
+            raise RequestError(
+                f"{text!r} is not a checkpoint path. Use the form {SCHEME}RUN/weights/NAME."
+            )
         return cls.of(*parts)
 
     @classmethod

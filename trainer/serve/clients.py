@@ -46,7 +46,11 @@ class Sessions:
     def find(self, session_id: str) -> ClientSession:
         """Return the open session with this id; raise status 404 if there is none."""
         if session_id not in self.open:
-            raise RequestError(f"there is no open session {session_id!r}.", 404)
+            raise RequestError(
+                f"there is no open session {session_id!r}: it ended, or the server was "
+                "restarted. Create a new session.",
+                404,
+            )
         session = self.open[session_id]
         session.last_request = time.monotonic()
         return session
@@ -60,14 +64,22 @@ class Sessions:
         """Return a model in training."""
         session = self.of(model_id)
         if session is None or model_id not in session.models:
-            raise RequestError(f"there is no open model {model_id!r}.", 404)
+            raise RequestError(
+                f"there is no open model {model_id!r}: it was unloaded, or its session ended. "
+                "Create it again.",
+                404,
+            )
         return session.models[model_id]
 
     def sampler(self, sampler_id: str) -> ServedSampler:
         """Return an open sampler."""
         session = self.of(sampler_id)
         if session is None or sampler_id not in session.samplers:
-            raise RequestError(f"there is no open sampler {sampler_id!r}.", 404)
+            raise RequestError(
+                f"there is no open sampler {sampler_id!r}: its session ended, or it was never "
+                "created. Create it again.",
+                404,
+            )
         return session.samplers[sampler_id]
 
     def all_models(self) -> list[ServedModel]:
@@ -100,6 +112,6 @@ class Sessions:
         if known != digest:
             _, name, number = request
             raise RequestError(
-                f"{name} {number} was already sent with different contents; use each once."
+                f"{name} {number} was already sent with different contents. Use each number once."
             )
         return earlier

@@ -106,7 +106,7 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
     A forward-only request needs the inputs only if its loss is a sum over tokens.
     """
     if not message.data:
-        raise BatchError("the request has no datums.")
+        raise BatchError("the request has no datums. Send at least one.")
     inputs = loss.inputs
     is_computed = not message.forward_only or isinstance(inputs, TokenSum)
     needed = (TARGETS, *inputs.needed_columns) if is_computed else (TARGETS,)

@@ -84,7 +84,7 @@ class SampleRequest:
         samples = sampler.role == "actor"
         limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt if samples else None)
         if not samples and not body.prompt_logprobs:
-            raise BatchError(f"the role {sampler.role} does not sample; use compute_logprobs.")
+            raise BatchError(f"the role {sampler.role} does not sample. Use compute_logprobs.")
         settings, last_n = body.sampling_params, body.prompt_logprobs_last_n
         most = settings.max_tokens or limits.response
         if most > limits.response:

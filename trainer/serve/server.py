@@ -66,6 +66,6 @@ def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, s
         kind = "adapters" if work_queue.ops.trained["actor"].model.lora_rank else "all weights"
         print(f"{work_queue.base_model} ({kind}) answers at {url}", flush=True)
         if work_queue.notice:
-            print(f"notice: {work_queue.notice}", flush=True)
+            print(f"note: {work_queue.notice}", flush=True)
         work_queue.run()
         print(f"stopped; saved states are in {work_queue.checkpoints.folder}", flush=True)

@@ -162,7 +162,7 @@ class TrainingOps:
                 failure, model.failure = model.failure, ""
                 group.clear_gradients()
                 raise ConfigError(
-                    "no step was taken, and the gradients are cleared, because an earlier "
+                    "no optimizer step was run, and the gradients are cleared, because an earlier "
                     f"forward_backward failed: {failure}"
                 )
             metrics = group.optim_step(settings)[0]

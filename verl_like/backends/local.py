@@ -60,7 +60,7 @@ class LocalWorkerGroup(WorkerGroup):
         """
         if detached:
             raise PlacementError(
-                "detached=True: processes of the local backend end with their driver; use "
+                "detached=True: processes of the local backend end with their driver. Use "
                 "RayWorkerGroup."
             )
         recipes = ray_cls_with_init.recipes(name_prefix)
@@ -72,7 +72,7 @@ class LocalWorkerGroup(WorkerGroup):
         if resource_pool.world_size == 1 and not own_processes:
             if env:
                 raise ConfigError(
-                    "worker_env: a local pool of one process runs in the driver's process; set "
+                    "worker_env: a local pool of one process runs in the driver's process. Set "
                     "os.environ instead."
                 )
             siblings = {} if neighbors is None else neighbors
@@ -233,7 +233,7 @@ class _Child(Requests):
         if code < 0:
             ending = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            ending += " (by hand, or by the kernel when memory ran out)"
+            ending += " (by a user, or by the kernel when memory ran out)"
         return f"the worker process (pid {self.process.pid}) {ending}."
 
 

@@ -139,7 +139,7 @@ class Requests:
                 try:
                     content = load()
                 except Exception as error:  # noqa: BLE001 - classes may raise anything when unpickled
-                    summary = "the answer of the worker process cannot be read here"
+                    summary = "the driver cannot read the answer of the worker process"
                     kind, content = "error", f"{summary}: {type(error).__name__}: {error}"
                 self.settle(number, WorkerError(content) if kind == "error" else content)
         except (EOFError, OSError):
@@ -287,7 +287,10 @@ def _let_in(
 
 
 def _reject(request: tuple[int, str, Load]) -> None:
-    raise AssertionError(f"{request[1]} is no request of {URGENT_REQUESTS}")
+    raise AssertionError(
+        f"unexpected request {request[1]!r}; expected one of "
+        f"{', '.join(map(repr, URGENT_REQUESTS))}"
+    )
 
 
 def _connection_over(connected: socket.socket) -> Connection:
@@ -358,8 +361,8 @@ class ProcessTransport(Transport):
                 lost[rank] = str(dead)
             elif pid is not None and self._stays_stopped(pid):
                 lost[rank] = (
-                    f"the process is stopped since {STOPPED_S:.0f} s (SIGSTOP, by hand or by a "
-                    f"scheduler); `kill -CONT {pid}` lets one go on."
+                    f"the process has been stopped for {STOPPED_S:.0f} s (SIGSTOP, by a user or "
+                    f"by a scheduler). Continue it with `kill -CONT {pid}`."
                 )
         return lost
 

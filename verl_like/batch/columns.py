@@ -40,7 +40,7 @@ def as_array(name: str, value: Any) -> Array:
     is_array = isinstance(value, np.ndarray)
     shown = "an array without rows" if is_array else f"of type {type(value).__name__}"
     raise BatchError(
-        f"Non-tensor column {name!r} is {shown}: give a numpy array or a list with one entry per "
+        f"non-tensor column {name!r} is {shown}. Use a numpy array or a list with one entry per "
         "row."
     )
 
@@ -48,23 +48,23 @@ def as_array(name: str, value: Any) -> Array:
 def check_tensor(name: str, column: Any) -> None:
     """Raise unless the column is a dense tensor with rows."""
     if not isinstance(column, torch.Tensor):
-        hint = "give a tensor"
+        hint = "use a tensor"
         if isinstance(column, (list, tuple, np.ndarray)):
-            hint = "give lists and arrays as non-tensors"
-        raise BatchError(f"Tensor column {name!r} is of type {type(column).__name__}: {hint}.")
+            hint = "pass lists and arrays as non-tensors"
+        raise BatchError(f"tensor column {name!r} is of type {type(column).__name__}: {hint}.")
     if column.is_nested or column.layout != torch.strided or not column.dim():
         kind = "without rows" if not column.dim() else f"of layout {column.layout}"
         raise BatchError(
-            f"Tensor column {name!r} is {kind}: columns are dense tensors with one entry per row."
+            f"tensor column {name!r} is {kind}: columns are dense tensors with one entry per row."
         )
 
 
 def check_tensordict(batch: Any) -> None:
     """Raise unless the batch is a TensorDict of dense tensors with one batch dim."""
     if not isinstance(batch, TensorDict):
-        raise BatchError(f"batch is not a TensorDict ({type(batch).__name__}): use from_dict().")
+        raise BatchError(f"batch is not a TensorDict ({type(batch).__name__}). Use from_dict().")
     if len(batch.batch_size) != 1:
-        raise BatchError(f"A batch has one batch dim, not batch_size {tuple(batch.batch_size)}.")
+        raise BatchError(f"a batch has one batch dim, not batch_size {tuple(batch.batch_size)}.")
     for name, column in tensors_of(batch).items():
         check_tensor(name, column)
 
@@ -73,7 +73,7 @@ def check_lengths(lengths: dict[str, int]) -> None:
     """Raise unless all columns have the same length; `lengths` maps names to lengths."""
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-        raise BatchError(f"Columns of one batch need the same number of rows: {shown}.")
+        raise BatchError(f"the columns of a batch need the same number of rows: {shown}.")
 
 
 def known_keys(keys: str | Iterable[str], valid: Iterable[str], kind: str) -> list[str]:
@@ -84,7 +84,7 @@ def known_keys(keys: str | Iterable[str], valid: Iterable[str], kind: str) -> li
         if key not in have:
             hint = nearest(str(key), have)
             raise MissingColumnError(
-                f"No {kind} {key!r}.{hint} The batch has: {', '.join(map(str, have)) or 'none'}."
+                f"no {kind} {key!r}.{hint} The batch has: {', '.join(map(str, have)) or 'none'}."
             )
     return wanted
 
@@ -97,26 +97,27 @@ def row_index(index: Any, rows: int) -> NDArray[np.int64]:
     flat = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if flat.ndim != 1:
         raise BatchError(
-            f"An index of rows has one dim, this one has {flat.ndim} (shape {flat.shape})."
+            f"an index of rows has one dim, but this index has {flat.ndim} (shape {flat.shape})."
         )
 
     if flat.dtype.kind == "b":
         if len(flat) != rows:
             raise BatchError(
-                f"A mask over rows needs one entry per row: {len(flat)} entries for {rows} rows."
+                f"a mask over rows needs one entry per row, but this mask has {len(flat)} "
+                f"entries for {rows} rows."
             )
         return np.flatnonzero(flat)
 
     if not len(flat):
         return np.zeros(0, dtype=np.int64)
     if flat.dtype.kind not in "iu":
-        raise BatchError(f"Rows are picked by integers or booleans, not by {flat.dtype}.")
+        raise BatchError(f"rows are selected with integers or booleans, not with {flat.dtype}.")
 
     outside = np.flatnonzero((flat < -rows) | (flat >= rows))
     if len(outside):
         place = int(outside[0])
         raise BatchError(
-            f"Row {flat[place]} (entry {place} of the index) does not exist: the batch has {rows} "
+            f"row {flat[place]} (entry {place} of the index) does not exist: the batch has {rows} "
             "rows."
         )
 
@@ -142,11 +143,11 @@ def cut_dim_1(name: str, column: Any, num_chunks: int) -> Any:
         return object_rows(
             chunk
             for row, value in enumerate(column)
-            for chunk in _cut_list(f"Row {row} of column {name!r}", value, num_chunks)
+            for chunk in _cut_list(f"row {row} of column {name!r}", value, num_chunks)
         )
     if column.ndim < 2 or column.shape[1] % num_chunks:
         raise BatchError(
-            f"Dim 1 of column {name!r} (shape {tuple(column.shape)}) does not divide into "
+            f"dim 1 of column {name!r} (shape {tuple(column.shape)}) does not divide into "
             f"{num_chunks} chunks."
         )
     rows, width, *others = column.shape

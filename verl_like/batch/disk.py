@@ -85,7 +85,7 @@ def save(
         if array.dtype == object:
             per_row = max(1, math.prod(array.shape[1:]))
             spec["rows"] = [
-                encode(value, f"Column {name!r}, row {place // per_row}")
+                encode(value, f"column {name!r}, row {place // per_row}")
                 for place, value in enumerate(array.reshape(-1))
             ]
         elif array.dtype.kind in _BYTES_KINDS:
@@ -93,12 +93,14 @@ def save(
             stored[f"array:{name}"] = _bytes_tensor(array.tobytes() or bytes(1))
         else:
             raise BatchError(
-                f"Column {name!r} has dtype {array.dtype}, which a batch file cannot hold."
+                f"column {name!r} has dtype {array.dtype}, which a batch file cannot store."
             )
         specs.append(spec)
 
     if odd := [key for key in meta if type(key) is not str]:
-        raise BatchError(f"meta_info[{odd[0]!r}]: JSON keys must be strings. pop() it first.")
+        raise BatchError(
+            f"meta_info[{odd[0]!r}]: JSON keys must be strings. Remove the entry with pop() first."
+        )
     document = {
         "rows": rows,
         "tensors": list(columns),
@@ -147,7 +149,7 @@ def load(
 ) -> T:
     """Read what `save` wrote and build a batch from it; raise `BatchError` for other files."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"No batch file at {os.fspath(path)!r}.")
+        raise FileNotFoundError(f"no batch file at {os.fspath(path)!r}.")
     try:
         with safe_open(path, framework="pt") as stored:
             if stored.metadata() != _FORMAT:
@@ -182,11 +184,11 @@ def _read_array(spec: dict[str, Any], stored: Any) -> Array:
     shape = [int(size) for size in spec["shape"]]
     dtype = np.dtype(str(spec["dtype"]))
     if min(shape) < 0:
-        raise BatchError(f"column {spec['name']!r} has shape {shape}")
+        raise BatchError(f"column {spec['name']!r} has the invalid shape {shape}")
     if dtype.kind == "O":
         return object_rows(decode(row) for row in spec["rows"]).reshape(shape)
     if dtype.kind not in _BYTES_KINDS:
-        raise BatchError(f"column {spec['name']!r} has dtype {dtype}")
+        raise BatchError(f"column {spec['name']!r} has the unsupported dtype {dtype}")
     content = stored.get_tensor(f"array:{spec['name']}").numpy().tobytes()
     return np.frombuffer(content, dtype=dtype, count=math.prod(shape)).reshape(shape).copy()
 
@@ -215,7 +217,10 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
 
     reason = f" in {depth} others" if is_deep else ""
     reason = " with keys that are not strings" if kind is dict and not has_names else reason
-    raise BatchError(f"{where}: JSON cannot hold a {kind.__name__}{reason}. Convert or pop() it.")
+    raise BatchError(
+        f"{where}: JSON cannot store a {kind.__name__}{reason}. Convert the value, or remove it "
+        "with pop()."
+    )
 
 
 def decode(value: Any) -> Any:

@@ -89,7 +89,7 @@ def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
     shapes = f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
     if not _same_layout(left, right):
         raise BatchError(
-            f"Union: column {name!r} is in both batches, with {shapes}, dtypes {left.dtype} and "
+            f"union: column {name!r} is in both batches, with {shapes}, dtypes {left.dtype} and "
             f"{right.dtype}."
         )
     if same_value(left, right):
@@ -97,7 +97,7 @@ def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
     one_row = (slice(row, row + 1) for row in range(len(left)))
     differs = next(row for row in one_row if not same_value(left[row], right[row]))
     raise BatchError(
-        f"Union: column {name!r} is in both batches ({shapes}) and differs, first in row "
+        f"union: column {name!r} is in both batches ({shapes}) and differs, first in row "
         f"{differs.start}."
     )
 
@@ -106,7 +106,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     """Return a new TensorDict with the columns of both; a column in both must be equal."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
-        raise BatchError(f"Union: the batches have different batch sizes, {sizes}.")
+        raise BatchError(f"union: the batches have different batch sizes, {sizes}.")
     merged = union_columns(tensors_of(tensor_dict1), tensors_of(tensor_dict2))
     return TensorDict(merged, batch_size=tensor_dict1.batch_size, device=tensor_dict1.device)
 
@@ -136,7 +136,7 @@ def union_meta(first: dict[str, Any], second: dict[str, Any], where: str) -> dic
         if key in merged and not same_value(merged[key], value):
             shown = f"{reprlib.repr(merged[key])} and {reprlib.repr(value)}"
             raise BatchError(
-                f"{where}: meta_info[{key!r}] is {shown}. Make them equal or drop one with pop()."
+                f"{where}: meta_info[{key!r}] is {shown}. Make them equal, or drop one with pop()."
             )
         merged.setdefault(key, value)
     return merged
@@ -152,14 +152,14 @@ def concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     metrics: list[dict[str, Any]] = []
     for part, meta in enumerate(metas):
         rest = {key: value for key, value in meta.items() if key != "metrics"}
-        merged = union_meta(merged, rest, f"Concat, part {part} and those before it")
+        merged = union_meta(merged, rest, f"concat, part {part} and the parts before it")
         of_part = meta.get("metrics")
         if not isinstance(of_part, list):
             of_part = [] if of_part is None else [of_part]
         for entry in of_part:
             if not isinstance(entry, dict):
                 raise BatchError(
-                    f"Concat: the metrics of part {part} are {reprlib.repr(entry)}, not a dict or "
+                    f"concat: the metrics of part {part} are {reprlib.repr(entry)}, not a dict or "
                     "list of dicts."
                 )
         metrics += of_part
@@ -190,7 +190,7 @@ def _concat_column(name: str, parts: Sequence[Any]) -> Any:
         same_type = part.dtype.kind == first.dtype.kind if text else part.dtype == first.dtype
         if not same_type or part.shape[1:] != first.shape[1:]:
             raise BatchError(
-                f"Concat: column {name!r} is {part.dtype} {tuple(part.shape)} in part {place}, "
+                f"concat: column {name!r} is {part.dtype} {tuple(part.shape)} in part {place}, "
                 f"but {first.dtype} {tuple(first.shape)} in part 0."
             )
 
@@ -209,6 +209,6 @@ def check_same_keys(parts: Sequence[Sequence[str]], kind: str) -> None:
         extra = [key for key in keys if key not in parts[0]]
         if missing or extra:
             raise BatchError(
-                f"Concat: part {place} lacks {kind}s {missing} of part 0, and has {extra} in "
+                f"concat: part {place} lacks the {kind}s {missing} of part 0, and has {extra} in "
                 "addition."
             )

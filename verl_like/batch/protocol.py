@@ -197,7 +197,8 @@ class DataProto:
         """
         if num_batch_dims != 1:
             raise BatchError(
-                f"A batch has one batch dim, not {num_batch_dims}: flatten with unfold_batch_dim()."
+                f"a batch has one batch dim, not {num_batch_dims}. Flatten it with "
+                "unfold_batch_dim()."
             )
         arrays = {
             name: columns.as_array(name, column) for name, column in (non_tensors or {}).items()
@@ -229,7 +230,7 @@ class DataProto:
                 arrays[name] = column
             else:
                 raise BatchError(
-                    f"Column {name!r} is a {type(column).__name__}: give a torch.Tensor or numpy "
+                    f"column {name!r} is a {type(column).__name__}. Use a torch.Tensor or a numpy "
                     "array."
                 )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
@@ -243,7 +244,7 @@ class DataProto:
     ) -> Self:
         """Return a batch of the entries of a TensorDict; the inverse of `to_tensordict`."""
         if num_batch_dims != 1:
-            raise BatchError(f"A batch has one batch dim, not {num_batch_dims}.")
+            raise BatchError(f"a batch has one batch dim, not {num_batch_dims}.")
         batch, arrays, meta = tensordicts.split_parts(tensor_dict)
         return cls(batch, arrays, merge.union_meta(meta, meta_info or {}, "from_tensordict"))
 
@@ -267,8 +268,8 @@ class DataProto:
         for name, array in self.non_tensor_batch.items():
             if not isinstance(name, str) or not isinstance(array, np.ndarray) or not array.ndim:
                 raise BatchError(
-                    f"Non-tensor column {name!r} is not a numpy array with rows, or not named by "
-                    "a string."
+                    f"non-tensor column {name!r} is not a numpy array with rows, or its name is "
+                    "not a string."
                 )
             lengths[name] = len(array)
         columns.check_lengths(lengths)
@@ -413,7 +414,7 @@ class DataProto:
         for keys in (old_keys, new_keys):
             if not isinstance(keys, (str, list, tuple)):
                 raise BatchError(
-                    f"rename takes a name or a list of names on both sides, not {old_keys!r} and "
+                    f"rename needs a name or a list of names on both sides, not {old_keys!r} and "
                     f"{new_keys!r}."
                 )
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
@@ -443,7 +444,8 @@ class DataProto:
         both_have_rows = self._has_rows() and other._has_rows()
         if both_have_rows and len(self) != len(other):
             raise BatchError(
-                f"Union of batches of {len(self)} and {len(other)} rows: they need the same rows."
+                f"union: the batches have {len(self)} and {len(other)} rows, but need the "
+                "same rows."
             )
         tensors = merge.union_columns(self.columns, other.columns)
         arrays = merge.union_columns(self.non_tensor_batch, other.non_tensor_batch)
@@ -466,7 +468,7 @@ class DataProto:
         for place, part in enumerate(parts):
             if not isinstance(part, DataProto):
                 raise BatchError(
-                    f"Concat: part {place} is not a DataProto ({type(part).__name__})."
+                    f"concat: part {place} is not a DataProto ({type(part).__name__})."
                 )
         all_tensors = [part.columns for part in parts]
         all_arrays = [part.non_tensor_batch for part in parts]
@@ -493,7 +495,7 @@ class DataProto:
             return self.select_idxs(item)
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
             raise TypeError(
-                "A batch is indexed by int, slice, list, array or tensor, not by "
+                "a batch is indexed by int, slice, list, array or tensor, not by "
                 f"{type(item).__name__}."
             )
         return self._row(int(item))
@@ -501,7 +503,7 @@ class DataProto:
     def _row(self, row: int) -> DataProtoItem:
         rows = len(self)
         if not -rows <= row < rows:
-            raise IndexError(f"Row {row} does not exist: the batch has {rows} rows.")
+            raise IndexError(f"row {row} does not exist: the batch has {rows} rows.")
 
         row %= rows
         tensors = {}
@@ -541,8 +543,8 @@ class DataProto:
         rows = columns.row_index(indices, len(self))
         if not np.array_equal(np.sort(rows), np.arange(len(self))):
             raise BatchError(
-                f"reorder needs each of the {len(self)} rows once; select_idxs() selects "
-                "any other rows."
+                f"reorder needs each of the {len(self)} rows once. Use select_idxs() for other "
+                "selections."
             )
         return self._take_columns(self.select_idxs(rows))
 
@@ -620,13 +622,13 @@ class DataProto:
         """Append copies of the last row, or of the "first" one, in place."""
         if padding_candidate not in ("", "last", "first") or padding_size < 0:
             raise BatchError(
-                f"padding by {padding_size} x {padding_candidate!r}: use a count >= 0, 'last' or "
-                "'first'."
+                f"padding by {padding_size} x {padding_candidate!r}. Use a count >= 0, and 'last' "
+                "or 'first'."
             )
         if not padding_size:
             return self
         if not len(self):
-            raise BatchError("padding of a batch without rows: there is no row to copy.")
+            raise BatchError("a batch without rows cannot be padded: there is no row to copy.")
         source = 0 if padding_candidate == "first" else len(self) - 1
         return self._take_columns(self.select_idxs([*range(len(self)), *[source] * padding_size]))
 
@@ -645,8 +647,8 @@ class DataProto:
         if mini_batch_size < 1 or rows % mini_batch_size:
             valid = [size for size in range(1, rows + 1) if rows % size == 0]
             raise BatchError(
-                f"A mini-batch size of {mini_batch_size} does not divide {rows} rows; these do: "
-                f"{valid}."
+                f"a mini-batch size of {mini_batch_size} does not divide {rows} rows; valid "
+                f"sizes: {valid}."
             )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers: Any = range(rows)

@@ -48,12 +48,12 @@ class Ragged:
             starts = torch.zeros_like(lengths)
         if int(lengths.sum()) != len(values):
             raise BatchError(
-                f"A ragged column of {len(values)} values has rows whose lengths sum to "
+                f"a ragged column of {len(values)} values has rows whose lengths sum to "
                 f"{int(lengths.sum())}."
             )
         if lengths.shape != starts.shape or ((starts < 0) | (starts + lengths > width)).any():
             raise BatchError(
-                f"Rows of a ragged column lie outside its width of {width}: they begin at "
+                f"rows of a ragged column exceed its width of {width}: they begin at "
                 f"{starts.tolist()} and have lengths {lengths.tolist()}."
             )
         self._set(values, lengths, width, starts, fill)

@@ -65,7 +65,7 @@ def place_chunk(chunk: DataProto, index: int, rows_of_all: Sequence[int]) -> Dat
         raise BatchError(
             f"chunk {index} of {len(rows_of_all)} has no rows (rows per chunk: "
             f"{list(rows_of_all)}), so it cannot be padded with its own rows. Fetch the batch "
-            "with .get() and pass it on, or use fewer workers."
+            "with .get() and pass it, or use fewer workers."
         )
     else:
         placed = chunk.select_idxs([i % len(chunk) for i in range(longest)])
@@ -183,8 +183,8 @@ def _entries(tensordict: TensorDict) -> dict[str, Any]:
         column = tensordict.get(name)
         if not isinstance(column, NonTensorData):
             raise BatchError(
-                f"A TensorDict without a batch dim holds only NonTensorData, and {name!r} is a "
-                f"{type(column).__name__}: give it batch_size=[rows]."
+                f"a TensorDict without a batch dim holds only NonTensorData, but {name!r} is a "
+                f"{type(column).__name__}. Create the TensorDict with batch_size=[rows]."
             )
         entries[name] = column.data
     return entries

@@ -28,7 +28,8 @@ def merge_parts(
     for name, array in arrays.items():
         if name in merged:
             raise BatchError(
-                f"to_tensordict: {name!r} is a tensor and a non-tensor column; rename() one."
+                f"to_tensordict: {name!r} is a tensor and a non-tensor column. Rename one "
+                "with rename()."
             )
         # tensordict cannot stack zero rows, so one row is added and cut off again
         merged[name] = NonTensorStack(*map(NonTensorData, array), NonTensorData(None))[:rows]
@@ -36,7 +37,8 @@ def merge_parts(
     for key, value in meta.items():
         if key in merged:
             raise BatchError(
-                f"to_tensordict: {key!r} is a column and a key of meta_info; rename() the column."
+                f"to_tensordict: {key!r} is a column and a key of meta_info. Rename the "
+                "column with rename()."
             )
         merged[key] = NonTensorData(value, batch_size=[rows])
     return TensorDict(merged, batch_size=[rows])
@@ -46,7 +48,7 @@ def split_parts(tensordict: TensorDict) -> Parts:
     """Return the three parts of a TensorDict, from `merge_parts` or any other source."""
     if tensordict.batch_dims != 1:
         raise BatchError(
-            f"A batch has one batch dim; this TensorDict has {tuple(tensordict.batch_size)}."
+            f"a batch has one batch dim, but this TensorDict has {tuple(tensordict.batch_size)}."
         )
     tensors: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
@@ -78,9 +80,9 @@ def ragged_of_nested(name: str, column: Any) -> Ragged:
     """Return a nested tensor as a ragged column, as wide as its longest row."""
     if column.layout != torch.jagged:
         raise BatchError(
-            f"Column {name!r} is a nested tensor of the strided layout, which is not supported "
-            "(torch recommends jagged): make it with "
-            "torch.nested.as_nested_tensor(rows, layout=torch.jagged)."
+            f"column {name!r} is a nested tensor of the strided layout, which is not supported "
+            "(torch recommends jagged). Create it with torch.nested.as_nested_tensor(rows, "
+            "layout=torch.jagged)."
         )
     rows = column.unbind()
     dim = column._ragged_idx - 1

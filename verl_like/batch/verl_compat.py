@@ -38,13 +38,13 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     Values that are not tensors become an object column; entries of `meta_info` must agree.
     """
     if not x:
-        raise BatchError("collate_fn got no rows.")
+        raise BatchError("collate_fn got no rows. Pass at least one.")
     tensors = [tensors_of(item.batch) for item in x]
     check_same_keys([list(row) for row in tensors], "tensor column")
     check_same_keys([list(item.non_tensor_batch) for item in x], "non-tensor column")
     meta: dict[str, Any] = {}
     for place, item in enumerate(x):
-        where = f"collate_fn, row {place} and those before it"
+        where = f"collate_fn, row {place} and the rows before it"
         meta = union_meta(meta, item.meta_info, where)
 
     batch = None
@@ -75,7 +75,9 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Return the batch without its last `pad_size` rows."""
     if not 0 <= pad_size <= len(data):
-        raise BatchError(f"unpad_dataproto cannot take {pad_size} rows off a batch of {len(data)}.")
+        raise BatchError(
+            f"unpad_dataproto cannot remove {pad_size} rows from a batch of {len(data)}."
+        )
     return data[: len(data) - pad_size] if pad_size else data
 
 
@@ -99,8 +101,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     disagree = len(set(leading.values())) > 1
     if batch_dims < 1 or disagree or any(len(dims) < batch_dims for dims in leading.values()):
         raise BatchError(
-            f"unfold_batch_dim needs columns that agree in their first {batch_dims} dims, not "
-            f"{leading}."
+            f"unfold_batch_dim needs columns with the same first {batch_dims} dims, not {leading}."
         )
     rows = math.prod(next(iter(leading.values()), (0,)))
     return data.map_columns(
@@ -157,7 +158,7 @@ def rearrange_micro_batches(
     if heaviest > max_token_len or not tokens:
         raise BatchError(
             f"max_token_len={max_token_len} is below the {heaviest} tokens of the longest row (or "
-            f"group of {force_group_size}) of {len(lengths)} rows: use {heaviest} or more."
+            f"group of {force_group_size}) of {len(lengths)} rows. Use {heaviest} or more."
         )
 
     in_step = dp_group if same_micro_num_in_dp else None
@@ -224,7 +225,7 @@ def _token_counts(columns: dict[str, Column]) -> list[int]:
         return sizes
     if "attention_mask" not in columns:
         raise MissingColumnError(
-            "Micro-batches by tokens need the column 'attention_mask', or nested 'input_ids'. The "
+            "micro-batches by tokens need the column 'attention_mask', or nested 'input_ids'. The "
             f"batch has: {', '.join(columns) or 'none'}."
         )
     counts: list[int] = rectangle_of(columns["attention_mask"]).long().sum(dim=1).tolist()
@@ -240,9 +241,9 @@ def _partition(
         count = -(-_maximum(wanted, group) // multiple) * multiple
         if count > len(tokens):
             raise BatchError(
-                f"{count} micro-batches cannot be made of {len(tokens)} rows (or groups), since "
-                "none may be empty: lower min_num_micro_batch or num_batches_divided_by, or "
-                "raise max_token_len."
+                f"{count} micro-batches cannot be made of {len(tokens)} rows (or groups), because "
+                "none may be empty. Lower min_num_micro_batch or num_batches_divided_by, or raise "
+                "max_token_len."
             )
         parts = get_seqlen_balanced_partitions(tokens, count)
         fits = all(sum(tokens[place] for place in part) <= limit for part in parts)

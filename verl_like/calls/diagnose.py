@@ -283,15 +283,15 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
     locks = {rank: place for rank in ranks if (place := _lock_of(stacks[rank]))}
     if locks:
         return (
-            f"{_by_place(locks)} waits for a lock, an event or a queue of its own "
-            "process; its stack shows which thread should release it."
+            f"{_by_place(locks)} waits for a lock, an event or a queue of its own process. Its "
+            "stack shows which thread should release it."
         )
     return ""
 
 
 def likely_cause(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
     """Return one sentence on why these ranks do not respond, from the stacks of their pool."""
-    computing = f"{describe_ranks(ranks)} is still computing (or sleeping); see its stack."
+    computing = f"{describe_ranks(ranks)} is still computing (or sleeping). See its stack."
     return f"Likely cause: {who_waits(stacks, ranks) or computing}"
 
 
@@ -407,7 +407,7 @@ class HangWatch:
         if cause := who_waits(self._stacks, ranks):
             self._explained = self._stacks
             names = [self._transport.describe(rank) for rank in ranks]
-            summary = f"{', '.join(late)}: {few(names)} stood still for {LOOK_EVERY_S:g} s."
+            summary = f"{', '.join(late)}: {few(names)} made no progress for {LOOK_EVERY_S:g} s."
             logger.warning(
                 "%s",
                 describe_late_call(

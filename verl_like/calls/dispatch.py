@@ -200,8 +200,8 @@ def split_over(target: CallTarget, value: Any, key: int | str, num_chunks: int) 
         )
     if len(value) == 0:
         raise BatchError(
-            f"{target.call_site}: {target.argument(key)} has no rows, nothing to split over "
-            f"{num_chunks} worker(s)."
+            f"{target.call_site}: {target.argument(key)} has no rows to split over {num_chunks} "
+            "worker(s)."
         )
     return split_rows(value, num_chunks)
 
@@ -283,8 +283,8 @@ def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
     """Concatenate the workers' batches in rank order, without chunks that hold only padding."""
     if any(type(output) is not type(outputs[0]) for output in outputs):
         raise DispatchError(
-            f"{target.call_site} returned a TensorDict on some ranks and a DataProto on others: "
-            "return the same on all."
+            f"{target.call_site} returned a TensorDict on some ranks and a DataProto on others. "
+            "Return the same type on all ranks."
         )
     return join_chunks(outputs)
 
@@ -296,7 +296,8 @@ def register_dispatch_mode(
     member = Dispatch.register(dispatch_mode_name)
     if member.mode is not None:
         raise DispatchError(
-            f"dispatch mode {dispatch_mode_name} exists already: update_dispatch_mode changes it."
+            f"dispatch mode {dispatch_mode_name} already exists. Change it with "
+            "update_dispatch_mode."
         )
     member.mode = Mode(dispatch_fn, collect_fn)
     return member
@@ -384,7 +385,8 @@ def register(
     mode_of(mode, "@register")
     if concurrent and mode not in (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         raise DispatchError(
-            "@register(concurrent=True) splits no batch: use ONE_TO_ALL, ALL_TO_ALL or RANK_ZERO."
+            "@register(concurrent=True) cannot split a batch. Use ONE_TO_ALL, ALL_TO_ALL or "
+            "RANK_ZERO."
         )
 
     def mark(method: F) -> F:

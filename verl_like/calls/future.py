@@ -207,7 +207,7 @@ class _Wait:
         transport, name = future.transport, future.name
         limits, times = transport.deadlines, transport.call_times
         if timeout is not None:
-            limit_s, self._way_out = timeout, "give more time"
+            limit_s, self._way_out = timeout, "raise the timeout"
         elif future._limit is not None:
             limit_s, self._way_out = future._limit
         else:

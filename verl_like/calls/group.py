@@ -54,8 +54,8 @@ class ClassWithInitArgs:
         """
         if default in self.prefixed:
             raise PlacementError(
-                f"name_prefix '{default}' is also the name of a role in "
-                f"{self.cls.__name__}; choose another."
+                f"name_prefix '{default}' is also the name of a role in {self.cls.__name__}. "
+                "Choose another prefix."
             )
         return {**self._colocated, default: self}
 
@@ -100,7 +100,9 @@ class ColocatedClasses(ClassWithInitArgs):
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
     """Fuse roles: one process per device holds one instance of each."""
     if not class_dict:
-        raise PlacementError("create_colocated_worker_cls needs at least one role.")
+        raise PlacementError(
+            "create_colocated_worker_cls needs at least one role, but got an empty dict."
+        )
     return ColocatedClasses(class_dict)
 
 
@@ -152,16 +154,16 @@ class BoundMethod:
         if self.group.state.ended.is_set():
             raise WorkerDiedError(
                 f"{self.name}: the group {self.group.name} was shut down, and its processes are "
-                "gone; call it before shutdown(), or inside the group's `with` block."
+                "gone. Call it before shutdown(), or inside the group's `with` block."
             )
         target = CallTarget(self.group, self.role, self.name, self.function, rank)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
             if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
                 raise DispatchError(
-                    f"{self.name}: the dispatch function must give a list with one element per "
-                    f"worker ({target.world_size}) for every argument; for argument {name!r} it "
-                    f"gave {type(values).__name__}."
+                    f"{self.name}: the dispatch function must return a list with one element per "
+                    f"worker ({target.world_size}) for every argument, but returned "
+                    f"{type(values).__name__} for argument {name!r}."
                 )
 
         transport = target.transport
@@ -180,8 +182,8 @@ class BoundMethod:
             )
             if call.concurrent and parts:
                 raise DispatchError(
-                    f"{self.name} runs outside the queue of calls and accepts only "
-                    f"values below {SHARED_BYTES} bytes."
+                    f"{self.name} runs outside the queue of calls, so its arguments must be below "
+                    f"{SHARED_BYTES} bytes each."
                 )
             pending.append(transport.submit(rank, call, parts))
 
@@ -289,8 +291,8 @@ class GroupState:
             if len(collecting[dp]) != 1:
                 raise DispatchError(
                     f"{where}: mesh '{mesh_name}': data-parallel rank {dp} of {count} needs "
-                    f"exactly one rank that collects, it has {collecting[dp]}. Registered by rank: "
-                    f"{positions}."
+                    f"exactly one rank that collects, but has {collecting[dp]}. Registered by "
+                    f"rank: {positions}."
                 )
         layout = self._layouts[mesh_name, role] = [
             positions[rank] for rank in range(self.world_size)

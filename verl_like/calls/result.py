@@ -87,7 +87,7 @@ def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetric
     elif isinstance(payload, DataProto):
         form = BATCH
     if declared and form != declared and value is not None:
-        raise DispatchError(f"{where} returned {form}, and is declared to return {declared}.")
+        raise DispatchError(f"{where} returned {form}, but is declared to return {declared}.")
     if metrics is None:
         return payload, None, form
     plain: CallMetrics = {}
@@ -158,6 +158,6 @@ def _plain_value(value: Any, name: str, where: str) -> Any:
     shape = getattr(value, "shape", None)
     shown = f" of shape {tuple(shape)}" if shape is not None else ""
     raise DispatchError(
-        f"{where} returned metric '{name}' as {type(value).__name__}{shown}: a metric is a number, "
-        "a string, or a list of these. Put other values into the batch or its meta_info."
+        f"{where} returned metric '{name}' as {type(value).__name__}{shown}: a metric is a "
+        "number, a string, or a list of these. Put other values into the batch or its meta_info."
     )

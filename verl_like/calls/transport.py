@@ -119,7 +119,7 @@ class Transport(ABC):
 
     def kill(self, rank: int) -> None:
         """Send SIGKILL to the process of a rank, for an injected fault."""
-        raise NotImplementedError(f"the processes of {self.kind} are not killed")
+        raise NotImplementedError(f"the processes of {self.kind} cannot be killed")
 
     def check_companions(self, wait_name: str) -> None:
         """Raise if a rank of another pool is gone, while `wait_name` is waited for."""

@@ -163,16 +163,15 @@ class VerlWorker:
         """
         if mesh_name in self._mesh_positions:
             raise DispatchError(
-                f"{self.role} rank {self.rank} has registered mesh '{mesh_name}' already. "
+                f"{self.role} rank {self.rank} has already registered mesh '{mesh_name}'. "
                 f"Registered: {', '.join(self._mesh_positions)}. Use another name."
             )
         places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
         if len(places) != 1:
             raise DispatchError(
-                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one pair of ranks, "
-                f"but the other worker's meshes give {len(places)}: {dispatch_dp_rank}, "
-                f"{collect_dp_rank}. Call _register_dispatch_collect_info with the intended "
-                "ranks."
+                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one pair of ranks, but "
+                f"the other worker's meshes have {len(places)}: {dispatch_dp_rank}, "
+                f"{collect_dp_rank}. Call _register_dispatch_collect_info with the intended ranks."
             )
         self._register_dispatch_collect_info(mesh_name, *places.pop())
 

@@ -182,7 +182,7 @@ def _needs_with_cpus(
 ) -> dict[str, ProcessNeeds]:
     """Return every pool's needs, with CPUs from its settings or an equal share."""
     if cpus_per_process is not None and cpus_per_process <= 0:
-        raise PlacementError(f"cpus_per_process must be above 0, got {cpus_per_process}.")
+        raise PlacementError(f"cpus_per_process must be above 0, but is {cpus_per_process}.")
     result = {pool: needs.get(pool, ProcessNeeds()) for pool in counts}
     left, num_others = sum(node.cpus for node in nodes), 0
     for pool, need in result.items():
@@ -275,11 +275,11 @@ def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
             return f"lower {key}.resources.{name}, or start Ray on the nodes with that resource"
     if "CPUs" in lacking:
         return (
-            f"set cpus_per_process below {need.cpus:g}, or {key}.cpus where the pool sets "
-            "its own number"
+            f"set cpus_per_process below {need.cpus:g}, or {key}.cpus if the pool sets its own "
+            "number"
         )
     if lacking and set(lacking) == {"GPUs"}:
-        return f"set trainer.device or {key}.device=cpu"
+        return f"set trainer.device=cpu or {key}.device=cpu"
     return ""
 
 
@@ -287,8 +287,8 @@ def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequenc
     """Return advice for a pool that has more entries than nodes, or that lacks devices."""
     if len(counts[pool]) > len(rooms):
         return (
-            f"give resource_pool_spec.{pool} one number for each of the {len(rooms)} node(s), or "
-            "take more nodes: trainer.nnodes, or those of the cluster that was joined"
+            f"list one number in resource_pool_spec.{pool} for each of the {len(rooms)} node(s), "
+            "or add nodes (trainer.nnodes, or join a larger cluster)"
         )
     fewer = "use fewer processes, or let roles share a pool (placement, role_mapping)"
     if all(room.node.kind == "GPU" and room.node.key for room in rooms):

@@ -71,7 +71,7 @@ class ResourcePool:
         """`process_on_nodes` may be uneven: [1, 2] is three processes."""
         if not process_on_nodes or any(type(n) is not int or n < 1 for n in process_on_nodes):
             raise PlacementError(
-                "a pool needs a list of process counts per node, each 1 or more; got "
+                "a pool needs a list of process counts per node, each 1 or more, not "
                 f"{list(process_on_nodes)}."
             )
         self._store = list(process_on_nodes)

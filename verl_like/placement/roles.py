@@ -56,7 +56,7 @@ def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict
         if pool not in roles:
             raise PlacementError(
                 f"role '{role}' is mapped to pool '{pool}', which does not "
-                f"exist.{nearest(pool, roles)} Pools: {', '.join(roles)}. Add this pool by "
+                f"exist.{nearest(pool, roles)} Pools: {', '.join(roles)}. Add this pool with "
                 f"resource_pool_spec.{pool}=[1], a list of its processes on each node."
             )
         roles[pool].append(role)

@@ -126,7 +126,7 @@ class WorkerHost:
         except (OSError, RuntimeError, dist.DistError) as error:
             raise WorkerError(
                 f"{self.process_info.name}: port {port} of {address} cannot be bound for the "
-                f"group's rendezvous: {error}. Leave master_port out and a free one is chosen."
+                f"group's rendezvous: {error}. Leave out master_port to use a free port."
             ) from error
         return address, self._store.port
 

@@ -129,8 +129,8 @@ def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
     taken = sorted(set(values) & set(PROTECTED))
     if taken:
         raise ConfigError(
-            f"worker_env sets {', '.join(taken)}, which the launcher sets itself for every rank. "
-            f"Leave out: {', '.join(PROTECTED)}."
+            f"worker_env sets {', '.join(taken)}, which the launcher sets for every rank. Leave "
+            f"out {', '.join(PROTECTED)}."
         )
     return values
 

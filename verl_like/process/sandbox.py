@@ -136,7 +136,7 @@ def isolate_network() -> None:
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
-        raise ConfigError("network=false needs Linux namespaces: set network=true.")
+        raise ConfigError("network=false needs Linux namespaces. Set network=true.")
     if libc.unshare(_CLONE_NEWNET) != 0:  # not permitted: use a user namespace
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())
@@ -175,8 +175,8 @@ def _restrict_with_landlock(*places: str) -> None:
     libc, version = ctypes.CDLL(None, use_errno=True), _landlock_version()
     if version < 1:
         raise ConfigError(
-            "this machine cannot restrict which folders a process may write to: this needs Linux "
-            "5.13 or newer with Landlock (/sys/kernel/security/lsm must list it)."
+            "cannot restrict file writes on this machine: Linux 5.13+ with Landlock enabled is "
+            "required ('landlock' must be listed in /sys/kernel/security/lsm)."
         )
     rights = _WRITES | (_REFER if version > 1 else 0) | (_TRUNCATE if version > 2 else 0)
     handled = struct.pack("QQQ", rights, 0, _SIGNALS_AND_SOCKETS if version > 5 else 0)
@@ -192,7 +192,7 @@ def _restrict_with_landlock(*places: str) -> None:
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if libc.syscall(_LANDLOCK_RESTRICT, rules, 0) != 0:
         raise ConfigError(
-            f"writing cannot be limited to {places[0]} here ({os.strerror(ctypes.get_errno())})."
+            f"cannot restrict file writes to {places[0]} ({os.strerror(ctypes.get_errno())})."
         )
     os.close(rules)
 

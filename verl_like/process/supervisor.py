@@ -253,11 +253,11 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
         gigabytes = sum(map(_memory_by_share, pids)) / 2**30
     gigabytes += _memory_of_descriptors(pids) / 2**30
     if gigabytes > sandbox.memory_gb:
-        return f"took {gigabytes:.1f} GiB of memory (memory_gb={sandbox.memory_gb:g})"
+        return f"used {gigabytes:.1f} GiB of memory (memory_gb={sandbox.memory_gb:g})"
 
     gigabytes = _bytes_on_disk(folder) / 2**30
     if gigabytes > sandbox.file_gb:
-        return f"had {gigabytes:.3g} GiB in its working folder (file_gb={sandbox.file_gb:g})"
+        return f"wrote {gigabytes:.3g} GiB into its working folder (file_gb={sandbox.file_gb:g})"
     return None
 
 

@@ -168,8 +168,8 @@ class Worker(VerlWorker):
             if dist.get_world_size() != self.world_size:
                 raise WorkerError(
                     f"{self.role} rank {self.rank}: this process already has a default process "
-                    f"group of {dist.get_world_size()} ranks, the group needs {self.world_size}. "
-                    "One process serves one pool: close the other group first "
+                    f"group of {dist.get_world_size()} ranks, but the group needs "
+                    f"{self.world_size}. One process serves one pool. Close the other group first "
                     "(torch.distributed.destroy_process_group)."
                 )
             return
@@ -225,7 +225,7 @@ class Worker(VerlWorker):
         """Return host and port of the group's store, which rank 0 serves."""
         if self._process_info.master is None:
             raise WorkerError(
-                f"{self.role} rank {self.rank}: no rendezvous address; start the worker through a "
+                f"{self.role} rank {self.rank}: no rendezvous address. Start the worker through a "
                 "WorkerGroup."
             )
         return self._process_info.master

@@ -25,13 +25,13 @@ def get_seqlen_balanced_partitions(
     num_rows = len(seqlen_list)
     if not 1 <= k_partitions <= num_rows:
         raise BatchError(
-            f"cannot cut {num_rows} rows into {k_partitions} non-empty partitions; use 1 to "
-            f"{num_rows}."
+            f"cannot split {num_rows} rows into {k_partitions} non-empty partitions. Use 1 to "
+            f"{num_rows} partitions."
         )
     if equal_size and num_rows % k_partitions:
         raise BatchError(
-            f"{num_rows} rows do not make {k_partitions} partitions of equal row counts; "
-            f"take equal_size=False, or {num_rows - num_rows % k_partitions} rows."
+            f"cannot split {num_rows} rows into {k_partitions} partitions of equal size. Pass "
+            f"equal_size=False, or {num_rows - num_rows % k_partitions} rows."
         )
 
     by_length = sorted(range(num_rows), key=lambda row: (-seqlen_list[row], row))
@@ -87,15 +87,18 @@ def get_group_balanced_partitions(
     Every set has the same number of uids.
     """
     if len(seqlen_list) != len(uid_list):
-        raise BatchError(f"{len(seqlen_list)} lengths and {len(uid_list)} uids: give one per row.")
+        raise BatchError(
+            f"{len(seqlen_list)} lengths and {len(uid_list)} uids do not match. Pass one of each "
+            "per row."
+        )
     rows_of_uid: dict[Hashable, list[int]] = {}
     for row, uid in enumerate(uid_list):
         rows_of_uid.setdefault(uid, []).append(row)
     groups = list(rows_of_uid.values())
     if not 1 <= k_partitions <= len(groups) or len(groups) % k_partitions:
         raise BatchError(
-            f"the rows of {len(groups)} uids do not make {k_partitions} partitions of equally many "
-            "uids; use a divisor of that number."
+            f"cannot split {len(groups)} uids into {k_partitions} partitions with the same number "
+            f"of uids. Use a divisor of {len(groups)}."
         )
     lengths = [sum(int(seqlen_list[row]) for row in rows) for rows in groups]
     partitions = get_seqlen_balanced_partitions(lengths, k_partitions, equal_size=True)

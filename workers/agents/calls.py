@@ -223,7 +223,7 @@ def _pythonic(text: str) -> list[ToolCall]:
 
 def _of_node(node: ast.AST | None) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or any(w.arg is None for w in node.keywords):
-        raise ValueError("a call is name(argument=value, ...)")
+        raise ValueError("a call has the form name(argument=value, ...)")
     values = {
         str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in node.keywords
     }

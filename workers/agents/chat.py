@@ -58,8 +58,8 @@ class TurnRenderer:
         if plain == self._written(self._asked()[:1], begins=True):
             raise ConfigError(
                 f"tools: the chat template of {self._tokenizer.name_or_path} does not write tools "
-                f"into the prompt, so the policy cannot know of {name!r}. Take a template that "
-                "has `tools`."
+                f"into the prompt, so the policy cannot know of {name!r}. Use a template that has "
+                "`tools`."
             )
         self._tail = self._after_a_turn()
         self.between(None, [{"role": "tool", "name": name, "content": "a"}])
@@ -197,7 +197,7 @@ class TurnRenderer:
                 raise ConfigError(
                     f"environment: the chat template of {self._tokenizer.name_or_path} leaves out "
                     f"the content of a message of the role {message['role']!r}, so it would be "
-                    f"missing from the sample: {content!r:.80}. Take a template that writes it "
+                    f"missing from the sample: {content!r:.80}. Use a template that writes it "
                     f"(chat_template.jinja in the model folder){way_out}."
                 )
 
@@ -209,9 +209,9 @@ class TurnRenderer:
         _, placeholder, rest = text.partition(SAID)
         if not placeholder:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} drops "
-                "the assistant's message once another turn follows, so the text between "
-                "the turns is unknown."
+                f"environment: the chat template of {self._tokenizer.name_or_path} drops the "
+                "assistant's message once another turn follows, so the text between the turns is "
+                "unknown. Use a template that keeps earlier assistant messages."
             )
         return rest
 
@@ -232,9 +232,9 @@ class TurnRenderer:
                 ends.append(text.rfind(form.closing, begin, end) + len(form.closing))
         if max(ends, default=-1) < 0:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} "
-                "writes a tool's result only after a call, and the end of a call is not "
-                "known."
+                f"environment: the chat template of {self._tokenizer.name_or_path} writes a "
+                "tool's result only after a call, and the end of a call is not known. Use a "
+                "template that writes tool results after any message."
             )
         return text[max(ends) :]
 
@@ -265,8 +265,8 @@ class TurnRenderer:
         base = self._written(self._asked(), begins=False)
         if base.count(SAID) != 1:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} "
-                "changes the text of the assistant's messages."
+                f"environment: the chat template of {self._tokenizer.name_or_path} changes the "
+                "text of the assistant's messages. Use a template that writes them unchanged."
             )
         return base.partition(SAID)[2]
 

@@ -211,7 +211,7 @@ class EnvironmentSpec:
         path = self.call_parser[0]
         if ":" not in path:
             raise ConfigError(
-                f"environment.call_parser={path}: give FILE.py:FUNCTION, or one of "
+                f"environment.call_parser={path}: use FILE.py:FUNCTION, or one of "
                 f"{', '.join(FORMS)}.{nearest(path, FORMS)}"
             )
         return of_user(object_at(path, "environment.call_parser"))
@@ -224,7 +224,7 @@ class EnvironmentSpec:
         if self.tools:
             raise ConfigError(
                 f"tools: the agent of environment={self.path} names its tools in its requests. "
-                "Leave tools=[...] out."
+                "Leave out tools=[...]."
             )
         check_agent(function, kwargs, str(self.path))
         return Loaded(None, kwargs, [], parser, function, self.endpoint, self.reuses_replies)
@@ -349,7 +349,7 @@ def object_at(path: str, key: str) -> Any:
         where, _, name = path.rpartition(".")
     if not where or not name:
         raise ConfigError(
-            f"{key}={path}: give FILE.py:NAME, or package.module:NAME.{nearest(path, ADAPTERS)}"
+            f"{key}={path}: use FILE.py:NAME, or package.module:NAME.{nearest(path, ADAPTERS)}"
         )
     try:
         return load_from(where, name, key, key)
@@ -368,13 +368,13 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
     if not issubclass(cls, EnvironmentAdapter):
         if own_id:
             raise ConfigError(
-                f"environment={path}: {cls.__name__} is not an EnvironmentAdapter, so it takes no "
-                ":ID."
+                f"environment={path}: {cls.__name__} is not an EnvironmentAdapter. Remove "
+                f"':{own_id}'."
             )
         _check_signatures(cls, path, kwargs)
         return cls
     if not own_id:
-        raise ConfigError(f"environment={path}: add an id to it, {path}:ID.")
+        raise ConfigError(f"environment={path} needs an id. Use {path}:ID.")
     adapted: type[EnvironmentAdapter] = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
     adapted.prepare()
     _check_signatures(adapted, path, {})
@@ -393,8 +393,8 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
     for parameter in [*inspect.signature(cls.reset).parameters.values()][1:]:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
-                f"environment={path}: reset gets its arguments by keyword, but "
-                f"{parameter.name!r} is positional-only."
+                f"environment={path}: reset is called with keyword arguments, but "
+                f"{parameter.name!r} is positional-only. Drop the / from its signature."
             )
     if not _has_step(cls):
         return
@@ -403,7 +403,9 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
         inspect.signature(cls.step).bind(None, "text", *["player"] * has_players)
     except TypeError as error:
         takes = "the text that was said" + ", and the player who said it" * has_players
-        raise ConfigError(f"environment={path}: step takes {takes}: {error}.") from error
+        raise ConfigError(
+            f"environment={path}: step needs the parameters {takes}: {error}."
+        ) from error
 
 
 class Playable(Protocol):
@@ -483,7 +485,9 @@ class Episode:
         self._waiting -= {*replies}
         self._speaking |= {player for player in replies if "end" not in replies[player]}
         if self._waiting and not self._speaking:
-            raise ValueError(f"{method} names no next speaker, but {sorted(self._waiting)} wait")
+            raise ValueError(
+                f"{method} names no next speaker, but the players {sorted(self._waiting)} wait"
+            )
         for player in self._silent & {*replies}:
             if "messages" in replies[player]:
                 if answers[player].reward:

@@ -115,8 +115,8 @@ def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
     if missing := sorted(needed - {*GIVEN, *kwargs}):
         raise ConfigError(
             f"environment={path}: the agent's parameter {missing[0]!r} cannot be filled: agents "
-            f"receive {', '.join(GIVEN)} and the names in environment.kwargs. Give it a default, "
-            f"or set environment.kwargs.{missing[0]}."
+            f"receive {', '.join(GIVEN)} and the names in environment.kwargs. Give the parameter "
+            f"a default, or set environment.kwargs.{missing[0]}."
         )
     if unknown := sorted({*kwargs} - known) if not takes_all else sorted({*kwargs} & {*GIVEN}):
         reason = "which the run sets itself" if takes_all else "but the agent has no such parameter"
@@ -500,7 +500,7 @@ def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any
     try:
         chat = dialect.to_chat(body)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise RejectedRequest(f"the body is not understood: {error!r:.200}") from error
+        raise RejectedRequest(f"the body cannot be read: {error!r:.200}") from error
     if previous := chat.pop("previous_response_id", None):
         before = session.of_model(str(body.get("model"))).before(str(previous))
         system = [message for message in chat["messages"] if message["role"] == "system"]
@@ -690,11 +690,13 @@ class _AgentHandler(BaseHTTPRequestHandler):
             path, session = self.path.lstrip("/"), self.server.session
             if isinstance(self.server, OuterEndpoint):
                 if session is None or key_in(self.headers.items()) != session.name:
-                    raise RejectedRequest("this is not the key of a session", status=401)
+                    raise RejectedRequest("the API key is not the key of a session", status=401)
             else:
                 name, _, path = path.partition("/")
                 if session is None or session.name != name:
-                    raise RejectedRequest(f"there is no session {name!r:.80} here", status=404)
+                    raise RejectedRequest(
+                        f"there is no session {name!r:.80} at this address", status=404
+                    )
             answer(session, path.partition("?")[0])
         except OSError:  # the client is gone
             self.close_connection = True

@@ -92,8 +92,8 @@ def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
     name = "" if "" in kinds else str(row.get(COLUMN))
     if name not in kinds:
         raise ConfigError(
-            f"environment: a row names {name!r} in its column {COLUMN!r}, which does not exist; "
-            f"choose from {', '.join(kinds)}.{nearest(name, kinds)}"
+            f"environment: a row names {name!r} in its column {COLUMN!r}, which does not exist. "
+            f"Choose one of {', '.join(kinds)}.{nearest(name, kinds)}"
         )
     return name
 

@@ -80,8 +80,8 @@ class TurnLoop:
         """Start these trajectories, in addition to running ones; return their numbers."""
         if self._trajectories and sampling != self._setting.sampling:
             raise RolloutError(
-                f"rollout: {self.num_running} trajectories are played with other sampling "
-                "settings; take or abort them first."
+                f"rollout: {self.num_running} trajectories are running with other sampling "
+                "settings. Take or abort them first."
             )
         self._setting = Setting(self._host, self._chat, self._config, sampling, self._engine)
         self._num_open = num_open
@@ -260,7 +260,7 @@ class TurnLoop:
             else:
                 times.environment += seconds
             self._drop_request(trajectory)
-            trajectory.end(LATE, f"it took over environment.trajectory_timeout_s={most:g} s")
+            trajectory.end(LATE, f"it took longer than environment.trajectory_timeout_s={most:g} s")
 
     def _on_failure(self, environment_id: int, answer: Mapping[str, Any]) -> None:
         """Restart the trajectories with a new environment and the same noise, or end them.

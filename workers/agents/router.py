@@ -46,7 +46,7 @@ class Router:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError(
-                f"environment.endpoint={address}: give ADDRESS:PORT, such as 0.0.0.0:8000"
+                f"environment.endpoint={address}: use ADDRESS:PORT, such as 0.0.0.0:8000"
             )
         self.folder = ""
         self._server = _listen(host, int(port))
@@ -107,4 +107,6 @@ def _listen(host: str, port: int) -> socket.socket:
             return socket.create_server((host, number))
         except OSError as error:
             problem = error
-    raise ConfigError(f"environment.endpoint={host}:{port}: cannot listen there: {problem}")
+    raise ConfigError(
+        f"environment.endpoint={host}:{port}: cannot listen on this address: {problem}"
+    )

@@ -56,7 +56,11 @@ class Tool:
         """Make a tool of a typed function with a docstring; errors name the setting `key`."""
         where = key or f"environment: {getattr(function, '__name__', function)}"
         if not callable(function) or isinstance(function, type):
-            raise ConfigError(f"{where} is not a function.")
+            kind = "a class" if isinstance(function, type) else f"a {type(function).__name__}"
+            raise ConfigError(
+                f"{where} is {kind}, not a function. Use a function with type hints and a "
+                "docstring."
+            )
         docstring = inspect.getdoc(function)
         if not docstring:
             raise ConfigError(
@@ -70,9 +74,11 @@ class Tool:
             if not key and name == "self":
                 continue
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise ConfigError(f"{where}: a policy cannot pass the argument *{name}.")
+                raise ConfigError(
+                    f"{where}: a policy cannot pass the argument *{name}. Use named arguments."
+                )
             if name not in hints:
-                raise ConfigError(f"{where}: the argument {name!r} has no type.")
+                raise ConfigError(f"{where}: the argument {name!r} has no type hint. Add one.")
             schema = _schema(hints[name], f"{where}: {name}")
             properties[name] = schema | described.get(name, {})
             if parameter.default is parameter.empty:
@@ -106,10 +112,10 @@ class Tool:
         )
         for name in arguments:
             if name not in properties:
-                return f"{self.name} has no argument {name!r}; it takes {takes}"
+                return f"{self.name} has no argument {name!r}; it accepts {takes}"
         for name in self.parameters.get("required", ()):
             if name not in arguments:
-                return f"{self.name} needs the argument {name!r}; it takes {takes}"
+                return f"{self.name} needs the argument {name!r}; it accepts {takes}"
         for name, value in arguments.items():
             if not fits(value, properties[name]):
                 return (

@@ -281,7 +281,9 @@ class Trajectory:
                 self._continue(ids, self.observation[1])
         elif len(ids) > width:
             words = f"it begins with {len(ids)} tokens of prompt and first observation"
-            problem = f"{words}, and data.max_prompt_length is {width}: raise it"
+            problem = (
+                f"{words}, but data.max_prompt_length is {width}. Raise data.max_prompt_length."
+            )
             self.end(BROKEN, problem)
         else:
             self._begin(ids)
@@ -369,7 +371,7 @@ class Trajectory:
         length = len(self.sample.tokens) + len(ids)
         if not self.sample.prompt:
             if len(ids) > (width := engine.limits.prompt_width):
-                words = f"{len(ids)} tokens, and data.max_prompt_length is {width}"
+                words = f"{len(ids)} tokens, but data.max_prompt_length is {width}"
                 raise RejectedRequest(f"the first request has {words}", "messages", TOO_LONG)
             self._begin(ids)
         elif self.num_turns == self.setting.config.max_turns:
@@ -379,7 +381,7 @@ class Trajectory:
             )
         elif length >= max_tokens:
             self.cut = LENGTH_LIMIT
-            words = "tokens after the first request's, and data.max_response_length is"
+            words = "tokens after the first request's, but data.max_response_length is"
             raise RejectedRequest(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
         else:
             self._continue(ids, is_whole)
@@ -394,8 +396,8 @@ class Trajectory:
         if names:
             warn_once(
                 f"environment: an agent's requests set {', '.join(sorted(names))}, which the run "
-                "overrides: all of its samples are drawn in one way. "
-                "environment.request_settings=reject makes it an error."
+                "overrides, so that all samples are drawn in the same way. Set "
+                "environment.request_settings=reject to make this an error."
             )
         return {name: value for name, value in settings.items() if name not in names}
 
@@ -494,7 +496,7 @@ def overridden(
             continue
         if request_settings == "reject":
             has = f"this run's {expected[name]!r}" if name in expected else "there for agents"
-            raise RejectedRequest(f"{name}={value!r:.80} is not {has}: leave it out", name)
+            raise RejectedRequest(f"{name}={value!r:.80} is not {has}. Leave out {name}.", name)
         if request_settings == "override" or not is_served:
             names.append(name)
     return names

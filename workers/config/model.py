@@ -195,7 +195,7 @@ class ModelConfig(Section):
     path: str = key(
         "",
         allows="a folder or a name",
-        required="give a folder with a model and its tokenizer, or a name on the Hugging Face hub",
+        required="set a folder with a model and its tokenizer, or a name on the Hugging Face hub",
     )
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)

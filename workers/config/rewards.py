@@ -94,7 +94,7 @@ IS_JUDGE = when("protocol", "openai")
 class RewardConfig(Section):
     """One reward: the source of its scores, its weight, and the treatment of failures."""
 
-    name: str = key("", required="give every reward its own name")
+    name: str = key("", required="set a different name for every reward")
     """Name, as in the metric `reward/<name>_score/mean`."""
     kind: str = key("function", choices=REWARD_KINDS)
     """`function`: your function; `model`: a sequence classifier; `remote`: an HTTP server."""

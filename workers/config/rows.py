@@ -30,7 +30,7 @@ class RowDataConfig(Section):
     train_files: Any = key(
         "",
         allows="a file, or a list",
-        required="give a file of rows, or a list of them",
+        required="set a file of rows, or a list of files",
     )
     """Parquet, JSONL or CSV files of the recipe's rows."""
     val_files: Any = key(

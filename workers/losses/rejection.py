@@ -138,7 +138,8 @@ def weight_bounds(text: str) -> Bounds:
         _require_order(key, text, bounds.lower, bounds.upper)
     elif bounds.upper < 1:
         raise ConfigError(
-            f"{key}={text}: equal policies weigh 1; truncate at 1 or more.{_misread(bounds.upper)}"
+            f"{key}={text}: samples of equal policies have weight 1. Set a limit of 1 or "
+            f"more.{_misread(bounds.upper)}"
         )
     return bounds
 
@@ -149,8 +150,8 @@ def ratio_bounds(text: str) -> tuple[float, float]:
     bounds = _numbers(key, text)
     if bounds.lower is None and bounds.upper <= 1:
         raise ConfigError(
-            f"{key}={text}: one number u keeps ratios from 1/u to u, and equal policies "
-            f"have the ratio 1; set u above 1.{_misread(bounds.upper)}"
+            f"{key}={text}: one number u keeps ratios from 1/u to u, and equal policies have the "
+            f"ratio 1. Set u above 1.{_misread(bounds.upper)}"
         )
     lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
     _require_order(key, text, lower, bounds.upper)
@@ -163,7 +164,7 @@ def divergence_bound(name: str, text: str) -> float:
     bounds = _numbers(key, text)
     if bounds.lower is not None or bounds.upper <= 0:
         raise ConfigError(
-            f"{key}={text}: {name} is never below zero; give it one number above 0, such as 0.01."
+            f"{key}={text}: {name} is never below zero. Set one number above 0, such as 0.01."
         )
     return bounds.upper
 
@@ -176,7 +177,7 @@ def _numbers(key: str, text: str) -> Bounds:
         numbers = []
     if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
         raise ConfigError(
-            f"{key}={text}: give one number, or lower_upper such as 0.5_2.0 (both with a decimal "
+            f"{key}={text}: set one number, or lower_upper such as 0.5_2.0 (both with a decimal "
             "point)."
         )
     return Bounds(numbers[-1], numbers[0] if len(numbers) == 2 else None)
@@ -194,4 +195,4 @@ def _misread(number: float) -> str:
     """Return a hint about "0.5_5" on the command line, which is parsed as 0.55."""
     if not 0 < number < 1:
         return ""
-    return " (0.5_5 is read as the number 0.55: write both ends with a point, 0.5_5.0.)"
+    return " (0.5_5 is read as the number 0.55. Write both bounds with a decimal point: 0.5_5.0.)"

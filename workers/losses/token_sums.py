@@ -58,7 +58,9 @@ class TokenSum(LossInputs):
         """Return the settings with defaults; reject unknown names and strings."""
         for setting, value in settings.items():
             if isinstance(value, str):
-                raise ConfigError(f"the loss {name} takes numbers, and {setting} is {value!r}.")
+                raise ConfigError(
+                    f"the settings of the loss {name} must be numbers, but {setting}={value!r}."
+                )
             if setting not in self.settings:
                 raise ConfigError(
                     f"the loss {name} has no setting {setting!r}; it has "

@@ -102,7 +102,10 @@ def kernel_blocker(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return f"flash-attn runs on CUDA devices, not on {device.type}"
     if dtype == torch.float32:
-        return "FlashAttention takes 16-bit types; passes compute in float32 (model.compute_dtype)"
+        return (
+            "FlashAttention needs 16-bit dtypes, but passes compute in float32 "
+            "(model.compute_dtype)"
+        )
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         return f"FlashAttention needs an Ampere GPU or a newer one, not a {name}"

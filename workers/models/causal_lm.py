@@ -109,7 +109,8 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
         model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
         if model_cls is None:
             raise ValueError(
-                f"model type {hf_config.model_type!r} has no causal LM in this transformers"
+                "the installed transformers has no causal LM for model type "
+                f"{hf_config.model_type!r}"
             )
 
         attention = resolve_attention(
@@ -127,13 +128,13 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             module = model if head == "token" else ScalarHeadModel(model)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"the model {config.path!r} does not load as a causal LM: {error}"
+            f"cannot load the model {config.path!r} as a causal LM: {error}"
         ) from error
 
     can_recompute = model.supports_gradient_checkpointing
     if config.enable_gradient_checkpointing and not can_recompute:
         raise ConfigError(
-            f"model type {hf_config.model_type} has no gradient checkpointing in this "
+            f"model type {hf_config.model_type} has no gradient checkpointing in the installed "
             "transformers. Set enable_gradient_checkpointing=false in the model's section."
         )
     if recomputes(config, device.type, can_recompute):

@@ -62,7 +62,8 @@ def check_small_files(folder: Path) -> None:
             raise ConfigError(f"{file} is not a regular file. Replace or remove it.")
         if file.stat().st_size > LARGEST_FILE:
             raise ConfigError(
-                f"{file} has {file.stat().st_size:,} bytes; at most {LARGEST_FILE:,} are read."
+                f"{file} has {file.stat().st_size:,} bytes, but at most {LARGEST_FILE:,} are "
+                "read. Replace or remove it."
             )
         try:
             if file.name in PARSED:

@@ -134,14 +134,14 @@ def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) ->
     others = [name for name in source.files if name.startswith("score.") and name != SCORE]
     if has_head and others:
         raise ConfigError(
-            f"the model {config.path!r}: its head has {', '.join(others)}, but a score "
-            f"is computed only from {SCORE}; save it without them."
+            f"the model {config.path!r}: its head has {', '.join(others)}, but a score is "
+            f"computed only from {SCORE}. Save the model without them."
         )
     if module.config.num_labels == 1 and not (has_head or is_bare_config(config.path)):
         raise ConfigError(
             f"the model {config.path!r} is a classifier with one label according to its "
             f"config.json, but its weights have no {SCORE} of [1, hidden]. Save it again with "
-            "save_pretrained, or take id2label out of config.json to start from a head of zeros."
+            "save_pretrained, or remove id2label from config.json to start from a head of zeros."
         )
 
 
@@ -355,7 +355,7 @@ def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
 def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
     if unfit:
         raise ConfigError(
-            f"the model {config.path!r} has weights of the wrong shape: {', '.join(unfit[:20])}."
+            f"the model {config.path!r} has weights with the wrong shape: {', '.join(unfit[:20])}."
         )
 
 

@@ -41,8 +41,8 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"LoRA (lora_rank={config.lora_rank}) needs the package peft: "
-            "pip install 'verl-like[lora]'"
+            f"LoRA (lora_rank={config.lora_rank}) needs the package peft. Install it with: pip "
+            "install 'verl-like[lora]'"
         ) from error
 
     has_scalar_head = isinstance(module, ScalarHeadModel)
@@ -67,15 +67,15 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
             hint = nearest(targets if isinstance(targets, str) else targets[0], linear)
             raise ConfigError(
                 f"{config.SECTION}.target_modules={config.target_modules}: no adapter fits: "
-                f"{error}{hint} The model's linear layers: {', '.join(linear)}; all-linear takes "
-                "all but the head."
+                f"{error}{hint} The model's linear layers: {', '.join(linear)}; all-linear "
+                "selects all but the head."
             ) from error
 
     adapted = adapted_layers(module)
     other = [name for name in adapted if not _is_linear(adapted[name].get_base_layer())]
     if other:
         raise ConfigError(
-            f"{config.SECTION}.target_modules: {', '.join(other[:5])} is not a linear layer. Name "
+            f"{config.SECTION}.target_modules: {', '.join(other[:5])} is not a linear layer. List "
             "only linear layers."
         )
 
@@ -109,8 +109,8 @@ def _say_what_experts_lack(body: Any) -> None:
     if any(".experts." in name for name, _ in body.named_parameters()):
         adapted = {name.rpartition(".")[2]: None for name in adapted_layers(body)}
         log_once(
-            f"LoRA: all-linear of {body.config.model_type} is {', '.join(adapted)}; no adapter for "
-            "routed experts."
+            f"LoRA: all-linear of {body.config.model_type} selects {', '.join(adapted)}; routed "
+            "experts get no adapter."
         )
 
 

@@ -56,8 +56,8 @@ def precision_of(config: ModelConfig, device_type: str) -> Precision:
     if compute.itemsize > weights.itemsize:
         raise ConfigError(
             f"{config.SECTION}.compute_dtype={config.compute_dtype} is wider than the weights "
-            f"({config.SECTION}.dtype={config.dtype}), whose bits are lost already. Set "
-            f"{config.SECTION}.dtype=float32, or leave {config.SECTION}.compute_dtype out."
+            f"({config.SECTION}.dtype={config.dtype}), whose bits are already lost. Set "
+            f"{config.SECTION}.dtype=float32, or leave out {config.SECTION}.compute_dtype."
         )
     return Precision(weights, compute)
 

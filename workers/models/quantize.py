@@ -195,13 +195,13 @@ def check_quantizable(module: nn.Module) -> None:
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
         raise ConfigError(
             f"quantization=int8: a model of type {kind!r} has no linear layers (torch.nn.Linear) "
-            "outside its head; leave quantization out."
+            "outside its head. Leave out quantization."
         )
     support = Support.of(module.config)
     if reason := support.why_not(int8_rounding):
         raise ConfigError(
-            f"quantization=int8: a model of type {support.model_type!r} cannot be "
-            f"rounded to int8 ({reason}); leave quantization out."
+            f"quantization=int8: a model of type {support.model_type!r} cannot be rounded to int8 "
+            f"({reason}). Leave out quantization."
         )
 
 
@@ -231,15 +231,16 @@ def check_device(device_type: str) -> None:
     """Reject devices that are not known to multiply int8 exactly."""
     if device_type != "cpu":
         raise ConfigError(
-            f"quantization=int8 works only on CPUs, and this role's device is "
-            f"{device_type}. Leave quantization out and set actor_rollout_ref.rollout.dtype or "
-            "actor_rollout_ref.model.compute_dtype to bfloat16. "
-            "actor_rollout_ref.rollout.name=vllm has actor_rollout_ref.rollout.quantization=fp8."
+            f"quantization=int8 works only on CPUs, and this role's device is {device_type}. "
+            "Leave out quantization and set actor_rollout_ref.rollout.dtype or "
+            "actor_rollout_ref.model.compute_dtype to bfloat16. With "
+            "actor_rollout_ref.rollout.name=vllm on GPUs, you can set "
+            "actor_rollout_ref.rollout.quantization=fp8."
         )
     if not _is_exact():
         raise ConfigError(
-            "quantization=int8: torch's product of int8 matrices is not exact on this processor; "
-            "leave quantization out."
+            "quantization=int8: torch's product of int8 matrices is not exact on this processor. "
+            "Leave out quantization."
         )
 
 

@@ -195,17 +195,17 @@ def replayed_routing(model: Any) -> str:
 
     logits, chosen = logits_of(None)
     if not torch.equal(logits_of(chosen)[0], logits):
-        return "a replay of its own choices gives other numbers"
+        return "a replay of its own choices gives different outputs"
 
     flipped = chosen.flip(-1)
     replayed, received = logits_of(flipped)
     if not torch.equal(received, flipped):
-        return "its experts are not given what is chosen by topk over all of them"
+        return "its experts do not receive the top-k choices over all experts"
     if relative_error(replayed, logits) > LARGEST_ERROR:
         return "the weights of its experts do not follow its choices"
 
     others = (chosen + 1) % routers.num_experts
     replayed, received = logits_of(others)
     if not torch.equal(received, others) or torch.equal(replayed, logits):
-        return "its experts are not given what is chosen by topk over all of them"
+        return "its experts do not receive the top-k choices over all experts"
     return ""

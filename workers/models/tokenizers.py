@@ -27,8 +27,8 @@ def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
     raise ConfigError(
         f"the model of role {role!r}, {path!r}, has a different tokenizer from "
         f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "
-        f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized again for it: use a model "
-        "of the actor's family."
+        f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized again for this model. "
+        "Use a model of the actor's family."
     )
 
 
@@ -40,8 +40,8 @@ def set_template_variables(tokenizer: Any, values: Mapping[str, Any]) -> None:
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in templates.values()):
             raise ConfigError(
                 f"data.apply_chat_template_kwargs.{name}: the chat template of "
-                f"{tokenizer.name_or_path} does not read {name!r}. Leave the key out, or give the "
-                "model folder a template that reads it."
+                f"{tokenizer.name_or_path} does not read {name!r}. Leave out the key, or use a "
+                f"model folder whose template reads {name}."
             )
     # `+%}` preserves the line break that may follow
     start = "".join(f"{{% set {name} = {value!r} +%}}" for name, value in values.items())
@@ -82,7 +82,7 @@ def check_template(tokenizer: Any) -> None:
     child.start()
     sender.close()
     try:
-        problem = f"it has not written a chat in {SECONDS:g} s"
+        problem = f"it wrote no chat within {SECONDS:g} s"
         if problems.poll(SECONDS):
             problem = problems.recv()
     except EOFError:
@@ -94,7 +94,7 @@ def check_template(tokenizer: Any) -> None:
     if problem:
         raise ConfigError(
             f"{tokenizer.name_or_path}: the chat template failed on a message of one letter: "
-            f"{problem}. Give the model folder another template."
+            f"{problem}. Use another template in the model folder."
         )
 
 
@@ -108,7 +108,7 @@ def _try(tokenizer: Any, problems: Connection) -> None:
     try:
         tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     except MemoryError:
-        problem = f"it takes more than {MEMORY // 2**20:,} MiB"
+        problem = f"it uses more than {MEMORY // 2**20:,} MiB"
     except Exception:  # noqa: BLE001 - process boundary
         pass
     problems.send(problem)

@@ -45,7 +45,7 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
     layers = list(experts_of(module))
     if not layers:
         raise ConfigError(
-            f"{key}={size}: {type(module).__name__} has no routed experts; leave it at 1."
+            f"{key}={size}: {type(module).__name__} has no routed experts. Leave {key} at 1."
         )
     for name, experts in layers:
         weights = list(experts.parameters(recurse=False))
@@ -58,8 +58,8 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
             or len(arguments) != NUM_ARGUMENTS + 1
         ):
             raise ConfigError(
-                f"{key}={size}: {name} is a {type(experts).__name__}, which does not store "
-                "all experts in one tensor; leave it at 1."
+                f"{key}={size}: {name} is a {type(experts).__name__}, which does not store all "
+                f"experts in one tensor. Leave {key} at 1."
             )
         if count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -76,9 +76,8 @@ def cut_of_experts(weight: Tensor, size: int) -> Shard:
         if weight.shape[dim] % size == 0:
             return Shard(dim)
     raise ConfigError(
-        f"{size} ranks cannot share the same experts' weights of {list(weight.shape)}: "
-        "they divide only the first dim. Raise parallel.ep, or set a smaller "
-        "fsdp_config.fsdp_size."
+        f"{size} ranks cannot share the same experts' weights of {list(weight.shape)}: FSDP "
+        "splits only the first dim. Raise parallel.ep, or set a smaller fsdp_config.fsdp_size."
     )
 
 

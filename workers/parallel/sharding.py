@@ -56,22 +56,22 @@ def settle(
     unsharded = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
     axes: dict[str, Any] = {} if parallel is None else dict(vars(parallel))
-    cut = {"tp": "cuts every matrix", "pp": "gives every rank some layers"}
+    cut = {"tp": "splits every matrix", "pp": "gives every rank some layers"}
     for axis, why in cut.items():
         if quantization and axes.get(axis, 1) > 1:
             raise ConfigError(
-                f"{axes_key(section)}.{axis}={axes[axis]} {why}, and quantization={quantization} "
-                "keeps linear weights whole on every rank; drop one."
+                f"{axes_key(section)}.{axis}={axes[axis]} {why}, but quantization={quantization} "
+                "keeps linear weights whole on every rank. Drop one."
             )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
-        raise ConfigError(f"{name}={size} and parallel.shard={shard} set the same size; drop one.")
+        raise ConfigError(f"{name}={size} and parallel.shard={shard} set the same size. Drop one.")
     if size == -1 and shard != -1:
         size, name = shard, "parallel.shard"
     if quantization and size not in (-1, 1):
         raise ConfigError(
-            f"quantization={quantization} keeps the whole model, a quarter of its float32 size, on "
-            f"every rank: leave out {name}={size}, or the quantization."
+            f"quantization={quantization} keeps the whole model, a quarter of its float32 size, "
+            f"on every rank. Leave out {name}={size}, or the quantization."
         )
     if unsharded and size not in (-1, 1):
         raise ConfigError(
@@ -84,7 +84,7 @@ def settle(
         wanted = getattr(config, name, None)  # a frozen module has no optimizer
         if offloads and wanted is False:
             raise ConfigError(
-                f"strategy={strategy} and {section}.{name}=False contradict each other; drop one."
+                f"strategy={strategy} and {section}.{name}=False contradict each other. Drop one."
             )
         offload[name] = offloads or bool(wanted)
     return Sharding(base, 1 if unsharded else size, **offload, **axes)
@@ -102,8 +102,8 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
     """Return the sizes of the axes of a role's ranks."""
     if sharding.strategy == "single" and num_ranks > 1:
         raise ConfigError(
-            f"strategy=single needs a pool of one process, but this one has {num_ranks}; "
-            "use ddp or fsdp."
+            f"strategy=single needs a pool of one process, but this pool has {num_ranks}. Set "
+            "strategy=ddp or fsdp."
         )
     model_size = sharding.pp * sharding.sp * sharding.tp
     data_size, is_left = divmod(num_ranks, model_size)
@@ -140,14 +140,14 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
     key = f"parallel.ep={dims.ep}"
     if dims.tp > 1:
         raise ConfigError(
-            f"{key} keeps whole experts on their ranks, and parallel.tp={dims.tp} cuts each over "
-            "its ranks; set one of them to 1."
+            f"{key} keeps whole experts on their ranks, but parallel.tp={dims.tp} splits each "
+            "over its ranks. Set one of them to 1."
         )
     if strategy in ("single", "ddp"):
         raise ConfigError(
             f"{key} distributes the experts over ranks, but strategy={strategy} (int8 weights, "
-            "too) keeps the whole model on every rank; set strategy=fsdp, or leave parallel.ep "
-            "at 1."
+            "too) keeps the whole model on every rank. Set strategy=fsdp, or leave parallel.ep at "
+            "1."
         )
     size = dims.shard * dims.sp
     if size % dims.ep:

@@ -99,7 +99,9 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     """
     parts = StageParts.of(module)
     if num_stages > len(parts.layers):
-        raise NoStages(f"it has only {len(parts.layers)} layers for {num_stages} stages")
+        raise NoStages(
+            f"it has {len(parts.layers)} layers, fewer than the {num_stages} pipeline stages"
+        )
     spread = {id(w) for _, e in experts_of(module) for w in e.parameters()} if ep > 1 else ()
 
     def stored(part: nn.Module) -> float:

@@ -418,10 +418,10 @@ def _style_by_plan(
         return None
     style = STYLES.get(name)
     if style is None:
-        raise NoSplit(f"the plan cuts {path} in an unknown way: {name}")
+        raise NoSplit(f"the plan splits {path} in an unknown way: {name}")
     if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
         other = type(layer).__name__
-        raise NoSplit(f"the plan cuts {path} as a linear layer, and it is a {other}")
+        raise NoSplit(f"the plan splits {path} as a linear layer, but it is a {other}")
     if style is Experts and (others := layer._parameters.keys() - placements.keys()):
         raise NoSplit(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
     return style
@@ -552,7 +552,7 @@ def check(module: Any, tp: int, key: str) -> None:
     try:
         needed = sizes(module, layers_of(module))
     except NoSplit as error:
-        raise ConfigError(f"{key}={tp}: {error}; set {key}=1, and shard with fsdp.") from error
+        raise ConfigError(f"{key}={tp}: {error}. Set {key}=1, and shard with fsdp.") from error
     wrong = [f"{name} ({size})" for name, size in needed.items() if size % tp]
     if wrong:
         most = math.gcd(*needed.values())

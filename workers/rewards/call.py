@@ -71,7 +71,8 @@ class RewardCall:
         """
         if not callable(function):
             raise ConfigError(
-                f"the reward is {function!r:.60}, a {type(function).__name__}: name a function."
+                f"the reward is {function!r:.60}, a {type(function).__name__}. Set the name "
+                "of a function."
             )
         try:
             signature = inspect.signature(function)
@@ -85,8 +86,8 @@ class RewardCall:
         is_list = returned.removeprefix("typing.").lower().startswith("list")
         if is_list and not takes_batches:
             raise ConfigError(
-                f"the reward function returns a {returned}, and it is called on one sample: "
-                "return a number, or score a batch by the parameters solution_strs, prompts, ..."
+                f"the reward function returns a {returned}, but it is called on one sample. "
+                "Return a number, or score a batch with the parameters solution_strs, prompts, ..."
             )
         plural = "s" if takes_batches and not of_trl else ""
         # by parameter: the entry of a sample that it gets
@@ -153,8 +154,8 @@ def _check_filled(
 ) -> None:
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise ConfigError(
-            f"the reward function's parameter {parameter.name!r} takes no keyword, and functions "
-            "are called by keyword: drop the / from its signature."
+            f"the reward function's parameter {parameter.name!r} is positional-only, but "
+            "functions are called with keyword arguments. Drop the / from its signature."
         )
 
     takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -163,14 +164,14 @@ def _check_filled(
         if not has_truth and parameter.name in (TRUTH, f"{TRUTH}s"):
             theirs = f" (the rows' columns: {', '.join(columns)})" if columns else ""
             raise ConfigError(
-                f"the reward function asks for {parameter.name}, but no row has a ground "
-                "truth: neither reward_model.ground_truth nor a column ground_truth. "
-                f"Use a column that exists{theirs}, or give the parameter a default."
+                f"the reward function has the parameter {parameter.name}, but no row has a ground "
+                "truth: neither reward_model.ground_truth nor a column ground_truth. Use a column "
+                f"that exists{theirs}, or give the parameter a default."
             )
         theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
         raise ConfigError(
-            f"the reward function has an unknown parameter {parameter.name!r}. It is called by "
-            f"keyword with {', '.join([*SHORT_NAMES, *SAMPLE_FIELDS])} (or, for a whole "
-            f"batch, responses and the other plurals){theirs}, and the names in its kwargs. "
-            "Rename the parameter, or give it a default."
+            f"the reward function has an unknown parameter {parameter.name!r}. Available: "
+            f"{', '.join([*SHORT_NAMES, *SAMPLE_FIELDS])}{theirs}, and the names in its kwargs. "
+            "For a batch function, use the plural names, such as responses. Rename the parameter, "
+            "or give it a default."
         )

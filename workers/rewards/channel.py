@@ -51,14 +51,14 @@ class DriverEnd:
                 raise EOFError
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             if len(self._rest) > LONGEST_ANSWER:
-                raise NoAnswerError(f"gave an answer of more than {LONGEST_ANSWER} bytes")
+                raise NoAnswerError(f"sent a reply of more than {LONGEST_ANSWER} bytes")
             self._lines.extend(filter(None, lines))
 
         line = self._lines.popleft()
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as err:
-            raise NoAnswerError(f"wrote an invalid answer to its socket: {line!r:.80}") from err
+            raise NoAnswerError(f"sent an invalid reply: {line!r:.80}") from err
 
     def shut(self) -> None:
         """Stop reading and sending, from another thread; the replying process then ends."""

@@ -31,9 +31,9 @@ from workers.rewards.program import Program
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 NOT_TRUSTED = (
-    "what it expects cannot be kept from the model's program, which could then forge its score. "
-    "Write asserts as `assert f(...) == value`, give the tests as inputs and outputs (with fn_name "
-    "for calls of a function), or trust the programs: {way}."
+    "the model's program could read the expected values and forge its score. Write asserts as "
+    "`assert f(...) == value`, write the tests as inputs and outputs (with fn_name for calls of a "
+    "function), or trust the programs: {way}."
 )
 START_S = 5.0
 """Seconds that the start of the process and its forks may take, in addition to the tests."""
@@ -120,8 +120,8 @@ def _read_tests(
         inputs = [read(test_input) for test_input in inputs]
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(
-            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; give as "
-            "many outputs as inputs, at least one"
+            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs. Write the same "
+            "number of both, at least one."
         )
     return kind, inputs, outputs
 
@@ -219,7 +219,7 @@ class _Runner:
             for expected in range(len(program.inputs)):
                 number, output, problem = self._channel.receive(deadline)
                 if number != expected:
-                    raise NoAnswerError(f"answered for test {number!r:.40}")
+                    raise NoAnswerError(f"sent a result for an unknown test, {number!r:.40}")
                 results[expected] = str(output), problem
         except (NoAnswerError, EOFError, OSError, TypeError, ValueError):
             self.stop()  # the program disturbed the process outside its fork; other tests fail

@@ -17,7 +17,7 @@ from typing import Any
 RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
 
 GIVE_REWARD = (
-    "To score with your own function, set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION. "
+    "Set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION, to score with your own function. "
     "If only a reward model scores, set reward.rule_weight=0"
 )
 GSM8K_TAIL_CHARS = 300
@@ -158,6 +158,6 @@ def check_rules(data_sources: Iterable[str]) -> None:
             )
         if REWARDS[source] is math and find_spec("math_verify") is None:
             raise ConfigError(
-                f"the rule for data_source {source!r} needs math-verify: pip install "
-                "'verl-like[math]'"
+                f"the rule for data_source {source!r} needs math-verify. Install it with: pip "
+                "install 'verl-like[math]'"
             )

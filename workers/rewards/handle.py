@@ -86,12 +86,12 @@ class RewardProcess:
                 self._reads = None if reads is None else frozenset(map(str, reads))
             except TimeoutError as err:
                 raise ConfigError(
-                    f"The reward function {self._function} did not load within "
+                    f"the reward function {self._function} did not load within "
                     f"{self._start_deadline:g} s."
                 ) from err
             except (TypeError, ValueError) as err:
                 raise ProcessEndedError(
-                    f"the reward process gave an unexpected answer: {err}"
+                    f"the reward process sent an unexpected reply: {err}"
                 ) from err
             if problem is not None:
                 raise ConfigError(str(problem))

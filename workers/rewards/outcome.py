@@ -79,7 +79,7 @@ def read_answer(answer: Any, requested: Collection[int]) -> tuple[int, Outcome]:
     try:
         number, (score, extras, error) = answer
         if number not in requested:
-            raise ValueError(f"sample {number!r:.40} was not requested")
+            raise ValueError(f"the reply has sample {number!r:.40}, which was not sent")
         if score is None:
             return number, (None, {}, str(error))
         if not extras and type(score) is float and is_finite(score):  # fast path

@@ -166,7 +166,7 @@ class Calls:
                 raise ValueError(f"the reward function returned {results!r:.200}{NO_REWARD}")
             if len(results) != len(samples):
                 raise ValueError(
-                    f"it got {len(samples)} samples and returned {len(results)} scores"
+                    f"it received {len(samples)} samples but returned {len(results)} scores"
                 )
         except TimeoutError:
             return [(None, {}, LATE)] * len(samples)

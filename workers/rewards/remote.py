@@ -59,7 +59,8 @@ class RemoteScorer:
         except (RewardServerError, TimeoutError) as err:
             raise ConfigError(
                 f"the test request to the reward server {self._config.url} failed: {err}. Check "
-                "that it runs (`verl-like serve-reward`), and that `url` and `protocol` are right."
+                "that it is running (`verl-like serve-reward`) and that `url` and `protocol` "
+                "match."
             ) from err
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
@@ -159,7 +160,9 @@ def check_url(url: str, name: str) -> None:
     """Reject an invalid server address; errors have the reward's name."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"reward {name!r}: url={url!r} is not of the form http://HOST:PORT/PATH.")
+        raise ConfigError(
+            f"reward {name!r}: url={url!r} does not have the form http://HOST:PORT/PATH."
+        )
 
 
 def _token(variable: str) -> str:

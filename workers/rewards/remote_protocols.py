@@ -134,5 +134,5 @@ def _plain(value: Any) -> Any:
 def _check_count(outcomes: Any, count: int) -> list[Any]:
     if not isinstance(outcomes, list) or len(outcomes) != count:
         size = len(outcomes) if isinstance(outcomes, list) else type(outcomes).__name__
-        raise ValueError(f"{count} samples were sent, {size} outcomes came back")
+        raise ValueError(f"{count} samples were sent, but {size} outcomes were returned")
     return outcomes

@@ -80,8 +80,8 @@ class Scorer:
             self._processes[0].start()
         except (OSError, ProcessEndedError) as err:
             raise ConfigError(
-                f"The reward function {self._function} could not be loaded: {err}. The "
-                "output of its process is above."
+                f"the reward function {self._function} could not be loaded: {err}. The output of "
+                "its process is above."
             ) from err
 
     def score(self, samples: list[Sample]) -> list[Outcome]:

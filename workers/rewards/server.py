@@ -84,14 +84,14 @@ class _RewardHandler(BaseHTTPRequestHandler):
         expected = f"Bearer {self.server.token}"
         if self.server.token and not hmac.compare_digest(token.encode(), expected.encode()):
             self.close_connection = True
-            self._answer(401, {"error": "the bearer token is missing, or another one"})
+            self._answer(401, {"error": "the bearer token is missing or wrong"})
             if length.isdecimal():  # closing a socket with unread bytes could drop the reply
                 with suppress(OSError):  # the client is gone
                     self.rfile.read(min(int(length), MOST_DROPPED))
             return
         if not length.isdecimal() or int(length) > LONGEST_REQUEST:
             self.close_connection = True  # unread bytes would be taken for the next request
-            self._answer(413, {"error": f"a request has a length of at most {LONGEST_REQUEST}"})
+            self._answer(413, {"error": f"a request may have at most {LONGEST_REQUEST} bytes"})
             return
 
         body = self.rfile.read(int(length))

@@ -102,7 +102,7 @@ def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[Rewar
         return rewards
     listed = [reward for reward in rewards if reward.kind != "function" or reward.path]
     if listed != rewards:
-        print("notice: no row's data_source has a rule: only the reward model scores", flush=True)
+        print("note: no row's data_source has a rule: only the reward model scores", flush=True)
     return listed
 
 
@@ -285,9 +285,9 @@ class WeightedScores:
             named = ", ".join(str(self._uids[row]) for row in wrong[:NAMED])
             raise RewardError(
                 f"the scores of {len(wrong)} of {len(total)} samples are NaN or infinite in "
-                f"float32 once rewards are weighed and added: {named}"
-                f"{', …' if len(wrong) > NAMED else ''}. Make the reward or its weight smaller; a "
-                "model that gives NaN is broken."
+                "float32 after rewards are weighted and added: "
+                f"{named}{', …' if len(wrong) > NAMED else ''}. Make the reward or its weight "
+                "smaller; a reward model that outputs NaN is broken."
             )
 
     def _answer(self, future: Future[Scored], timeout: float | None) -> Scored:
@@ -340,11 +340,13 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
     """Raise if a reward failed too often; the error has the first failure of each kind."""
     config, most, count = part.config, part.max_failed_fraction, int(failed.sum())
     if config.on_failure == "fail" and count:
-        rule = ". Its on_failure is fail. Fix it, or set on_failure=default or skip."
+        rule = ", and its on_failure is fail. Fix the reward, or set on_failure=default or skip."
     elif count > most * len(failed):
         section = "environment" if config.kind == "environment" else "reward"
-        key = f"{section}.max_failed_fraction"
-        rule = f", more than {key}={most:g} allows. Fix it, or raise the limit."
+        rule = (
+            f", more than {section}.max_failed_fraction={most:g} allows. Fix the reward, or "
+            "raise the limit."
+        )
     else:
         return
     text = "".join(f"\n  {failure}" for failure in failures.values())

@@ -173,10 +173,11 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         mini_batch_size = self.config.ppo_mini_batch_size * self.policy.rollout.n
         if self.config.ppo_epochs != 1 or mini_batch_size < num_rows:
             raise BatchError(
-                "update_actor: meta_info['on_policy'] is set, but ppo_epochs="
-                f"{self.config.ppo_epochs} and mini-batches of {mini_batch_size} samples make more "
-                f"than one optimizer step of {num_rows} samples, and the policy changes after the "
-                "first. Leave out on_policy, and provide old_log_probs (actor.compute_log_prob)."
+                "update_actor: meta_info['on_policy'] is set, but "
+                f"ppo_epochs={self.config.ppo_epochs} and mini-batches of {mini_batch_size} "
+                f"samples make more than one optimizer step of {num_rows} samples, so the policy "
+                "changes after the first step. Do not set meta_info['on_policy']; provide "
+                "old_log_probs (actor.compute_log_prob)."
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -182,6 +182,6 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         if self.engine.version is None:
             raise WeightSyncError(
                 f"{self.role}: this copy of the critic has no weights: none were sent, or a rank "
-                "has rejected them. deliver_weights(critic_group, copy_group) sends them."
+                "rejected them. Send them with deliver_weights(critic_group, copy_group)."
             )
         return super().forward(data, wanted)

@@ -148,7 +148,9 @@ class ModelWorker(Worker):
         Returns `grad_norm`, `lr` and `skipped_steps`, which is 1 if the norm was not finite.
         """
         if not self.losses():
-            raise ConfigError(f"{self.role}.optim_step: the model is frozen.")
+            raise ConfigError(
+                f"{self.role}.optim_step: the model is frozen, so it cannot be updated."
+            )
         with self.engine.running(self.engine.optimizer):
             metrics: CallMetrics = self.engine.optim_step(settings)
         return metrics

@@ -123,7 +123,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
             return
         if not any(Path(path).glob("*.safetensors")):
             raise CheckpointError(
-                f"{path} holds no weights: the reference of that run did not change. Leave out "
+                f"{path} holds no weights: the reference of this run did not change. Leave out "
                 "actor_rollout_ref.ref.update_every, or start a new run."
             )
         self.engine.load(Path(path))

@@ -134,8 +134,8 @@ class RolloutWorker(WeightReceiver, Worker):
         """
         if self._requests:
             raise RolloutError(
-                f"rollout: this rank is generating {len(self._requests)} samples already; take or "
-                "abort them first."
+                f"rollout: this rank is generating {len(self._requests)} samples. Take or abort "
+                "them first."
             )
         numbers = self._begin(data)
         results = self._generator.take()

@@ -68,7 +68,7 @@ class SamplingParams:
         for name, is_valid, rule in checks:
             if not is_valid:
                 value = getattr(self, name)
-                raise ConfigError(f"sampling: {name}={value} cannot work; it must be {rule}.")
+                raise ConfigError(f"sampling: {name}={value} is not possible: it must be {rule}.")
 
     @property
     def log_prob_temperature(self) -> float:
@@ -185,7 +185,7 @@ class RolloutEngine(ABC):
                 state = "is asleep"
             raise RolloutError(
                 f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
-                "makes it ready."
+                "to send verified weights."
             )
         self._check_sampling(sampling)
         for sample in samples:
@@ -193,8 +193,8 @@ class RolloutEngine(ABC):
             _check_response(sample, sampling, self.vocab_size)
         if self._running and sampling != self._sampling:
             raise RolloutError(
-                f"rollout: {self.num_running} samples are running with other sampling settings; "
-                "take or abort them first."
+                f"rollout: {self.num_running} samples are running with other sampling settings. "
+                "Take or abort them first."
             )
         self._sampling = sampling
         added = {next(self._ids): sample for sample in samples}
@@ -234,9 +234,9 @@ class RolloutEngine(ABC):
                 broken = (~sample.log_probs.isfinite() & sample.is_sampled).nonzero()
                 if len(broken):
                     raise RolloutError(
-                        f"rollout: the model's logits are not finite for {sample.name} at response "
-                        f"token {int(broken[0])} (weights of version {self.version}); look for NaN "
-                        "in the last update."
+                        f"rollout: the model's logits are not finite for {sample.name} at "
+                        f"response token {int(broken[0])} (weights of version {self.version}). "
+                        "Check the last update for NaN."
                     )
         except BaseException:
             self.abort()
@@ -257,7 +257,8 @@ class RolloutEngine(ABC):
         """Generate all samples to their end; return them in the same order."""
         if self._running:
             raise RolloutError(
-                f"rollout: this engine is generating {self.num_running} samples already."
+                f"rollout: this engine is already generating {self.num_running} samples. Take "
+                "or abort them first."
             )
         numbers = self.submit(samples, sampling)
         finished = self.take()
@@ -307,7 +308,7 @@ class RolloutEngine(ABC):
 
     def follow(self) -> None:
         """Run this rank's part of one call of the engine's first rank."""
-        raise RolloutError("rollout: this engine has only one rank.")
+        raise RolloutError("rollout: this engine has only one rank, so no rank follows.")
 
     def weights_checksum(self) -> str:
         """Return a hash of the full weights, comparable with the trainer's."""
@@ -379,7 +380,7 @@ class RolloutEngine(ABC):
         if sampling.max_tokens > self.limits.response_width:
             raise RolloutError(
                 f"rollout: max_tokens={sampling.max_tokens} does not fit the "
-                f"{self.limits.response_width} response columns; raise data.max_response_length."
+                f"{self.limits.response_width} response columns. Raise data.max_response_length."
             )
         if sampling.stop_strings and self.decode is None:
             raise ConfigError(
@@ -388,8 +389,8 @@ class RolloutEngine(ABC):
         if sampling.routed_experts and self.no_choices() is None:
             raise ConfigError(
                 f"sampling: {type(self).__name__} does not record which experts its model chooses "
-                "(actor_rollout_ref.actor.router_replay). actor_rollout_ref.rollout.name=native, "
-                "hf and vllm in process do."
+                "(actor_rollout_ref.actor.router_replay). Use "
+                "actor_rollout_ref.rollout.name=native, hf, or vllm in process."
             )
         outside = [token for token, _ in sampling.logit_bias if not 0 <= token < self.vocab_size]
         if outside:
@@ -420,8 +421,8 @@ def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -
         return
     if sampling.truncated_log_probs and sample.truncated_log_probs is None:
         raise RolloutError(
-            f"rollout: {sample.name} was started without truncated_log_probs; continue it "
-            "without them."
+            f"rollout: {sample.name} was started without truncated_log_probs. Continue it without "
+            "them."
         )
     longest = sample.longest(sampling.max_tokens)
     if len(sample.tokens) >= longest or sample.finish_reason != UNFINISHED:
@@ -437,7 +438,7 @@ def _check_ids(part: str, ids: Sequence[int], name: str, vocab_size: int) -> Non
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         raise RolloutError(
-            f"rollout: the {part} of {name} has token id {low if low < 0 else high}, outside "
-            f"the vocabulary of {vocab_size}; tokenizer and actor_rollout_ref.model.path "
-            "do not match."
+            f"rollout: the {part} of {name} has token id {low if low < 0 else high}, outside the "
+            f"vocabulary of {vocab_size}; the tokenizer does not match "
+            "actor_rollout_ref.model.path."
         )

@@ -36,9 +36,9 @@ def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sa
     ids = data.column("input_ids")
     if ids.shape[1] != prompt_width:
         raise RolloutError(
-            f"rollout: prompts are {ids.shape[1]} columns wide, data.max_prompt_length is "
-            f"{prompt_width}; pad them to that width on the left (and do not generate a "
-            "batch twice)."
+            f"rollout: prompts are {ids.shape[1]} columns wide, but data.max_prompt_length is "
+            f"{prompt_width}. Pad them to this width on the left, and do not generate a batch "
+            "twice."
         )
     prompts: Sequence[Tensor]
     if isinstance(ids, Ragged):
@@ -166,8 +166,9 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
         raise BatchError(
             f"{len(wrong)} of {len(batch)} samples differ from what the rollout sampled (hash "
             f"mismatch; uid/index: {names}{', …' if len(wrong) > NAMED else ''}): prompts, "
-            "responses, token_versions, position_ids or response_mask were changed since. If a "
-            f"stage or hook changes tokens on purpose, let it drop the column {COLUMN!r}."
+            "responses, token_versions, position_ids or response_mask were changed after "
+            f"sampling. If a stage or hook changes tokens on purpose, drop the column {COLUMN!r} "
+            "in it."
         )
     return {"training/num_hash_matched_samples": float(len(batch))}
 

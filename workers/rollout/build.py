@@ -60,8 +60,8 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
     if (name, device_type) != ("native", "cuda"):
         return []
     return [
-        "notice: this run generates with the native engine, which is slow on GPUs: it has no CUDA "
-        f"graphs and no paged KV cache. {SECTION}.name=auto chooses vLLM where it is installed "
+        "note: this run generates with the native engine, which is slow on GPUs: it has no CUDA "
+        f"graphs and no paged KV cache. {SECTION}.name=auto chooses vLLM if it is installed "
         '(pip install -e ".[vllm]")'
     ]
 
@@ -94,8 +94,8 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
         return
     if passed_on:
         raise ConfigError(
-            f"{pair} and {SECTION}.engine_kwargs.quantization={passed_on}: vLLM takes one. Leave "
-            "one of them out."
+            f"{pair} and {SECTION}.engine_kwargs.quantization={passed_on}: vLLM accepts only one. "
+            "Leave out one of them."
         )
     if (quantization == FP8) != (rollout.name == "vllm"):
         raise ConfigError(
@@ -106,8 +106,8 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
         check_device(device_type)
     elif device_type != "cuda":
         raise ConfigError(
-            f"{pair}: vLLM rounds to fp8 only on GPUs, and this role's device is {device_type}. "
-            "Leave it out."
+            f"{pair}: vLLM rounds to fp8 only on GPUs, but this role's device is {device_type}. "
+            "Leave out quantization."
         )
 
 
@@ -118,7 +118,7 @@ def user_engine(name: str) -> type[RolloutEngine] | None:
         return None
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(
-            f"{SECTION}.name={name} is not a rollout engine: make it a subclass of "
+            f"{SECTION}.name={name} is not a rollout engine. Make it a subclass of "
             "workers.rollout.base.RolloutEngine."
         )
     subject = f"{SECTION}.name={name}"
@@ -134,7 +134,7 @@ def check_notes_routing(rollout: RolloutConfig) -> None:
         engine = "a server of vLLM's" if rollout.server_urls else rollout.name
         raise ConfigError(
             f"{ROUTING_KEY} with {SECTION}.name={rollout.name}: {engine} does not record which "
-            f"experts its routers choose. Set {SECTION}.name=native, or leave the replay out."
+            f"experts its routers choose. Set {SECTION}.name=native, or leave out the replay."
         )
 
 
@@ -195,7 +195,7 @@ def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
         return None
     if getattr(actor.engine, "module", None) is None:
         raise RolloutError(
-            "rollout.init_model shares the actor's module: call the actor's init_model first."
+            "rollout.init_model shares the actor's module. Call the actor's init_model first."
         )
     is_other = not actor.engine.is_whole or actor.engine.module.dtype != dtype
     return None if is_other else actor.engine.module

@@ -89,11 +89,10 @@ def _check_rotary(config: Any, width: int) -> None:
     border = factor_border(config)
     if border is not None and width > border:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name=hf samples the first {border} tokens of a row of "
-            f"model type {config.model_type!r} with other rotary factors (longrope) than the "
-            "trainer uses for a longer row. Keep data.max_prompt_length + "
-            f"data.max_response_length, now {width}, at {border} or less, or set "
-            "actor_rollout_ref.rollout.name=vllm."
+            "actor_rollout_ref.rollout.name=hf uses other rotary factors (longrope) for the first "
+            f"{border} tokens of a row of model type {config.model_type!r} than the trainer uses "
+            "for a longer row. Set data.max_prompt_length + data.max_response_length, now "
+            f"{width}, to {border} or less, or set actor_rollout_ref.rollout.name=vllm."
         )
 
 

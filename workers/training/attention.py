@@ -212,7 +212,7 @@ def packed_attention(
     each head.
     """
     if row_layout is None:
-        raise TypeError(f"{type(module).__name__} was not given the packed row's layout")
+        raise TypeError(f"{type(module).__name__} did not receive the layout of the packed row")
     if attention_mask is None:
         local = LocalMask(sliding_window)
     elif isinstance(attention_mask, LocalMask):

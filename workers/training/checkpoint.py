@@ -262,7 +262,7 @@ def reject_other_model(
     folder: Path,
     here: dict[str, list[int]],
     saved: dict[str, Any],
-    way_out: str = "Set model.path (and model.lora_rank) as they were, or start again in another "
+    way_out: str = "Restore model.path (and model.lora_rank), or start again in another "
     "trainer.default_local_dir.",
 ) -> None:
     """Reject a checkpoint with missing, unknown or differently shaped tensors; one error lists all.
@@ -276,12 +276,12 @@ def reject_other_model(
             "lacked 'model'."
         )
     other_shape = [
-        f"{name} (there {there[name]}, here {shape})"
+        f"{name} ({there[name]} in the checkpoint, {shape} in this run)"
         for name, shape in here.items()
         if there.get(name, shape) != shape
     ]
     problems = {
-        "missing in it": [name for name in here if name not in there],
+        "missing in the checkpoint": [name for name in here if name not in there],
         "unknown here": [name for name in there if name not in here],
         "of another shape": other_shape,
     }

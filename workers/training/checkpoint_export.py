@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from workers.config import ModelConfig
 
 CPU = torch.device("cpu")
-OTHER_BASE = "Name the folder that it was trained from with --model."
+OTHER_BASE = "Set the folder of the model that it was trained from with --model."
 
 
 def export_checkpoint(
@@ -47,9 +47,7 @@ def export_checkpoint(
     average replaces the weights. `settings` goes into the `config.json` of a classifier.
     """
     if as_adapter and model_config.lora_rank == 0:
-        raise CheckpointError(
-            f"{checkpoint} has no adapter: it was trained with lora_rank=0. Export it whole."
-        )
+        raise CheckpointError(f"{checkpoint} has no adapter (lora_rank=0). Leave out --adapter.")
     module = trained_module(checkpoint, model_config, of_average)
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)

@@ -206,7 +206,7 @@ class TrainEngine(Model):
         """
         assert self.optimizer is not None, "a frozen engine was asked for a step"
         if not self.has_gradients:
-            raise ConfigError("optim_step: there are no gradients; call forward_backward first.")
+            raise ConfigError("optim_step: there are no gradients. Call forward_backward first.")
         self.sum_gradients()
         grad_clip = self.grad_clip if settings.grad_clip is None else settings.grad_clip
         copies = [self.module.get_parameter(name) for name in self.layers.copies]

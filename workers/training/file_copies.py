@@ -144,7 +144,8 @@ class FileCopies(FileWriter):
             self._has_warned = True
             logger.warning(
                 "trainer.async_save: host memory has no room for a copy of the checkpoint (%.2f "
-                "GiB on each of %d ranks, %.2f GiB are free): training waits while it is written.",
+                "GiB on each of %d ranks, %.2f GiB are free), so training waits while the "
+                "checkpoint is written.",
                 *(wanted, num_here, free),
             )
         return False
@@ -230,7 +231,7 @@ class FileCopies(FileWriter):
             code = process.returncode
             end = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             logger.warning(
-                "%s: the process that wrote it ended by %s; the training process writes the rest.",
+                "%s: the writer process ended with %s; the training process writes the rest.",
                 *(path, end),
             )
         return None

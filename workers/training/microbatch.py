@@ -104,13 +104,13 @@ class Rows:
         if data.shard is None and num_ranks > 1:
             raise BatchError(
                 f"a batch of {len(data)} rows reached one of {num_ranks} ranks without its place "
-                "in the whole batch; call the method through its worker group, which splits the "
+                "in the whole batch. Call the method through its worker group, which splits the "
                 "batch."
             )
         if data.shard is not None and data.shard.count != num_ranks:
             raise BatchError(
-                f"a batch was split for {data.shard.count} ranks, but the model's rows "
-                f"are divided over {num_ranks}: register the method with "
+                f"a batch was split for {data.shard.count} ranks, but the model's rows are "
+                f"divided over {num_ranks}. Register the method with "
                 "workers.roles.model_worker.TRAIN."
             )
 
@@ -193,10 +193,10 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
         row = int(gaps[0])
         first, second = begins[row].nonzero().squeeze(1)[:2].tolist()
         raise ConfigError(
-            f"{names[row * len(mask) // len(flat)]} has a gap: its attention_mask is 1 from column "
-            f"{first}, then 0, and 1 again from column {second}. The log-prob of the first token "
-            "after the gap would be read at a pad token; pad prompts on the left and responses on "
-            "the right (tokenizer.padding_side='left')."
+            f"{names[row * len(mask) // len(flat)]} has a gap: its attention_mask is 1 from "
+            f"column {first}, then 0, and 1 again from column {second}. The log-prob of the first "
+            "token after the gap would be read at a pad token. Pad prompts on the left and "
+            "responses on the right (tokenizer.padding_side='left')."
         )
     starts, lengths = begins.int().argmax(dim=1), flat.sum(dim=1)
     shape = mask.shape[:-1]
@@ -289,7 +289,7 @@ def cut(
     `single`, every row has its own micro-batch.
     """
     if (budget.rows or budget.tokens or 0) < 1:
-        raise ConfigError(f"{budget}: a micro-batch holds 1 row or token at least; raise its size.")
+        raise ConfigError(f"{budget}: a micro-batch holds at least 1 row or token. Raise its size.")
 
     if order is None:
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
@@ -298,8 +298,8 @@ def cut(
     longest, limit = max(lengths, default=0), budget.tokens
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"a row of {longest} tokens exceeds the budget of {limit} tokens per "
-            "micro-batch; raise ppo_max_token_len_per_gpu to the longest prompt plus response."
+            f"a row of {longest} tokens exceeds the budget of {limit} tokens per micro-batch. "
+            "Raise ppo_max_token_len_per_gpu to the longest prompt plus response."
         )
 
     if single:

@@ -46,8 +46,7 @@ def response_reads(columns: RowColumns) -> Ragged:
         if inside[begins[lengths[first] > 0]].any():
             raise BatchError(
                 "a row's first token is inside its response_mask; its log-prob would be read at "
-                "the token before it, and there is none. A row needs a prompt of at least one "
-                "token."
+                "the token before it, which does not exist. Use a prompt of at least one token."
             )
     reads = torch.zeros(len(ids.values), dtype=torch.bool)
     reads[places[inside]] = True
@@ -270,15 +269,15 @@ def check_rows(module: Any, ids: Ragged) -> None:
     longest = int(ids.lengths.max())
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"a row of {longest} tokens is longer than the model's {limit} positions; "
-            "lower data.max_prompt_length or data.max_response_length."
+            f"a row of {longest} tokens is longer than the model's {limit} positions. Lower "
+            "data.max_prompt_length or data.max_response_length."
         )
 
     vocabulary = config.vocab_size
     highest = int(ids.values.max())
     if highest >= vocabulary:
         raise ConfigError(
-            f"token id {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer "
-            "that made the rows is not this model's. Critic and reward model need the actor's "
-            "tokenizer."
+            f"token id {highest} is outside the model's vocabulary of {vocabulary}; the rows were "
+            "tokenized with another model's tokenizer. Use a critic and a reward model with the "
+            "actor's tokenizer."
         )

@@ -51,8 +51,8 @@ more.
 Rounding in float32 causes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
 """
 SPLITS = (
-    "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope, or "
-    "it looks at its neighbors), so the segments of a trajectory may not, either. Set "
+    "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope, "
+    "or it reads neighboring rows), so the segments of a trajectory may not share one either. Set "
     "environment.history_tokens=sampled."
 )
 LARGEST_SQUARE = 2048
@@ -136,8 +136,8 @@ def prove_rows(
         ranks = SequenceRanks(group, support.config.num_attention_heads)
     if reason not in ("", PADDED_BY_USER):
         logger.warning(
-            "model type %s %s packed rows (%s), so it runs on padded rows, which is slower. "
-            "use_remove_padding=false in the model's section silences this warning.",
+            "model type %s %s packed rows (%s), so it runs on padded rows, which is slower. Set "
+            "use_remove_padding=false in the model's section to silence this warning.",
             support.model_type,
             "could not be tested on" if reason.startswith(NO_MODEL) else "gives wrong results on",
             reason,
@@ -170,7 +170,7 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
 
     in_eager = replace(support, attention="eager")
     if not (in_eager.why_not(rows_packed) and in_eager.why_not(rows_padded)):
-        choice = "Set model.attn_implementation=eager, under which it is right."
+        choice = "Set model.attn_implementation=eager, which gives the right log-probs."
     else:
         choice = "Choose a causal LM of another type for model.path."
     raise ConfigError(

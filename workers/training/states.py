@@ -63,15 +63,15 @@ class TrainedStates:
     ) -> None:
         """Add a state with the base's weights; new adapters have this LoRA rank and seed."""
         if name in self.states:
-            raise ConfigError(f"there is a state {name!r} already.")
+            raise ConfigError(f"a state named {name!r} already exists. Choose another name.")
         if (rank == 0) != (self.rank == 0):
             kind = "adapters (lora_rank > 0)" if self.rank else "all weights (lora_rank=0)"
             raise ConfigError(f"this model trains {kind}, so it cannot add a state of rank {rank}.")
         if rank != self.rank and not self.engine.is_whole:
             raise ConfigError(
                 f"an adapter of rank {rank} in a sharded model whose adapters have rank "
-                f"{self.rank}: all have one rank there. Ask for rank {self.rank}, or start the "
-                f"model with lora_rank={rank}."
+                f"{self.rank}: all adapters of a sharded model have the same rank. Use rank "
+                f"{self.rank}, or start the model with lora_rank={rank}."
             )
         weights = self._clones(BASE)
         weights.update(self._adapters(rank, seed) if rank else {})

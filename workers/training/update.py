@@ -90,8 +90,8 @@ def epoch_rows(rows: Rows, epochs: int, seed: int | None, update_call: int) -> l
     numbers = rows.columns[SAMPLE_NUMBER]
     if len(numbers) and int(numbers.max()) >= rows.total:
         raise BatchError(
-            f"{SAMPLE_NUMBER} {int(numbers.max())} in a batch of {rows.total} samples: some were "
-            "taken out after the driver numbered them. Number them again, from 0."
+            f"{SAMPLE_NUMBER} {int(numbers.max())} in a batch of {rows.total} samples: some "
+            "samples were removed after the driver numbered them. Number them again from 0."
         )
     orders = []
     for epoch in range(epochs):

@@ -146,7 +146,7 @@ def _torch_varlen(dtype: torch.dtype) -> VarlenKernel:
     from torch.nn.attention.varlen import varlen_attn
 
     if "window_size" not in inspect.signature(varlen_attn).parameters:
-        raise ImportError("its varlen_attn has no windows yet")
+        raise ImportError("its varlen_attn does not support sliding windows yet")
     return VarlenKernel("torch.nn.attention.varlen", torch_varlen_kernel(varlen_attn), dtype)
 
 
@@ -168,7 +168,7 @@ def _checked(
             return None, f"{name} is not installed ({library.install})"
         return None, f"{name} does not run here: {' '.join(str(problem).split())[:200]}"
     if error >= LARGEST_ERROR:
-        return None, f"{name} is off by {error:.2g} on a few rows"
+        return None, f"{name} is off by {error:.2g} on test rows"
     has_softcap = False
     if kernel.has_softcap:
         with suppress(Exception):

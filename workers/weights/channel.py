@@ -255,7 +255,7 @@ class Channel:
     def all_agree(self, ok: bool) -> bool:
         """Return True if every rank, including the sender, votes ok."""
         votes = torch.tensor([0 if ok else 1])
-        with name_errors("a rank left before the vote"):
+        with name_errors("a rank left before all ranks confirmed"):
             options = dist.AllreduceOptions()
             options.timeout = TRANSFER_TIMEOUT
             self.connection.group.allreduce([votes], options).wait()
@@ -269,7 +269,7 @@ class Channel:
             self.corrupt.append(f"the header of bucket {expected} (wrong signature)")
             return
         if header["number"] != expected:
-            self.corrupt.append(f"bucket {header['number']} in the place of bucket {expected}")
+            self.corrupt.append(f"bucket {header['number']} instead of bucket {expected}")
         bucket = Bucket(header["tensors"], payload)
         self.manifest |= {name: entry for name, *entry in bucket.entries}
         announced = bucket.places()[-1][1]
@@ -312,7 +312,7 @@ class Channel:
         """Start broadcasting a tensor; the returned function waits for the end of the broadcast."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
-        with name_errors("a broadcast could not begin"):
+        with name_errors("a broadcast could not start"):
             work: dist.Work = (group or self.connection.group).broadcast([tensor], options)
         return partial(_wait, work)
 
@@ -367,5 +367,5 @@ def _finish(started: Iterable[Finish]) -> None:
 
 
 def _wait(work: dist.Work) -> None:
-    with name_errors("a broadcast broke off; a worker died or fell behind"):
+    with name_errors("a broadcast was interrupted: a worker died or fell behind"):
         work.wait()

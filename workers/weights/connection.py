@@ -268,7 +268,7 @@ def give_up(store: SignedStore, num_receivers: int) -> None:
 def _read(store: SignedStore, key: str) -> dict[str, Any]:
     text = store.get(key).decode()
     if text == GIVEN_UP:
-        raise WeightSyncError("weight sync: it stops, because another rank has failed.")
+        raise WeightSyncError("weight sync: stopped, because another rank failed.")
     info: dict[str, Any] = json.loads(text)
     return info
 
@@ -356,7 +356,8 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
         absent = ", ".join(_who(rank) for rank, is_there in enumerate(joined) if not is_there)
         raise WeightSyncError(
             f"weight sync: {absent or _who(0)} did not connect within "
-            f"{JOIN_TIMEOUT.total_seconds():.0f} s. Is it alive, or busy with another call?"
+            f"{JOIN_TIMEOUT.total_seconds():.0f} s. Check that it is alive and not busy with "
+            "another call."
         ) from error
 
 

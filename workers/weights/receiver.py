@@ -81,9 +81,10 @@ class WeightReceiver:
             return problems
         if channel.summary:
             channel.corrupt.append(
-                "the whole: the actor sends what has changed ("
-                "actor_rollout_ref.rollout.weight_sync=changed), and this rollout keeps no copy to "
-                "put it to; configure them alike"
+                "the whole transfer: the actor sends only changes "
+                "(actor_rollout_ref.rollout.weight_sync=changed), but this rollout keeps no copy "
+                "of the weights to apply changes to. Set the same "
+                "actor_rollout_ref.rollout.weight_sync for both"
             )
         if channel.corrupt:
             problems.append(describe_problems("transfer", corrupt=channel.corrupt))

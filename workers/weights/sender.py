@@ -166,8 +166,8 @@ class WeightSender:
         """
         if "snapshots" not in vars(self):
             raise WeightSyncError(
-                f"actor rank {self.rank} has published no version of its weights, so none can be "
-                f"delivered from it: actor.publish_weights(version, senders=[{self.rank}])."
+                f"actor rank {self.rank} has published no version of its weights, so it cannot "
+                f"deliver any. Call actor.publish_weights(version, senders=[{self.rank}])."
             )
         address = str(self.connections.new_address())
         return address, self.snapshots.hold(version, address).version
@@ -244,7 +244,7 @@ class WeightSender:
                     channel.connection.manifest = {}
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
-        problem = None if agreed else "a rollout rank refused the weights"
+        problem = None if agreed else "a rollout rank rejected the weights"
         return SyncReport(problem, channel.num_bytes, channel.watch.seconds)
 
 
@@ -390,11 +390,13 @@ class Snapshots:
             newest = None if self.newest is None else self.newest.version
             if self.newest is None or version not in (newest, None):
                 available = (
-                    "none is held" if newest is None else f"the one that is held is {newest}"
+                    "no version is published"
+                    if newest is None
+                    else f"the published version is {newest}"
                 )
                 raise WeightSyncError(
-                    f"version {version} cannot be delivered: {available}. "
-                    "actor.publish_weights(version) publishes a version, which replaces the "
+                    f"version {version} cannot be delivered: {available}. Call "
+                    "actor.publish_weights(version) to publish a version, which replaces the "
                     "previous one."
                 )
             sends_changes = self.newest.merging is not None

@@ -72,8 +72,8 @@ def publish_weights(
     absent = [rank for rank in senders if not 0 <= rank < actor_group.world_size]
     if absent or not senders:
         raise WeightSyncError(
-            f"version {version} cannot be published by ranks {list(senders)}: name at least one of "
-            f"the actor's ranks, 0 to {actor_group.world_size - 1}."
+            f"version {version} cannot be published by ranks {list(senders)}. Name at least one "
+            f"of the actor's ranks, 0 to {actor_group.world_size - 1}."
         )
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders), bucket_mb)
     figures = {
@@ -105,8 +105,9 @@ def deliver_weights(
         start = time.perf_counter()
         if rollout_group.shares_processes_with(actor_group):
             raise WeightSyncError(
-                "weights cannot be delivered to a rollout in the actor's own processes: "
-                "sync_weights(actor_group, rollout_group, version) shares them by reference."
+                "weights cannot be delivered to a rollout in the actor's own processes. Call "
+                "sync_weights(actor_group, rollout_group, version), which shares them by "
+                "reference."
             )
         address, sent_version = actor_group.open_delivery.remote_on(sender, version).get()[0]
         arguments = sender, address, rollout_group.world_size
@@ -198,9 +199,9 @@ def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
 @cache
 def _warn_of_unchanged_weights() -> None:
     logger.warning(
-        "A new version of the weights equals the previous version bit for bit: no "
-        "update in between has changed the weights that a rollout gets. Are all "
-        "advantages zero, is actor_rollout_ref.actor.optim.lr too small for the type of the "
-        "rollout's weights (actor_rollout_ref.rollout.dtype), or are all weights frozen? "
-        "During trainer.critic_warmup this is expected."
+        "a new version of the weights equals the previous version bit for bit: no update in "
+        "between changed the weights that a rollout receives. This is expected during "
+        "trainer.critic_warmup. Otherwise check whether all advantages are zero, whether "
+        "actor_rollout_ref.actor.optim.lr is too small for the dtype of the rollout's weights "
+        "(actor_rollout_ref.rollout.dtype), and whether all weights are frozen."
     )

@@ -89,17 +89,17 @@ def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_dir: Path, tmp_pat
     folder = Path(model_path(model, tokenizer, tmp_path / "model"))
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
-    with pytest.raises(ConfigError, match="give its tokenizer, too"):
+    with pytest.raises(ConfigError, match="Pass the model's tokenizer, too"):
         model_path(model, None, tmp_path)
     with pytest.raises(ConfigError, match="a name on the hub, or a model of transformers"):
         model_path(model.lm_head, tokenizer, tmp_path)
     model.merge_and_unload = None  # as peft's have it
-    with pytest.raises(ConfigError, match=r"Give model\.merge_and_unload\(\)"):
+    with pytest.raises(ConfigError, match=r"Pass model\.merge_and_unload\(\)"):
         model_path(model, tokenizer, tmp_path)
     with pytest.raises(ConfigError, match="is the one in its folder"):
         model_path("gpt2", tokenizer, tmp_path)
 
 
 def test_several_models_without_roles_are_answered_with_the_roles() -> None:
-    with pytest.raises(ConfigError, match=r'of 2: give a dict of roles, \{"actor": ...,'):
+    with pytest.raises(ConfigError, match=r'of 2: pass a dict of roles, \{"actor": ...,'):
         models_by_role(lambda: ["a", "b"], ["actor", "critic"])

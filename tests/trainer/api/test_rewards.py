@@ -140,10 +140,10 @@ def test_a_reward_model_in_memory_becomes_a_role_s_folder(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        (OfTensors(), "'input_ids'.*called by keyword with prompt, response"),
+        (OfTensors(), "'input_ids'.*Available: prompt, response"),
         (lambda response, topic: 0.0, r"'topic'.*the rows' columns letter"),
-        ("mine.py", "a reward is a str: give a function, or a dict"),
-        ({"function": object_with(threading.Lock())}, "cannot be sent to its process.*pickle"),
+        ("mine.py", "a reward is a str: pass a function, or a dict"),
+        ({"function": object_with(threading.Lock())}, "cannot be sent to the process.*pickle"),
     ],
 )
 def test_a_reward_that_cannot_work_is_refused_at_once(

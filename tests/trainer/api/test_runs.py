@@ -165,11 +165,11 @@ def test_rollouts_are_counted_and_a_partial_last_update_is_trained(
 
 def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
     own = make_ppo(tiny_dir, tmp_path)
-    with pytest.raises(ConfigError, match="steps=0: give a number above 0"):
+    with pytest.raises(ConfigError, match="steps=0: pass a number above 0"):
         own.fit(steps=0)
-    with pytest.raises(ConfigError, match="max_timesteps=None: give a number"):
+    with pytest.raises(ConfigError, match="max_timesteps=None: pass a number"):
         own.fit(num_episodes=1, update_timesteps=2)
-    with pytest.raises(ConfigError, match="give one or the other"):
+    with pytest.raises(ConfigError, match="pass only one of them"):
         own.fit(1, num_episodes=1)
     with pytest.raises(
         ConfigError, match="train_batch_size=4 is not a multiple of update_timesteps=3"
@@ -273,11 +273,11 @@ def test_a_callback_that_would_never_be_called_is_refused(
 
 
 def test_a_key_that_an_argument_stands_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path='b' is among the keys"):
+    with pytest.raises(ConfigError, match=r"model\.path='b' is set as a key"):
         SFT("a", ROWS, save_to=tmp_path, **{"model.path": "b"})
-    with pytest.raises(ConfigError, match=r"There is no key 'optim\.lrr'.*'optim\.lr'"):
+    with pytest.raises(ConfigError, match=r"there is no key 'optim\.lrr'.*'optim\.lr'"):
         SFT("a", ROWS, save_to=tmp_path, optim={"lrr": 1.0})
-    with pytest.raises(ConfigError, match="reward.list is given twice"):
+    with pytest.raises(ConfigError, match="reward.list is set twice"):
         PPO("a", PROMPTS, len, save_to=tmp_path, **{"reward.list": [len]})
 
 

@@ -132,7 +132,7 @@ def test_after_a_while_without_a_batch_a_warning_says_who_waits_for_whom(
 
 
 def test_without_a_generator_the_trainer_does_not_wait() -> None:
-    with pytest.raises(StalledError, match="there is no generator left"):
+    with pytest.raises(StalledError, match="no generator is left"):
         make_buffer().take(Demand(4))
 
 
@@ -262,7 +262,9 @@ def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_ru
             finish(buffer, begin(buffer))
         if version < 3:
             train(buffer, buffer.take(Demand(4)), version + 1)
-    words = "NewestAtFirst took samples of version 1 for the update of version 3, but .*staleness=1"
+    words = (
+        "NewestAtFirst selected samples of version 1 for the update of version 3, but .*staleness=1"
+    )
     with pytest.raises(SamplerError, match=words):
         buffer.take(Demand(4))
 

@@ -59,8 +59,8 @@ def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path)
     assert time.time() - float(failed[1]) < 10
     texts = (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()
     kept = [json.loads(line)["uid"] for line in texts]
-    (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is on")]
-    named = note.removeprefix("step 2 is on the samples of uid ").split(", ")
+    (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is processing")]
+    named = note.removeprefix("step 2 is processing the samples of uid ").split(", ")
     assert len(named) == 4
     assert set(named) <= set(kept)
 

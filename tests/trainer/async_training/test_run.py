@@ -250,15 +250,15 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
     [
         (
             ["async_training.max_inflight_samples=4"],
-            "=4 samples are less than a batch of 16",
+            "=4 is less than a batch of 16",
         ),
         (["async_training.prompts_per_call=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
         (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy response"),
-        (["role_mapping.rollout=trainer_pool"], "is the pool of .* too: a generator"),
+        (["role_mapping.rollout=trainer_pool"], "is also the pool of .*, but a generator"),
         (["async_training.topology=2x"], "'2x' is not a topology"),
         (
             ["async_training.on_buffer_full=evict_oldest"],
-            "needs async_training.max_inflight_samples",
+            "Set async_training.max_inflight_samples",
         ),
         (
             ["async_training.generator_settings.4={name: hf}"],
@@ -270,7 +270,7 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         ),
         (
             ["async_training.generator_settings.x={name: hf}"],
-            "has 'x': give each generator's number once",
+            "has 'x'. Use each generator's number",
         ),
         (
             ["trainer.cls=trainer.ppo.PPOTrainer"],
@@ -291,9 +291,12 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
                 "async_training.weight_update=immediate",
                 "actor_rollout_ref.rollout.name=builtins.object",
             ],
-            "rollout's engine builtins.object takes no weights within a generation",
+            "rollout's engine builtins.object cannot load weights during a generation",
         ),
-        (["async_training.train_epochs=2", "trainer.save_freq=3"], "Set it to a multiple of 2"),
+        (
+            ["async_training.train_epochs=2", "trainer.save_freq=3"],
+            "Set trainer.save_freq to a multiple of 2",
+        ),
         (
             [*APART, "algorithm.filter_groups.enable=true"],
             r"filter_groups.enable=true selects .*routes=\[\[0,0\],\[0,1\],\[1,0\],\[1,1\]\]",
@@ -317,9 +320,9 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         ),
         (
             ["async_training.generators=2", "role_mapping.rollout_1=generator_0_pool"],
-            "generator_0_pool is the pool of rollout_1 too: .* each needs its own",
+            "generator_0_pool is also the pool of rollout_1.* Give each its own",
         ),
-        (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, and async_training.trainers=1"),
+        (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, but async_training.trainers=1"),
         (
             ["async_training.sampler=version_window", "async_training.drop_older_than=3"],
             "drop_older_than=3 has no effect above async_training.max_staleness=1",
@@ -344,7 +347,7 @@ def test_a_key_that_a_generator_does_not_read_is_a_notice(
     key: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_config(overrides(tiny_dir, tmp_path, LOCAL, f"{key}=2"), ASYNC)
-    assert f"notice: {key} has no effect: " in caplog.text
+    assert f"note: {key} has no effect: " in caplog.text
 
 
 def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(

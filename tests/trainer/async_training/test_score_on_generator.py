@@ -193,7 +193,7 @@ MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b
         (["actor_rollout_ref.ref.update_every=2"], "the generators' references do not change"),
         (
             ["async_training.weight_update=immediate"],
-            "copy of the critic receives weights only between two chunks",
+            "copy of the critic receives weights only between two calls",
         ),
         ([*GRPO, "algorithm.use_kl_in_reward=false"], "no reference, reward model or critic"),
         (["role_workers.critic=verl_like.Worker"], "verl_like.Worker cannot publish its weights"),

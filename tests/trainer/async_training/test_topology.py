@@ -73,18 +73,21 @@ def test_a_preset_that_is_none_is_refused(preset: str) -> None:
         ({"generators": 0}, "async_training.generators=0: it must be 1 or more"),
         ({"sample_routes": [[0, 0], [1, 2]]}, r"\[1,2\] names trainer 2, .* trainers 0 to 1"),
         ({"sample_routes": [[0, 0], [2, 1]]}, r"\[2,1\] names generator 2, .* generators 0 to 1"),
-        ({"sample_routes": [[0, 0], [1, 1], [0, 0]]}, r"\[0,0\] is there 2 times"),
+        ({"sample_routes": [[0, 0], [1, 1], [0, 0]]}, r"\[0,0\] is listed 2 times"),
         (
             {"sample_routes": [[0, 0, 1]]},
-            r"\[0, 0, 1\] is not a route. A route is \[generator,trainer\]",
+            r"\[0, 0, 1\] is not a route. Use two numbers, \[generator,trainer\]",
         ),
         ({"sample_routes": [[0, True]]}, "is not a route"),
         (
             {"sample_routes": [[0, 0], [0, 1]]},
-            r"generator 1 sends its samples to nobody. Add \[1,1\]",
+            r"generator 1 sends its samples to no trainer. Add \[1,1\]",
         ),
         ({"sample_routes": [[0, 0], [1, 0]]}, r"trainer 1 gets no samples.* Add \[1,1\]"),
-        ({"weight_routes": [[0, 0]]}, r"generator 1 gets weights from nobody.* such as \[1,1\]"),
+        (
+            {"weight_routes": [[0, 0]]},
+            r"generator 1 gets weights from no trainer.* such as \[1,1\]",
+        ),
         (
             {"weight_routes": [[0, 0], [0, 1], [1, 1]]},
             "generator 1 gets weights from trainers 0, 1",

@@ -260,7 +260,9 @@ def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: 
     rows = chats(tiny_dir, 4).splitlines(keepends=True)
     before = of_rows(rows).state_dict()
     of_rows(rows).load_state_dict(before)
-    with pytest.raises(CheckpointError, match="same number of rows .4., but different contents or"):
+    with pytest.raises(
+        CheckpointError, match="number of rows is the same .4., but their contents or"
+    ):
         of_rows(rows[::-1]).load_state_dict(before)
 
 
@@ -291,7 +293,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_a_process_starts(
 ) -> None:
     (tmp_path / "taken").touch()
     file = f"selection.file={tmp_path}/taken/rows.jsonl"
-    with pytest.raises(ConfigError, match="no file can be written in .*taken"):
+    with pytest.raises(ConfigError, match="cannot write a file in .*taken"):
         selected(tiny_dir, tmp_path / "run", file)
 
 
@@ -308,7 +310,7 @@ def test_the_plan_says_what_a_step_draws_and_keeps(
 
 def test_a_score_that_nothing_reaches_is_an_error(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("selection.min_score=2", "trainer.total_training_steps=1")
-    with pytest.raises(BatchError, match="no sample was selected.*lower selection.min_score"):
+    with pytest.raises(BatchError, match="no sample was selected.*Lower selection.min_score"):
         selected(tiny_dir, tmp_path, *more)
 
 
@@ -331,11 +333,14 @@ def test_a_key_of_training_has_no_effect(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("selection.top_k=5", "rollout.n=4 samples per prompt are too few, since top_k=5 are kept"),
+        (
+            "selection.top_k=5",
+            "rollout.n=4 samples per prompt are too few, because top_k=5 are kept",
+        ),
         ("selection.format=pairs actor_rollout_ref.rollout.n=1", "a pair is made of two"),
         ("selection.file=rows.csv", "it must end in .parquet or .jsonl"),
         ("actor_rollout_ref.rollout.do_sample=false", "would be the same greedy response"),
-        ("actor_rollout_ref.actor.optim.lr=1", "There is no key 'actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.actor.optim.lr=1", "there is no key 'actor_rollout_ref.actor.optim.lr"),
         ("reward.list=[{name:a,kind:function,normalize:true}]", "must not depend on the batch"),
     ],
 )

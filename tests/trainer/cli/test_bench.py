@@ -39,7 +39,7 @@ def test_each_run_has_its_seconds_speed_up_and_limit(
         "async_training.max_staleness=1: 1.3 s per step, 1.84x "
     )
     assert lines[-1].endswith(
-        "Generation is then the bottleneck: one more generator gives 1.1 s per step."
+        "Generation is then the bottleneck: with one more generator, a step takes 1.1 s."
     )
 
 

@@ -44,7 +44,7 @@ def user(text: str) -> dict[str, str]:
     [
         ("{{ 1 // 0 }}", "the chat template rejects it: "),
         ("{{ 'x' * 20000000 }}", "it has 20,000,000 characters, of which"),
-        (ENDLESS, "on a message of one letter: it has not written a chat in 1 s"),
+        (ENDLESS, "on a message of one letter: it wrote no chat within 1 s"),
     ],
 )
 def test_a_strangers_template_is_refused_in_words(
@@ -138,5 +138,5 @@ def test_what_says_nothing_is_refused(classifier: Path, tiny_dir: Path) -> None:
 def test_weights_that_do_not_load_are_said_in_words(tiny_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"[" * 1000)
-    with pytest.raises(ConfigError, match="no model loads from its weights"):
+    with pytest.raises(ConfigError, match="cannot load a model from its weights"):
         Chat(folder, system="", max_tokens=1, temperature=0.0)

@@ -41,7 +41,7 @@ def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
-        ("Clock", (), "the same seed gives a different trajectory, from reply 1 on"),
+        ("Clock", (), "the same seed gives a different trajectory from reply 1 on"),
         ("Own", (), "two samples of a prompt begin with different observations"),
         ("Dies", (), "its process has ended"),
         ("Strange", ("--kwargs", '{"answer": "no"}'), "ValueError: the reward is None, not a"),
@@ -61,7 +61,10 @@ def test_what_is_wrong_is_said(
 def test_what_not_ending_earns_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--turns", "3"])
     said = capsys.readouterr().out
-    assert "not ended after 3 turns: cut there by environment.max_turns, a trajectory keeps" in said
+    assert (
+        "not ended after 3 turns: truncated there by environment.max_turns, a trajectory keeps"
+        in said
+    )
     assert "keeps a reward of 1.5\n" in said
 
 

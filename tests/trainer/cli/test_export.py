@@ -61,6 +61,6 @@ def test_a_folder_that_is_in_use_is_left_alone(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        SystemExit, match="error: .*is not empty; choose a folder that does not exist"
+        SystemExit, match="error: .*is not empty. Choose a folder that does not exist"
     ):
         verl_like(monkeypatch, "export", str(run_folder), str(run_folder))

@@ -117,7 +117,7 @@ def test_a_mistyped_key_ends_with_one_line(decoys: Path) -> None:
     done = forked(decoys, "ppo", "+data.tran_files=x")
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "error: There is no key 'data.tran_files'. Did you mean 'data.train_files'"
+        "error: there is no key 'data.tran_files'. Did you mean 'data.train_files'"
     )
     assert len(done.stderr.splitlines()) == 1
 
@@ -126,7 +126,7 @@ def test_options_that_exclude_each_other_end_with_one_line(decoys: Path) -> None
     done = forked(decoys, "ppo", "--cfg", "job", "--multirun", "trainer.seed=1,2")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: --cfg shows one configuration, --multirun makes several: drop one.\n"
+        "error: --cfg shows one configuration, but --multirun makes several. Drop one.\n"
     )
 
 
@@ -184,7 +184,7 @@ def test_a_word_that_is_no_command_runs_the_one_that_is_meant(word: str, meant: 
 
 def test_an_algorithm_is_a_command_that_says_what_it_runs(decoys: Path) -> None:
     done = forked(decoys, "grpo", "no_such_key=1")
-    assert done.stderr.startswith("notice: verl-like grpo runs verl-like ppo algorithm=grpo\n")
+    assert done.stderr.startswith("note: verl-like grpo runs verl-like ppo algorithm=grpo\n")
     assert "no_such_key" in done.stderr
     assert forked(decoys, "grpo", "--help").stdout == forked(decoys, "ppo", "--help").stdout
 

@@ -52,8 +52,11 @@ def test_asserts_score_only_on_trusted_programs(function: list[str], trust: list
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--host", "0.0.0.0"], "open to other machines: give a secret by --token-env"),
-        (["--token-env", "NO_SUCH_TOKEN"], "--token-env=NO_SUCH_TOKEN: that variable is not set"),
+        (["--host", "0.0.0.0"], "open to other machines. Set a secret with --token-env"),
+        (
+            ["--token-env", "NO_SUCH_TOKEN"],
+            "--token-env=NO_SUCH_TOKEN: this environment variable is not set",
+        ),
         (["--sandbox", '{"memory": 1}'], "--sandbox: unknown memory. .* Did you mean 'memory_gb'"),
         (["--function", "no_such.py", "--port", "0"], "^--function=no_such.py: there is no such"),
         (["--function", "json:dumps", "--trust-programs"], "--trust-programs applies to the rule"),

@@ -124,7 +124,9 @@ def test_two_runs_of_1000_steps_take_five_seconds(
 
 
 def test_one_run_or_no_run_is_refused(three: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs two run folders or more; this command names 1"):
+    with pytest.raises(
+        ConfigError, match="needs two or more run folders, but this command names 1"
+    ):
         read_runs([three[0], f"{three[0]}/"])
     with pytest.raises(ConfigError, match="has no metrics.jsonl.*Run folders in it"):
         read_runs([three[0], tmp_path])

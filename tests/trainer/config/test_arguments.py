@@ -64,7 +64,7 @@ def test_an_argument_of_another_loss_has_no_effect(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.WARNING)
     settings = (f"{LOSS}.loss_mode=sapo", f"{LOSS}.args={{tau_pos: 2, dro_beta: 1}}")
     assert arguments(*settings) == {"tau_pos": 2}
-    assert f"notice: {LOSS}.args.dro_beta has no effect: the policy loss" in caplog.text
+    assert f"note: {LOSS}.args.dro_beta has no effect: the policy loss" in caplog.text
 
 
 def test_the_loss_of_a_bypass_gets_no_arguments_of_another_loss() -> None:

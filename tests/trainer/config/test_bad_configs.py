@@ -45,13 +45,13 @@ SETTINGS = [
     (
         "recipe=coati_legacy",
         [
-            "There is no key 'recipe'. The recipe is the command, here 'ppo'",
+            "there is no key 'recipe'. The recipe is the command, here 'ppo'",
             "algorithm=coati_legacy",
         ],
     ),
     (
         "resource_pool_spec.rm=[1] role_mapping.reward_model=rm",
-        ["No role uses the pool 'rm'", "reward_model is mapped to it", "reward.model.enable=false"],
+        ["no role uses the pool 'rm'", "reward_model is mapped to it", "reward.model.enable=false"],
     ),
     ("role_mapping.judge=global_pool", ["role_mapping.judge", "+role_workers.judge=<dotted path"]),
     ("+role_mapping.critc=global_pool", ["Did you mean 'critic'"]),
@@ -138,7 +138,7 @@ SETTINGS = [
         ["overlong_penalty.len=0 tokens", "max_response_length=8"],
     ),
     ("reward.model.enable=true", ["reward.model.path", "sequence classifier"]),
-    ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs data.custom_cls.name"]),
+    ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs the name of a class"]),
     (
         "critic.model.path=nowhere",
         ["critic.model.path=nowhere", "there is no such folder", "verl-like make-tiny DIR"],
@@ -217,7 +217,7 @@ FILES = [
         asserts_as_tests,
         ["ground_truth has an assert", "forge its score", "reward.trust_programs=true"],
     ),
-    (model_without("token*"), ["No tokenizer loads", "it holds", "model.safetensors"]),
+    (model_without("token*"), ["cannot load a tokenizer", "it holds", "model.safetensors"]),
     (
         model_without("chat_template*"),
         ["no chat template", "row 0: it is a chat", "has no chat template", "chat_template.jinja"],
@@ -230,7 +230,7 @@ FILES = [
     (
         another_run,
         [
-            "metrics of a run of another configuration",
+            "metrics of a run with another configuration",
             "train_batch_size was 64, is 8",
             "resume_mode=disable",
         ],
@@ -308,8 +308,8 @@ def test_all_unknown_keys_are_told_at_once() -> None:
         load_config([*NEEDED, "data.tran_files=x", "logger=console", "critic_pool=2"])
     lines = str(refused.value).splitlines()
     assert len(lines) == 4
-    assert lines[0].startswith("There is no key 'data.tran_files'. Did you mean 'data.train_files'")
-    assert lines[1] == "There is no key 'logger'. Did you mean 'trainer.logger'?"
+    assert lines[0].startswith("there is no key 'data.tran_files'. Did you mean 'data.train_files'")
+    assert lines[1] == "there is no key 'logger'. Did you mean 'trainer.logger'?"
     assert "Did you mean 'resource_pool_spec.critic_pool', the processes of that pool?" in lines[2]
     assert lines[3] == "All keys: verl-like ppo --cfg all"
 

@@ -10,8 +10,8 @@ from verl_like.errors import ConfigError
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
 VALUES = [
     ("trainer.default_local_dir=", ["trainer.default_local_dir is empty", "name the folder"]),
-    ("=3", ["There is no key ''. All keys"]),
-    ("reward.list=[{name:a,weigth:2}]", ["An item of reward.list has no key 'weigth'", "'weight'"]),
+    ("=3", ["there is no key ''. All keys"]),
+    ("reward.list=[{name:a,weigth:2}]", ["an item of reward.list has no key 'weigth'", "'weight'"]),
     (
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true "
         "actor_rollout_ref.rollout.val_kwargs.top_k=0",
@@ -25,7 +25,7 @@ VALUES = [
     ("critic.optim.lr_warmup_steps_ratio=1.5", ["critic.optim.lr_warmup_steps_", "from 0 to 1"]),
     (
         "actor_rollout_ref.actor.strategy=single trainer.n_gpus_per_node=2",
-        ["role 'actor' on pool 'global_pool'", "this one has 2; use ddp or fsdp"],
+        ["role 'actor' on pool 'global_pool'", "this pool has 2. Set strategy=ddp or fsdp"],
     ),
     (
         "critic.model.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=2",

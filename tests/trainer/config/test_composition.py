@@ -73,7 +73,7 @@ def test_keys_of_a_command_that_a_change_leaves_unread_get_one_notice(
     change: str, unread: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     load_config([*VERLS_SPLIT_COMMAND, change])
-    assert f"notice: {', '.join(unread)} have no effect: " in caplog.text
+    assert f"note: {', '.join(unread)} have no effect: " in caplog.text
     caplog.clear()
     load_config([*VERLS_SPLIT_COMMAND, change, *(f"~{key}" for key in unread)])
     assert "no effect" not in caplog.text
@@ -102,7 +102,7 @@ def test_passes_are_cut_by_tokens_unless_rows_are_asked_for(
     assert by_tokens()
     assert "counts samples" not in caplog.text
     assert not by_tokens("critic.ppo_micro_batch_size_per_gpu=4")
-    assert "notice: critic.ppo_micro_batch_size_per_gpu counts samples" in caplog.text
+    assert "note: critic.ppo_micro_batch_size_per_gpu counts samples" in caplog.text
     assert not by_tokens(ROWS)
 
 
@@ -159,9 +159,9 @@ def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixtu
     assert config.trainer.stop_at == {"critic/score/mean": 0.8}
     assert "divide evenly" not in caplog.text
     for unknown in ("+nosuch={}", "+trainer.nosuch={a: 1}", "algorithm={kl_ctrl: {nosuch: 1}}"):
-        with pytest.raises(ConfigError, match=r"There is no key .*nosuch"):
+        with pytest.raises(ConfigError, match=r"there is no key .*nosuch"):
             load_config([*NEEDED, unknown])
-    with pytest.raises(ConfigError, match="No role uses the pool 'c'"):
+    with pytest.raises(ConfigError, match="no role uses the pool 'c'"):
         load_config([*NEEDED, "resource_pool_spec={c: [1]}"])
 
 

@@ -96,7 +96,10 @@ def test_cards_have_names_or_a_size(simulate: str, gib: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("trainer.simulate=H100",), "trainer.simulate=H100: write the GPUs of a machine as 8xH100"),
+        (
+            ("trainer.simulate=H100",),
+            "trainer.simulate=H100: write the GPUs of a machine as 8xH100",
+        ),
         (("trainer.simulate=8xH10O",), "'H10O' is not a GPU .* Did you mean 'H100'"),
         (("trainer.simulate=8x0GiB",), "'0GiB' is not a GPU whose memory is known"),
         (("trainer.simulate=8xH100", "trainer.device=cpu"), "=8xH100 and trainer.device=cpu"),

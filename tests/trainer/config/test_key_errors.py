@@ -14,7 +14,7 @@ from trainer.preference.recipe import DPO
 from verl_like.errors import ConfigError, VerlLikeError
 
 REFUSED = [
-    ("epochs=3", "There is no key 'epochs'. Did you mean .* or 'trainer.total_epochs'"),
+    ("epochs=3", "there is no key 'epochs'. Did you mean .* or 'trainer.total_epochs'"),
     (
         "reward.list={name: a}",
         "'reward.list.name'. reward.list has no keys below it; it takes a list",
@@ -28,7 +28,7 @@ REFUSED = [
     ("trainer.seed=x", "^trainer.seed=x: it takes a whole number, 0 or more.$"),
     ("trainer.dry_run=yess", "^trainer.dry_run=yess: it takes true, false.$"),
     ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*Quote a text"),
-    ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep, which needs --multirun"),
+    ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep. Add --multirun"),
     ("~trainer", "^~trainer: this section cannot be removed"),
     ("resource_pool_spec.global_pool=[0]", r"^resource_pool_spec.global_pool=\[0\]: a pool needs"),
 ]

@@ -153,6 +153,6 @@ def test_an_uneven_preset_says_so(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_an_unknown_key_gets_the_nearest_ones(override: str, answer: str) -> None:
-    with pytest.raises(ConfigError, match="There is no key") as caught:
+    with pytest.raises(ConfigError, match="there is no key") as caught:
         known_settings([override], PPO)
     assert answer in str(caught.value)

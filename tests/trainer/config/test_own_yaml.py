@@ -76,10 +76,10 @@ def test_a_mistyped_key_in_a_file_is_told_with_the_nearest_one(
 ) -> None:
     files = {"mine.yaml": GOOD.replace("train_files", "tran_files")}
     error = said(monkeypatch, tmp_path, files, "--config-name=mine")
-    assert error.startswith("error: In 'mine': There is no key 'data.tran_files'. Did you mean 'da")
+    assert error.startswith("error: In 'mine': there is no key 'data.tran_files'. Did you mean 'da")
     preset = {"algorithm/own.yaml": "# @package _global_\nalgorithm: {adv_estimatr: opo}\n"}
     error = said(monkeypatch, tmp_path, preset, "algorithm=own", "data.train_files=x")
-    assert "There is no key 'algorithm.adv_estimatr'. Did you mean 'algorithm.adv_est" in error
+    assert "there is no key 'algorithm.adv_estimatr'. Did you mean 'algorithm.adv_est" in error
     assert "HYDRA_FULL_ERROR" not in error
 
 
@@ -105,8 +105,8 @@ pool_resources: {my_pool: {cpu: 1}}
     files = {"mine.yaml": main, "algorithm/own.yaml": own}
     error = said(monkeypatch, tmp_path, files, "--config-name=mine", recipe=ASYNC)
     keys = {"trainer.sede", "trainer.watch", "pool_resources.my_pool.cpu", "algorithm.gama"}
-    assert set(re.findall("There is no key '(.*?)'", error)) == keys
-    assert "In 'algorithm/own': There is no key 'algorithm.gama'. Did you mean 'algorit" in error
+    assert set(re.findall("there is no key '(.*?)'", error)) == keys
+    assert "In 'algorithm/own': there is no key 'algorithm.gama'. Did you mean 'algorit" in error
 
 
 def test_a_file_that_is_no_yaml_is_told_by_its_line(

@@ -82,7 +82,7 @@ def test_a_role_called_as_in_another_recipe_gets_no_class_of_that_recipe() -> No
     recipe = Recipe(
         "toy", ToyConfig, TOY.config_dir, "toy_trainer", placement_presets({"pool": ["critic"]})
     )
-    with pytest.raises(ConfigError, match="Role 'critic' has no worker class: set role_workers"):
+    with pytest.raises(ConfigError, match="role 'critic' has no worker class. Set role_workers"):
         load_config(["trainer.cls=toy.Trainer", "~role_workers"], recipe)
 
 
@@ -102,9 +102,9 @@ def test_recipes_are_composed_in_turns() -> None:
         ("width=0", "width=0: it must be above 0"),
         ("teacher_width=2", "teacher_width=2 is below width=4"),
         ("+role_mapping.critic=global_pool", "not a built-in role (learner, teacher)"),
-        ("~role_mapping.teacher ~role_workers.teacher", "Role 'teacher' is on no pool"),
-        ("~role_workers.teacher", "Role 'teacher' has no worker class: set role_workers.teacher="),
-        ("trainer.cls=", "trainer.cls is empty: give the dotted path"),
+        ("~role_mapping.teacher ~role_workers.teacher", "role 'teacher' is on no pool"),
+        ("~role_workers.teacher", "role 'teacher' has no worker class. Set role_workers.teacher="),
+        ("trainer.cls=", "trainer.cls is empty: set the dotted path"),
     ],
 )
 def test_a_recipe_gets_every_check(overrides: str, answer: str) -> None:

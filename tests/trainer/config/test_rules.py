@@ -107,7 +107,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_and_all(key: Key) -> None:
 def test_a_strategy_of_another_system_is_answered_with_ours() -> None:
     for word, ours in STRATEGIES_ELSEWHERE.items():
         assert ours in STRATEGIES
-        answer = f"What others call {word} is {ours} here."
+        answer = f"{word} is called {ours} here."
         with pytest.raises(ConfigError, match=rf"critic\.strategy.*{re.escape(answer)}"):
             check_fields(config_with("critic.strategy", word))
 

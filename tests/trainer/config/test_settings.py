@@ -75,5 +75,5 @@ def test_a_dict_is_a_configuration() -> None:
         "trainer.n_gpus_per_node=2",
     ]
     assert load_config(nested) == load_config(as_text)
-    with pytest.raises(ConfigError, match="There is no key 'data.tran_files'"):
+    with pytest.raises(ConfigError, match="there is no key 'data.tran_files'"):
         load_config({"data": {"tran_files": "a"}})

@@ -146,7 +146,10 @@ ONE_DEVICE = "trainer.n_gpus_per_node=1"
 @pytest.mark.parametrize(
     ("overrides", "too_few"),
     [
-        (["placement=split", ONE_DEVICE], "leaves no device for 'critic_pool'. These pools need"),
+        (
+            ["placement=split", ONE_DEVICE],
+            "leaves no device for 'critic_pool'. Each of these pools needs",
+        ),
         (
             ["placement=split", "role_mapping.ref=own", "resource_pool_spec.own=[1]", ONE_DEVICE],
             "comes first",
@@ -184,13 +187,15 @@ def test_each_way_out_of_too_few_devices_leads_somewhere(
 
 def test_more_entries_than_nodes_are_refused_with_both_ways_out() -> None:
     pool = "resource_pool_spec.global_pool=[1,1]"
-    with pytest.raises(PlacementError, match=r"one number for each of the 1 node\(s\), .*nnodes"):
+    with pytest.raises(
+        PlacementError, match=r"one number in .* for each of the 1 node\(s\), .*nnodes"
+    ):
         load(pool)
     load(pool, "trainer.nnodes=2")
 
     beside_a_preset = ["placement=split", "resource_pool_spec.critic_pool=[2,2]"]
     devices = "trainer.n_gpus_per_node=3"
-    with pytest.raises(ConfigError, match=r"a number for each of 2 nodes, and trainer.nnodes=1\."):
+    with pytest.raises(ConfigError, match=r"a number for each of 2 nodes, but trainer.nnodes=1\."):
         load(*beside_a_preset, devices)
     load(*beside_a_preset, devices, "trainer.nnodes=2")
     load("placement=split", "resource_pool_spec.critic_pool=[2]", devices)

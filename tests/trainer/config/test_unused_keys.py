@@ -69,7 +69,7 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
     key: str, circumstances: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (notice,) = notices(caplog, *circumstances, key)
-    assert notice.startswith(f"notice: {key.split('=')[0]} has no effect: ")
+    assert notice.startswith(f"note: {key.split('=')[0]} has no effect: ")
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
         (
             ["algorithm.bootstrap_truncated=true", NO_CRITIC],
             "algorithm.bootstrap_truncated has no effect: the advantage estimator that "
-            "algorithm.adv_estimator names does not take truncated",
+            "algorithm.adv_estimator names has no parameter truncated",
         ),
         (
             ["actor_rollout_ref.actor.policy_loss.ppo_kl_coef=2"],
             "actor_rollout_ref.actor.policy_loss.args.ppo_kl_coef has no effect: the policy loss "
-            "of this run does not take ppo_kl_coef",
+            "of this run does not accept ppo_kl_coef",
         ),
         (
             ["reward.list=[{name: a, retries: 2}]"],
@@ -118,12 +118,12 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
 def test_the_notice_names_the_key_and_the_reason(
     settings: list[str], notice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert notices(caplog, *settings) == [f"notice: {notice}"]
+    assert notices(caplog, *settings) == [f"note: {notice}"]
 
 
 def test_keys_of_one_reason_share_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     (notice,) = notices(caplog, *GRPO, "critic.optim.lr=1e-5", "critic.grad_clip=2")
-    assert notice.startswith("notice: critic.optim.lr, critic.grad_clip have no effect: ")
+    assert notice.startswith("note: critic.optim.lr, critic.grad_clip have no effect: ")
 
 
 def test_a_key_that_was_taken_back_has_no_notice(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +136,7 @@ def test_recipes_on_rows_have_notices_too(
     recipe: Recipe[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     needed = ["data.train_files=train.parquet", "model.path=model", "trainer.test_freq=2"]
-    expected = "notice: trainer.test_freq has no effect: there are no data.val_files"
+    expected = "note: trainer.test_freq has no effect: there are no data.val_files"
     assert notices(caplog, *needed, recipe=recipe) == [expected]
     assert notices(caplog, *needed, "data.val_files=val.parquet", recipe=recipe) == []
 
@@ -144,7 +144,7 @@ def test_recipes_on_rows_have_notices_too(
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("critic.optim.lrr=1e-5", "There is no key 'critic.optim.lrr'.*critic.optim.lr"),
+        ("critic.optim.lrr=1e-5", "there is no key 'critic.optim.lrr'.*critic.optim.lr"),
         ("critic.optim.lr=-1", r"critic.optim.lr=-1: it must be 0 or"),
         ("algorithm.kl_ctrl.kl_coef=much", "kl_coef=much.*takes a number"),
     ],

@@ -95,11 +95,15 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "a nest": (second(b"[" * 100_000), "line 2: not JSON .its JSON is nested too deeply", 2),
     "deep": (
         second(row(deep=json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))),
-        "line 2: nested more than 100 levels deep",
+        "line 2: nested deeper than 100 levels",
         2,
     ),
     "null content": (second(row(chat(None))), "line 2: the content of message 0 is null", 2),
-    "a role that is none": (second(row(chat("a", 3))), "line 2: the role of message 0 is 3", 2),
+    "a role that is none": (
+        second(row(chat("a", 3))),
+        "line 2: message 0 has the invalid role 3",
+        2,
+    ),
     "a template's refusal": (second(row(chat("a", "nobody"))), "line 2: the chat template", 2),
     "a template's own error": (second(row(chat([7]))), "line 2: the chat template rejects it", 2),
     "a number": (second(row(7)), "line 2: 'prompt' is 7, neither a text nor messages", 2),
@@ -118,7 +122,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "a cell that is no UTF-8": (broken_csv, "p.csv, line 3: column 'prompt' is not UTF-8", 2),
     "a cell without end": (endless_cell, "p.csv, line 3: not readable as CSV", 2),
     "a parquet text that is no UTF-8": (text_that_is_none, "p.parquet, row 1: not readable", 2),
-    "a corrupt page": (corrupt_page, "p.parquet, rows 2 to 3: their part of the file", 4),
+    "a corrupt page": (corrupt_page, "p.parquet, rows 2 to 3: these rows of the file", 4),
 }
 """Kind -> the file, what is said of it, and how many good rows there are."""
 
@@ -157,7 +161,7 @@ def test_a_table_with_two_columns_of_one_name_is_refused(suffix: str, tmp_path: 
         path.write_text("prompt,,prompt,\na,,b,\n", encoding="utf-8")
     else:
         pq.write_table(pa.table([["a"], ["b"]], names=["prompt", "prompt"]), path)
-    with pytest.raises(ConfigError, match=rf"p.{suffix}: two of its columns .* 'prompt'"):
+    with pytest.raises(ConfigError, match=rf"p.{suffix}: two columns .* 'prompt'"):
         list(rows_of_files([str(path)], "data.train_files"))
 
 
@@ -211,7 +215,7 @@ def test_as_many_rows_of_other_contents_are_refused(
     )
     again.load_state_dict(before.state_dict())
     with pytest.raises(
-        CheckpointError, match="same number of rows .4., but different .*verl-like exp"
+        CheckpointError, match="number of rows is the same .4., but .*verl-like exp"
     ):
         after.load_state_dict(before.state_dict())
 
@@ -224,5 +228,7 @@ def test_a_loader_of_rows_refuses_another_order(tokenizer: Any, tmp_path: Path) 
         RowLoader(of, 1, lambda rows, uids: None) for of in (rows, list(rows), rows[::-1])
     )
     again.load_state_dict(before.state_dict())
-    with pytest.raises(CheckpointError, match="same number of rows .2., but different contents or"):
+    with pytest.raises(
+        CheckpointError, match="number of rows is the same .2., but their contents or"
+    ):
         after.load_state_dict(before.state_dict())

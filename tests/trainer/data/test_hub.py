@@ -191,7 +191,7 @@ def test_an_unknown_name_is_an_error(hub: type[Hub], monkeypatch: pytest.MonkeyP
         ConfigError, match=r"not a file here, and the Hugging Face hub does not provide"
     ):
         texts("maker/texts")
-    with pytest.raises(ConfigError, match="hub://texts names no data set; write hub://organizat"):
+    with pytest.raises(ConfigError, match="hub://texts names no data set. Write hub://organizat"):
         texts("hub://texts")
 
 
@@ -257,7 +257,7 @@ def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", r"maker/texts: it has several splits; add a : and one of train, test"),
+        ("", r"maker/texts: the data set has several splits. Add a : and one of train, test"),
         (":tran", r'maker/texts:tran: .* Unknown split "tran". Should be one of .*train'),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
         ({"messages": [{"role": "user"}]}, "not a list of messages with role and content"),
         (
             {"messages": [*CHAT[:1], {"role": "assistant", "content": " "}, *CHAT]},
-            "message 1 of 'messages', the assistant's, is empty",
+            "message 1 of 'messages', of the assistant, is empty",
         ),
         ([1], r"it is not an object with columns \(list\)"),
     ],

@@ -133,7 +133,7 @@ def test_without_a_place_for_a_cache_there_is_none(
 ) -> None:
     (tmp_path / "cache").write_text("a file")
     assert cached_prompts("key", Files(make_rows()), "prompt") is None
-    assert "no cache in" in caplog.text
+    assert "no cache can be written to" in caplog.text
 
 
 def test_an_entry_that_nobody_opens_is_forgotten() -> None:

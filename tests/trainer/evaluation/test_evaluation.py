@@ -131,7 +131,7 @@ def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.cli.main import main as verl_like
 
     monkeypatch.setattr(sys, "argv", ["verl-like", "eval", "data.val_files=x"])
-    with pytest.raises(SystemExit, match="error: verl-like eval takes a model first"):
+    with pytest.raises(SystemExit, match="error: verl-like eval needs a model"):
         verl_like()
 
 

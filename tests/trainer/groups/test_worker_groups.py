@@ -82,7 +82,7 @@ def test_roles_come_in_the_order_in_which_they_are_made_whatever_their_pools(
 def test_a_role_without_a_class_is_refused_before_a_process_starts(tmp_path: Path) -> None:
     config = reporting(tmp_path, {"critic": "generator_0_pool"}, generator_0_pool=1)
     config = changed(config, {"role_workers": {}})
-    with pytest.raises(ConfigError, match="role 'critic' has no worker class: set role_workers"):
+    with pytest.raises(ConfigError, match="role 'critic' has no worker class. Set role_workers"):
         WorkerGroups(config)
 
 

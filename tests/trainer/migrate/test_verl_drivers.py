@@ -39,7 +39,7 @@ def composed(done: Translation) -> Any:
             "router_aux_loss_coef",
         ),
         ("trainer.project_name=${trainer.experiment_name}", "replace the variable with its value"),
-        ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script takes its value from"),
+        ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script reads its value from"),
         ("reward_model.enable=True custom_reward_function.path=f.py", "calls the reward model's"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_lost_backslash_is_told() -> None:
     done = migrated("verl", text)
     assert done.settings["trainer.total_epochs"] == "30"
     assert done.notices == [
-        "the script runs trainer.total_epochs=3 ... as a command of its own: a backslash "
+        "the script runs trainer.total_epochs=3 ... as a separate command: a backslash "
         "may be missing at the end of the line before it"
     ]
 

@@ -30,7 +30,7 @@ def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", "give a list of lengths in tokens, above 0"),
+        ("[]", "write a list of lengths in tokens, above 0"),
         ("{", "is not a JSON list"),
         ("[" * 9000, "nested too deeply"),
         ("[3, 4000]", "has a response of 4,000 tokens, above data.max_response_length=512"),

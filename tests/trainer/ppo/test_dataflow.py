@@ -78,7 +78,7 @@ def test_pools_of_the_drivers_own_process_take_turns() -> None:
 
 def test_what_a_run_does_not_do_is_not_drawn() -> None:
     text = describe(load(*GRPO_OF_ONE_STEP))
-    assert "notice: old log-probs need no separate pass" in text
+    assert "note: old log-probs need no separate pass" in text
     for absent in ("critic", "compute_log_prob", "ref."):
         assert absent not in text.split("notice")[0]
     assert "greedy_scores" in describe(load("algorithm.adv_estimator=remax"))
@@ -113,7 +113,7 @@ def test_a_bypass_draws_no_pass_for_old_log_probs() -> None:
     for updates in ((), ("actor_rollout_ref.actor.ppo_epochs=2",)):
         config = load(*GRPO_OF_ONE_STEP, "correction=bypass_ppo_clip_geo_rs", *updates)
         assert not update_can_compute_old_log_probs(config), "they are the rollout's"
-        graph, _, notice = describe(config).partition("notice: ")
-        assert notice.startswith("old log-probs are the rollout's (bypass_mode)")
+        graph, _, notice = describe(config).partition("note: ")
+        assert notice.startswith("the rollout's log-probs are used as old log-probs (bypass_mode)")
         assert "compute_log_prob" not in graph
         assert "rollout correction" not in graph

@@ -209,7 +209,8 @@ def test_the_graph_names_the_stages_that_a_subclass_overrides(
     assert overridden == ["OwnEstimate.estimate", "OwnUpdate.update"]
     text = describe(load_config(overrides(tiny_dir, tmp_path)), overridden=overridden)
     assert text.endswith(
-        "the graph is PPO's; OwnEstimate.estimate, OwnUpdate.update may call more, or other roles"
+        "the graph shows the calls of PPO; OwnEstimate.estimate, OwnUpdate.update may make "
+        "other calls"
     )
 
 

@@ -65,7 +65,7 @@ def test_a_batch_of_truncated_samples_alone_says_so_and_has_no_loss(
 ) -> None:
     kept, metrics = without_truncated(finished("length", "length"))
     assert metrics == {"response/truncated_ratio": 1.0}
-    assert "all 2 samples of this step were cut" in caplog.text
+    assert "all 2 samples of this step were truncated" in caplog.text
     found = update(tiny_dir, kept, "token-mean", 8)
     assert found["actor/pg_loss"] == found["actor/grad_norm"] == 0.0
 

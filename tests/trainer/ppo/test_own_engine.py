@@ -44,7 +44,7 @@ def test_a_run_samples_with_an_engine_of_ones_own(tiny_dir: Path, tmp_path: Path
 
 
 def test_what_is_no_engine_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="make it a subclass of workers.rollout.base.Rollout"):
+    with pytest.raises(ConfigError, match="Make it a subclass of workers.rollout.base.Rollout"):
         steps(tiny_dir, tmp_path, f"{__name__}.steps")
     with pytest.raises(ConfigError, match="unknown rollout engine 'natve'.*Did you mean 'native'"):
         steps(tiny_dir, tmp_path, "natve")

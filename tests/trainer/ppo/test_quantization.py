@@ -96,14 +96,17 @@ def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout(
     [
         ((ROLLOUT, VLLM), "int8 with .*rollout.name=vllm: vllm supports fp8"),
         ((FP8, "actor_rollout_ref.rollout.name=native"), "fp8 with .*rollout.name=native"),
-        ((FP8, VLLM, "trainer.device=cpu"), "only on GPUs, and this role's device is cpu"),
-        ((FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.simulate=1xH100"), "vLLM takes one"),
+        ((FP8, VLLM, "trainer.device=cpu"), "only on GPUs, but this role's device is cpu"),
+        (
+            (FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.simulate=1xH100"),
+            "vLLM accepts only one",
+        ),
         (("actor_rollout_ref.rollout.quantization=int4",), "choose int8 or fp8"),
         ((ROLLOUT, "trainer.device=cuda"), "only on CPUs.*device is cuda"),
         ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "an int8 reference cannot be updated"),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"), "fsdp_size=2, or the quant"),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.param_offload=true"), "param_offload=true"),
-        ((REF, KL, "actor_rollout_ref.model.lora_rank=4"), "the actor's own module"),
+        ((REF, KL, "actor_rollout_ref.model.lora_rank=4"), "the actor's module"),
         (
             (
                 "distillation.teacher_model.model_path=teacher",

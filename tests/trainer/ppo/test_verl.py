@@ -257,7 +257,7 @@ def test_a_configuration_of_verls_is_named_and_ones_own_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert verl.settings_of_configuration("ppo_megatron_trainer.yaml", "config") == []
-    assert "is verl's own configuration, and is not read" in caplog.text
+    assert "is a configuration of verl and is not read" in caplog.text
     text = "defaults: [ppo_trainer, base, _self_]\nactor_rollout_ref:\n  rollout: {n: 4}\n"
     (tmp_path / "mine.yaml").write_text(text)
     (tmp_path / "base.yaml").write_text("trainer: {total_epochs: 2}\n")

@@ -289,7 +289,11 @@ def test_what_a_template_writes_after_the_end_is_kept_or_cut(
     for side in both_sides(found):
         assert tokenizer.decode(side.ids[side.in_loss]).endswith(tail)
         assert tokenizer.decode(side.ids).endswith(tail)
-    what = "stays in the loss; data.text_after_eos=cut" if text_after_eos == "keep" else "is cut"
+    what = (
+        "stays in the loss. Set data.text_after_eos=cut"
+        if text_after_eos == "keep"
+        else "is removed"
+    )
     num_rows = 4 if loss == "dpo" else 8
     assert (
         caplog.text.count(f"{num_rows} rows have whitespace after the end token, which {what}") == 1
@@ -337,7 +341,10 @@ def test_adapters_start_from_the_reference(
 @pytest.mark.parametrize(
     ("settings", "notice"),
     [
-        (["loss=orpo", "beta=0.2"], "beta .*: the preference loss that loss names does not take"),
+        (
+            ["loss=orpo", "beta=0.2"],
+            "beta .*: the preference loss that loss names has no parameter",
+        ),
         (["loss=kto", "sft_coef=1"], "sft_coef .*: the loss learns rows with a label, not pairs"),
         (["loss=simpo", "ref.model.path=x"], "ref.model.path .*: the loss has no reference"),
         (["loss=kto", "reference_free=true"], "the loss compares no pairs with a reference"),
@@ -360,7 +367,7 @@ def test_a_key_that_the_loss_does_not_read_has_no_effect(
     [
         (["loss=dop"], r"unknown preference loss 'dop'"),
         (["label_smoothing=0.5"], r"label_smoothing=0.5.*below 0.5"),
-        (["loss=kto", "desirable_weight=0", "undesirable_weight=0"], r"nothing is learned"),
+        (["loss=kto", "desirable_weight=0", "undesirable_weight=0"], r"nothing would be learned"),
         (["data.max_token_len_per_gpu=63"], r"Two responses of data.max_length=32.*=63"),
     ],
 )
@@ -388,7 +395,7 @@ def test_a_loss_of_ones_own_says_what_it_reads(
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
     with pytest.raises(ConfigError, match=r"unknown parameter 'temperature'"):
         load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.wrong"), DPO)
-    with pytest.raises(ConfigError, match=r"'desirable' and not 'ref_log_probs'"):
+    with pytest.raises(ConfigError, match=r"'desirable' but not 'ref_log_probs'"):
         load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.alone"), DPO)
 
 

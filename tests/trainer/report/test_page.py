@@ -123,8 +123,8 @@ def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> No
     (folder / "timeline.json").write_text('{"traceEvents": [{"ph"')
     (folder / "placement.txt").unlink()
     page = page_of(folder)
-    assert "metrics.jsonl: 1 of 3 lines are half written" in page
-    assert "timeline.json is half written" in page
+    assert "metrics.jsonl: 1 of 3 lines are incomplete" in page
+    assert "timeline.json is incomplete" in page
     assert "placement.txt is missing" in page
 
 
@@ -134,12 +134,12 @@ def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> No
         (
             "metrics.jsonl",
             b'{"actor/entropy": 1}\n{"step": 1, "actor/entropy": "x"}\n',
-            "1 of 2 lines name no step",
+            "1 of 2 lines have no step",
         ),
         (
             "timeline.json",
             b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
-            "not a run's",
+            "not written by a run",
         ),
         ("rollouts/1.jsonl", b'{"score": null}\n3\n', "1.jsonl: 1 of 2 lines"),
         ("placement.txt", b"\xff\xff", ""),
@@ -175,7 +175,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_failure(
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "report.html.part").mkdir()
     close_run(tmp_path, RuntimeError("the cause"))
-    assert "try: verl-like report" in caplog.text
+    assert "Try: verl-like report" in caplog.text
 
 
 def test_a_run_that_ended_before_it_began_leaves_its_folder_alone(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_file_of_the_current_folder_is_found_by_workers(
         (("environment=nowhere.py:Guess",), "nowhere.py: there is no such file"),
         ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0"),
         ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only"),
-        (("data.train_files=8",), "is a number of trajectories, and there is no environment"),
+        (("data.train_files=8",), "is a number of trajectories, but there is no environment"),
         ((f"environment={GAMES}:Count", f"tools=[{GAMES}:add]"), "does not write tools"),
     ],
 )

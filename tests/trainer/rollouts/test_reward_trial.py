@@ -100,8 +100,8 @@ def test_other_recipes_try_it_too(recipe: Recipe[Any], start: Start) -> None:
 @pytest.mark.parametrize(
     ("name", "notice"),
     [
-        ("fails", "notice: the reward 'rule', tried on the first row's ground truth: KeyError"),
-        ("hangs", "notice: the reward 'rule', tried on the first row's ground truth: passed its"),
+        ("fails", "note: the reward 'rule', tried on the first row's ground truth: KeyError"),
+        ("hangs", "note: the reward 'rule', tried on the first row's ground truth: passed its"),
         ("right", ""),
     ],
 )

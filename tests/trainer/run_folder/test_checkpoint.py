@@ -158,7 +158,7 @@ def test_what_refusals_advise_is_then_let_through(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "another", disable).resume.start is None
     assert checkpoints(tmp_path, "trainer.resume_mode=auto").resume.start_step == 4
 
-    with pytest.raises(CheckpointError, match="move them away, or choose another trainer.default"):
+    with pytest.raises(CheckpointError, match="Move them away, or choose another trainer.default"):
         checkpoints(tmp_path, *older)
     assert checkpoints(tmp_path / "another", *older).resume.start_step == 2
     (tmp_path / "global_step_4").rename(tmp_path / "away")
@@ -219,7 +219,10 @@ def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None
         ("trainer.save_freq=-2", "above 0, or -1"),
         ("trainer.max_ckpt_to_keep=0", "1 or more, or null"),
         ("trainer.resume_mode=never", "choose one of auto, disable, resume_path"),
-        ("trainer.resume_mode=resume_path", "set it to a global_step_N folder"),
+        (
+            "trainer.resume_mode=resume_path",
+            "Set trainer.resume_from_path to a global_step_N folder",
+        ),
         (
             "critic.checkpoint.save_contents=[model,optim]",
             "save_contents=optim: choose one of .*Did you mean 'optimizer'",

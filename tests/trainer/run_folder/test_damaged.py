@@ -60,7 +60,9 @@ def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
     assert (tmp_path / LATEST).read_text() == "2"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "global_step_6.damaged" / "actor").is_dir()
-    assert "global_step_4/actor/number has 0 bytes, was written with 1: renamed to" in caplog.text
+    assert (
+        "global_step_4/actor/number has 0 bytes, but was written with 1: renamed to" in caplog.text
+    )
 
     saved(tmp_path, 4)  # the run goes on, and writes what was damaged anew
     assert checkpoints(tmp_path).resume.start_step == 4
@@ -122,7 +124,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
     assert checkpoints(run).resume.start_step == 2
 
     with pytest.raises(
-        CheckpointError, match="Name another checkpoint; next to it are global_step_2"
+        CheckpointError, match="Choose another checkpoint; next to it are global_step_2"
     ):
         checkpoints(tmp_path / "other", *resume_from(run / "global_step_4"))
     assert (

@@ -109,7 +109,7 @@ def test_a_file_system_without_locks_is_told_of(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with FolderLock(tmp_path):
-        assert "do not start a second run there" in caplog.text
+        assert "Do not start a second run in this folder" in caplog.text
 
 
 def test_a_run_changes_nothing_in_a_folder_that_is_in_use(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_the_folder_of_a_sweep_names_its_runs(tmp_path: Path) -> None:
 def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) -> None:
     roles = {"student": ["model"], "judge": ["model"], "frozen": []}
     checkpoint(tmp_path, 1, roles, {})
-    with pytest.raises(CheckpointError, match="weights of judge, student; choose one with --role"):
+    with pytest.raises(CheckpointError, match="weights of judge, student. Choose one with --role"):
         find_saved_model(tmp_path)
     with pytest.raises(CheckpointError, match="what 'judge' was trained from.*--model"):
         find_saved_model(tmp_path, role="judge")
@@ -112,8 +112,11 @@ def test_a_folder_of_an_earlier_version_is_refused_by_name(ppo_run: Path) -> Non
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "has 7 bytes, was written with 8"),
-        (lambda file: file.write_bytes(b"weight0s"), "has a crc32 of"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-1]),
+            "has 7 bytes, but was written with 8",
+        ),
+        (lambda file: file.write_bytes(b"weight0s"), "has crc32"),
         (Path.unlink, "is missing"),
         (lambda _: None, ""),
     ],

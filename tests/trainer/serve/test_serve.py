@@ -133,7 +133,9 @@ def test_a_failed_request_spoils_the_next_step_and_no_other(model: Model) -> Non
     failed, step = model.backward([datum([7, 9, 10**6])]), model.step(**ADAM)
     with pytest.raises(FailedError, match=r"user: datum 0, target_tokens: 1000000 at \[1\] is out"):
         client.result(failed)
-    with pytest.raises(FailedError, match="user: no step was taken, and the gradients are cleared"):
+    with pytest.raises(
+        FailedError, match="user: no optimizer step was run, and the gradients are cleared"
+    ):
         client.result(step)
     unlike = [of_policy(), of_policy(clip_low_threshold=[0.5] * 6)]
     failed, step = model.backward(unlike, "ppo"), model.step(**ADAM)
@@ -220,7 +222,7 @@ def test_states_come_back_with_their_optimizer_and_are_run_folders(
     saved.export(tmp_path / "out")
     assert (tmp_path / "out" / "config.json").is_file()
 
-    with pytest.raises(FailedError, match="overwrite=true replaces it"):
+    with pytest.raises(FailedError, match="Set overwrite=true to replace it"):
         model.save(path="one")
     model.save(path="one", overwrite=True, ttl_seconds=3600)
     found = client.get(f"training_runs/{model.name}/checkpoints")["checkpoints"]
@@ -329,7 +331,7 @@ def test_bad_rows_are_an_error_of_their_client(
 def test_unknown_settings_of_losses_are_named(model: Model) -> None:
     with pytest.raises(FailedError, match="has no setting 'clip_ratio'; it has clip_low_threshold"):
         model.client.result(model.backward([of_policy()], "ppo", clip_ratio=0.2))
-    with pytest.raises(FailedError, match="takes numbers, and beta is 'x'"):
+    with pytest.raises(FailedError, match="must be numbers, but beta='x'"):
         model.client.result(model.backward([of_policy()], "dro", beta="x"))
 
 
@@ -389,7 +391,9 @@ def test_another_key_is_rejected_and_an_open_door_needs_one(tiny_dir: Path, tmp_
     with served(config, token="tml-secret") as (_, url):
         with Client(url, "tml-secret"):
             pass
-        with pytest.raises(FailedError, match="401: the key in X-API-Key is not this server's"):
+        with pytest.raises(
+            FailedError, match="401: the key in X-API-Key is not the key of this server"
+        ):
             Client(url, "tml-other")
     with pytest.raises(ConfigError, match="must begin with 'tml-'"):
         check_key("127.0.0.1", "secret")

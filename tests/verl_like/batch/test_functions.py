@@ -22,7 +22,7 @@ def test_padding_to_a_divisor_cycles_from_the_front_and_comes_off_again():
     assert len(data) == 3
     assert_same(unpad_dataproto(padded, pad), data)
     assert pad_dataproto_to_divisor(make(0), 4)[1] == 0
-    with pytest.raises(BatchError, match="4 rows off a batch of 3"):
+    with pytest.raises(BatchError, match="4 rows from a batch of 3"):
         unpad_dataproto(data, 4)
 
 
@@ -41,7 +41,7 @@ def test_folding_a_batch_dim_and_back():
     assert len(unfold_batch_dim(DataProto())) == 0
     with pytest.raises(BatchError, match="6 rows do not divide into 4"):
         fold_batch_dim(data, 4)
-    with pytest.raises(BatchError, match="agree in their first 2 dims"):
+    with pytest.raises(BatchError, match="with the same first 2 dims"):
         unfold_batch_dim(data)
 
 

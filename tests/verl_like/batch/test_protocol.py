@@ -51,10 +51,10 @@ def test_rename_keeps_the_order_and_can_swap():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda d: d.select(["scores"]), "No tensor column 'scores'. Did you mean 'score'"),
+        (lambda d: d.select(["scores"]), "no tensor column 'scores'. Did you mean 'score'"),
         (
             lambda d: d.select(non_tensor_batch_keys=["uids"]),
-            "No non-tensor column 'uids'. Did you mean 'uid'",
+            "no non-tensor column 'uids'. Did you mean 'uid'",
         ),
         (
             lambda d: d.select(meta_info_keys=["temprature"]),

@@ -48,8 +48,8 @@ def test_an_index_picks_the_same_rows_of_every_column(index, rows):
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ([0, 4], r"Row 4 \(entry 1 of the index\)"),
-        ([-5], "Row -5"),
+        ([0, 4], r"row 4 \(entry 1 of the index\)"),
+        ([-5], "row -5"),
         ([True, False], "2 entries for 4 rows"),
         ([0.5], "float64"),
         (torch.zeros(2, 2, dtype=torch.int64), "one dim"),
@@ -147,7 +147,7 @@ def test_make_iterator_covers_every_row_each_epoch_and_repeats_by_seed():
 
 
 def test_make_iterator_names_the_sizes_that_divide():
-    with pytest.raises(BatchError, match=r"4 does not divide 6 rows; these do: \[1, 2, 3, 6\]"):
+    with pytest.raises(BatchError, match=r"4 does not divide 6 rows; valid sizes: \[1, 2, 3, 6\]"):
         make(6).make_iterator(4, epochs=1)
 
 
@@ -174,5 +174,5 @@ def test_unfold_column_chunks_cuts_the_lists_of_an_object_column():
 @pytest.mark.parametrize(("bad", "words"), [(["b1"], "a list of 1"), (7, "a int 7")])
 def test_an_object_that_does_not_divide_is_named_by_its_row(bad, words):
     data = DataProto.from_dict(non_tensors={"labels": [["a1", "a2"], bad]})
-    with pytest.raises(BatchError, match=f"Row 1 of column 'labels' is {words}: .* 2 chunks"):
+    with pytest.raises(BatchError, match=f"row 1 of column 'labels' is {words}: .* 2 chunks"):
         data.unfold_column_chunks(2, ["labels"])

@@ -106,7 +106,9 @@ def test_ranks_that_stand_still_and_wait_are_explained_once(
 ) -> None:
     waits = {0: FRAME.format("f", "barrier"), 1: "idle: no call is running"}
     (words,) = watched(waits, waits, waits, late=[0], caplog=caplog)
-    assert words.startswith("actor.update: actor rank 0 stood still for 5 s.\nLikely cause: rank 0")
+    assert words.startswith(
+        "actor.update: actor rank 0 made no progress for 5 s.\nLikely cause: rank 0"
+    )
     assert "waits in a collective that rank 1 never entered" in words
     assert words.count("--- stack of") == 2
 

@@ -184,7 +184,7 @@ def test_futures_arrive_as_what_get_gives() -> None:
 def test_modes_of_the_users_own() -> None:
     assert GROUPS[3].letters("abc") == "a-bb-ccc"
     with pytest.raises(
-        DispatchError, match=r"modes.letters: the dispatch function must give .* per worker \(4\)"
+        DispatchError, match=r"modes.letters: the dispatch function must return .* per worker \(4\)"
     ):
         GROUPS[4].letters("abc")
     with pytest.raises(DispatchError, match="missing: collect_fn"):
@@ -202,7 +202,7 @@ def test_modes_of_the_users_own() -> None:
                 return x
 
         assert fake_group(4, Ranked).f("ignored") == 6
-        with pytest.raises(DispatchError, match="exists already"):
+        with pytest.raises(DispatchError, match="already exists"):
             register_dispatch_mode("GIVE_RANK", give_rank, max)
         update_dispatch_mode(Dispatch.GIVE_RANK, give_rank, lambda group, outputs: max(outputs))
         assert fake_group(4, Ranked).f("ignored") == 3

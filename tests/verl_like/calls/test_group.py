@@ -255,10 +255,10 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
     }
     with pytest.raises(
         DispatchError,
-        match="faulty.stop runs outside the queue of calls and accepts only values below",
+        match="faulty.stop runs outside the queue of calls, so its arguments must be below",
     ):
         groups["faulty"].stop(batch(100_000))
-    with pytest.raises(DispatchError, match="concurrent=True. splits no batch"):
+    with pytest.raises(DispatchError, match="concurrent=True. cannot split a batch"):
         register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, concurrent=True)
 
 
@@ -297,7 +297,7 @@ def test_bad_names_and_environments_are_refused_before_a_process_starts(backend)
 def test_worker_env_reaches_the_workers(backend) -> None:
     if backend[0] == "inline":
         with (
-            pytest.raises(ConfigError, match="set os.environ"),
+            pytest.raises(ConfigError, match="Set os.environ"),
             start("inline", {"a": (Adder, ())}, [1], worker_env={"A": "b"}),
         ):
             pass

@@ -171,7 +171,7 @@ def test_meshes_that_cannot_be_taken_over_are_refused() -> None:
     worker, other = Worker(), Worker()
     other._register_dispatch_collect_info("one", 0, True)
     worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
-    with pytest.raises(DispatchError, match=r"has registered mesh 'mine' already"):
+    with pytest.raises(DispatchError, match=r"has already registered mesh 'mine'"):
         worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
     other._register_dispatch_collect_info("two", 1, True)
     with pytest.raises(

@@ -63,10 +63,10 @@ def test_equal_lengths_are_cut_the_same_way_each_time():
 
 
 def test_balancing_refuses_what_cannot_be_cut():
-    with pytest.raises(BatchError, match="cannot cut 2 rows into 3"):
+    with pytest.raises(BatchError, match="cannot split 2 rows into 3"):
         get_seqlen_balanced_partitions([1, 2], 3)
     with pytest.raises(
-        BatchError, match="7 rows do not make 2 partitions of equal row counts; .* or 6 rows"
+        BatchError, match="cannot split 7 rows into 2 partitions of equal size. .* or 6 rows"
     ):
         get_seqlen_balanced_partitions([1] * 7, 2, equal_size=True)
 
@@ -86,7 +86,7 @@ def test_rows_of_one_uid_stay_in_one_partition():
 
 @pytest.mark.parametrize(
     ("uids", "k", "words"),
-    [([0, 0, 1], 3, "of 2 uids do not make 3"), ([0], 1, "3 lengths and 1 uids")],
+    [([0, 0, 1], 3, "cannot split 2 uids into 3"), ([0], 1, "3 lengths and 1 uids")],
 )
 def test_groups_that_do_not_divide_are_refused(uids, k, words):
     with pytest.raises(BatchError, match=words):

@@ -68,19 +68,19 @@ def test_every_prefix_names_an_adapter() -> None:
     ("path", "words"),
     [
         ("gymnasium:FrozenLak-v1", r"no 'FrozenLak-v1' among the \d+ ids.*mean 'FrozenLake-v1'"),
-        ("gymnasium:", "add an id to it"),
+        ("gymnasium:", "needs an id"),
         ("gymnasum:FrozenLake-v1", "Did you mean 'gymnasium'"),
-        ("gymnasium", "give FILE.py:NAME.*Did you mean 'gymnasium'"),
+        ("gymnasium", "use FILE.py:NAME.*Did you mean 'gymnasium'"),
         ("textarena:Nim-v0", "cannot start with one player: The number of players has to be 2"),
         ("textarena:Nimm-v0", "among the .* Did you mean 'Nim-v0'"),
         ("skyrl_gym:gsm9k", "Did you mean 'gsm8k'"),
         ("mcp:true", "the server exited without answering initialize"),
         ("mcp:no-such-command", "No such file or directory: 'no-such-command'"),
-        ("openenv:http://127.0.0.1:9", "/schema does not answer like an OpenEnv server"),
-        (f"{HERE}:Level", "add an id to it"),
+        ("openenv:http://127.0.0.1:9", "/schema does not reply like an OpenEnv server"),
+        (f"{HERE}:Level", "needs an id"),
         (
             "tests.workers.agents.games:Count:3",
-            "Count is not an EnvironmentAdapter, so it takes no :ID",
+            "Count is not an EnvironmentAdapter. Remove ':",
         ),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_class_of_skyrl_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert path == f"skyrl_gym:{tmp_path}/echo.py:Echo"
     episode, _ = begin(path, {"word": "hm"}, mark="!")
     assert said(episode.step("a")) == "hm! a"
-    with pytest.raises(ValueError, match="changes the policy's text"):
+    with pytest.raises(ValueError, match="differs from the policy's text"):
         episode.step("change")
 
 

@@ -159,7 +159,7 @@ def test_messages_are_streamed(session: AgentSession, answered: Answered) -> Non
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("v1/messages", {**ASKED, "messages": 5}, "the body is not understood"),
+        ("v1/messages", {**ASKED, "messages": 5}, "the body cannot be read"),
         ("v1/messages", {**ASKED, "messages": [{"role": "user", "content": [{}]}]}, "'type'"),
         ("v1/responses", {"input": [{"type": "image"}]}, "input of the type 'image'"),
         ("v1/responses", {"input": []}, "messages are missing"),
@@ -198,7 +198,7 @@ def test_anthropics_client_is_served(
 
     _, (text, whole) = answered(CALL, stream, **SAID)
     assert (text, whole.content[1].input, whole.usage.output_tokens) == ("so", {"a": 2}, 5)
-    with pytest.raises(anthropic.BadRequestError, match="not understood"):
+    with pytest.raises(anthropic.BadRequestError, match="cannot be read"):
         client.messages.create(**{**settings, "messages": [{"role": "user", "content": [{}]}]})
 
 

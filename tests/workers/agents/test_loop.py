@@ -220,7 +220,7 @@ def test_one_that_takes_too_long_ends_wherever_it_is(play: Play) -> None:
         "Count", num=3, kwargs=kwargs, step_timeout_s=90.0, trajectory_timeout_s=4.0, retries=2
     )
     assert (late.ended, late.attempts) == ("deadline", 1)
-    assert late.problem == "it took over environment.trajectory_timeout_s=4 s"
+    assert late.problem == "it took longer than environment.trajectory_timeout_s=4 s"
     assert 4.0 < late.since - late.began < 30.0
     assert {one.ended for one in others} == {"terminated"}
 
@@ -278,7 +278,7 @@ def test_halves_of_a_surrogate_pair_are_read_as_something_else(play: Play, token
         ("add", "is neither a class with a method `reset`"),
         ("NoReset", "is neither a class with a method `reset`"),
         ("NarrowStep", "step takes the text that was said"),
-        ("ByPlace", "reset gets its arguments by keyword, but 'row' is positional-only"),
+        ("ByPlace", "reset is called with keyword arguments, but 'row' is positional-only"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_a_trajectory(name: str, words: str) -> None:
@@ -357,7 +357,7 @@ def test_environments_that_take_too_much_memory_together_are_played_again(
     found = hogs(play, tmp_path, "Hog", retries=1)
     assert [(one.ended, one.attempts) for one in found] == [("terminated", 2)] * 4
     (said,) = [record.getMessage() for record in caplog.records if "GiB" in record.getMessage()]
-    assert re.search(r"took .* GiB of memory \(memory_gb=0.4\): environment.sandbox", said)
+    assert re.search(r"used .* GiB of memory \(memory_gb=0.4\): environment.sandbox", said)
 
 
 def test_a_failure_says_that_the_host_was_ended_for_memory(play: Play, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_trajectories_that_run_together_are_sampled_in_one_way(
 ) -> None:
     loop, _ = looped("Count")
     loop.submit(starts(0, 2), sampling(tokenizer), OPEN)
-    with pytest.raises(RolloutError, match="2 trajectories are played with other sampling"):
+    with pytest.raises(RolloutError, match="2 trajectories are running with other sampling"):
         loop.submit(starts(2, 4), sampling(tokenizer, temperature=0.5), OPEN)
 
 

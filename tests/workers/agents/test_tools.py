@@ -158,7 +158,10 @@ def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
         ),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are [1], not an object"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "its arguments are not JSON"),
-        ("<tool_call>add(1)</tool_call>", "the call is not Python: a call is name(argument=value"),
+        (
+            "<tool_call>add(1)</tool_call>",
+            "the call is not Python: a call has the form name(argument=value",
+        ),
         ("<tool_call>[]</tool_call>", 'a call is {"name"'),
         ("<tool_call><function=add><parameter=a>x</parameter>", "a='x' must be integer"),
         ("<tool_call>ad</tool_call>", "no tool 'ad'"),

@@ -159,11 +159,14 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rollout_is_threshold": "0.9"}, "rollout_is_threshold=0.9: equal policies weigh 1"),
+        (
+            {"rollout_is_threshold": "0.9"},
+            "rollout_is_threshold=0.9: samples of equal policies have weight 1",
+        ),
         ({"rollout_is_threshold": "2.0_0.5"}, "from 2 to 0.5"),
         ({"rollout_is_threshold": "0_2.0"}, "from 0 to 2"),
-        ({"rollout_is_threshold": "much"}, "give one number, or lower_upper"),
-        ({"rollout_is_threshold": 0.55}, "write both ends with a point, 0.5_5.0"),
+        ({"rollout_is_threshold": "much"}, "set one number, or lower_upper"),
+        ({"rollout_is_threshold": 0.55}, "Write both bounds with a decimal point: 0.5_5.0"),
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None has 0"),
         ({"rollout_rs": "tokn_k1", "rollout_rs_threshold": "2"}, "Did you mean 'token_k1'"),
         ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": "2"}, "token_k1 twice"),

@@ -52,7 +52,7 @@ def test_a_bomb_is_rejected_and_takes_no_memory_here(template: str) -> None:
 def test_a_template_without_an_end_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "SECONDS", 0.5)
     template = LOOP + LOOP + "{% endfor %}{% endfor %}a"
-    with pytest.raises(ConfigError, match=r"of one letter: it has not written a chat in 0\.5 s"):
+    with pytest.raises(ConfigError, match=r"of one letter: it wrote no chat within 0\.5 s"):
         check_template(tokenizer_with(template))
 
 

@@ -120,5 +120,5 @@ def test_a_small_file_that_is_damaged_is_named(
 def test_a_giant_among_the_small_files_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(2**30)
-    with pytest.raises(ConfigError, match="has 1,073,741,824 bytes; at most"):
+    with pytest.raises(ConfigError, match="has 1,073,741,824 bytes, but at most"):
         model_folder(str(tmp_path))

@@ -114,7 +114,7 @@ def test_nothing_is_left_at_the_module_when_it_is_over() -> None:
     ("family", "config", "message"),
     [
         ("llama", {}, "LlamaForCausalLM has no routed experts"),
-        ("PhimoeConfig", {"num_local_experts": 4}, "'phimoe' .* not given what is chosen by topk"),
+        ("PhimoeConfig", {"num_local_experts": 4}, "'phimoe' .* do not receive the top-k choices"),
         (
             "JambaConfig",
             {"num_experts": 4, "use_mamba_kernels": False},

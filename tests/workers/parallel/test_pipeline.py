@@ -185,7 +185,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
         "not have one embedding table",
     ),
-    "GraniteConfig": ({"embedding_multiplier": 3.0}, "cut after every layer, is off by"),
+    "GraniteConfig": ({"embedding_multiplier": 3.0}, "split after every layer, is off by"),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_class_that_cannot_be_cut_is_refused(tmp_path: Path, name: str) -> Non
     config = getattr(transformers, name)(**sizes)
     config.save_pretrained(tmp_path / "model")
     with pytest.raises(
-        ConfigError, match=f"parallel.pp=2: .*cannot be cut into stages: .*{message}"
+        ConfigError, match=f"parallel.pp=2: .*cannot be split into stages: .*{message}"
     ):
         held(tmp_path, 2).check_axes(2)
 

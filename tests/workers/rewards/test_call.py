@@ -40,7 +40,7 @@ def test_a_list_for_one_sample_is_rejected_at_the_start() -> None:
     def annotated(response: str) -> list[float]:
         return list(map(float, response))
 
-    with pytest.raises(ConfigError, match=r"returns a list.*, and it is called on one sample"):
+    with pytest.raises(ConfigError, match=r"returns a list.*, but it is called on one sample"):
         RewardCall.of(annotated, {})
     assert RewardCall.of(of_a_batch, {}).takes_batches
 
@@ -118,14 +118,14 @@ def test_a_column_named_completions_is_no_mark_of_trl() -> None:
 
 def test_a_batch_with_a_score_too_few_fails_whole() -> None:
     outcomes = score_batch(one_too_few, [SAMPLE] * 3)
-    assert outcomes == [(None, {}, "ValueError: it got 3 samples and returned 2 scores")] * 3
+    assert outcomes == [(None, {}, "ValueError: it received 3 samples but returned 2 scores")] * 3
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda solution: 0.0, "the reward function has an unknown parameter 'solution'"),
-        (lambda solution_str, /: 0.0, "'solution_str' takes no keyword"),
+        (lambda solution_str, /: 0.0, "'solution_str' is positional-only"),
         (lambda solution_strs, ground_truth: 0.0, "parameter 'ground_truth'"),
     ],
 )

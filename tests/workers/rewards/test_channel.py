@@ -46,7 +46,7 @@ def test_what_came_before_garbage_counts(ends: Ends) -> None:
     function.send([0, [1.0, {}, None]])
     function._socket.sendall(b"]]]\n")
     assert driver.receive(soon()) == [0, [1.0, {}, None]]
-    with pytest.raises(NoAnswerError, match="invalid answer"):
+    with pytest.raises(NoAnswerError, match="sent an invalid reply"):
         driver.receive(soon())
 
 

@@ -253,7 +253,7 @@ SAYS_NO_MORE = "import os\nos.close(1)\ntime.sleep(60)"
     [
         (f"{SHARED}\n{TALKS}", "GiB of memory (memory_gb=0.125)"),
         (f"{SHARED}\n{SAYS_NO_MORE}", "GiB of memory (memory_gb=0.125)"),
-        (f"{FILES}\n{SAYS_NO_MORE}", "GiB in its working folder (file_gb=0.015625)"),
+        (f"{FILES}\n{SAYS_NO_MORE}", "GiB into its working folder (file_gb=0.015625)"),
     ],
 )
 def test_a_program_is_watched_whatever_it_prints(code: str, words: str) -> None:

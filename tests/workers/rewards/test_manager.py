@@ -207,7 +207,7 @@ def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer
 @pytest.mark.parametrize(
     ("path", "name", "answer"),
     [
-        ("odd_rewards", "even", "odd_rewards has no such name; it has asyncio, odd"),
+        ("odd_rewards", "even", "odd_rewards has no such name, only asyncio, odd"),
         ("no_such_module", "odd", "no_such_module cannot be imported"),
         ("no_such_file.py", "odd", "no_such_file.py: there is no such file"),
     ],

@@ -201,7 +201,7 @@ def test_retries_end(ask: Any, serve: Any) -> None:
     [
         (401, {}, "status 401"),
         (302, {}, "status 302"),
-        (200, {"outcomes": []}, "1 samples were sent, 0 outcomes came back"),
+        (200, {"outcomes": []}, "1 samples were sent, but 0 outcomes were returned"),
         (200, {"scores": [1]}, "an invalid reply: 'outcomes'"),
         (200, b"<html>", "an invalid reply"),
         (200, {"outcomes": [{"score": "high"}]}, "returned {'score': 'high'}"),

@@ -245,7 +245,7 @@ def test_what_runs_forbids_sleep_another_batch_and_other_settings(engine: Rollou
             RolloutError, match=f"cannot sleep while {len(PROMPTS)} samples are in flight"
         ):
             engine.sleep()
-        with pytest.raises(RolloutError, match=f"generating {len(PROMPTS)} samples already"):
+        with pytest.raises(RolloutError, match=f"already generating {len(PROMPTS)} samples"):
             engine.generate(requests, settings())
         with pytest.raises(RolloutError, match="running with other sampling settings"):
             engine.submit(requests, settings(temperature=0.5))

@@ -119,7 +119,7 @@ def test_what_a_killed_process_leaves_is_written_and_said(
     os.kill(pid, signal.SIGKILL)
     assert is_whole(halted.result(LIMIT_S), tmp_path / "file")
     (said,) = caplog.messages
-    assert f"{tmp_path / 'file'}: the process that wrote it ended by SIGKILL" in said
+    assert f"{tmp_path / 'file'}: the writer process ended with SIGKILL" in said
 
 
 def test_a_dropped_file_is_written_no_further(

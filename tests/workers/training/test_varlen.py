@@ -261,7 +261,8 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_taken(
     assert kernel is None
     assert "flash-attn does not run here: undefined symbol" in reason
     assert (
-        "torch.nn.attention.varlen does not run here: its varlen_attn has no windows yet" in reason
+        "torch.nn.attention.varlen does not run here: its varlen_attn does not support sliding "
+        "windows yet" in reason
     )
 
 

@@ -112,7 +112,7 @@ def test_a_repeated_bucket_is_caught(
 ) -> None:
     announced(monkeypatch, lambda held: held | {"number": max(held["number"] - 1, 0)})
     buckets_through(monkeypatch, lambda kept: [kept[0], *kept])
-    refused(actor, rollout, "bucket 0 in the place of bucket 1")
+    refused(actor, rollout, "bucket 0 instead of bucket 1")
 
 
 def test_a_bucket_of_another_size_than_announced_is_caught(
@@ -146,7 +146,7 @@ def test_a_bucket_out_of_turn_is_caught(
     announced(
         monkeypatch, lambda held: held | {"number": 7 if held["number"] == 0 else held["number"]}
     )
-    refused(actor, rollout, "bucket 7 in the place of bucket 0")
+    refused(actor, rollout, "bucket 7 instead of bucket 0")
 
 
 def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(

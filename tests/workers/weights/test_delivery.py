@@ -76,7 +76,7 @@ def test_a_version_that_is_no_longer_held_is_refused_by_name_of_the_one_that_is(
     for version in (1, 2):
         publish_weights(actor, version)
     with pytest.raises(
-        WeightSyncError, match="version 1 cannot be delivered: .* that is held is 2"
+        WeightSyncError, match="version 1 cannot be delivered: the published version is 2"
     ):
         deliver_weights(actor, rollout, 1)
     assert versions(rollout) == [None, None]
@@ -102,7 +102,7 @@ def test_generators_may_get_their_weights_from_different_ranks(
 @pytest.mark.parametrize("senders", [[0, 2], []])
 def test_ranks_that_the_actor_has_not_publish_nothing(actor: Group, senders: list[int]) -> None:
     with pytest.raises(
-        WeightSyncError, match=r"by ranks \[.*\]: name at least one of the actor's ranks"
+        WeightSyncError, match=r"by ranks \[.*\]. Name at least one of the actor's ranks"
     ):
         publish_weights(actor, 1, senders)
 
@@ -146,7 +146,7 @@ def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
     assert not caplog.messages
     assert publish_weights(actor, 1)[share] == publish_weights(actor, 2)[share] == 0.0
     assert [text[:49] for text in caplog.messages] == [
-        "A new version of the weights equals the previous "
+        "a new version of the weights equals the previous "
     ]
     with torch.no_grad():
         actor.workers[0].engine.module.scale += 1

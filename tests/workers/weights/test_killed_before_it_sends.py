@@ -126,7 +126,7 @@ def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
     part.set("joined/0", "{}")
     part.set("joined/1", "{}")
     give_up(part, 2)
-    with pytest.raises(WeightSyncError, match="it stops, because another rank has failed"):
+    with pytest.raises(WeightSyncError, match="stopped, because another rank failed"):
         wait_for_receivers(part, 2)
     late = Address(place, 2, new_secret()).part_of(store)
     late.set("joined/1", "{}")

@@ -129,15 +129,15 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         if not wait_futures([done], limit_s).done:
-            subject = "a Ray cluster of this machine's own"
-            look = "Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"
+            subject = "a new Ray cluster on this machine"
+            look = "Look into session_latest/logs in Ray's folder (TMPDIR/verl-like-<user id>)"
             if address:
                 subject = f"the Ray cluster at {address}"
                 look = "Check the address and, with `ray status`, the head"
             raise WaitTimeoutError(
-                f"the driver waited {limit_s:g} s (timeouts.connect_s) for {subject}, and its head "
-                f"did not answer. {look}; if it is only slow, raise timeouts.connect_s. Start this "
-                "program again to try again."
+                f"the driver waited {limit_s:g} s (timeouts.connect_s) for {subject}, and its "
+                f"head did not answer. {look}; if the head is only slow, raise "
+                "timeouts.connect_s. Start this program again to retry."
             )
     except BaseException:
         atexit.unregister(ray.shutdown)  # this call waits for a lock that the thread may hold
@@ -311,7 +311,7 @@ def within(seconds: float, work: Callable[[], None], subject: str) -> bool:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        logger.warning("%s did not end within %.0f s, and is left running", subject, seconds)
+        logger.warning("%s did not end within %.0f s and is left running", subject, seconds)
     return not thread.is_alive()
 
 
@@ -377,9 +377,9 @@ def private_folder(place: str | None = None) -> Path:
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not is_private or status.st_uid != os.getuid():
         raise WorkerError(
-            f"{folder} is not private to this user (mode 700), so others could reach what this "
-            "run keeps there: sockets, logs, data. Remove it, or set TMPDIR to a folder that "
-            "only you can read."
+            f"{folder} is not private to this user (mode 700), so other users could reach the "
+            "sockets, logs and data of this run. Remove it, or set TMPDIR to a folder that only "
+            "you can read."
         )
     return folder
 
@@ -401,9 +401,9 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
     if blind:
         raise PlacementError(
             f"trainer.default_local_dir={folder}: a file that the driver writes there is not "
-            f"visible on {', '.join(blind)}. Logs and checkpoints of the workers there would be "
-            "lost; give a folder on a file system that all nodes share, or keep the pools on "
-            "nodes that see it."
+            f"visible on {', '.join(blind)}. Logs and checkpoints of the workers on these nodes "
+            "would be lost. Set a folder on a file system that all nodes share, or keep the pools "
+            "on nodes that see it."
         )
 
 

@@ -104,7 +104,7 @@ class RayWorkerGroup(_RunningWorkers):
         if device_name not in (None, "cpu", pool_device):
             raise PlacementError(
                 f"device_name={device_name!r}: pool {resource_pool.name} has the device "
-                f"{pool_device}; leave device_name out, or use a pool with use_gpu=True on nodes "
+                f"{pool_device}. Leave out device_name, or use a pool with use_gpu=True on nodes "
                 "with GPUs."
             )
         name = "+".join(roles)
@@ -180,9 +180,9 @@ def _actor_options(
         for name, value in checked_worker_env(role_env.pop("env_vars", None)).items():
             if variables.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{role} sets {name}={value} in its environment, but another role "
-                    f"sets {variables[name]}; roles that share a process share its "
-                    "environment."
+                    f"{role} sets {name}={value} in its environment, but another role sets "
+                    f"{variables[name]}; roles that share a process share its environment. Set "
+                    "the same value for both."
                 )
         runtime_env.update(role_env)
         options.update(role_options)

@@ -157,10 +157,10 @@ class RayResourcePool(ResourcePool):
             waiting = ray.wait(waiting, num_returns=len(waiting), timeout=clock.remaining())[1]
             if waiting and clock.is_over():
                 raise WaitTimeoutError(
-                    f"{clock.summary}: the cluster did not give {wanted} within "
-                    f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: "
-                    f"{free_resources()}. Lower cpus_per_process or the pool's size, or stop the "
-                    "programs that use them."
+                    f"{clock.summary}: the cluster did not provide {wanted} within "
+                    f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: {free_resources()}. "
+                    "Lower cpus_per_process or the pool's size, or stop the programs that use "
+                    "them."
                 )
             if waiting:
                 clock.warn_if_old(lambda: f"{wanted}; free now: {free_resources()}")
@@ -217,8 +217,8 @@ def split_resource_pool(
     )
     if sum(sizes) != total or any(size < 1 for size in sizes):
         raise PlacementError(
-            f"a pool of {total} processes cannot be split into parts of {split_size}: the parts "
-            f"must be 1 or more and sum to {total}."
+            f"a pool of {total} processes cannot be split into pools of {split_size} processes. "
+            f"Use sizes of 1 or more whose sum is {total}."
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
@@ -234,7 +234,7 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubR
         or first.max_colocate_count != second.max_colocate_count
     ):
         raise PlacementError(
-            "pools can be merged only if their cpus_per_process and max_colocate_count agree."
+            "pools can be merged only if their cpus_per_process and max_colocate_count are equal."
         )
     return SubRayResourcePool([(pool, range(pool.world_size)) for pool in (first, second)])
 
@@ -257,8 +257,8 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     room = sum(_num_processes(node["Resources"], need) for node in nodes)
     if room < pool.world_size:
         raise PlacementError(
-            f"pool {pool.name} wants {pool.world_size} processes ({amounts(need)} each), and the "
-            f"cluster has room for {room} in all. Nodes: {_describe_nodes(nodes, need)}. Lower "
+            f"pool {pool.name} needs {pool.world_size} processes ({amounts(need)} each), but the "
+            f"cluster has room for {room} in total. Nodes: {_describe_nodes(nodes, need)}. Lower "
             "cpus_per_process or the pool's size."
         )
 
@@ -269,9 +269,9 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
         if not fitting:
             wanted = {kind: amount * count for kind, amount in need.items()}
             raise PlacementError(
-                f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and "
-                f"no node has that many, even when idle. Nodes: {_describe_nodes(nodes, need)}. "
-                "Lower cpus_per_process or the pool's size."
+                f"pool {pool.name} needs {count} processes on one node ({amounts(wanted)}), but "
+                "no node has these resources, even when idle. Nodes: "
+                f"{_describe_nodes(nodes, need)}. Lower cpus_per_process or the pool's size."
             )
         unused = [node for node in fitting if node["NodeID"] not in chosen.values()]
         if unused:

@@ -243,13 +243,14 @@ def _cause_of_death(error: Exception) -> str:
     if "low on memory" in text:
         return (
             f"Ray killed it because {_describe_memory(text)}. Give the role fewer rows at a time, "
-            "put fewer processes on the node, or raise RAY_memory_usage_threshold where the node's "
-            "Ray is started."
+            "put fewer processes on the node, or set a higher RAY_memory_usage_threshold where "
+            "the node's Ray is started."
         )
     if "connection error code" in text:
         return (
-            "it ended without an error message: killed by SIGKILL (by a user, or by the kernel "
-            "when memory ran out), or crashed in native code, and its log then has the stack."
+            "it ended without an error message: it was killed by SIGKILL (by a user, or by the "
+            "kernel when memory ran out), or it crashed in native code. Look for a stack in its "
+            "log."
         )
     return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
 
@@ -260,8 +261,8 @@ def _describe_memory(text: str) -> str:
     if report is None:
         return f"its node ran low on memory ({text[:300]})"
     words = (
-        f"node {report['node']} ran low on memory: {report['used']} of {report['size']} were used, "
-        f"and from {report['threshold']} on Ray kills workers"
+        f"node {report['node']} ran low on memory: {report['used']} of {report['size']} were "
+        f"used, and Ray kills workers above {report['threshold']}"
     )
     users = _MEMORY_USER.findall(text.partition("PID MEM(GB) COMMAND ")[2])[:3]
     largest = ", ".join(f"{size} GB by pid {pid} ({command})" for pid, size, command in users)

@@ -40,8 +40,8 @@ class Gymnasium(EnvironmentAdapter):
             shape, kind = env.action_space.shape, type(env.action_space).__name__
         if shape is None or kind == "Text":
             raise ConfigError(
-                f"environment=gymnasium:{cls.id}: an action of its space {kind} is not a "
-                "list of numbers. Write a class whose `step` turns text into an action."
+                f"environment=gymnasium:{cls.id}: an action of its space {kind} is not a list of "
+                "numbers. Write an environment class whose `step` turns text into an action."
             )
         cls.render = {"render_mode": "ansi"} if draws else {}
 

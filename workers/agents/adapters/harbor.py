@@ -48,7 +48,7 @@ class Harbor(EnvironmentAdapter):
             )
         cls.program = container_program(str(cls.kwargs.get("runtime", "auto")))
         if cls.program:
-            print(f"notice: harbor: each trajectory has a container of {cls.program}", flush=True)
+            print(f"note: harbor: each trajectory has a container of {cls.program}", flush=True)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
         """Set up the task that the row's column `task` names, or a random task."""

@@ -16,7 +16,8 @@ def imported(module: str, setting: str, install: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"environment={setting} needs the package {package} ({error}): pip install '{install}'."
+            f"environment={setting} needs the package {package} ({error}). Install it with: "
+            f"pip install '{install}'."
         ) from error
 
 

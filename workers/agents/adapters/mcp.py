@@ -93,7 +93,7 @@ class Server:
         for line in self._process.stdout:
             answer = json.loads(line)
             if "method" in answer and "id" in answer:
-                refusal = {"code": -32601, "message": "this client offers nothing"}
+                refusal = {"code": -32601, "message": "this client supports no requests"}
                 self._send({"id": answer["id"], "error": refusal})
             elif answer.get("id") == self._number:
                 if "error" in answer:

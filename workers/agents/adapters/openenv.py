@@ -38,8 +38,8 @@ class OpenEnv(EnvironmentAdapter):
                 action = json.load(answer)["action"]
         except (OSError, ValueError, LookupError) as error:
             raise ConfigError(
-                f"environment=openenv:{cls.id}: {cls.id}/schema does not answer like an "
-                f"OpenEnv server: {error!r}"
+                f"environment=openenv:{cls.id}: {cls.id}/schema does not reply like an OpenEnv "
+                f"server: {error!r}"
             ) from error
         fields = action.get("properties", {})
         needed = [name for name in action.get("required", ()) if name in fields]
@@ -78,7 +78,7 @@ class OpenEnv(EnvironmentAdapter):
         self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.recv())
         if answer["type"] != "observation":
-            raise RuntimeError(f"the server answers {kind} with {answer!r:.300}")
+            raise RuntimeError(f"the server replies to {kind} with {answer!r:.300}")
         data_of_reply: dict[str, Any] = answer["data"]
         return data_of_reply
 

@@ -55,10 +55,10 @@ def container_program(runtime: str) -> str:
             return program
     if runtime in PROGRAMS:
         raise ConfigError(
-            f"environment.kwargs.runtime={runtime}: `{runtime} ps` does not work in the sandbox of "
-            "environments. Variables that it needs are named in environment.sandbox.env, such as "
-            "DOCKER_HOST. As root, podman needs CONTAINER_HOST, the address of a `podman system "
-            "service`. environment.kwargs.runtime=local needs neither."
+            f"environment.kwargs.runtime={runtime}: `{runtime} ps` does not work in the sandbox "
+            "of environments. List the variables that it needs in environment.sandbox.env, such "
+            "as DOCKER_HOST. As root, podman needs CONTAINER_HOST, the address of a `podman "
+            "system service`. Set environment.kwargs.runtime=local to run without containers."
         )
     return ""
 
@@ -102,8 +102,8 @@ class Container:
             if process.poll() is not None:
                 output = " ".join([*lines, process.stdout.read()])
                 raise RuntimeError(
-                    f"the container of {task.name} does not start: {output[-500:]} "
-                    "(environment.kwargs.runtime=local runs without a container)"
+                    f"the container of {task.name} does not start: {output[-500:]}. Set "
+                    "environment.kwargs.runtime=local to run without a container."
                 )
         self.run("mkdir -p /logs/agent; chmod 777 /logs /logs/agent", user=0)
 

@@ -44,13 +44,19 @@ class SkyRLGym(EnvironmentAdapter):
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         begun, _ = self._env.init(chat)
         if begun != chat:
-            raise ValueError("`init` changes the prompt: write it into the rows of the data")
+            raise ValueError(
+                "`init` changes the prompt. Write the changed prompt into the rows of the data."
+            )
 
     def step(self, text: str) -> Turn | TrajectoryEnd:
         """Return the texts of the environment's messages."""
         output = self._env.step(text)
         if output.get("postprocessed_action", text) not in (None, text):
-            raise ValueError("`step` changes the policy's text (postprocessed_action)")
+            raise ValueError(
+                "`step` returned a postprocessed_action that differs from the policy's text; "
+                "sampled tokens cannot be edited. Use an environment that leaves the action "
+                "unchanged."
+            )
         if output["done"]:
             return TrajectoryEnd(output["reward"])
         texts = [message["content"] for message in output["observations"]]

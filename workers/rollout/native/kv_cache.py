@@ -90,8 +90,8 @@ def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float,
     if fit < least:
         raise RolloutError(
             f"rollout: a cache of kv_cache_gb={limit_gb:g} is too small. One sample of up to "
-            f"{width} tokens takes {slot_bytes / 2**30:.3g} GiB of keys and values, and at least "
-            f"{least} are computed together: set actor_rollout_ref.rollout.kv_cache_gb to "
+            f"{width} tokens needs {slot_bytes / 2**30:.3g} GiB of keys and values, and at least "
+            f"{least} are computed together. Set actor_rollout_ref.rollout.kv_cache_gb to "
             f"{1.01 * least * slot_bytes / 2**30:.3g} or more, or lower data.max_prompt_length or "
             "data.max_response_length."
         )

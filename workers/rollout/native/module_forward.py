@@ -222,7 +222,7 @@ def check_model(config: Any, width: int) -> None:
     if limit is not None and width > limit:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {width} tokens, but the model "
-            f"has {limit} positions; lower one of them."
+            f"has {limit} positions. Lower one of the two."
         )
 
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -81,8 +81,8 @@ class VllmEngine(RolloutEngine):
         if quantization and set(methods) <= UNQUANTIZED:
             raise ConfigError(
                 f"rollout: vLLM ignored quantization={quantization!r} on {settings.device_type}: "
-                f"every layer is {', '.join(methods)}. Leave it out, or use a checkpoint and "
-                "device that support it."
+                f"every layer is {', '.join(methods)}. Leave out the quantization, or use a "
+                "checkpoint and device that support it."
             )
         self._no_choices: Tensor | None = None
         if settings.notes_routing:
@@ -138,8 +138,8 @@ class VllmEngine(RolloutEngine):
         """Drop cached keys and values; with `of_running`, also those of running requests."""
         if not self.vllm.drop_prefixes(of_running):
             raise RolloutError(
-                "rollout: vLLM kept cached prefixes of older weights, so its responses "
-                "would mix two versions of the weights. Start the rollout again."
+                "rollout: vLLM kept cached prefixes of older weights, so its responses would mix "
+                "two versions of the weights. Start the rollout again."
             )
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:

@@ -62,7 +62,8 @@ class InProcessVllm:
             raise ConfigError(
                 "actor_rollout_ref.rollout.engine_kwargs.async_scheduling with "
                 f"tensor_model_parallel_size={num_ranks}: vLLM's schedule then depends on the "
-                "timing of each rank, but all ranks must have the same schedule. Leave it out."
+                "timing of each rank, but all ranks must have the same schedule. Leave out "
+                "async_scheduling."
             )
         try:
             environment = process_environment(settings.device_type, limits.kv_cache_gb, num_ranks)
@@ -86,7 +87,7 @@ class InProcessVllm:
         except (ValueError, RuntimeError, NotImplementedError) as error:
             num_tokens = limits.prompt_width + limits.response_width
             raise RolloutError(
-                f"rollout: vLLM does not start for {settings.model_path}: "
+                f"rollout: vLLM cannot start for {settings.model_path}: "
                 f"{' '.join(str(error).split())[:500]} (kv_cache_gb={limits.kv_cache_gb:g}, "
                 f"{num_tokens} tokens per sample).{merge_hint(settings)}"
             ) from error
@@ -167,7 +168,7 @@ class InProcessVllm:
             self.call("load_adapter", folder)
         except ValueError as error:
             raise RolloutError(
-                f"rollout: vLLM does not take the adapter: {error}.{merge_hint(self.settings)}"
+                f"rollout: vLLM rejects the adapter: {error}.{merge_hint(self.settings)}"
             ) from error
 
     def close(self) -> None:

@@ -210,7 +210,7 @@ class VllmServer:
                 text = response.read()
             return json.loads(text) if text else None
         except (OSError, HTTPException, ValueError) as error:
-            raise self._error(f"does not answer {path} like a vLLM server ({error!r})") from error
+            raise self._error(f"does not reply to {path} like a vLLM server ({error!r})") from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         headers = {"Content-Type": "application/json"}
@@ -224,7 +224,7 @@ class VllmServer:
             return response
         except HTTPError as error:
             detail = " ".join(error.read().decode(errors="replace").split())[:500]
-            raise self._error(f"answers {path} with {error.code}: {detail}") from error
+            raise self._error(f"replies to {path} with {error.code}: {detail}") from error
         except OSError as error:
             raise self._error(f"cannot be reached ({error})") from error
 

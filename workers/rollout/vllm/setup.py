@@ -58,7 +58,7 @@ def check_options(options: Mapping[str, object]) -> None:
         if name in OURS:
             raise ConfigError(f"{key}: set {OURS[name]} instead.")
         if name in FIXED:
-            raise ConfigError(f"{key}: the engine sets it and relies on it; leave it out.")
+            raise ConfigError(f"{key}: the engine sets this argument itself. Leave it out.")
 
 
 def check_version(device_type: str) -> str:
@@ -68,8 +68,9 @@ def check_version(device_type: str) -> str:
         installed = version(package)
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"{NAME}=vllm on {device_type} needs the package {package} (extra [{extra}]), which is "
-            f"not installed: {_install(package)}. {NAME}=native needs no package."
+            f"{NAME}=vllm on {device_type} needs the package {package} (extra [{extra}]), which "
+            f"is not installed. Install it with {_install(package)}, or set {NAME}=native, which "
+            "needs no package."
         ) from error
     return check_tested_version(installed, package)
 
@@ -151,7 +152,8 @@ def merge_hint(settings: VllmSettings) -> str:
     if settings.adapter is None:
         return ""
     return (
-        " actor_rollout_ref.rollout.merge_lora=true sends merged weights instead of a LoRA adapter."
+        " Set actor_rollout_ref.rollout.merge_lora=true to send merged weights instead of a "
+        "LoRA adapter."
     )
 
 

@@ -404,8 +404,9 @@ class ExpertChoices:
             if layer._quant_method.is_monolithic or not isinstance(layer.router, BaseRouter):
                 raise ConfigError(
                     f"rollout: vLLM chooses experts within {type(layer._quant_method).__name__}, "
-                    "where they cannot be recorded. Leave actor_rollout_ref.actor.router_replay "
-                    "out, or set actor_rollout_ref.rollout.name=native."
+                    "where they cannot be recorded. Leave out "
+                    "actor_rollout_ref.actor.router_replay, or set "
+                    "actor_rollout_ref.rollout.name=native."
                 )
             layer.router.set_capture_fn(partial(self._note, number))
 

@@ -76,7 +76,7 @@ def check_axes(
 
         if reason := blocking_axis(dims):
             compile_key = f"{config.SECTION}.compile"
-            raise ConfigError(f"{compile_key}=on: {section}.{reason}; set {compile_key}=auto.")
+            raise ConfigError(f"{compile_key}=on: {section}.{reason}. Set {compile_key}=auto.")
     if dims.sp > 1:
         check_split(support, dims.sp, "" if config.use_remove_padding else PADDED_BY_USER, section)
     if dims.pp > 1:

@@ -53,7 +53,7 @@ class Compile(ModelPart):
             reason = reason or "they do not run on another rank"
             if model.model_config.compile == "on":
                 key = f"{model.model_config.SECTION}.compile"
-                raise ConfigError(f"{key}=on: {reason}; set {key}=off.")
+                raise ConfigError(f"{key}=on: {reason}. Set {key}=off.")
             warn_once(f"layers of {model.module.config.model_type} are not compiled: {reason}.")
         else:
             self._switch(model, is_on=True)

@@ -130,14 +130,14 @@ def check_float8(
     device: torch.device, compute: torch.dtype, dims: ParallelDims, key: str = "fp8_linear"
 ) -> None:
     """Reject a device or type without float8 products, and layers that are split over ranks."""
-    reason = f"parallel.tp={dims.tp} cuts linear layers" if dims.tp > 1 else ""
+    reason = f"parallel.tp={dims.tp} splits linear layers" if dims.tp > 1 else ""
     if reason := reason or _why_not(device, compute):
-        raise ConfigError(f"{key}: {reason}; leave it out.")
+        raise ConfigError(f"{key}: {reason}. Leave it out.")
 
 
 def _why_not(device: torch.device, compute: torch.dtype) -> str:
     if compute != torch.bfloat16:
-        return f"its products are in bfloat16, and passes compute in {compute} (compute_dtype)"
+        return f"its products are in bfloat16, but passes compute in {compute} (compute_dtype)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CARD:
         name = torch.cuda.get_device_name(device)
         return f"float8 needs a GPU of compute capability 8.9 (Ada, Hopper), not a {name}"

@@ -187,7 +187,8 @@ def _reject_interleaved(pp: int, schedule: str) -> None:
     if pp > 1 and schedule == "interleaved":
         raise ConfigError(
             f"{COEF} does not work with two pipeline stages per rank. Set "
-            "actor_rollout_ref.actor.parallel.pp_schedule=1f1b or gpipe, or leave it at 0."
+            "actor_rollout_ref.actor.parallel.pp_schedule=1f1b or gpipe, or leave the coefficient "
+            "at 0."
         )
 
 
@@ -204,5 +205,6 @@ def missing_routers(model_type: str) -> str:
     """Return the error message for a model type without a load-balancing loss."""
     return (
         f"{COEF} is set, but transformers has no load-balancing loss for model type "
-        f"{model_type!r}: it has no experts, or balances them differently. Leave it at 0."
+        f"{model_type!r}: it has no experts, or balances them differently. Leave the coefficient "
+        "at 0."
     )

@@ -225,7 +225,7 @@ def stages_of_a_layer(model: Any) -> str:
     with stages.computing(stages.last, received):
         output = read(model, feed)
     off = relative_error(output, expected)
-    message = f"a small model of its class, cut after every layer, is off by {off:.0e}"
+    message = f"a small model of its class, split after every layer, is off by {off:.0e}"
     return message if off > LARGEST_ERROR else ""
 
 
@@ -242,9 +242,9 @@ def check_stages(
         parts = StageParts.of(module)
         if num_stages > len(parts.layers):
             raise ConfigError(
-                f"{setting} with {section}.pp_schedule={schedule} makes {num_stages} stages of the "
-                f"{len(parts.layers)} layers of {model_type}; at most "
-                f"{section}.pp={len(parts.layers) // num_chunks(schedule)}."
+                f"{setting} with {section}.pp_schedule={schedule} makes {num_stages} stages of "
+                f"the {len(parts.layers)} layers of {model_type}. Set "
+                f"{section}.pp={len(parts.layers) // num_chunks(schedule)} or less."
             )
         reason = support.why_not(stages_of_a_layer)
         if reason:
@@ -252,7 +252,7 @@ def check_stages(
         ranges = stage_ranges(module, num_stages, ep)
     except NoStages as error:
         raise ConfigError(
-            f"{setting}: model type {model_type} cannot be cut into stages: {error}. Set "
+            f"{setting}: model type {model_type} cannot be split into stages: {error}. Set "
             f"{section}.pp=1; {section}.shard divides weights."
         ) from error
     trained = {id(weight) for weight in module.parameters() if weight.requires_grad}
@@ -260,7 +260,7 @@ def check_stages(
     idle = [number for number in range(num_stages) if trained.isdisjoint(stages.weights([number]))]
     if trained and idle:
         raise ConfigError(
-            f"{setting}: nothing in stage {idle[0]} is trained (model.target_modules); set "
-            f"{section}.pp=1, or take all-linear."
+            f"{setting}: nothing in stage {idle[0]} is trained (model.target_modules). Set "
+            f"{section}.pp=1, or model.target_modules=all-linear."
         )
     return ranges

