@@ -1,9 +1,8 @@
-"""The modules that test processes are forked with exist."""
+"""Forked processes have the preloaded modules, and do what started ones do."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import signal
 import socket
@@ -18,11 +17,6 @@ from tests import bare_forks
 from tests.conftest import PRELOADED
 from tests.fork_client import packed
 from tests.forked import run_program
-
-
-@pytest.mark.parametrize("name", [name for name in PRELOADED if name != "tests.frozen"])
-def test_a_preloaded_module_can_be_imported(name: str) -> None:
-    importlib.import_module(name)  # not the one that moves all memory of who imports it
 
 
 def loaded() -> list[str]:

@@ -15,8 +15,8 @@ def add(a: int, b: int) -> int:
     """The sum of two numbers."""
     return (a + b - 19) % 39 + 20
 '''
-LEARNED = 0.75
-"""Processors round differently, and the runs diverge: the guesser ends at 0.795 on one of them."""
+WITHOUT_HINTS = 0.4
+"""A policy that ignores the hints finds the number in 4 of 10 trajectories."""
 
 
 def train(
@@ -35,16 +35,18 @@ def success(steps: list[dict[str, float]]) -> list[float]:
 
 @pytest.mark.example
 def test_a_guesser_learns_to_follow_hints(tmp_path: Path, forked_python: Path) -> None:
-    found = success(train("guess", tmp_path, forked_python)[1])
-    assert found[0] < 0.2
-    assert sum(found[-5:]) / 5 >= LEARNED, found
+    short = "trainer.total_training_steps=36"  # the script's 75 end at 0.8
+    scores = success(train("guess", tmp_path, forked_python, short)[1])
+    assert scores[0] < 0.2
+    assert sum(scores[-5:]) / 5 > WITHOUT_HINTS + 0.1, scores
 
 
 @pytest.mark.example
 def test_a_caller_learns_to_answer_what_its_tool_tells(tmp_path: Path, forked_python: Path) -> None:
-    found = success(train("calculator", tmp_path, forked_python)[1])
-    assert found[0] < 0.2
-    assert sum(found[-5:]) / 5 >= 0.8, found
+    short = "trainer.total_training_steps=14"  # of 30
+    scores = success(train("calculator", tmp_path, forked_python, short)[1])
+    assert scores[0] < 0.2
+    assert sum(scores[-5:]) / 5 > 0.6, scores
 
     (tmp_path / "liar.py").write_text(LIAR)
     (lied_to,) = success(

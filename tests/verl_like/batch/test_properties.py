@@ -96,7 +96,7 @@ def rectangles(data):
     return copied
 
 
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=25, deadline=None)
 
 
 @quick

@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.verl_compat import pad_dataproto_to_divisor
 from verl_like.errors import BatchError, MissingColumnError
 
 
@@ -60,10 +59,6 @@ def test_new_columns_of_a_selection_do_not_appear_in_the_batch():
     assert list(data.non_tensor_batch) == ["uid"]
 
 
-def test_a_list_of_booleans_is_a_mask_not_numbers():
-    assert make()[[False, True, False, True]].batch["a"].tolist() == [1, 3]
-
-
 def test_building_a_batch_leaves_the_callers_dicts_alone():
     tensors, non_tensors, meta = {"a": torch.zeros(2)}, {"uid": ["x", "y"]}, {"t": 1}
     data = DataProto.from_dict(tensors, non_tensors, meta, auto_padding=True)
@@ -101,16 +96,6 @@ def test_a_list_of_lists_is_a_column_of_lists(rows):
     ):
         assert (column.shape, column.dtype) == ((2,), object)
         assert column[0] is rows[0]
-
-
-def test_popping_a_missing_key_says_which():
-    for call in (
-        lambda d: d.pop(["b"]),
-        lambda d: d.pop(None, ["b"]),
-        lambda d: d.pop(None, None, ["b"]),
-    ):
-        with pytest.raises(MissingColumnError, match="'b'"):
-            call(make())
 
 
 def test_a_tensordict_ends_as_it_was_when_a_method_fails():
@@ -168,26 +153,8 @@ def test_union_works_when_a_side_has_no_tensors():
     assert objects.union(make()).batch["a"].tolist() == [0, 1, 2, 3]
 
 
-def test_concat_of_nothing_and_ragged_metrics_have_a_meaning():
-    with pytest.raises(BatchError, match="at least one batch"):
-        DataProto.concat([])
-    joined = DataProto.concat(
-        [make(1, metrics={"x": 1}), make(1, metrics={"y": 2}), make(1, metrics={"x": 3})]
-    )
-    assert joined.meta_info["metrics"] == {"x": [1, 3], "y": [2]}
-
-
-def test_a_later_part_with_a_missing_key_is_named():
-    with pytest.raises(BatchError, match=r"part 2 lacks tensor columns \['a'\]"):
-        DataProto.concat([make(1), make(1), make(1).select([])])
-
-
 def test_rows_without_columns_are_counted_by_concat():
     assert len(DataProto.concat([DataProto(), DataProto(TensorDict({}, batch_size=[5]))])) == 5
-
-
-def test_five_rows_make_four_chunks():
-    assert [part.batch["a"].tolist() for part in make(5).chunk(4)] == [[0, 1], [2], [3], [4]]
 
 
 def test_unfolding_without_keys_takes_non_tensors_too():
@@ -202,28 +169,8 @@ def test_reorder_takes_any_order_and_returns_the_batch(order):
     assert data.non_tensor_batch["uid"].tolist() == ["1", "0"]
 
 
-def test_a_mini_batch_size_that_does_not_divide_fails_at_the_call():
-    with pytest.raises(BatchError, match="does not divide"):
-        make(4).make_iterator(3, 1)
-
-
 def test_data_info_works_without_tensors():
     assert "uid: (1,) object" in DataProto.from_dict(non_tensors={"uid": ["x"]}).get_data_info()
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("rows", [0, 1])
-def test_zero_rows_and_one_row_pickle_in_every_protocol(rows, protocol):
-    back = pickle.loads(pickle.dumps(make(rows, t=1), protocol=protocol))
-    assert back.batch["a"].tolist() == list(range(rows))
-    assert back.non_tensor_batch["uid"].shape == (rows,)
-    assert back.meta_info == {"t": 1}
-
-
-def test_padding_leaves_the_callers_batch_alone():
-    data = make(3)
-    padded, pad = pad_dataproto_to_divisor(data, 4)
-    assert (len(data), len(padded), pad) == (3, 4, 1)
 
 
 def test_a_view_is_pickled_without_the_rest_of_its_storage():
@@ -239,9 +186,3 @@ def test_a_column_of_arrays_assigned_to_the_tensordict_is_refused_by_name():
     data.batch["o"] = np.array(["x", "y"], dtype=object)
     with pytest.raises(BatchError, match="'o'"):
         data.check_consistency()
-
-
-def test_meta_that_differs_between_parts_is_never_a_list_per_row():
-    data = DataProto.from_tensordict(TensorDict({"a": torch.zeros(2)}, batch_size=[2]), {"t": 1})
-    with pytest.raises(BatchError, match=r"meta_info\['t'\]"):
-        DataProto.concat([data, make(2, t=2).select(non_tensor_batch_keys=[])])

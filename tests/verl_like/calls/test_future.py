@@ -57,15 +57,6 @@ def test_a_failure_is_logged_while_an_earlier_future_is_still_on_its_way() -> No
     assert logged.is_set()
 
 
-def test_values_come_in_the_order_of_the_futures_and_none_is_none() -> None:
-    event = threading.Event()
-    slow = Later(1, event)
-    threading.Timer(0.05, event.set).start()
-    assert gather(slow, Later(2), Later(3)) == [1, 2, 3]
-    assert gather(Later(4)) == [4]
-    assert gather() == []
-
-
 def test_one_timeout_covers_all() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError, match="too late") as caught:

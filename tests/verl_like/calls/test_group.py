@@ -157,10 +157,6 @@ def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups,
         modes.metrics_of_a_tensor(batch(4))
 
 
-def test_a_coroutine_method_runs_to_its_end(groups) -> None:
-    assert groups["modes"].echo_async(batch()).batch["x"].tolist() == list(range(5))
-
-
 def test_an_error_keeps_its_type_and_its_traceback_and_travels_along_futures(groups) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         groups["faulty"].raises(batch())
@@ -260,13 +256,6 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
         groups["faulty"].stop(batch(100_000))
     with pytest.raises(DispatchError, match="concurrent=True. cannot split a batch"):
         register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, concurrent=True)
-
-
-def test_blocking_is_obeyed(groups) -> None:
-    future = groups["adder"].add_slowly(batch(seconds=0.0))
-    assert isinstance(future, DataProtoFuture)
-    assert future.get().batch["x"].tolist() == [1, 2, 3, 4, 5]
-    assert "adder.add_slowly" in repr(future)
 
 
 def test_a_constructor_that_raises_shows_its_traceback_once(backend) -> None:

@@ -25,7 +25,7 @@ from verl_like.batch.split import TensorDictRows
 from verl_like.calls.dispatch import collect_dataproto
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.verl_surface import scatter_lists
-from verl_like.errors import ConfigError, DispatchError, PlacementError
+from verl_like.errors import DispatchError, PlacementError
 from verl_like.process.info import ProcessInfo
 from verl_like.process.worker import construction
 
@@ -194,12 +194,3 @@ def test_roles_that_cannot_be_attributes_are_refused() -> None:
         create_colocated_worker_raw_cls({"rank": ClassWithInitArgs(Worker)})
     with pytest.raises(PlacementError, match="name_prefix 'adder' is also the name of a role"):
         ClassWithInitArgs(Hybrid).roles("adder")
-
-
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "MASTER_PORT"])
-def test_variables_of_the_launcher_are_not_the_users(name: str) -> None:
-    with (
-        pytest.raises(ConfigError, match=f"worker_env sets {name}"),
-        start("child", {"hybrid": (Hybrid, ())}, worker_env={name: "1"}),
-    ):
-        pass

@@ -26,10 +26,6 @@ def test_a_process_sleeps_is_stopped_ends_and_is_gone(tmp_path: Path) -> None:
     assert process_state(process.pid) is None
 
 
-def test_this_process_runs() -> None:
-    assert process_state(os.getpid()) == "R"
-
-
 def test_a_child_is_listed_while_it_lives() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as process:
         assert process.pid in children(os.getpid())

@@ -50,8 +50,9 @@ def test_fused_logprob_and_entropy_equal_log_softmax_and_so_do_their_gradients(t
         torch.testing.assert_close(ours, naive)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("wants_entropy", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "wants_entropy"), [(torch.float64, True), (torch.bfloat16, False)]
+)
 def test_the_compiled_form_gives_the_numbers_of_the_other(dtype, wants_entropy, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.manual_seed(0)
