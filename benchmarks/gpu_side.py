@@ -34,8 +34,6 @@ from sides import actor_worker, full_rows
 
 Figure = tuple[str, float | str]
 GIB = 2**30
-PROMPT, RESPONSE = 256, 768
-"""Prompt and response tokens of a row in an update; a full pass has no padding."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,11 @@ class Trial:
     device: str
     tiny: bool
     models: Path
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Prompt and response tokens of a row in an update; a full pass has no padding."""
+        return (16, 48) if self.tiny else (256, 768)
 
     def model(self, size: str) -> Path:
         """Return the folder with the configuration of a model."""
@@ -116,7 +119,7 @@ def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any
     from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
 
     strategy = settings.pop("strategy", "fsdp")
-    prompt, response = settings.pop("lengths", (PROMPT, RESPONSE))
+    prompt, response = settings.pop("lengths", trial.lengths)
     model = ModelConfig(
         path=str(trial.model(size)),
         random_init_seed=0,
@@ -135,10 +138,11 @@ def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any
     return worker
 
 
-def rows(trial: Trial, num_rows: int, prompt: int = PROMPT, response: int = RESPONSE) -> Any:
+def rows(trial: Trial, num_rows: int, lengths: tuple[int, int] | None = None) -> Any:
     """Return rows of full length with every column that an update of the actor reads."""
     from verl_like.batch.protocol import DataProto
 
+    prompt, response = lengths or trial.lengths
     words = range(6, 500 if trial.tiny else 150_000)
     drawn = ("advantages", "old_log_probs")
     return DataProto.from_dict(
@@ -260,7 +264,7 @@ def memory(trial: Trial) -> Iterator[Figure]:
     from workers.config import WorkersConfig
     from workers.memory import LargestPass, memory_of
 
-    lengths = (1024, 2048) if trial.tiny else (4096, 8192, 16384)
+    lengths = (64, 128) if trial.tiny else (4096, 8192, 16384)
     for size in ("1.5b", "7b-8-layers"):
         for recompute in (True, False):
             worker = actor(trial, size, 0, 0, enable_gradient_checkpointing=recompute)
@@ -270,11 +274,11 @@ def memory(trial: Trial) -> Iterator[Figure]:
                 )
             )
             for tokens in lengths:
-                num_rows = 2 * tokens // (PROMPT + RESPONSE)
+                num_rows = 2 * tokens // sum(trial.lengths)
                 worker.budget = replace(worker.budget, tokens=tokens)
                 worker.config.ppo_mini_batch_size = num_rows
                 name = f"{size}, {tokens} tokens{', recomputed' * recompute}"
-                largest = LargestPass(tokens, num_rows // 2 * RESPONSE)
+                largest = LargestPass(tokens, num_rows // 2 * trial.lengths[1])
                 predicted = memory_of(role_model, "actor", "pool", 1, trial.device, largest)
                 yield f"{name}: predicted GiB", (predicted.resident + predicted.call) / GIB
                 if trial.device == "cuda":
@@ -315,7 +319,7 @@ def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
         seconds = trial.seconds(partial(worker.update_actor, data), 1 if trial.tiny else 3)
         rate = needed_flops(worker.engine, data, True) / seconds
         yield f"{name}: s", seconds
-        yield f"{name}: tokens/s", mini_batch * (PROMPT + RESPONSE) / seconds
+        yield f"{name}: tokens/s", mini_batch * sum(trial.lengths) / seconds
         yield f"{name}: TFLOP/s", rate / 1e12
         if peak := peak_flops(torch.device(trial.device)):
             yield f"{name}: MFU", rate / peak
@@ -327,7 +331,7 @@ def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
 def shared_prefixes(trial: Trial) -> Iterator[Figure]:
     """Compare updates on samples of the same prompts, with prefixes computed once and per row."""
     prompts, samples, lengths = (2, 2, (16, 16)) if trial.tiny else (4, 8, (1024, 512))
-    data = rows(trial, prompts * samples, *lengths)
+    data = rows(trial, prompts * samples, lengths)
     for column in ("input_ids", "prompts"):
         ids = data.batch[column]
         first = ids.view(prompts, samples, -1)[:, :1, : lengths[0]]

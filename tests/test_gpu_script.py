@@ -172,18 +172,6 @@ def test_a_part_without_its_library_or_a_gpu_is_skipped_with_the_reason(
     assert hour.why_skipped(part_that(hour, "", needs=("ray",)), on_cpu, []) == ""
 
 
-def test_without_models_what_reads_them_is_skipped(hour: ModuleType, tmp_path: Path) -> None:
-    no_models = [hour.Outcome("models", "FAILED")]
-    machine = hour.Machine(8)
-    skipped = [
-        part.name
-        for part in hour.parts(machine, tmp_path)
-        if hour.why_skipped(part, machine, no_models) == "there are no models"
-    ]
-    assert "GRPO 7B, FSDP2 over all" in skipped
-    assert "gpu tests" not in skipped
-
-
 def run_of(hour: ModuleType, name: str, configs: Path) -> object:
     (part,) = [part for part in parts_of(hour, 8, configs) if part.name == name]
     return part
@@ -213,48 +201,11 @@ def test_a_runs_figures_are_medians_of_its_later_steps_over_the_data_sheet(
     )
 
 
-def test_an_asynchronous_run_has_no_seconds_of_generation(
-    hour: ModuleType, configs: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    step = {"timing_s/step": 9.0, "timing_s/gen": 0.5, "perf/published_mb": 7.0}
-    lines = "\n".join([json.dumps(step)] * 2)
-    (tmp_path / "run" / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    found = run_of(hour, "asynchronous 7B, 4 + 4", configs).figures(tmp_path, DEVICES["H100"])
-    assert found == {
-        "first step s": 9.0, "s per step": 9.0, "wait for samples s": 0.5, "sync MB": 7.0
-    }  # fmt: skip
-
-
 def test_a_run_of_one_step_has_no_figures(hour: ModuleType, configs: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"timing_s/step": 1}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="no step after its first"):
         run_of(hour, "GRPO 7B, FSDP2 over all", configs).figures(tmp_path, None)
-
-
-def test_the_report_is_a_markdown_table(hour: ModuleType) -> None:
-    memory = {f"{tokens} tokens: {kind} GiB": 1.0 for tokens in range(5) for kind in ("a", "b")}
-    outcomes = [
-        hour.Outcome("decode", "ok", 12.3, figures={"GB/s": 2345.6, "share": 0.70012}),
-        hour.Outcome("tp 2", "skipped", why="vllm is not installed"),
-        hour.Outcome("memory", "ok", 1.0, figures=memory),
-    ]
-    assert hour.report("commit abc, 8 x H100", outcomes).splitlines() == [
-        "commit abc, 8 x H100",
-        "",
-        "| part | result | s | figures |",
-        "| --- | --- | --: | --- |",
-        "| decode | ok | 12 | GB/s 2,346, share 0.7 |",
-        "| tp 2 | skipped | 0 | vllm is not installed |",
-        "| memory | ok | 1 | below |",
-        "",
-        "memory:",
-        "",
-        "|  | a GiB | b GiB |",
-        "| --- | --: | --: |",
-        *(f"| {tokens} tokens | 1 | 1 |" for tokens in range(5)),
-    ]
 
 
 def test_no_part_begins_after_the_time_for_all_of_them(hour: ModuleType, tmp_path: Path) -> None:
