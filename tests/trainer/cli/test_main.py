@@ -94,10 +94,8 @@ def test_a_full_check_describes_a_step_before_it_reads_files_and_writes_none(dec
     assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
 
 
-def test_a_module_of_the_current_folder_is_found_beside_decoys(
-    decoys: Path, tiny_dir: Path
-) -> None:
-    (decoys / "workers.py").write_text("raise SystemExit('the decoy was imported')")
+def test_a_module_of_the_current_folder_is_found(decoys: Path, tiny_dir: Path) -> None:
+    """tests/integration/test_three_steps.py starts the console command next to decoys."""
     (decoys / "mine.py").write_text(
         "def estimate(token_level_rewards, response_mask):\n"
         "    return token_level_rewards, token_level_rewards\n"
@@ -108,7 +106,7 @@ def test_a_module_of_the_current_folder_is_found_beside_decoys(
         *("algorithm.adv_estimator=mine.estimate", "reward.function.path=mine"),
         *("trainer.dry_run=true", "trainer.backend=local", "algorithm.use_kl_in_reward=false"),
     )
-    done = verl_like(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *more))
+    done = forked(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *more))
     assert done.returncode == 0, done.stderr
     assert "every score is 1, and the values from_mine" in done.stdout
 
