@@ -45,8 +45,10 @@ def model_of(config_name: str, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "LlamaConfig", "GemmaConfig"])
-@pytest.mark.parametrize("min_multiplications", [1, 2**40])
+@pytest.mark.parametrize(
+    ("family", "min_multiplications"),
+    [("Qwen2Config", 1), ("Qwen3Config", 1), ("GemmaConfig", 2**40)],
+)
 def test_an_update_through_onednn_has_the_gradients_of_the_models_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, min_multiplications: int
 ) -> None:

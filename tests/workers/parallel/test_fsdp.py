@@ -112,15 +112,15 @@ def test_offloading_on_the_cpu_is_bit_equal_to_none(one_layer_dir: Path) -> None
 
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(
-    one_layer_dir: Path, alone: dict[str, Any], alone_in_bfloat16: dict[str, Any]
+    alone: dict[str, Any], alone_in_bfloat16: dict[str, Any]
 ) -> None:
-    for result in (alone_in_bfloat16, run_kept(2, bfloat16, one_layer_dir)[0]):
-        for name, grad in alone["gradients"].items():
-            assert result["gradients"][name].dtype == torch.float32
-            assert 1e-5 < (result["gradients"][name] - grad).norm() / grad.norm() < 0.1, name
+    for name, grad in alone["gradients"].items():
+        rounded = alone_in_bfloat16["gradients"][name]
+        assert rounded.dtype == torch.float32
+        assert 1e-5 < (rounded - grad).norm() / grad.norm() < 0.1, name
 
 
-def bfloat16(one_layer_dir: Path, strategy: str = "fsdp") -> dict[str, Any]:
+def bfloat16(one_layer_dir: Path, strategy: str) -> dict[str, Any]:
     return under(one_layer_dir, strategy, compute_dtype="bfloat16")
 
 
@@ -217,13 +217,7 @@ def test_axes_of_the_mesh_follow_from_the_ranks() -> None:
         dims_of(2, Sharding("single", 1, False, False))
 
 
-OPTIMIZERS = [
-    "AdamW",
-    "torch.optim.Adam",
-    "torch.optim.SGD",
-    "torch.optim.Adagrad",
-    "torch.optim.RMSprop",
-]
+OPTIMIZERS = ["torch.optim.SGD", "torch.optim.Adagrad"]
 
 
 def weights_after(one_layer_dir: Path, optimizers: Sequence[str]) -> list[dict[str, torch.Tensor]]:
