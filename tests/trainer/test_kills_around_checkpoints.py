@@ -31,6 +31,8 @@ from trainer.run_folder.checkpoint import Checkpoints
 from trainer.sft.recipe import SFT
 
 PLACES = ("before", "within", "as it is written", "after")
+OF_OTHERS = PLACES[1:3]
+"""Where the roles after a cell's first one are killed."""
 TEXTS = [{"prompt": f"say {letter}", "response": letter} for letter in "abcdefg"]
 PAIRS = [{"prompt": f"say {letter}", "chosen": letter, "rejected": "z"} for letter in "abcdefg"]
 SAVED = ("trainer.save_freq=1", "trainer.max_restarts=50")
@@ -52,14 +54,13 @@ REWARDS = "rewards"
 Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, ...]]
 """A recipe, its settings, and whose processes are killed, one after the other."""
 CELLS: list[Cell] = [
-    (PPO, APART, ("actor", "rollout", "ref")),
-    (PPO, SPLIT, ("actor", "critic")),
+    (PPO, APART, ("rollout", "ref")),
+    (PPO, SPLIT, ("critic",)),
     (PPO, ("placement=colocate", *POLICY_ALONE), ("actor", REWARDS)),
     (SFT, (), ("sft",)),
-    (REWARD_MODEL, (), ("reward_model",)),
     (DPO, (), ("preference",)),
-    (BEST_OF_N, (), ("rollout", REWARDS)),
-    (REGRESSION, SPLIT, ("student", "teacher")),
+    (BEST_OF_N, (), ("rollout",)),
+    (REGRESSION, SPLIT, ("student",)),
     (ASYNC, GENERATOR, ("actor", "rollout")),
 ]
 CLASSIFIER = "CLASSIFIER"
@@ -106,6 +107,12 @@ def describe(cell: Cell) -> str:
     return "-".join([recipe.name, *placement.split("=")[1:], *roles]).replace("/", ":")
 
 
+def kills_of(roles: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each (role, place)."""
+    first, *others = roles
+    return [*product([first], PLACES), *product(others, OF_OTHERS)]
+
+
 class Killer:
     """Kills processes around the checkpoint of each step: of a role, at a place.
 
@@ -113,7 +120,7 @@ class Killer:
     """
 
     def __init__(self, roles: Sequence[str]) -> None:
-        self.kills = dict(enumerate(product(roles, PLACES), start=1))
+        self.kills = dict(enumerate(kills_of(roles), start=1))
         self._trainer: Any = None
         self._own_gather, self._own_commit = checkpoint.gather, Checkpoints.commit
 
@@ -159,7 +166,7 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
     recipe, own, roles = cell
     more = (*SAVED, *own, *more)
     if recipe is not BEST_OF_N:
-        more = (*more, f"trainer.total_training_steps={len(roles) * len(PLACES) + 1}")
+        more = (*more, f"trainer.total_training_steps={len(kills_of(roles)) + 1}")
     if recipe in (PPO, ASYNC):
         return overrides(tiny, folder, *FEW_ROWS, *more)
     here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}", *more]
@@ -168,7 +175,7 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
     if recipe is BEST_OF_N:
         prompts = f"data.train_files={tiny}/few.parquet", "data.max_prompt_length=16"
         model = f"actor_rollout_ref.model.path={tiny}/model"
-        return [*here, *prompts, model, "data.train_batch_size=7", "data.max_response_length=4"]
+        return [*here, *prompts, model, "data.train_batch_size=13", "data.max_response_length=4"]
     rows = folder.with_suffix(".jsonl")
     rows.write_text("\n".join(map(json.dumps, TEXTS if recipe is SFT else PAIRS)))
     data = f"data.train_files={rows}", "data.train_batch_size=4", "data.max_length=32"

@@ -23,7 +23,7 @@ RIGGED = "tests.trainer.dying_in_sync"
 SHARED = (
     *(*FEW_ROWS, *POLICY_ALONE),
     *("trainer.save_freq=1", "trainer.max_restarts=50"),
-    f"trainer.total_training_steps={2 * len(PLACES) + 5}",
+    f"trainer.total_training_steps={2 * len(PLACES) + 3}",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.1",
 )
 GENERATORS = ("async_training.max_staleness=0", "async_training.on_generator_failure=restart")

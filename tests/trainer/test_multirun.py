@@ -8,44 +8,37 @@ from typing import Any
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import run_command
-from trainer.sft.recipe import SFT
 
 
 def jobs(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, sweep: str, run: Any, recipe: Recipe[Any] = PPO
+    monkeypatch: pytest.MonkeyPatch, folder: Path, sweep: str, run: Any
 ) -> pytest.ExceptionInfo[SystemExit] | None:
     """Run the recipe's command with `run` as the run; return how the process ended."""
     monkeypatch.setattr("trainer.launch.run", run)
-    policy = "" if recipe is SFT else "actor_rollout_ref."
     needed = [
         "data.train_files=x",
-        f"{policy}model.path=y",
+        "actor_rollout_ref.model.path=y",
         f"trainer.default_local_dir={folder}",
     ]
     monkeypatch.chdir(folder)
     try:
-        run_command(recipe, ["--multirun", *needed, sweep])
+        run_command(PPO, ["--multirun", *needed, sweep])
     except SystemExit:
         return pytest.ExceptionInfo.from_current()
     return None
 
 
-@pytest.mark.parametrize("recipe", [PPO, SFT], ids=["ppo", "sft"])
 def test_a_failing_job_does_not_end_the_others(
-    recipe: Recipe[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(config: Any) -> None:
         make_run(Path(config.trainer.default_local_dir), 2)
         if config.trainer.seed == 2:
             raise ValueError("of the user's own")
 
-    ended = jobs(monkeypatch, tmp_path, "trainer.seed=2,3", run, recipe)
+    ended = jobs(monkeypatch, tmp_path, "trainer.seed=2,3", run)
     assert ended is not None
     assert ended.value.code == "error: 1 of 2 jobs failed"
     captured = capsys.readouterr()

@@ -26,8 +26,7 @@ def plan(config: Any, full: bool) -> list[str]:
     return describe_plan(placement, config, trainer_class(config), full).splitlines()
 
 
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("recipe", [PPO, ASYNC])
+@pytest.mark.parametrize(("recipe", "full"), [(PPO, False), (ASYNC, True)])
 def test_a_role_of_ones_own_stands_in_it_with_its_pool(
     recipe: Recipe, full: bool, tiny_dir: Path, tmp_path: Path
 ) -> None:

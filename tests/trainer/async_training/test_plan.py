@@ -50,14 +50,6 @@ def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> 
     assert [setup.generators_of(place) for place in range(setup.num_chunks)] == [(0,), (1,)]
 
 
-def test_a_smaller_limit_is_what_may_be_open() -> None:
-    lines = plan_lines(
-        config_of("async_training.max_inflight_samples=40", "async_training.update_steps=3")
-    )
-    assert "Samples: at most 40 queued or in generation (1.25 batches)" in lines
-    assert any("after every 3 batches" in line for line in lines)
-
-
 @pytest.mark.parametrize(("generators", "idle"), [(2, 0), (4, 2)])
 def test_generators_without_a_chunk_are_told(generators: int, idle: int) -> None:
     sizes = ["async_training.max_staleness=0", "async_training.prompts_per_call=4"]
@@ -74,16 +66,6 @@ def test_ranks_with_unlike_shares_of_the_generators_are_told() -> None:
     for even in ("2m1t", "1m2t", "4m2t", "2m2t"):
         lines = plan_lines(config_of(f"async_training.topology={even}"))
         assert "of the generators for" not in "\n".join(lines)
-
-
-def test_generators_of_one_rank_without_a_chunk_are_told() -> None:
-    edges = "async_training.sample_routes=[[0,1],[1,0],[2,1],[3,1]]"
-    sizes = ["async_training.topology=4m2t", edges, "async_training.max_staleness=0"]
-    config = config_of(*sizes)
-    assert config.chunk_size == 1  # one of the 4 prompts of a rank for each of its 3 generators
-    assert not [line for line in plan_lines(config) if "Idle generators: " in line]
-    told = plan_lines(config_of(*sizes, "async_training.prompts_per_call=2"))
-    assert [line.split()[2] for line in told if "Idle generators: " in line] == ["1"]
 
 
 def test_every_generator_is_in_the_table_of_sizes_with_what_it_is_asked_for_at_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,22 +38,6 @@ def test_a_line_says_what_a_delivery_was(tmp_path: Path) -> None:
         "hash_s": 0.125,
         "bytes": 5 * 2**20,
     }
-
-
-def test_generators_write_whole_lines_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
-    SyncLog(tmp_path).add(0, "rollout", figures(0))
-    log = SyncLog(tmp_path)
-
-    def deliver(generator: int) -> None:
-        for version in range(20):
-            log.add(generator, f"rollout_{generator}", figures(version))
-
-    threads = [threading.Thread(target=deliver, args=(generator,)) for generator in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(lines(tmp_path, "syncs.jsonl")) == 1 + 4 * 20
 
 
 def test_a_generators_copy_of_the_critic_has_lines_of_its_own(

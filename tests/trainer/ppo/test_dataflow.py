@@ -76,14 +76,6 @@ def test_pools_of_the_drivers_own_process_take_turns() -> None:
     assert f"in the driver's process:\n  score: {readings}, then critic" in one_of_two
 
 
-def test_what_a_run_does_not_do_is_not_drawn() -> None:
-    text = describe(load(*GRPO_OF_ONE_STEP))
-    assert "note: old log-probs need no separate pass" in text
-    for absent in ("critic", "compute_log_prob", "ref."):
-        assert absent not in text.split("notice")[0]
-    assert "greedy_scores" in describe(load("algorithm.adv_estimator=remax"))
-
-
 def test_old_log_probs_are_the_updates_own_only_for_one_step_that_nobody_reads_them_before() -> (
     None
 ):

@@ -41,12 +41,6 @@ def test_another_estimator_can_be_chosen():
     assert batch.batch["token_level_rewards"][0].tolist() == [-0.5, -1.0, 0.0, 0.0]
 
 
-def test_it_can_be_applied_again_to_the_same_batch():
-    batch, _ = apply_kl_penalty(batch_of(), fixed(0.1))
-    again, _ = apply_kl_penalty(batch, fixed(0.0))
-    assert torch.equal(again.batch["token_level_rewards"], again.batch["token_level_scores"])
-
-
 def test_empty_responses_neither_count_nor_break():
     batch, metrics = apply_kl_penalty(batch_of(mask=((1, 1, 1, 0), (0, 0, 0, 0))), fixed(0.1))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 3)
@@ -76,12 +70,6 @@ def test_a_batch_beyond_the_horizon_moves_the_weight_in_parts_and_never_below_ze
     controller = adaptive(0.5, target_kl=0.1, horizon=100)
     controller.update(0.0, n_steps=750)  # in one step the factor would be -0.5
     assert controller.value == pytest.approx(0.5 * 0.8**7 * 0.9)
-
-
-def test_the_fixed_controller_stays():
-    controller = fixed(0.3)
-    controller.update(100.0, n_steps=64)
-    assert controller.value == 0.3
 
 
 def test_a_batch_without_reference_is_refused():

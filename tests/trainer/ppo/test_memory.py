@@ -99,13 +99,6 @@ def test_shard_grad_op_holds_all_weights_in_a_call_and_shards_between_calls(mode
     assert by_gradient.gathered - fully.gathered == pytest.approx(2 * (num_layers - 2) * layer)
 
 
-def test_roles_of_one_pool_are_added_up_and_calls_take_turns(model: Path) -> None:
-    config = script_config(model, "placement=colocate")
-    roles = role_memories(config, "cuda", CARD)
-    (total,) = pool_bytes(roles).values()
-    assert total == sum(role.resident for role in roles) + max(role.call for role in roles)
-
-
 def test_an_engine_s_share_is_counted_while_it_generates_alone(model: Path) -> None:
     roles = role_memories(script_config(model, "placement=colocate"), "cuda", CARD)
     (engine,) = (role for role in roles if role.role == "rollout")

@@ -38,7 +38,6 @@ from trainer.replay.replay import (
     settings_of_replay,
 )
 from trainer.replay.saved_run import SavedRun
-from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 from verl_like.batch.protocol import DataProto
@@ -86,7 +85,7 @@ def test_a_step_two_after_its_checkpoint_comes_out_bit_for_bit(made: Path) -> No
     assert contents(made) == before, "the run's folder is only read"
 
 
-@pytest.mark.parametrize("recipe", [SFT, REWARD_MODEL, DPO])
+@pytest.mark.parametrize("recipe", [SFT, DPO])
 def test_a_step_of_a_recipe_on_rows_comes_out_bit_for_bit(
     tiny_dir: Path, tmp_path: Path, recipe: Recipe[Any]
 ) -> None:
@@ -152,11 +151,6 @@ def test_a_number_and_a_row_that_are_not_as_they_were_are_named(copied: Path) ->
     assert advantages == "batch of update: advantages differs in 1 of 8 rows, first in row 5"
 
 
-def test_the_first_step_needs_no_checkpoint(made: Path) -> None:
-    found = replay(made, 1, "score")
-    assert (found.start, found.differences) == (None, [])
-
-
 def test_later_steps_without_an_earlier_checkpoint_are_asked_for(made: Path) -> None:
     with pytest.raises(
         CheckpointError,
@@ -167,7 +161,7 @@ def test_later_steps_without_an_earlier_checkpoint_are_asked_for(made: Path) -> 
     assert not replay(made, 2, "score", from_start=True).differences
 
 
-@pytest.mark.parametrize("step", [0, 5, -1])
+@pytest.mark.parametrize("step", [0, 5])
 def test_a_step_that_was_never_made_is_refused(made: Path, step: int) -> None:
     with pytest.raises(ConfigError, match=f"--step={step}: .* it made steps 1 to 4"):
         replay(made, step)
@@ -271,12 +265,6 @@ def test_the_debuggers_quit_ends_the_command_with_a_line(
     monkeypatch.setattr(sys, "breakpointhook", quit_at_once)
     with pytest.raises(SystemExit, match="left from the debugger: nothing was compared"):
         main._run("replay", [str(made), "--step=3", "--break"])
-
-
-def test_an_error_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as error:
-        main._run("replay", [str(tmp_path), "--step=1"])
-    assert str(error.value) == f"error: {tmp_path} is not a run folder: it has no config.yaml."
 
 
 def test_a_replay_keeps_the_numbers_of_processes_on_one_machine(

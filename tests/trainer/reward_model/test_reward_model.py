@@ -156,14 +156,6 @@ def test_the_command_learns_what_can_be_told_apart(
     assert reached[-1] >= 0.95
 
 
-def test_a_pair_that_fits_into_no_pass_is_refused(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
-    settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=63")
-    with pytest.raises(ConfigError, match=r"Two responses of data\.max_length=32 .*_gpu=63"):
-        load_config(settings, REWARD_MODEL)
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -189,15 +181,3 @@ def test_a_bad_pair_is_refused_before_a_process_starts(
     more = ("data.on_bad_row=skip", "trainer.dry_run=true")
     run(load_config([*settings, *more], REWARD_MODEL))
     assert "1 rows to train on, 7 to validate on" in capsys.readouterr().out
-
-
-def test_the_command_shows_its_keys_and_names_a_wrong_loss(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["verl-like", "reward-model", "--cfg", "job"])
-    main()
-    assert "loss: log_sigmoid" in capsys.readouterr().out
-    keys = ["data.train_files=x", "model.path=y", "loss=log_exq"]
-    monkeypatch.setattr("sys.argv", ["verl-like", "reward-model", *keys])
-    with pytest.raises(SystemExit, match=r"loss=.?log_exq.*log_exp"):
-        main()

@@ -36,13 +36,6 @@ def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> 
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
 
 
-def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path: Path) -> None:
-    fresh = checkpoints(tmp_path / "new")
-    fresh.resume.discard_later_steps()
-    assert fresh.resume.load({}) is None
-    assert not fresh.resume.resumes_in_place
-
-
 def test_a_checkpoint_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
     every_two = checkpoints(tmp_path)
     assert [step for step in range(1, 8) if every_two.is_due(step, 7)] == [2, 4, 6, 7]

@@ -12,11 +12,9 @@ import torch
 
 from tests.integration.runs import numbers
 from trainer import run
-from trainer.cli.main import main
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import encode_lm_row
 from trainer.data.prompts import load_tokenizer
-from trainer.report.read import phase_shares, read_run
 from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 from verl_like.errors import ConfigError
@@ -118,21 +116,6 @@ def test_a_resumed_run_writes_the_same_numbers(
     assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
 
 
-def test_the_last_step_trains_the_rows_that_are_left(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
-    dropped = ("data.val_files", "trainer.test_freq", "trainer.save_freq", "checkpoint.")
-    settings = settings_of(tiny_dir, files, tmp_path, "trainer.total_epochs=1")
-    run(load_config(kept_settings(settings, *dropped), SFT))
-    assert [line["train/num_tokens"] for line in numbers(tmp_path)] == [16.0, 16.0, 8.0]
-
-
-def test_the_report_shares_a_step_among_the_stages_of_this_recipe(whole: Path) -> None:
-    data = read_run(whole)
-    phases = [name for name, _, _ in phase_shares(data.metrics, data.stages)]
-    assert phases == ["data", "update", "testing", "save_checkpoint", "other"]
-
-
 def test_a_row_that_fits_into_no_pass_is_refused(
     tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -214,16 +197,6 @@ def test_bad_rows_may_be_skipped(
     assert "10 rows to train on, 1 to validate on" in capsys.readouterr().out
 
 
-def test_a_dry_run_counts_rows_and_starts_nothing(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(load_config(settings_of(tiny_dir, files, tmp_path / "run", "trainer.dry_run=true"), SFT))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Step: 4 rows of at most 32 tokens;" in said
-    assert "10 rows to train on, 1 to validate on" in said
-    assert not (tmp_path / "run").exists()
-
-
 def test_offloading_is_refused_on_cpus(
     tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -246,17 +219,6 @@ def test_random_weights_are_for_folders_without_any_and_asked_for_by_a_seed(
     run(load_config([*settings, "model.random_init_seed=1"], SFT))
     exported = tmp_path / "run" / "global_step_3" / "sft" / "huggingface"
     assert (exported / "model.safetensors").is_file()
-
-
-def test_the_command_shows_its_keys_and_names_a_wrong_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["verl-like", "sft", "--cfg", "job"])
-    main()
-    assert "train_batch_size: 64" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["verl-like", "sft", "data.max_lenght=3"])
-    with pytest.raises(SystemExit, match=r"no key 'data.max_lenght'.*data.max_length"):
-        main()
 
 
 def test_the_loss_of_a_validation_stands_on_every_line_that_has_one() -> None:
