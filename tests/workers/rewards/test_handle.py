@@ -363,8 +363,10 @@ def test_a_supervisor_that_is_stopped_ends_by_itself_as_soon_as_it_is_closed(
     assert time.monotonic() - begin < 50
 
 
-@pytest.mark.parametrize("name", ["act", "act_on_all", "act_async"])
-@pytest.mark.parametrize("killed", ["function", "supervisor"])
+@pytest.mark.parametrize(
+    ("name", "killed"),
+    [("act", "supervisor"), ("act_on_all", "function"), ("act_async", "function")],
+)
 def test_one_that_is_killed_while_it_is_idle_fails_no_sample(
     stranger: Any, name: str, killed: str
 ) -> None:
