@@ -148,10 +148,12 @@ class Strange(Environment):
         self.answer = answer
 
     def reset(self, row, rng):
+        if isinstance(self.answer, list):  # an answer per row
+            self.answer = self.answer[row["number"]]
         return 7 if self.answer == "reset" else None
 
     def step(self, text):
-        answers = {"number": 3, "none": None, "pair": ("hm", 1.0), "text": Turn(5), "str": "hm"}
+        answers = {"number": 3, "pair": ("hm", 1.0), "text": Turn(5)}
         rewards = {"nan": float("nan"), "inf": -float("inf"), "no": None, "word": "1.0"}
         if self.answer in rewards:
             return TrajectoryEnd(rewards[self.answer])
@@ -422,8 +424,11 @@ class FailsOnce(Environment):
 
     players = ("white", "black")
 
+    def __init__(self, mark="failed"):
+        self.name = mark
+
     def reset(self, row, rng):
-        self.mark = f"failed-{row['number']}"
+        self.mark = f"{self.name}-{row['number']}"
         return {"white": "go"}
 
     def step(self, text, player):

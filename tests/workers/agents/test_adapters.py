@@ -68,14 +68,11 @@ def test_every_prefix_names_an_adapter() -> None:
     ("path", "words"),
     [
         ("gymnasium:FrozenLak-v1", r"no 'FrozenLak-v1' among the \d+ ids.*mean 'FrozenLake-v1'"),
-        ("gymnasium:", "needs an id"),
         ("gymnasum:FrozenLake-v1", "Did you mean 'gymnasium'"),
         ("gymnasium", "use FILE.py:NAME.*Did you mean 'gymnasium'"),
         ("textarena:Nim-v0", "cannot start with one player: The number of players has to be 2"),
-        ("textarena:Nimm-v0", "among the .* Did you mean 'Nim-v0'"),
         ("skyrl_gym:gsm9k", "Did you mean 'gsm8k'"),
         ("mcp:true", "the server exited without answering initialize"),
-        ("mcp:no-such-command", "No such file or directory: 'no-such-command'"),
         ("openenv:http://127.0.0.1:9", "/schema does not reply like an OpenEnv server"),
         (f"{HERE}:Level", "needs an id"),
         (

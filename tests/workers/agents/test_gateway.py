@@ -40,11 +40,9 @@ Play = Callable[..., list[Trajectory]]
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[EnvironmentHost]:
+def host(host_of: Callable[..., EnvironmentHost]) -> EnvironmentHost:
     """Agents in a sandbox without a network."""
-    spec = EnvironmentSpec(f"{HERE}:any_of_these", sandbox=Sandbox(network=False))
-    with closing(EnvironmentHost(spec, STEP_S)) as found:
-        yield found
+    return host_of(EnvironmentSpec(f"{HERE}:any_of_these", sandbox=Sandbox(network=False)), STEP_S)
 
 
 @pytest.fixture
@@ -91,24 +89,13 @@ def test_the_requests_of_an_agent_are_the_turns_of_a_row(play: Play, tokenizer: 
             assert int((drawn_of(one) & (torch.tensor(one.turns) == turn)).sum()) <= 6
 
 
-def test_an_agents_row_is_that_of_an_environment_which_says_the_same(play: Play) -> None:
-    spec = EnvironmentSpec("tests.workers.agents.games:Count")
-    with closing(EnvironmentHost(spec, STEP_S)) as games:
-        expected = play("", num=3, on=games, max_tokens_per_turn=6)
-    for one, other in zip(play("counts", 3, arguments={"first": "a\ngo"}), expected, strict=True):
-        assert list(one.sample.prompt) == list(other.sample.prompt)
-        assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
-        assert torch.equal(one.sample.log_probs.nan_to_num(7), other.sample.log_probs.nan_to_num(7))
-        assert one.turns == other.turns
-
-
 @pytest.mark.parametrize("name", ["counts_async", "streams"])
 def test_any_of_the_clients_ways_gives_the_same_bits(play: Play, name: str) -> None:
-    same_bits(play(name, num=4), play("counts", num=4))
+    same_bits(play(name, num=2), play("counts", num=2))
 
 
 def test_a_row_of_token_ids_is_what_was_sent_and_drawn(play: Play) -> None:
-    for one in play("by_ids", num=4):
+    for one in play("by_ids", num=2):
         assert (one.problem, one.num_turns) == ("", 3)
         assert list(one.sample.prompt) == [1, 4, 30, 5]
         assert one.sample.tokens[~drawn_of(one)].tolist() == [4, 5, 4, 5]
@@ -128,9 +115,9 @@ def test_rewards_of_completions_stand_at_their_turns(play: Play) -> None:
         assert place + 1 == len(one.turns) or not drawn_of(one)[place + 1]
 
 
-@pytest.mark.parametrize("catches", [True, False])
 @pytest.mark.parametrize(
-    ("settings", "ended"), [({"max_turns": 2}, "max_turns"), ({"max_turns": 99}, "length")]
+    ("settings", "ended", "catches"),
+    [({"max_turns": 2}, "max_turns", True), ({"max_turns": 99}, "length", False)],
 )
 def test_an_agent_that_is_cut_may_yet_end_with_a_reward(
     play: Play, settings: dict[str, Any], ended: str, catches: bool
@@ -151,7 +138,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_a_shorter_one_is_not(play: Pl
 def test_a_request_that_rewrites_the_history_opens_a_segment(
     play: Play, tokenizer: Any, model: Any
 ) -> None:
-    for one in play("rewrites", num=4):
+    for one in play("rewrites", num=2):
         assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
         (begin,) = one.sample.segments
         segment, is_sampled = one.sample.tokens[begin:], drawn_of(one)[begin:]
@@ -168,7 +155,7 @@ def test_a_request_that_rewrites_the_history_opens_a_segment(
 
 
 def test_a_history_by_the_template_is_read_as_it_is_written_now(play: Play, tokenizer: Any) -> None:
-    for one in play("counts", num=4, history_tokens="retokenized"):
+    for one in play("counts", num=2, history_tokens="retokenized"):
         assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
         tokens, is_sampled, messages = one.sample.tokens, drawn_of(one), list(ASK)
         for turn in range(3):
@@ -191,8 +178,7 @@ def test_special_tokens_in_messages_are_text(play: Play, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "is_taken"),
-    [("temperature", 1.0, True), ("temperature", 0.5, False), ("seed", 3, False)],
+    ("name", "value", "is_taken"), [("temperature", 1.0, True), ("seed", 3, False)]
 )
 def test_settings_of_a_request_are_the_runs_overridden_or_an_error(
     play: Play, name: str, value: Any, is_taken: bool, caplog: pytest.LogCaptureFixture
@@ -235,7 +221,6 @@ def test_a_turn_ends_with_the_stop_strings_of_its_request(
         ("exits", {}, "it called sys.exit(3)"),
         ("returns", {}, "the agent returned NoneType None, which is not a reward: return a number"),
         ("returns", {"what": "nan"}, "the agent returned float nan, which is not a reward"),
-        ("returns", {"what": "text"}, "the agent returned str 'text', which is not a reward"),
         ("returns", {"what": {"chatcmpl-1": 1.0}}, "neither the id of a completion"),
         ("is_silent", {}, "without a request to the policy"),
     ],
@@ -284,10 +269,10 @@ def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys() 
 
 
 def test_chance_is_the_prompts_in_rng_and_the_samples_elsewhere(play: Play) -> None:
-    found, again = play("draws", num=4), play("draws", num=4)
+    found, again = play("draws", num=2), play("draws", num=2)
     same_bits(found, again)
     assert len({tuple(one.sample.prompt) for one in found}) == 1
-    assert len({one.rewards[0][1] for one in found}) == 4
+    assert len({one.rewards[0][1] for one in found}) == 2
 
 
 @pytest.mark.parametrize(
@@ -376,7 +361,7 @@ def test_calls_of_tools_are_parsed_and_their_results_go_on(
     assert not event["request"]["extends"]  # without its tools it is another prompt
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", '{"name": 3}', "add"])
+@pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", '{"name": 3}'])
 def test_what_is_no_whole_call_stays_text(
     text: str, session: AgentSession, answered: Answered
 ) -> None:
@@ -475,37 +460,19 @@ def message(**more: Any) -> dict[str, Any]:
     [
         ("v1/completions", {}, 404, "there is no POST v1/completions"),
         (CHAT, "{", 400, "the body is not"),
-        (CHAT, "[]", 400, "the body is not"),
         (CHAT, {}, 400, "messages are missing"),
-        (CHAT, {"messages": "hi"}, 400, "messages='hi' must be array of object"),
         (CHAT, {"messages": [5]}, 400, "messages=[5] must be array of object"),
         (CHAT, message(role="judge"), 400, "is not a message of"),
-        (CHAT, message(role=["user"]), 400, "is not a message of"),
-        (CHAT, message(tool_calls=5), 400, "tool_calls=5 is not a list of calls"),
         (CHAT, message(tool_calls=[5]), 400, "tool_calls=[5] is not a list of calls"),
-        (
-            CHAT,
-            message(tool_calls=[{"function": {"name": "a", "arguments": "5"}}]),
-            400,
-            "is not a call",
-        ),
-        (CHAT, {**message(), "stop": 5}, 400, "stop=5 must be string or array of string"),
         (CHAT, {**message(), "stop": ["a", 5]}, 400, "stop=['a', 5] must be string or array of"),
         (CHAT, {**message(), "temperature": "hot"}, 400, "temperature='hot' must be number"),
-        (CHAT, {**message(), "max_tokens": "9"}, 400, "max_tokens='9' must be integer"),
-        (CHAT, {**message(), "tools": 5}, 400, "tools=5 must be array of object"),
         (CHAT, "[" * 100_000, 400, "the body is not"),
-        (CHAT, message(content=7), 400, "content is not a text: 7"),
         (CHAT, message(content=[{"type": "image_url"}]), 400, "content is not a text"),
         (CHAT, message(tool_calls=[{"function": {"name": "a"}}]), 400, "is not a call of a tool"),
         (CHAT, {**message(), "n": 0}, 400, "n=0 is less than 1"),
-        (CHAT, {**message(), "n": "2"}, 400, "n='2' must be integer"),
-        (CHAT, {**message(), "seed": "a"}, 400, "seed='a' must be integer"),
-        (CHAT, {**message(), "max_tokens": 0}, 400, "max_tokens=0 is less than 1"),
         (CHAT, {**message(), "tools": [{"name": "add"}]}, 400, "tools are functions"),
         (IDS, {"token_ids": ["a"]}, 400, "token_ids=['a'] must be array of integer"),
         (IDS, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params=1 must be object"),
-        (IDS, {"token_ids": [1], "sampling_params": {"stop": 5}}, 400, "stop=5 must be string or"),
         (IDS, {"token_ids": [1], "sampling_params": {"n": 0}}, 400, "n=0 is less than 1"),
     ],
 )

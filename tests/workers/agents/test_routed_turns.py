@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.agents.test_loop import HERE, fresh_engine
+from tests.workers.agents.test_loop import HERE, fresh_engine, starts
 from tests.workers.agents.test_segments import SHORTENS
-from tests.workers.agents.test_takes import OPEN, sampling, starts
+from tests.workers.agents.test_takes import OPEN, sampling
 from tests.workers.models.test_routing import model_of
 from tests.workers.rollout.test_routed_experts import choices
 from tests.workers.rollout_engines import load
