@@ -22,7 +22,7 @@ from trainer.report.accounts import describe_faults
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, SampleLogError
 
-STEPS, PROMPTS = 30, 2
+STEPS, PROMPTS = 10, 2
 OF_ASYNC_RUNS = ("async/", "training/weights_changed_share")
 """What they have among their metrics beside those of PPO."""
 
@@ -71,12 +71,12 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders of two runs with every kind of fault."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "async")}
-    more = (*LOCAL, *FAULTS, *OWN_PROCESS, "trainer.save_freq=5", "faults.seed=1138")
+    more = (*LOCAL, *FAULTS, *OWN_PROCESS, "trainer.save_freq=5", "faults.seed=2582")
     run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
     async_training = (
         "async_training.max_staleness=0",
         "async_training.on_generator_failure=restart",
-        "faults.seed=784",
+        "faults.seed=2582",
     )
     more = (*LOCAL, *FAULTS, *async_training)
     run(load_config(overrides(tiny_dir, found["async"], *more), ASYNC))
@@ -111,7 +111,7 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
     (line,) = describe_faults(folders["ppo"])
     assert "2 x delay_call, 2 x drop_weight_bucket, 1 x kill_worker; steps: " in line
     assert f"steps: {STEPS + 3} started = {STEPS} completed + 3 repeated" in line
-    assert "; samples: 132 generated = 120 trained + 12 dropped (step repeated: 12)" in line
+    assert "; samples: 52 generated = 40 trained + 12 dropped (step repeated: 12)" in line
 
 
 def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
@@ -143,10 +143,10 @@ def test_a_generator_that_is_killed_costs_samples_and_no_step(folders: dict[str,
 def test_on_ray_too_a_run_under_every_fault_ends_with_those_numbers(
     tiny_dir: Path, tmp_path: Path, whole: Path, ray_session: None
 ) -> None:
-    more = (*SHARED, *FAULTS, *OWN_PROCESS, "trainer.save_freq=6", "faults.seed=1038")
+    more = (*SHARED, *FAULTS, *OWN_PROCESS, "trainer.save_freq=6", "faults.seed=2559")
     run(load_config(overrides(tiny_dir, tmp_path, *more, "trainer.backend=ray")))
     kinds = Counter(line["kind"] for line in faults(tmp_path))
-    assert kinds == {"kill_worker": 1, "drop_weight_bucket": 3, "delay_call": 2, "ledger": 1}
+    assert kinds == {"kill_worker": 1, "drop_weight_bucket": 2, "delay_call": 2, "ledger": 1}
     assert numbers(tmp_path) == numbers(whole)
 
 

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import calls, overrides
-from tests.trainer.async_training.test_lost_trainer import KillTrainer
 from tests.trainer.async_training.test_topologies import curves
 from trainer import load_config, run
-from trainer.async_training import buffer, generators
 from trainer.async_training.recipe import ASYNC
-from verl_like.errors import WorkerDiedError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 ON_RAY = ("trainer.backend=ray", "cpus_per_process=0.25")
@@ -28,16 +25,14 @@ def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
     return found
 
 
-def test_every_generator_and_trainer_is_a_process_and_the_numbers_are_those_of_local_ones(
-    tiny_dir: Path, tmp_path: Path
+def test_every_generator_and_trainer_is_a_process_and_the_numbers_are_those_of_ppo(
+    tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
     settings = ("async_training.max_staleness=0", "trainer.total_training_steps=2")
-    local = overrides(tiny_dir, tmp_path / "local", "trainer.backend=local", *settings)
-    run(load_config(local, ASYNC))
     topology = "async_training.topology=2m2t"
     run(load_config(overrides(tiny_dir, tmp_path / "ray", *ON_RAY, topology, *settings), ASYNC))
 
-    for ours, theirs in zip(curves(tmp_path / "ray"), curves(tmp_path / "local"), strict=True):
+    for ours, theirs in zip(curves(tmp_path / "ray"), curves(plain)[:2], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
     processes = methods_by_process(tmp_path / "ray").values()
     generators = [methods for methods in processes if ("actor", "update_actor") not in methods]
@@ -49,25 +44,11 @@ def test_every_generator_and_trainer_is_a_process_and_the_numbers_are_those_of_l
 
 
 def test_trainers_that_share_a_model_have_the_numbers_of_one(
-    tiny_dir: Path, tmp_path: Path
+    tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
     settings = ("async_training.max_staleness=0", "trainer.total_training_steps=2")
-    local = overrides(tiny_dir, tmp_path / "local", "trainer.backend=local", *settings)
-    run(load_config(local, ASYNC))
     sections = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
     more = ["async_training.topology=2m2t", *(f"{section}.parallel.tp=2" for section in sections)]
     run(load_config(overrides(tiny_dir, tmp_path / "ray", *ON_RAY, *settings, *more), ASYNC))
-    for ours, theirs in zip(curves(tmp_path / "ray"), curves(tmp_path / "local"), strict=True):
+    for ours, theirs in zip(curves(tmp_path / "ray"), curves(plain)[:2], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
-
-
-def test_a_trainer_that_dies_during_a_long_generation_is_noticed(
-    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
-    monkeypatch.setattr(generators, "END_S", 0.1)
-    rollout = "role_workers.rollout=tests.trainer.async_training.rigged_workers.LongRollout"
-    settings = (*ON_RAY, "async_training.topology=1m2t", "async_training.max_staleness=0", rollout)
-    config = load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC)
-    with pytest.raises(WorkerDiedError, match=r"ping, .* rank 1 of 2 "):
-        run(config, callbacks=[KillTrainer()])

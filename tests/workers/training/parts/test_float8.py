@@ -83,18 +83,18 @@ def test_an_actor_computes_in_float8_by_key_all_its_layers_but_the_head(tiny_dir
 
 
 def test_compiled_layers_multiply_in_float8_by_the_same_graphs_in_every_call(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    own, counts = actor(tiny_dir, fp8_linear=True, compile="on"), []
+    own, counts = actor(one_layer_dir, fp8_linear=True, compile="on"), []
     assert own.engine.is_compiled
-    for rows in (8, 5, 7, 6):
+    for rows in (8, 5, 7):
         own.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
         counts.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
-    assert counts[1] == counts[3] > 0
+    assert counts[1] == counts[2] > 0
 
 
 def test_a_device_or_type_without_float8_is_refused_in_words(
