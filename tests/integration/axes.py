@@ -81,7 +81,7 @@ REFUSED = {
     ("int8 reference on such ranks", "sp x pp"): "pp=2 gives every rank some layers",
     ("int8 reference on such ranks", "ep x pp"): "pp=2 gives every rank some layers",
     ("int8 reference on such ranks", "ep x sp"): "ep=2 distributes the experts",
-    ("int8 reference on such ranks", "ep x shard"): "leave out parallel.shard=4",
+    ("int8 reference on such ranks", "ep x shard"): "Leave out parallel.shard=4",
 }
 """(beside, layout) -> words of the refusal; "" is whatever is beside."""
 

@@ -402,9 +402,9 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
     try:
         inspect.signature(cls.step).bind(None, "text", *["player"] * has_players)
     except TypeError as error:
-        takes = "the text that was said" + ", and the player who said it" * has_players
+        takes = "(the policy's text" + ", the player's name" * has_players + ")"
         raise ConfigError(
-            f"environment={path}: step needs the parameters {takes}: {error}."
+            f"environment={path}: step is called with {takes}: {error}."
         ) from error
 
 

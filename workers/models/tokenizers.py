@@ -94,7 +94,7 @@ def check_template(tokenizer: Any) -> None:
     if problem:
         raise ConfigError(
             f"{tokenizer.name_or_path}: the chat template failed on a message of one letter: "
-            f"{problem}. Use another template in the model folder."
+            f"{problem}. Replace the template in the model folder."
         )
 
 

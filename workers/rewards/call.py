@@ -71,8 +71,8 @@ class RewardCall:
         """
         if not callable(function):
             raise ConfigError(
-                f"the reward is {function!r:.60}, a {type(function).__name__}. Set the name "
-                "of a function."
+                f"the reward is {function!r:.60}, an object of type {type(function).__name__}. "
+                "Set the name of a function."
             )
         try:
             signature = inspect.signature(function)

@@ -110,7 +110,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "zero": (second(row(0)), "line 2: 'prompt' is 0, neither a text nor messages", 2),
     "two columns of one name": (
         second(b'{"prompt": "a", "reward_model": null, "prompt": "b"}'),
-        "line 2: two of its columns have the name 'prompt'",
+        "line 2: two columns have the name 'prompt'",
         2,
     ),
     "ten megabytes": (

@@ -233,5 +233,5 @@ def test_what_a_teacher_alone_does_not_read_is_refused(
 
 def test_the_preset_asks_for_a_teacher(tiny_dir: Path, tmp_path: Path) -> None:
     without = [key for key in settings(tiny_dir, tmp_path, tmp_path) if not key.startswith(PATH)]
-    with pytest.raises(ConfigError, match=f"Set {PATH}: .*the folder of the teacher"):
+    with pytest.raises(ConfigError, match=f"{PATH} is not set, .*the folder of the teacher"):
         load_config(without)

@@ -158,7 +158,7 @@ def test_padding_appends_copies_of_the_last_or_first_row():
     assert uids(make(2).padding(1, "first")) == ["0-0", "1-0", "0-0"]
     assert len(make(0).padding(0)) == 0
     for rows, size, candidate in ((0, 1, ""), (2, -1, ""), (2, 1, "middle")):
-        with pytest.raises(BatchError, match="padding"):
+        with pytest.raises(BatchError, match="padd"):
             make(rows).padding(size, candidate)
 
 

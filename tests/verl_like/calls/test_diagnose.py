@@ -165,5 +165,5 @@ def test_a_hang_is_explained_while_it_is_waited_for_and_ends_at_its_deadline(
             pytest.raises(WaitTimeoutError, match=f"(?s){words}"),
         ):
             getattr(group, f"faulty_{method}")().get(timeout=4.0)
-    (explained,) = [r.getMessage() for r in caplog.records if "stood still" in r.getMessage()]
+    (explained,) = [r.getMessage() for r in caplog.records if "made no progress" in r.getMessage()]
     assert re.search(f"(?s){words}", explained)

@@ -55,7 +55,7 @@ def test_what_a_method_declares_is_held_against_what_it_returns() -> None:
     assert GROUPS[2].with_metrics.remote(batch(4)).batch().batch["x"].tolist() == [0, 1, 2, 3]
     assert type(GROUPS[2].metrics_alone.remote(batch(4))) is WorkerFuture  # no batch to pass on
 
-    words = "on rank 0 returned metrics alone, and is declared to return a batch"
+    words = "on rank 0 returned metrics alone, but is declared to return a batch"
     with pytest.raises(DispatchError, match=words):
         GROUPS[2].breaks_its_promise(batch(4))
 

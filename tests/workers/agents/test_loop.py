@@ -254,7 +254,7 @@ def test_halves_of_a_surrogate_pair_are_read_as_something_else(play: Play, token
         ("Nowhere", "has no such name"),
         ("add", "is neither a class with a method `reset`"),
         ("NoReset", "is neither a class with a method `reset`"),
-        ("NarrowStep", "step takes the text that was said"),
+        ("NarrowStep", r"step is called with \(the policy's text\)"),
         ("ByPlace", "reset is called with keyword arguments, but 'row' is positional-only"),
     ],
 )

@@ -92,7 +92,7 @@ def test_an_argument_may_be_described_with_its_type() -> None:
         ("silent", r"tools\[0\] has no docstring"),
         ("odd", r"tools\[0\]: a has the type <class 'set'>, which JSON does not have"),
         ("nothing", r"tools\[0\]='nothing': .* has no such name"),
-        ("Count", r"tools\[0\] is not a function"),
+        ("Count", r"tools\[0\] is a class, not a function"),
     ],
 )
 def test_what_is_no_tool_is_refused(name: str, words: str) -> None:

@@ -43,7 +43,7 @@ def test_a_bomb_is_rejected_and_takes_no_memory_here(template: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
         ConfigError,
-        match=r"m: the chat template failed on a message of one letter: it takes more than",
+        match=r"m: the chat template failed on a message of one letter: it uses more than",
     ):
         check_template(tokenizer_with(template))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB"

@@ -67,7 +67,7 @@ def refusal(case: str, tp: int, **changes: Any) -> str:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
 def test_a_family_without_a_plan_is_refused_by_name(family: str) -> None:
     assert refusal(family, 2) == (
-        f"actor.parallel.tp=2: transformers has no tensor parallel plan for {family}; set "
+        f"actor.parallel.tp=2: transformers has no tensor parallel plan for {family}. Set "
         "actor.parallel.tp=1, and shard with fsdp."
     )
 

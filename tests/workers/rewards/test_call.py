@@ -82,7 +82,7 @@ def test_a_column_that_only_some_data_has_fills_nothing() -> None:
 
 
 def test_a_ground_truth_that_no_row_has_is_refused_with_the_columns_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"asks for ground_truth, .*the rows' columns: answer\)"):
+    with pytest.raises(ConfigError, match=r"has the parameter ground_truth, .*the rows' columns: answer\)"):
         RewardCall.of(in_any_order, {}, ["answer"], has_truth=False)
     optional = RewardCall.of(lambda response, ground_truth=None: ground_truth, {}, has_truth=False)
     assert optional(SAMPLE) is None
@@ -135,5 +135,5 @@ def test_a_parameter_that_nothing_fills_is_refused(function: Any, words: str) ->
 
 
 def test_a_name_that_stands_for_no_function_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the reward is 3, a int: name a function"):
+    with pytest.raises(ConfigError, match="the reward is 3, an object of type int"):
         RewardCall.of(3, {})

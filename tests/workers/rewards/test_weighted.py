@@ -207,7 +207,7 @@ def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> N
     half = Rewards([part("judge", [nan, nan, 1.0, 1.0], **rules)])
     more = Rewards([part("judge", [nan, nan, nan, 1.0], **rules)])
     half.launch(batch(), lambda _: None).get()
-    with pytest.raises(RewardError, match=r"for 3 of 4 .*_share=0.5.*\n  0 and 2 more: no$"):
+    with pytest.raises(RewardError, match=r"for 3 of 4 .*_fraction=0.5.*\n  0 and 2 more: no$"):
         more.launch(batch(), lambda _: None).get()
 
 

@@ -153,7 +153,7 @@ def test_a_rollout_of_the_weights_own_type_shares_the_module_however_passes_comp
     ("name", "words"),
     [
         ("dtype", "rollout.engine_kwargs.dtype: set actor_rollout_ref.rollout.dtype instead"),
-        ("load_format", "rollout.engine_kwargs.load_format: the engine sets it"),
+        ("load_format", "rollout.engine_kwargs.load_format: the engine sets this argument"),
     ],
 )
 def test_an_argument_that_the_engine_gives_to_vllm_itself_is_refused(

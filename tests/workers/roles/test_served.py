@@ -136,5 +136,5 @@ def test_unlike_ranks_and_kinds_are_rejected(one_layer_dir: Path) -> None:
     with pytest.raises(ConfigError, match="trains adapters .*, so it cannot add a state of rank 0"):
         adapted.add_state("a", 0)
     adapted.add_state("a", 4)
-    with pytest.raises(ConfigError, match="there is a state 'a' already"):
+    with pytest.raises(ConfigError, match="a state named 'a' already exists"):
         adapted.add_state("a", 4)

@@ -63,6 +63,6 @@ def test_scores_are_not_changed_by_the_models_own_generation_config() -> None:
 
 def test_rows_that_grow_beyond_a_change_of_rotary_factors_are_refused() -> None:
     module = build_tiny(tiny_model_config("phi3+longrope"))
-    with pytest.raises(ConfigError, match=r"first 16 tokens .* 'phi3' .* now 17, at 16 or less"):
+    with pytest.raises(ConfigError, match=r"first 16 tokens .* 'phi3' .* now 17, to 16 or less"):
         HFEngine(module, EngineLimits(8, 9))
     HFEngine(module, EngineLimits(8, 8))

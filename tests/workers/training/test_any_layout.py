@@ -94,7 +94,7 @@ def test_a_checkpoint_passes_through_every_axis_bit_for_bit(tmp_path: Path, lora
     first = run_kept(2, updated_and_saved, folder, ParallelConfig(tp=2), lora_rank)
     expected, checksum = whole(first)
     assert len(expected) > 3 * len([name for name in expected if name.startswith("model.")])
-    chain = (
+    chain: tuple[dict[str, Any], ...] = (
         {"pp": 2},
         {"ep": 2},
         {"pp": 2, "pp_schedule": "interleaved"},

@@ -28,7 +28,7 @@ def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: P
     config.actor_rollout_ref.rollout.kv_cache_gb = 1e-6
     with pytest.raises(
         RolloutError,
-        match=r"kv_cache_gb=1e-06 is too small.*takes .* GiB.*kv_cache_gb to .* or more",
+        match=r"kv_cache_gb=1e-06 is too small.*needs .* GiB.*kv_cache_gb to .* or more",
     ):
         started(RolloutWorker, config)
     config.actor_rollout_ref.rollout.kv_cache_gb = 1e-3

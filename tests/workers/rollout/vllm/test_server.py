@@ -168,7 +168,7 @@ def test_a_server_that_does_not_take_weights_is_named(
         raise ValueError("no room")
 
     server[1].damage = fail
-    with pytest.raises(WeightSyncError, match="answers /collective_rpc with 500: .*no room"):
+    with pytest.raises(WeightSyncError, match="replies to /collective_rpc with 500: .*no room"):
         load(engine, model, 4)
 
 
