@@ -94,17 +94,17 @@ OPTIM = "actor_rollout_ref.actor.optim"
 @pytest.mark.parametrize(
     ("key", "name", "words"),
     [
-        ("algorithm.adv_estimator", "estimator_of_no_name", r"has the parameters \(token_level_rewards, /, "),
+        ("algorithm.adv_estimator", "estimator_of_no_name", r"has .*\(token_level_rewards, /, "),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
             "loss_without_denominators",
-            r"has the parameters \(old_log_prob, log_prob, advantages, response_mask\), but is called by name",
+            r"has .*\(old_log_prob, log_prob, advantages, response_mask\), but is called by name",
         ),
         (f"{OPTIM}.lr_scheduler_type", "schedule_of_nothing", "is called with .progress."),
         (f"{OPTIM}.optimizer", "optimizer_that_asks", "missing a required argument: 'momentum'"),
         ("trainer.logger", "tracker_of_one", r"is called with \(config, total_steps\)"),
         ("trainer.logger", "SilentTracker", r"has no write: a tracker has write\(metrics, step\)"),
-        ("trainer.logger", "NarrowTracker", r"its write has the parameters \(self, metrics\)"),
+        ("trainer.logger", "NarrowTracker", r"its write has .*\(self, metrics\)"),
     ],
 )
 def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> None:
@@ -117,7 +117,7 @@ def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> N
     [
         ("EmptySampler", "has no choose"),
         ("AskingSampler", "missing a required argument: 'size'"),
-        ("NarrowSampler", r"its choose has the parameters \(self\), but is called with \(self, view\)"),
+        ("NarrowSampler", r"its choose has .*\(self\), but is called with \(self, view\)"),
         ("estimator_that_fits", "is not a sampler class"),
     ],
 )
@@ -129,8 +129,8 @@ def test_a_sampler_of_async_runs_is_refused(name: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("BareEngine", r"has the parameters \(module, limits\), .* unexpected keyword argument 'decode'"),
-        ("NarrowEngine", r"its _advance has the parameters \(self\)"),
+        ("BareEngine", r"has .*\(module, limits\), .* unexpected keyword argument 'decode'"),
+        ("NarrowEngine", r"its _advance has .*\(self\)"),
     ],
 )
 def test_an_engine_is_refused(name: str, words: str) -> None:
@@ -145,15 +145,15 @@ def test_an_engine_is_refused(name: str, words: str) -> None:
 def test_hooks_and_stages_of_a_trainer_take_what_they_are_called_with() -> None:
     check_trainer(PPOTrainer)
     check_trainer(OwnStep)  # which calls its stages as it likes
-    with pytest.raises(ConfigError, match=r"its on_step_end has the parameters \(self\), .* \(self, metrics\)"):
+    with pytest.raises(ConfigError, match=r"its on_step_end has .*\(self\), .* \(self, metrics\)"):
         check_trainer(OwnHook)
-    with pytest.raises(ConfigError, match=r"trainer.cls=.*OwnStage: its score has the parameters \(self\), "):
+    with pytest.raises(ConfigError, match=r"trainer.cls=.*OwnStage: its score has .*\(self\), "):
         check_trainer(OwnStage)
 
 
 @pytest.mark.parametrize("callback", [NarrowCallback(), NarrowCallback])
 def test_a_callback_that_cannot_be_called_is_refused_first_of_all(callback: object) -> None:
-    with pytest.raises(ConfigError, match=r"NarrowCallback: its on_step_end has the parameters|is a class"):
+    with pytest.raises(ConfigError, match=r"NarrowCallback: its on_step_end has |is a class"):
         run(load_config(NEEDED), callbacks=[callback])
 
 
@@ -196,5 +196,5 @@ def test_an_order_of_prompts_is_called_by_keyword() -> None:
     from trainer.data.loader import epoch_order
 
     data = load_config([*NEEDED, f"data.sampler={__name__}.order_of_another"]).data
-    with pytest.raises(ConfigError, match=r"data.sampler=.* has the parameters \(count, epoch\), but is called"):
+    with pytest.raises(ConfigError, match=r"data.sampler=.* has .*\(count, epoch\), but is called"):
         epoch_order(data, seed=1, num_prompts=4)

@@ -41,7 +41,7 @@ def test_what_fits_is_let_through() -> None:
     [
         (
             lambda batch: None,
-            r"it has the parameters \(batch\), but is called with \(batch, \*, seed\): got an ",
+            r"it has .*\(batch\), but is called with \(batch, \*, seed\): got an ",
         ),
         (lambda batch, seed, more: None, "missing a required argument: 'more'"),
         (lambda batch, sede: None, "missing a required argument: 'sede'"),
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_refused_with_both(function: Any, words: str) -> No
 def test_a_parameter_without_a_name_cannot_be_filled_by_name() -> None:
     check_by_name(lambda a, *rest, b=1, **more: None, "it")
     check_by_name(math.hypot, "it")
-    with pytest.raises(ConfigError, match=r"it has the parameters \(a, /, b\), but is called by name with"):
+    with pytest.raises(ConfigError, match=r"it has .*\(a, /, b\), but is called by name with"):
         check_by_name(lambda a, /, b: None, "it")
 
 
@@ -80,7 +80,7 @@ def test_methods_of_a_subclass_take_what_those_of_its_base_take() -> None:
 
     check_methods(Fits, Base, "my.Fits")
     check_methods(Narrow, Base, "my.Narrow", names=["draw"])
-    with pytest.raises(ConfigError, match=r"my.Narrow: its make has the parameters \(\), but is called with"):
+    with pytest.raises(ConfigError, match=r"my.Narrow: its make has .*\(\), but is called with"):
         check_methods(Narrow, Base, "my.Narrow")
 
 
@@ -88,7 +88,7 @@ def test_a_registry_refuses_what_cannot_be_called_as_it_will_be() -> None:
     losses: Registry[Any] = Registry("loss", lambda found, what: check_call(found, what, SCORE))
     losses.register("of_ours")("of_ours")  # a name that another module has
     losses.register("fits")(lambda batch, seed: None)
-    with pytest.raises(ConfigError, match=r"^loss 'mine' has the parameters \(\), but is called with \(batch"):
+    with pytest.raises(ConfigError, match=r"^loss 'mine' has .*\(\), but is called with \(batch"):
         losses.register("mine")(lambda: None)
     assert "mine" not in losses
     with pytest.raises(ConfigError, match="^loss 'math.pi' is a float"):

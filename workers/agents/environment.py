@@ -403,9 +403,7 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
         inspect.signature(cls.step).bind(None, "text", *["player"] * has_players)
     except TypeError as error:
         takes = "(the policy's text" + ", the player's name" * has_players + ")"
-        raise ConfigError(
-            f"environment={path}: step is called with {takes}: {error}."
-        ) from error
+        raise ConfigError(f"environment={path}: step is called with {takes}: {error}.") from error
 
 
 class Playable(Protocol):

@@ -91,7 +91,7 @@ def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_th
     [
         ([], "concat needs at least one batch"),
         ([make(2), make(2).select(["ids"])], r"part 1 lacks the tensor columns \['score'\]"),
-        ([make(2), make(2).select(None, ["uid"])], r"part 1 lacks the non-tensor columns \['weight'\]"),
+        ([make(2), make(2).select(None, ["uid"])], r"lacks the non-tensor columns \['weight'\]"),
         ([make(2).select(["ids"]), make(2)], r"\['score'\] in addition"),
         ([make(2), DataProto()], r"part 1 lacks the tensor columns \['ids', 'score'\]"),
         ([make(2), make(1, t=1), make(1, t=2)], r"part 2 .*meta_info\['t'\] is 1 and 2"),

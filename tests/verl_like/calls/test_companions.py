@@ -66,7 +66,7 @@ def test_a_worker_that_is_stopped_within_a_call_is_given_up(
         slow = group.sleeps(60)
         os.kill(group.transport.pid_here(0), signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(WorkerDiedError, match="faulty.sleeps, faulty rank 0 .*has been stopped"):
+        with pytest.raises(WorkerDiedError, match="faulty.sleeps, .* 0 .*has been stopped"):
             slow.get()
         assert time.monotonic() - began < 20
     assert time.monotonic() - began < 20, "the end does not wait for it either"

@@ -82,7 +82,7 @@ def test_a_column_that_only_some_data_has_fills_nothing() -> None:
 
 
 def test_a_ground_truth_that_no_row_has_is_refused_with_the_columns_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"has the parameter ground_truth, .*the rows' columns: answer\)"):
+    with pytest.raises(ConfigError, match=r"parameter ground_truth, .*the rows' columns: answer\)"):
         RewardCall.of(in_any_order, {}, ["answer"], has_truth=False)
     optional = RewardCall.of(lambda response, ground_truth=None: ground_truth, {}, has_truth=False)
     assert optional(SAMPLE) is None

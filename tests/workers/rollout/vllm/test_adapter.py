@@ -86,7 +86,7 @@ def test_adapters_go_to_vllm_in_process_unless_they_are_to_be_merged() -> None:
 
 
 def test_the_engine_chooses_the_size_of_its_adapter() -> None:
-    with pytest.raises(ConfigError, match="engine_kwargs.max_lora_rank: the engine sets this argument"):
+    with pytest.raises(ConfigError, match="max_lora_rank: the engine sets this argument"):
         check_options({"max_lora_rank": 8})
 
 
