@@ -5,18 +5,18 @@ Checks a run without starting it:
   verl-like check data.train_files=x actor_rollout_ref.model.path=y
   verl-like check --gpus 8xH100 --full placement=split data.train_files=x ...
 
-The command takes the same settings as `verl-like RECIPE` (ppo, async, sft, reward-model, dpo or
-best-of-n; by default ppo). It raises the errors that the run would raise, tries the reward on a few
-rows, and prints the placement of the roles and whether they fit in memory.
+It takes the settings of `verl-like RECIPE` (ppo, async, sft, reward-model, dpo
+or best-of-n; by default ppo), raises the errors that the run would raise, tries
+the reward on a few rows, and prints where roles run and whether they fit.
 
-  --gpus 8xH100        check for machines with these GPUs, also on a laptop; 8x80GiB names the
-                       memory of another GPU
-  --full               also print the calls of a step and which of them overlap, every batch size,
-                       the memory of every role, the metrics to watch, every changed key with its
-                       meaning, and the keys that have no effect. The plan is printed before data
+  --gpus 8xH100        check for machines with these GPUs, also on a laptop;
+                       8x80GiB names the memory of another GPU
+  --full               also print the calls of a step and their overlap, batch
+                       sizes, the memory of every role, metrics to watch, and
+                       changed and unused keys. The plan is printed before data
                        files are read, so they need not exist
-  --measured RUN_DIR   with async: predict the time of a step from the seconds of a PPO run
-                       (implies --full)
+  --measured RUN_DIR   with async: predict the time of a step from the seconds
+                       of a PPO run (implies --full)
 """
 
 from __future__ import annotations

@@ -99,7 +99,10 @@ def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Pat
         ({"report_to": "wandb"}, "TRL's report_to is 'logger' here"),
         ({"num_generations": 8, "n": 4}, "num_generations and n are two names of the same setting"),
         ({"zzz": 1}, r"no key 'zzz'\. Flat names: lr, "),
-        ({"lr": 1, "actor_rollout_ref.actor.optim.lr": 2}, r"lr=1 sets actor.*given as 2, too"),
+        (
+            {"lr": 1, "actor_rollout_ref.actor.optim.lr": 2},
+            r"lr=1 sets actor.*but .*lr=2 is also set",
+        ),
         (
             {"kl_loss_coef": 0, "actor_rollout_ref.actor.use_kl_loss": True},
             "kl_loss_coef=0 sets .*kl_loss=False",

@@ -274,7 +274,7 @@ def test_a_sampler_of_ones_own_that_takes_less_than_a_batch_ends_the_run() -> No
     buffer.join(0)
     while may_begin(buffer):
         finish(buffer, begin(buffer))
-    with pytest.raises(SamplerError, match="HalfABatch took 2 samples for a batch of 4"):
+    with pytest.raises(SamplerError, match="HalfABatch selected 2 samples for a batch of 4"):
         buffer.take(Demand(4))
 
 

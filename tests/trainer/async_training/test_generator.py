@@ -110,7 +110,7 @@ def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_th
             assert len(group.buffer.validate(request, [0])) == len(request)
             assert group.taken == [1, 1]
         else:
-            with pytest.raises(StalledError, match="no generator left"):
+            with pytest.raises(StalledError, match="no generator is left"):
                 group.buffer.validate(request, [0])
         group.buffer.publish(1)
     if group.restarts:

@@ -28,7 +28,7 @@ def test_a_split_placement_says_who_overlaps() -> None:
     assert re.search(r"critic_pool +node 0 +4 devices +critic", text)
     assert "critic.update_critic ‖ actor.update_actor" in text
     assert "Calls on different pools run concurrently" in text
-    assert "Roles on actor_rollout_ref_pool share its processes and take turns" in text
+    assert "Roles on actor_rollout_ref_pool share its processes and run one after the other" in text
 
 
 def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:

@@ -133,7 +133,7 @@ def test_options_that_exclude_each_other_end_with_one_line(decoys: Path) -> None
     [
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/x/1.jsonl"),
-            "error: no room for the run in runs/x",
+            "error: no space for the run in runs/x",
             "",
         ),
         (KeyboardInterrupt(), 130, "stopped; the same command resumes from the last checkpoint"),

@@ -163,7 +163,7 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["rm"], "plan rm: no such recipe. Did you mean 'reward-model'"),
+        (["rm"], "plan rm: there is no such recipe. Did you mean 'reward-model'"),
         (["best-of-n"], "plan best-of-n: it trains nothing"),
         (
             ["sft", "--reward-s=3"],

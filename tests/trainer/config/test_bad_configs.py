@@ -127,7 +127,7 @@ SETTINGS = [
     ),
     (
         "reward.function.path=json",
-        ["reward.function.name='compute_score'", "it has", "dumps"],
+        ["reward.function.name='compute_score'", "no such name, only", "dumps"],
     ),
     (
         "trainer.cls=trainer.ppo.PPOTrainr",
@@ -225,7 +225,7 @@ FILES = [
     (model_without("config.json"), ["not a Hugging Face model folder", "no config.json"]),
     (
         file_as_run_folder,
-        ["trainer.default_local_dir=", "is not writable", "choose another folder"],
+        ["trainer.default_local_dir=", "is not writable", "Choose another folder"],
     ),
     (
         another_run,

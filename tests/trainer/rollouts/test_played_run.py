@@ -181,7 +181,7 @@ def test_a_trajectory_that_there_is_not_is_refused(played: Path, name: str, word
 
 def test_a_run_that_kept_no_batches_says_which_key_keeps_them(played: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(played, tmp_path / "run", ignore=shutil.ignore_patterns("batches"))
-    with pytest.raises(ConfigError, match=r"has no batch: .*trainer\.max_batches_to_keep=N"):
+    with pytest.raises(ConfigError, match=r"has no batch\. .*trainer\.max_batches_to_keep=N"):
         replay_trajectory(copy, "0-0")
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace(f"{played.parent}/count.py:Count", "''"))

@@ -91,7 +91,7 @@ def test_without_a_compiler_auto_runs_on_with_a_word_and_on_is_refused(
 
     monkeypatch.setattr(compile_part, "_doubled", fails)
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    with pytest.raises(ConfigError, match="compile=on: No working C.. compiler found; set"):
+    with pytest.raises(ConfigError, match="compile=on: No working C.. compiler found. Set"):
         actor(tiny_dir, "on")
     own = actor(tiny_dir, "auto")
     attention.warn_once.cache_clear()
@@ -115,7 +115,7 @@ def test_layers_that_fail_to_compile_are_not_used(
         torch, "compile", lambda f: compiles(f) if f is compile_part._doubled else fails
     )
     with pytest.raises(
-        ConfigError, match="compile=on: no graph of this layer; set actor_rollout_ref.model.comp"
+        ConfigError, match="compile=on: no graph of this layer. Set actor_rollout_ref.model.comp"
     ):
         actor(tiny_dir, "on")
 
@@ -124,7 +124,7 @@ def test_layers_with_collectives_inside_are_not_compiled(tiny_dir: Path) -> None
     own = actor(tiny_dir, "off").engine
     own.model_config.compile = "on"
     section = "actor_rollout_ref.actor.parallel"
-    with pytest.raises(ConfigError, match=r"parallel.tp=2 has collectives inside layers; set"):
+    with pytest.raises(ConfigError, match=r"parallel.tp=2 has collectives inside layers. Set"):
         check_axes(own.module, own.model_config, ParallelDims(tp=2), section)
     assert blocking_axis(ParallelDims(shard=4, sp=2)) == ""
     assert blocking_axis(ParallelDims(pp=2)).startswith("pp=2")
