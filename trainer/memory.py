@@ -120,7 +120,8 @@ def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devi
 
 
 def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_bytes: int) -> float:
-    return usable_bytes([role for role in roles if role.pool == pool], device_type, device_bytes)
+    there = [role for role in roles if role.pool == pool]
+    return max(0.0, usable_bytes(there, device_type, device_bytes))
 
 
 def _room(usable: float, device_bytes: int) -> str:

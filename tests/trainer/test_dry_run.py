@@ -112,7 +112,7 @@ BAD_OF_PPO = [
     ("trainer.nnodes=2", "trainer.nnodes=2 with trainer.backend=local, .* only on this machine"),
     ("trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
     ("reward.model.enable=true reward.model.path={tmp}/judge", "reward.model.path=.*j"),
-    ("trainer.default_local_dir={tmp}/my.py/run", "trainer.default_local_dir=.* cannot be written"),
+    ("trainer.default_local_dir={tmp}/my.py/run", "trainer.default_local_dir=.* is not writable"),
     ("+role_workers.critic=my_roles.Critic", "role_workers.critic=my_roles.Critic cannot be impo"),
 ]
 

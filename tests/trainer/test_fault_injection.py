@@ -109,7 +109,7 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
         },
     }, "the actor was lost three steps after a checkpoint"
     (line,) = describe_faults(folders["ppo"])
-    assert "2 x delay_call, 2 x drop_weight_bucket, 1 x kill_worker; steps: " in line
+    assert "2 x drop_weight_bucket, 2 x delay_call, 1 x kill_worker; steps: " in line
     assert f"steps: {STEPS + 3} started = {STEPS} completed + 3 repeated" in line
     assert "; samples: 52 generated = 40 trained + 12 dropped (step repeated: 12)" in line
 

@@ -242,11 +242,12 @@ class Api:
             raise RequestError(f"this server trains {names}; the {role} only scores rows.")
         trained = self.ops.trained[role]
         if (rank == 0) != (trained.model.lora_rank == 0):
-            kind = "adapters" if trained.model.lora_rank else "all weights"
+            kind, remedy = "all weights", "rank=0"
+            if trained.model.lora_rank:
+                kind, remedy = "adapters", "a rank above 0"
             raise RequestError(
                 f"this server trains {kind} of the {role}, but the request has rank={rank}. Use "
-                f"rank=0 for all weights, and start the server with {trained.key}.lora_rank=0 for "
-                "them."
+                f"{remedy}, or start the server with {trained.key}.lora_rank={rank}."
             )
 
     def _open(

@@ -193,7 +193,8 @@ def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
     if errors:
         was_voted = all(report.voted for report in reports)
         kind = WeightsRejectedError if was_voted else WeightSyncError
-        raise kind(f"version {version} was not applied: " + "; ".join(errors))
+        problems = "; ".join(error.rstrip(".") for error in errors)
+        raise kind(f"version {version} was not applied: {problems}.")
 
 
 @cache

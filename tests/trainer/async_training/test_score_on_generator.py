@@ -168,7 +168,9 @@ def test_generators_have_the_roles_that_score_and_trainers_those_that_learn() ->
         *("rollout_1", "ref_1", "critic_copy_1")
     }
     assert config.role_workers["critic_copy_1"] == config.role_workers["critic_copy"]
-    assert "each generator scores its samples with its own ref, critic_copy" in plan_lines(config)
+    assert "Scores: each generator scores its samples with its own ref, critic_copy" in plan_lines(
+        config
+    )
     assert "critic_copy.compute_values" in AsyncTrainer.describe(config)[-1]
 
 

@@ -187,7 +187,10 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
         return rewards.sum(1)
 
     cases = [
-        (dict(target=asks), r"asks takes \(log_prob, mask, teacher_logits\).* teacher_logits\. "),
+        (
+            dict(target=asks),
+            r"asks has the parameters \(log_prob, mask, teacher_logits\).* teacher_logits\. ",
+        ),
         (
             dict(target=scores),
             r"scores returns a tensor \[1\] without a gradient: it must return \(adv",
@@ -197,7 +200,10 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
             dict(target="vanila"),
             "not the name of a loss or estimator: 'vanila'.*Did you mean 'vanilla'",
         ),
-        (dict(target="gpg"), "gpg is of the kinds policy and estimator: say --kind policy"),
+        (
+            dict(target="gpg"),
+            "gpg is of the kinds policy and estimator\. Choose one, such as --kind policy",
+        ),
         (dict(target="vanilla", kind="polcy"), "there is no kind 'polcy'.*'policy'"),
         (dict(target="vanilla", skip=["padding"]), "there is no relation 'padding'"),
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),

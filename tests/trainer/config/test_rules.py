@@ -115,7 +115,7 @@ def test_a_strategy_of_another_system_is_answered_with_ours() -> None:
 def test_a_value_with_a_meaning_of_its_own_is_let_through() -> None:
     check_fields(config_with("trainer.save_freq", -1))
     check_fields(config_with("trainer.max_ckpt_to_keep", None))
-    with pytest.raises(ConfigError, match="save_freq=-2: it must be above 0, or -1 for no"):
+    with pytest.raises(ConfigError, match="save_freq=-2: it must be above 0, or -1 to disable"):
         check_fields(config_with("trainer.save_freq", -2))
 
 

@@ -202,6 +202,6 @@ def test_more_entries_than_nodes_are_refused_with_both_ways_out() -> None:
 
 
 def test_a_pool_without_a_size_is_refused_with_the_override_that_makes_it() -> None:
-    with pytest.raises(PlacementError, match=r"Add this pool by resource_pool_spec.own=\[1\]"):
+    with pytest.raises(PlacementError, match=r"Add this pool with resource_pool_spec.own=\[1\]"):
         load("role_mapping.critic=own", "trainer.n_gpus_per_node=2")
     load("role_mapping.critic=own", "trainer.n_gpus_per_node=2", "resource_pool_spec.own=[1]")

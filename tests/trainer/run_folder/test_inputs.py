@@ -102,7 +102,7 @@ def test_other_versions_are_warned_of(
     monkeypatch.setattr("trainer.run_folder.resume.installed_versions", lambda: versions)
     with caplog.at_level(logging.WARNING):
         assert checkpoints(tmp_path).resume.start_step == 2
-    assert "here is 9.9: numbers may differ" in caplog.text
+    assert "but 9.9 is installed: numbers may differ" in caplog.text
 
 
 def test_a_module_of_a_reward_is_the_file_that_it_is_imported_from() -> None:

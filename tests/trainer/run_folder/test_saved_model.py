@@ -78,7 +78,7 @@ def test_the_one_role_of_another_recipe_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_or_holds_no_such_role_is_refused(ppo_run: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is not a folder; give a run folder"):
+    with pytest.raises(CheckpointError, match="nowhere is not a folder. Use a run folder"):
         find_saved_model(ppo_run / "nowhere")
     with pytest.raises(CheckpointError, match="global_step_12 holds no completed checkpoint"):
         find_saved_model(ppo_run / "global_step_12")
@@ -98,7 +98,7 @@ def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) ->
     checkpoint(tmp_path, 1, roles, {})
     with pytest.raises(CheckpointError, match="weights of judge, student. Choose one with --role"):
         find_saved_model(tmp_path)
-    with pytest.raises(CheckpointError, match="what 'judge' was trained from.*--model"):
+    with pytest.raises(CheckpointError, match="which model 'judge' was trained from.*--model"):
         find_saved_model(tmp_path, role="judge")
 
 

@@ -233,7 +233,10 @@ def test_a_saved_critic_goes_on_as_the_first(client: Client, url: str) -> None:
 def test_bad_requests_of_a_critic(client: Client) -> None:
     models = client.get("get_server_capabilities")["supported_models"]
     assert [(m["trainable"], m["sampleable"]) for m in models] == [(True, True), (True, False)]
-    with pytest.raises(FailedError, match="trains all weights of the critic, and rank=4"):
+    with pytest.raises(
+        FailedError,
+        match="trains all weights of the critic, but the request has rank=4. Use rank=0",
+    ):
         client.model("critic", 0, rank=4)
     critic, actor = client.model("critic", 1, rank=0), client.model(models[0]["model_name"], 2)
     with pytest.raises(FailedError, match="all weights of the critic, for one client at a time"):
@@ -263,7 +266,7 @@ def test_bad_requests_of_a_critic(client: Client) -> None:
         ({"loss_agg_mode": "sum"}, "loss_agg_mode=sum: choose one of"),
     ):
         assert text in failure(critic, returns_of(), value, **settings)
-    with pytest.raises(FailedError, match="user: no step was taken"):
+    with pytest.raises(FailedError, match="user: no optimizer step was run"):
         client.result(critic.step(**ADAM))
     train(critic)
     assert values_of(critic) != [0.0] * (len(TEXT) - 1)

@@ -341,7 +341,9 @@ def test_bad_requests_harm_nobody(
     base, http = server[0].base_model, client.http
     with pytest.raises(FailedError, match="400: this server has no model 'gpt'"):
         client.model("gpt", 7)
-    with pytest.raises(FailedError, match="trains adapters of the actor, and rank=0"):
+    with pytest.raises(
+        FailedError, match="trains adapters of the actor, but the request has rank=0. Use a rank"
+    ):
         client.model(base, 8, rank=0)
     with pytest.raises(FailedError, match="adam_params.beta1='1.5'"):
         model.step(beta1=1.5)

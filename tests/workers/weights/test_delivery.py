@@ -114,7 +114,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
     whole = layer.bias
     layer.bias = torch.nn.Parameter(torch.zeros(7))
     publish_weights(actor, 1)
-    words = r"version 1 was not applied: rollout rank 0.*of another shape: layer.bias.*refused"
+    words = r"version 1 was not applied: rollout rank 0.*of another shape: layer.bias.*rejected"
     with pytest.raises(WeightSyncError, match=words):
         deliver_weights(actor, rollout, 1)
     assert versions(rollout) == [None, None]

@@ -102,7 +102,13 @@ VOTE_OF_RANK_1 = "(?=.*rollout rank 1 of 2).* did not finish within 4.0 s"
     ("groups", "role", "how", "error", "words"),
     [
         ("child", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1),
-        ("child", "rollout", "is frozen", WorkerDiedError, "rollout rank 0 of 2 .*is stopped"),
+        (
+            "child",
+            "rollout",
+            "is frozen",
+            WorkerDiedError,
+            "rollout rank 0 of 2 .*has been stopped",
+        ),
         pytest.param("ray", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1, marks=RAY),
     ],
     indirect=["groups"],
