@@ -202,7 +202,7 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
         ),
         (
             dict(target="gpg"),
-            "gpg is of the kinds policy and estimator\. Choose one, such as --kind policy",
+            "gpg is of the kinds policy and estimator.*such as --kind policy",
         ),
         (dict(target="vanilla", kind="polcy"), "there is no kind 'polcy'.*'policy'"),
         (dict(target="vanilla", skip=["padding"]), "there is no relation 'padding'"),
