@@ -20,6 +20,7 @@ from trainer.api.inputs import (
     write_rows,
 )
 from trainer.config.compose import load_config
+from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import overrides_of
@@ -99,12 +100,17 @@ class PythonRun:
         _reject_duplicates(derived, settings)
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived}
         self.settings |= self.plain_settings(settings, inputs)
-        if any(key.partition(".")[0] in PLACES for key in settings):
+        has_places = any(key.partition(".")[0] in PLACES for key in settings)
+        if has_places:
             self._defaults["trainer.backend"] = "ray"
         config = self.config()
         turns = config.resource_pool_spec.keys() - config.child_pools  # pools in this process
-        if self._defaults["trainer.backend"] == "ray" and len(turns) <= 1:
-            self._defaults["trainer.backend"] = "local"
+        on_gpus = devices_of(config.trainer).type == "cuda"
+        has_ranks = any(sum(sizes) > 1 for sizes in config.resource_pool_spec.values())
+        needs_ray = (has_places and len(turns) > 1) or (on_gpus and has_ranks)
+        backend = "ray" if needs_ray else "local"
+        if backend != self._defaults["trainer.backend"]:
+            self._defaults["trainer.backend"] = backend
             self.config()
 
     def _files(self, key: str, rows: Any, settings: Mapping[str, Any], inputs: Path) -> Any:

@@ -163,8 +163,8 @@ def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
         lines.append(f"a step costs {np.median(steps):.1f} ms, the slowest {steps.max():.1f} ms")
     if not played.problem and not played.has_ended:
         lines.append(
-            f"it has not ended after {num_turns} turns: truncated there by environment.max_turns, "
-            f"a trajectory keeps a reward of {played.reward:g}"
+            f"it has not ended after {num_turns} turns. If environment.max_turns ended it "
+            f"there, its reward would be {played.reward:g}"
         )
     return lines
 

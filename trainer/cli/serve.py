@@ -3,7 +3,8 @@
 
 Serves a model to scripts that use the `tinker` SDK, unchanged:
 
-  verl-like serve Qwen/Qwen3-8B placement=split trainer.n_gpus_per_node=8
+  verl-like serve Qwen/Qwen3-8B placement=split trainer.backend=ray \
+      trainer.n_gpus_per_node=8
   TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any python script.py
 
 The script owns data, loss and loop, the server owns the weights. Keys are those of a run:
@@ -14,10 +15,10 @@ The script owns data, loss and loop, the server owns the weights. Keys are those
   trainer.default_local_dir=FOLDER        the folder of checkpoints
   trainer.backend=ray|local
 
-The server listens only on this machine (port 8000; 0 picks a free port), unless you set --host, and
-a key with --token; the key must begin with tml-. Put a TLS proxy in front of it. The loss
-stable_reinforce has no public formula: with --stable-reinforce=importance_sampling the server
-computes that loss instead.
+By default, the server listens only on this machine (port 8000; 0 picks a free port). To open it to
+other machines, set --host and a key with --token (it must begin with tml-), and put a TLS proxy in
+front of it. The loss stable_reinforce has no public formula: with
+--stable-reinforce=importance_sampling the server computes that loss instead.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ class TrainerConfig(Section):
     n_gpus_per_node: int = key(1, above=0)
     """Devices per machine (process slots on CPUs)."""
     backend: str = key("ray", choices=("ray", "local"))
-    """`ray`: processes of a Ray cluster; `local`: processes of this machine, without Ray."""
+    """`ray`: processes of a Ray cluster; `local`: this machine, without Ray (on GPUs, only pools of
+    one process).
+    """
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """`auto`: GPUs if there are any, otherwise CPUs."""
     seed: int = key(1, at_least=0, may_change_on_resume=False)

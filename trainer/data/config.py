@@ -32,8 +32,8 @@ class DataConfig(Section):
         allows="a file, a list, or a number",
         required="set a parquet, JSONL or CSV file, or a list of files",
     )
-    """Files in verl's schema (Parquet, JSONL, CSV), or, if the environment makes its prompts, a
-    number of trajectories.
+    """Files in verl's schema (Parquet, JSONL, CSV), or, if the environment makes its prompts,
+    the number of prompts per epoch.
     """
     val_files: Any = key(
         "",

@@ -219,7 +219,9 @@ def _no_axis(key: str, value: str, settings: Mapping[str, str]) -> str:
     """Return why this layout of ranks is not possible; "" if it is."""
     section, _, axis = key.rpartition(".")
     if not value.isdigit():
-        return f"{key} is a number. Set its variable: NAME=... verl-like migrate verl SCRIPT"
+        return (
+            f"{key} needs a number. Set the script's variable: NAME=... verl-like migrate verl ..."
+        )
     experts = settings.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
     if axis == "tp" and value != "1" and experts not in (None, "1"):
         return f"{section}.ep={experts} keeps whole experts on their ranks, but tp would split them"

@@ -203,8 +203,8 @@ def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConf
         apart = list(pools)
     if apart:
         lines.append(
-            f"pools of processes of their own, as in the run: {', '.join(apart)}; breakpoint() "
-            "works in the driver, not in these"
+            f"these pools run in separate processes, as in the run: {', '.join(apart)}; "
+            "breakpoint() works only in the driver"
         )
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ def _one_number(name: str, values: Any) -> float:
         return values[0]  # the usual case: one rank
     numbers = np.asarray([float(value) for value in np.atleast_1d(values)], dtype=np.float64)
     if not numbers.size:
-        raise BatchError("a metric with no values cannot be reduced. Leave its name out.")
+        raise BatchError(f"metric {name!r} has no values to reduce. Leave it out of the metrics.")
     last_word = name.replace("/", "_").rpartition("_")[-1]
     if last_word == "max" or name in PEAKS:
         return float(numbers.max())

@@ -622,8 +622,8 @@ class DataProto:
         """Append copies of the last row, or of the "first" one, in place."""
         if padding_candidate not in ("", "last", "first") or padding_size < 0:
             raise BatchError(
-                f"padding by {padding_size} x {padding_candidate!r}. Use a count >= 0, and 'last' "
-                "or 'first'."
+                f"padding_size={padding_size}, padding_candidate={padding_candidate!r}: the size "
+                "must be 0 or more, the candidate 'first' or 'last'."
             )
         if not padding_size:
             return self

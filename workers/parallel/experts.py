@@ -76,8 +76,9 @@ def cut_of_experts(weight: Tensor, size: int) -> Shard:
         if weight.shape[dim] % size == 0:
             return Shard(dim)
     raise ConfigError(
-        f"{size} ranks cannot share the same experts' weights of {list(weight.shape)}: FSDP "
-        "splits only the first dim. Raise parallel.ep, or set a smaller fsdp_config.fsdp_size."
+        f"{size} ranks cannot split the experts' weights of {list(weight.shape)} evenly: no dim "
+        f"inside an expert is a multiple of {size}, and FSDP splits unevenly only along the first "
+        "dim. Raise parallel.ep, or set a smaller fsdp_config.fsdp_size."
     )
 
 

@@ -184,8 +184,8 @@ class RolloutEngine(ABC):
             if self.is_asleep:
                 state = "is asleep"
             raise RolloutError(
-                f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
-                "to send verified weights."
+                f"rollout: this engine {state}. Call sync_weights(actor_group, rollout_group, "
+                "version), which sends verified weights."
             )
         self._check_sampling(sampling)
         for sample in samples:

@@ -177,7 +177,7 @@ class Channel:
         self.manifest: Manifest = {}
         """The dtype, shape and hash of each received tensor."""
         self.summary: dict[str, Any] = {}
-        """The sender's final message, which only syncs of changes have."""
+        """The sender's final message; empty unless only changes are sent."""
         self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def room(self, number: int, num_bytes: int) -> Tensor:

@@ -62,7 +62,7 @@ def test_what_not_ending_earns_is_said(capsys: pytest.CaptureFixture[str]) -> No
     main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--turns", "3"])
     said = capsys.readouterr().out
     assert (
-        "not ended after 3 turns: truncated there by environment.max_turns, a trajectory keeps"
+        "not ended after 3 turns. If environment.max_turns ended it there, its reward would be"
         in said
     )
     assert "keeps a reward of 1.5\n" in said

@@ -289,7 +289,7 @@ def test_a_replay_keeps_the_numbers_of_processes_on_one_machine(
     assert config.resource_pool_spec == {"global_pool": [2, 2]}, "the run's own stays"
 
     saved = SavedRun(tmp_path, config, PPOTrainer)
-    assert "processes of their own, as in the run: global_pool;" in announcement(
+    assert "in separate processes, as in the run: global_pool;" in announcement(
         saved, start, 3, again
     )
     undo_rows = settings_of_replay(config, start, scratch, "run")

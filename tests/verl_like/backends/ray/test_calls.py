@@ -163,7 +163,7 @@ def test_what_cannot_travel_is_told_as_for_a_task(group) -> None:
             match="witness.generator_concurrently.*cannot be pickled for another process",
         ):
             group.generator_concurrently()
-        with pytest.raises(WorkerError, match="witness.unreadable_concurrently.*be read here"):
+        with pytest.raises(WorkerError, match="unreadable_concurrently.*cannot read the answer"):
             group.unreadable_concurrently()
         with pytest.raises(
             WorkerError, match="witness.give_concurrently.*cannot be pickled for another process"

@@ -258,7 +258,7 @@ def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed
         "needs 4 processes (1 CPU each), but the cluster has room for 3 in total"
         in facts["refusals"][0]
     )
-    assert "wants 3 processes on one node (3 CPU)" in facts["refusals"][1]
+    assert "needs 3 processes on one node (3 CPU)" in facts["refusals"][1]
     assert facts["custom"] == {
         "bundles": {"0": {"CPU": 0.5, "accel": 2.0}},
         "node": {"accel": 3.0},
