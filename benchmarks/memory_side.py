@@ -134,7 +134,7 @@ def pairs(num_rows: int) -> dict[str, torch.Tensor]:
 
 ROWS = {"sft": texts, "dpo": pairs}
 """Columns of roles that read other columns than PPO's."""
-PARTS = ("weights", "moments", "gradients", "whole", "activations")
+PARTS = ("weights", "moments", "gradients", "gathered", "activations")
 Methods = list[str]
 
 

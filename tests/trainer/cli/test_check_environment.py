@@ -61,11 +61,8 @@ def test_what_is_wrong_is_said(
 def test_what_not_ending_earns_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--turns", "3"])
     said = capsys.readouterr().out
-    assert (
-        "not ended after 3 turns. If environment.max_turns ended it there, its reward would be"
-        in said
-    )
-    assert "keeps a reward of 1.5\n" in said
+    assert "not ended after 3 turns. If environment.max_turns ended it there, " in said
+    assert "its reward would be 1.5\n" in said
 
 
 def test_what_an_environment_cuts_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_the_loss_of_a_bypass_gets_no_arguments_of_another_loss() -> None:
     [
         (
             "args.dro_betta=1",
-            r"no key '.*args.dro_betta'\. .* accepts dro_b\. Did you mean 'dro",
+            r"no key '.*args.dro_betta'\. .* accepts dro_beta\. Did you mean 'dro",
         ),
         ("args.dro_beta=0", r"args\.dro_beta=0: it must be above 0"),
         ("args.dro_beta=much", r"args\.dro_beta=much: it takes a number"),

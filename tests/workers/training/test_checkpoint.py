@@ -247,7 +247,10 @@ def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
         message,
     )
     message = refusal(actor_of(one_layer_dir, lora_rank=4), tmp_path / "actor")
-    assert "missing in it: model.layers.0.self_attn.q_proj.lora_A.default.weight" in message
+    assert (
+        "missing in the checkpoint: model.layers.0.self_attn.q_proj.lora_A.default.weight"
+        in message
+    )
 
 
 def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(
