@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from trainer.config.key_errors import no_such_key, unknown_key
@@ -124,20 +124,26 @@ OF_TRL = {
     "save_steps": "save_every",
 }
 """Accepted names of TRL -> this project's flat name or key for the same value."""
-OBJECTS_OF_TRL = {
-    "train_dataset": ("prompts", "rows"),
-    "eval_dataset": ("val_prompts", "val_rows"),
-    "processing_class": ("tokenizer",),
-    "reward_funcs": ("reward",),
+PPO_OBJECTS_OF_TRL = {
+    "train_dataset": "prompts",
+    "eval_dataset": "val_prompts",
+    "processing_class": "tokenizer",
+    "reward_funcs": "reward",
 }
-"""TRL's name of an argument that is no setting -> our names of the same argument, per class."""
+"""TRL's names of PPO's arguments that are no settings -> ours."""
+ROW_OBJECTS_OF_TRL = {
+    "train_dataset": "rows",
+    "eval_dataset": "val_rows",
+    "processing_class": "tokenizer",
+}
+"""The same for recipes on rows."""
 LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
 """TRL's name -> the similar name here, which the error suggests; the values have other meanings."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
 """Key of a coefficient -> the key that enables its loss term; a coefficient of 0 disables it."""
 
 
-def named(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+def named(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with these names that are not None; `values` is a call's `locals()`."""
     return {name: values[name] for name in names if values[name] is not None}
 
@@ -147,23 +153,22 @@ def trl_names(names: Mapping[str, str]) -> list[str]:
     return [trl for trl, ours in OF_TRL.items() if ours in names or "." in ours]
 
 
-def with_objects_of_trl(keys: dict[str, Any], **objects: Any) -> dict[str, Any]:
-    """Return the arguments; those that `keys` has under TRL's names are moved to ours."""
-    for name in OBJECTS_OF_TRL.keys() & keys.keys():
-        ours = next((ours for ours in OBJECTS_OF_TRL[name] if ours in objects), None)
-        if ours is None:
-            continue
-        if objects[ours] is not None:
-            raise ConfigError(f"{name} and {ours} are two names of the same argument. Drop one.")
-        objects[ours] = keys.pop(name)
-    return objects
+def renamed(keywords: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keywords with TRL's names replaced by ours."""
+    result: dict[str, Any] = {}
+    for name, value in keywords.items():
+        target = ours.get(name, name)
+        if target != name and target in keywords:
+            raise ConfigError(f"{name} and {target} are two names of the same setting. Drop one.")
+        result[target] = value
+    return result
 
 
 def settings_of(
     keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
 ) -> dict[str, Any]:
     """Return a call's keywords (flat names, sections as dicts, dotted keys) as dotted keys."""
-    keywords = _with_our_names(keywords, names)
+    keywords = renamed(keywords, {name: OF_TRL[name] for name in trl_names(names)})
     others = {name: value for name, value in keywords.items() if name not in names}
     for name in others:
         if "." not in name and unknown_key(name, recipe):
@@ -179,17 +184,6 @@ def settings_of(
                 )
             settings[key] = value
     return settings
-
-
-def _with_our_names(keywords: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keywords with TRL's names replaced."""
-    ours: dict[str, Any] = {}
-    for name, value in keywords.items():
-        flat = OF_TRL[name] if name in trl_names(names) else name
-        if flat != name and flat in keywords:
-            raise ConfigError(f"{name} and {flat} are two names of the same setting. Drop one.")
-        ours[flat] = value
-    return ours
 
 
 def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:

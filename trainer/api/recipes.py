@@ -18,11 +18,13 @@ from typing import Any, Unpack
 from trainer.api.flat_names import (
     OF_PPO,
     OF_ROWS,
+    PPO_OBJECTS_OF_TRL,
+    ROW_OBJECTS_OF_TRL,
     PPOKeys,
     RowKeys,
     Section,
     named,
-    with_objects_of_trl,
+    renamed,
 )
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
@@ -127,20 +129,19 @@ class PPO(PythonRun):
             keys: keys of the configuration, or names of TRL such as `num_generations` and
                 `train_dataset`.
         """
-        settings: dict[str, Any] = {**keys, **named(OF_PPO, locals())}
-        objects = with_objects_of_trl(
-            settings, prompts=prompts, val_prompts=val_prompts, reward=reward, tokenizer=tokenizer
+        arguments = named([*OF_PPO, *PPO_OBJECTS_OF_TRL.values()], locals())
+        settings = renamed({**keys, **arguments}, PPO_OBJECTS_OF_TRL)
+        prompts, val_prompts, tokenizer, reward = (
+            settings.pop(name, None) for name in PPO_OBJECTS_OF_TRL.values()
         )
-        if objects["prompts"] is None:
+        if prompts is None:
             name = type(self).__name__
             raise ConfigError(f"{name} needs prompts: {name}(model, prompts, reward).")
-        reward = objects["reward"]
         if reward is not None:
             rewards = reward if isinstance(reward, list | tuple) else [reward]
             settings["reward"] = reward if isinstance(reward, Mapping) else {"list": rewards}
         self._columns: list[str] | None = None
-        data = {"data.train_files": objects["prompts"], "data.val_files": objects["val_prompts"]}
-        tokenizer = objects["tokenizer"]
+        data = {"data.train_files": prompts, "data.val_files": val_prompts}
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
     def fit(
@@ -294,11 +295,13 @@ class RowsRun(PythonRun):
             keys: keys of the configuration, or names of TRL such as `output_dir` and
                 `train_dataset`.
         """
-        settings: dict[str, Any] = {**keys, **named(OF_ROWS, locals())}
+        arguments = named([*OF_ROWS, "val_rows", "tokenizer"], locals())
+        settings = renamed({**keys, **arguments}, ROW_OBJECTS_OF_TRL)
+        if rows is not None and "rows" in settings:
+            raise ConfigError("the rows are passed twice. Drop one.")
         model = settings.pop("model", None) if model is None else model
         rows = settings.pop("rows", None) if rows is None else rows
-        objects = with_objects_of_trl(settings, rows=rows, val_rows=val_rows, tokenizer=tokenizer)
-        rows, val_rows, tokenizer = objects["rows"], objects["val_rows"], objects["tokenizer"]
+        val_rows, tokenizer = settings.pop("val_rows", None), settings.pop("tokenizer", None)
         if model is None or rows is None:
             raise ConfigError(f"{type(self).__name__}(model, rows) needs both arguments.")
         data = {"data.train_files": rows, "data.val_files": val_rows}

@@ -10,9 +10,9 @@ import pytest
 from trainer import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
 from trainer.api.flat_names import (
     LIKE_TRL,
-    OBJECTS_OF_TRL,
     OF_PPO,
     OF_TRL,
+    PPO_OBJECTS_OF_TRL,
     PPOKeys,
     RowKeys,
     settings_of,
@@ -120,7 +120,7 @@ def test_trl_s_names_are_names_of_nothing_else() -> None:
     names = OF_TRL | LIKE_TRL
     keys = {*named_keys(PPO_RECIPE.schema)}
     assert {*names.values()} <= {*OF_PPO, *keys}
-    assert not (names | OBJECTS_OF_TRL).keys() & {*OF_PPO, *keys}
+    assert not (names | PPO_OBJECTS_OF_TRL).keys() & {*OF_PPO, *keys}
 
 
 def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: Path) -> None:
@@ -148,6 +148,8 @@ def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: P
         GRPO(model, prompts, reward, train_dataset=prompts)
     with pytest.raises(ConfigError, match=r"GRPO needs prompts: GRPO\(model, prompts, reward\)"):
         GRPO(model, reward=reward)
+    with pytest.raises(ConfigError, match="the rows are passed twice"):
+        SFT(model, ROWS, train_dataset=ROWS)
     with pytest.raises(ConfigError, match="no key 'reward_funcs'"):
         SFT(model, ROWS, reward_funcs=reward)
 
