@@ -79,11 +79,11 @@ def test_where_nothing_is_wrong_it_says_what_there_is_and_writes_nothing(
     before = sorted(tmp_path.rglob("*"))
     run(load_config([*settings, *more], RECIPES[name]))
     assert sorted(tmp_path.rglob("*")) == before
-    said = capsys.readouterr().out
-    assert said.endswith(f"\n{ALL_FOUND}\n")
-    assert " on this machine\n" in said
-    assert ("1 rows to train on" if name in ON_ROWS else " prompts") in said
-    assert (name in ON_ROWS) or "Reward check: 8 rows with their ground truth" in said
+    output = capsys.readouterr().out
+    assert output.endswith(f"\n{ALL_FOUND}\n")
+    assert " on this machine\n" in output
+    assert ("1 rows to train on" if name in ON_ROWS else " prompts") in output
+    assert (name in ON_ROWS) or "Reward check: 8 rows with their ground truth" in output
 
 
 MODEL = "actor_rollout_ref.model.path"

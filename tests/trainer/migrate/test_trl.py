@@ -161,8 +161,8 @@ def test_packed_rows_keep_the_tokens_of_a_step() -> None:
     # 4 processes x 2 rows of 2048 tokens
     assert done.settings["data.train_batch_size"] == "$((16384 / ROW_TOKENS))"
     assert any("ROW_TOKENS to the mean number" in line for line in done.absent)
-    whole = translated_whole("trl", command.replace("--packing", "--packing False"))
-    assert whole.settings["data.train_batch_size"] == "8"
+    translation = translated_whole("trl", command.replace("--packing", "--packing False"))
+    assert translation.settings["data.train_batch_size"] == "8"
 
 
 def test_the_processes_of_accelerate_s_yaml_count(tmp_path: Path) -> None:

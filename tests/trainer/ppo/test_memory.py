@@ -106,10 +106,10 @@ def test_an_engine_s_share_is_counted_while_it_generates_alone(model: Path) -> N
     assert engine.resident == 0
     assert engine.call == pytest.approx(0.4 * CARD)
     (total,), (without,) = (pool_bytes(some).values() for some in (roles, others))
-    kept = sum(role.resident for role in others)
-    assert total == pytest.approx(max(without, kept + engine.call))
+    resident = sum(role.resident for role in others)
+    assert total == pytest.approx(max(without, resident + engine.call))
     here = (role.weights + role.moments - role.host for role in others)
-    assert kept == pytest.approx(sum(here))
+    assert resident == pytest.approx(sum(here))
 
 
 def test_offloaded_weights_are_there_while_an_engine_gets_its_own(model: Path) -> None:
@@ -326,9 +326,9 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
         return {role.role: role.copies for role in roles if role.copies}
 
     # float32 weights and two moments, a quarter on each of four ranks
-    found = copies()
-    assert found["actor"] == 6_910_365_696 * 3 * 4 / 4
-    assert set(found) == {"actor", "critic"}
+    host_bytes = copies()
+    assert host_bytes["actor"] == 6_910_365_696 * 3 * 4 / 4
+    assert set(host_bytes) == {"actor", "critic"}
     assert set(copies("actor_rollout_ref.ref.update_every=1")) == {"actor", "critic", "ref"}
     model_alone = "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
     assert copies(model_alone)["actor"] == 6_910_365_696
@@ -337,5 +337,5 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
     assert copies("trainer.async_save=false") == {}
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
-    said = r"actor_rollout_ref_pool: 19 GiB of host memory per GPU for checkpoints"
-    assert re.search(said, text)
+    message = r"actor_rollout_ref_pool: 19 GiB of host memory per GPU for checkpoints"
+    assert re.search(message, text)

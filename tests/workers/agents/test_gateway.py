@@ -269,10 +269,10 @@ def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys() 
 
 
 def test_chance_is_the_prompts_in_rng_and_the_samples_elsewhere(play: Play) -> None:
-    found, again = play("draws", num=2), play("draws", num=2)
-    same_bits(found, again)
-    assert len({tuple(one.sample.prompt) for one in found}) == 1
-    assert len({one.rewards[0][1] for one in found}) == 2
+    first, second = play("draws", num=2), play("draws", num=2)
+    same_bits(first, second)
+    assert len({tuple(one.sample.prompt) for one in first}) == 1
+    assert len({one.rewards[0][1] for one in first}) == 2
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def compare(trained: str) -> tuple[float, dict[str, float]]:
                 weight.detach().zero_()
     spread_experts(model, mesh)
 
-    own = loss_of(model, tokens_of(mesh.get_local_rank()))
-    own.backward()
+    loss = loss_of(model, tokens_of(mesh.get_local_rank()))
+    loss.backward()
     losses = [loss_of(reference, tokens_of(rank)) for rank in range(2)]
     sum(losses).backward()
 
@@ -91,7 +91,7 @@ def compare(trained: str) -> tuple[float, dict[str, float]]:
         whole = wanted[name].grad
         errors[name] = float((found - whole).abs().max() / whole.abs().max().clamp(min=1e-9))
     expected = losses[mesh.get_local_rank()]
-    return float((own - expected).abs() / expected.abs()), errors
+    return float((loss - expected).abs() / expected.abs()), errors
 
 
 @pytest.mark.parametrize("trained", ["", ".experts."])

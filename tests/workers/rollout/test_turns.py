@@ -254,9 +254,9 @@ def test_what_does_not_fit_is_computed_again(native: NativeEngine) -> None:
 
 def test_what_was_kept_counts_until_its_sample_is_gone(native: NativeEngine) -> None:
     samples = turns(native, CachedStates())
-    held = {one.cached.states for one in samples if one.cached and one.cached.states}
-    assert native.kept_memory.bytes == sum(states.num_bytes for states in held) > 0
-    held.clear()
+    cached_states = {one.cached.states for one in samples if one.cached and one.cached.states}
+    assert native.kept_memory.bytes == sum(states.num_bytes for states in cached_states) > 0
+    cached_states.clear()
     samples.clear()
     assert native.kept_memory.bytes == 0
 

@@ -56,10 +56,10 @@ def updated_and_saved(
     actor.save_checkpoint(str(folder / into))
     for weight in actor.engine.parameters():
         if isinstance(weight, DTensor) and weight.placements[-1].is_replicate():
-            own, group = local_shard(weight), actor.engine.groups.tp
-            of_ranks = [torch.empty_like(own) for _ in range(dims.tp)]
-            torch.distributed.all_gather(of_ranks, own, group=group)
-            assert all(other.equal(own) for other in of_ranks)
+            shard, group = local_shard(weight), actor.engine.groups.tp
+            of_ranks = [torch.empty_like(shard) for _ in range(dims.tp)]
+            torch.distributed.all_gather(of_ranks, shard, group=group)
+            assert all(other.equal(shard) for other in of_ranks)
     return state_of(actor), actor.weights_checksum()
 
 
@@ -106,8 +106,8 @@ def test_a_checkpoint_passes_through_every_axis_bit_for_bit(tmp_path: Path, lora
     for over, name, into in zip(chain, names, names[1:], strict=False):
         arguments = folder, ParallelConfig(**over), lora_rank, name, into
         results = run_kept(2, resumed, *arguments) if over else [resumed(*arguments)]
-        state, own = whole(results)
-        assert own == checksum
+        state, merged_checksum = whole(results)
+        assert merged_checksum == checksum
         assert_equal(state, expected)
     exports = [load_file(folder / name / "huggingface" / "model.safetensors") for name in names]
     for export in exports[1:]:
@@ -146,6 +146,6 @@ def test_a_layout_resumes_from_all_others(layout: str, checkpoints: tuple[Path, 
     folder, expected = checkpoints
     of_ranks = over_ranks(layout, resumed_from, folder, [*expected])
     for name, (state, checksum) in expected.items():
-        merged, own = whole([by_name[name] for by_name in of_ranks])
-        assert own == checksum
+        merged, merged_checksum = whole([by_name[name] for by_name in of_ranks])
+        assert merged_checksum == checksum
         assert_equal(merged, state)

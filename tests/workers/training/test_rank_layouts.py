@@ -163,13 +163,13 @@ def test_ranks_that_share_a_model_train_as_one(
     num_layers = 2 if "pp" not in axes else 3 if "tp" in axes else 5
     saved(tmp_path, family, num_hidden_layers=num_layers)
     rows = 3 if num_ranks == 2 else 1 if "pp" in axes else 2
-    how = {"rows": rows, **axes, **WAYS[way]}
+    settings = {"rows": rows, **axes, **WAYS[way]}
     with process_set_back():
-        alone = trained(tmp_path, family, how)
+        alone = trained(tmp_path, family, settings)
     # torch keeps meshes of equal looks, whose groups end with a test of a kept process
     is_kept = num_ranks == 2 and layout != "experts, tokens"
     run = run_kept if is_kept else distributed.run
-    results = run(num_ranks, trained, tmp_path, family, how, deadline_s=150)
+    results = run(num_ranks, trained, tmp_path, family, settings, deadline_s=150)
 
     assert_equal(results, alone, rtol=1e-6 if {"tp", "pp"} <= axes.keys() else 0.0)
     assert results[0]["sent"] == alone["loaded"]
@@ -192,18 +192,18 @@ def test_ranks_that_share_a_model_train_as_one(
 @pytest.mark.parametrize("strategy", ["fsdp", "shard_grad_op"])
 def test_a_stage_without_ends_has_only_layers(tmp_path: Path, strategy: str) -> None:
     saved(tmp_path, "gemma-2", num_hidden_layers=5)
-    how = {"rows": 1, "one_unit": 0, "pp": 3, "shard": 2, "strategy": strategy}
+    settings = {"rows": 1, "one_unit": 0, "pp": 3, "shard": 2, "strategy": strategy}
     with process_set_back():
-        alone = trained(tmp_path, "gemma-2", how)
-    results = distributed.run(6, trained, tmp_path, "gemma-2", how, deadline_s=150)
+        alone = trained(tmp_path, "gemma-2", settings)
+    results = distributed.run(6, trained, tmp_path, "gemma-2", settings, deadline_s=150)
     assert_equal(results, alone, rtol=0.0)
 
 
 def test_a_rank_without_a_row_takes_part(tmp_path: Path) -> None:
-    folder, how = saved(tmp_path, "qwen3-moe"), {"rows": 1, "ep": 2}
+    folder, settings = saved(tmp_path, "qwen3-moe"), {"rows": 1, "ep": 2}
     with process_set_back():
-        alone = trained(folder, "qwen3-moe", how, 1)
-    results = run_kept(2, trained, folder, "qwen3-moe", how, 1)
+        alone = trained(folder, "qwen3-moe", settings, 1)
+    results = run_kept(2, trained, folder, "qwen3-moe", settings, 1)
     assert sorted(len(result["log_probs"]) for result in results) == [0, 1]
     assert_equal(results, alone, rtol=0.0)
 
@@ -246,8 +246,8 @@ class Noted:
 
     def __getitem__(self, where: Any) -> torch.Tensor:
         some: torch.Tensor = self.stored[where]
-        if found := re.search(r"\.experts\.(\d+)\.", self.name):
-            self.read[int(found[1])] += some.numel()
+        if module := re.search(r"\.experts\.(\d+)\.", self.name):
+            self.read[int(module[1])] += some.numel()
         return some
 
 
@@ -257,8 +257,8 @@ def scored_by_reference(folder: Path, **axes: int) -> tuple[slice, torch.Tensor,
     find = Folder.find
 
     def watched(self: Folder, name: str) -> Any:
-        found = find(self, name)
-        return found if found is None else Noted(found, name, read)
+        module = find(self, name)
+        return module if module is None else Noted(module, name, read)
 
     Folder.find = watched
     config = tiny_config(folder, parallel=ParallelConfig(**axes))

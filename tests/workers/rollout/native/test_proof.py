@@ -106,11 +106,11 @@ def test_layers_that_share_keys_and_values_may_lose_samples_in_mid_generation() 
     requests = [Sample([7 + row, 9, 30], row, f"row {row}") for row in range(4)]
     sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=(), do_sample=False)
     engine = engine_of(module)
-    whole = engine.generate(requests, sampling)
-    stops = (int(whole[0].tokens[4]),)  # the first row leaves before the others
+    expected_samples = engine.generate(requests, sampling)
+    stops = (int(expected_samples[0].tokens[4]),)  # the first row leaves before the others
     sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=stops, do_sample=False)
     lengths = set()
-    for expected, output in zip(whole, engine.generate(requests, sampling), strict=True):
+    for expected, output in zip(expected_samples, engine.generate(requests, sampling), strict=True):
         tokens = output.tokens.tolist()
         assert tokens == expected.tokens.tolist()[: len(tokens)]
         lengths.add(len(tokens))

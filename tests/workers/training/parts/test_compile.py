@@ -61,8 +61,8 @@ def numbers(own: ActorWorker) -> dict[str, Any]:
 def test_layers_as_graphs_give_the_numbers_of_others(
     one_layer_dir: Path, alone: dict[str, Any]
 ) -> None:
-    own = actor(one_layer_dir, "on", enable_gradient_checkpointing=True)
-    for name, number in numbers(own).items():
+    policy = actor(one_layer_dir, "on", enable_gradient_checkpointing=True)
+    for name, number in numbers(policy).items():
         assert (number - alone[name]).norm() <= 1e-4 * alone[name].norm(), name
 
 
@@ -71,12 +71,12 @@ def test_layers_as_graphs_give_the_numbers_of_others(
 def test_compiled_layers_give_the_numbers_of_others_but_for_rounding(
     one_layer_dir: Path, alone: dict[str, Any], checkpointing: bool
 ) -> None:
-    own = actor(one_layer_dir, "on", enable_gradient_checkpointing=checkpointing)
-    assert own.engine.is_compiled
-    for name, number in numbers(own).items():
+    policy = actor(one_layer_dir, "on", enable_gradient_checkpointing=checkpointing)
+    assert policy.engine.is_compiled
+    for name, number in numbers(policy).items():
         assert (number - alone[name]).norm() <= 1e-4 * alone[name].norm(), name
-    own.update_actor(make_batch(8))
-    assert not any("forward" in vars(layer) for layer in own.engine.module.modules())
+    policy.update_actor(make_batch(8))
+    assert not any("forward" in vars(layer) for layer in policy.engine.module.modules())
 
 
 def test_auto_compiles_on_cards_alone(tiny_dir: Path) -> None:

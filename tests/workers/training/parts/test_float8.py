@@ -88,10 +88,10 @@ def test_compiled_layers_multiply_in_float8_by_the_same_graphs_in_every_call(
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    own, counts = actor(one_layer_dir, fp8_linear=True, compile="on"), []
-    assert own.engine.is_compiled
+    policy, counts = actor(one_layer_dir, fp8_linear=True, compile="on"), []
+    assert policy.engine.is_compiled
     for rows in (8, 5, 7):
-        own.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
+        policy.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
         counts.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     assert counts[1] == counts[2] > 0
