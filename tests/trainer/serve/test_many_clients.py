@@ -10,10 +10,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM
 
+from tests.conftest import load
 from tests.trainer.serve.clients import (
     ADAM,
     TEXT,
@@ -30,17 +30,7 @@ from trainer.serve.work_queue import WorkQueue
 from workers.rollout.client import RolloutClient, Submission
 
 RANK, CLIENTS = 32, 6
-
-
-def bytes_of_tensors() -> int:
-    """Return the bytes of all tensors of this process; shared storages count once."""
-    gc.collect()
-    storages = {}
-    for value in gc.get_objects():
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+live_bytes = load("benchmarks/live_bytes.py").live_bytes
 
 
 def bytes_of_adapter(model: Path) -> int:
@@ -61,15 +51,15 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
             client.result(model.step(**ADAM))
 
         train(first, 0)
-        before = bytes_of_tensors()
+        before = live_bytes()
         clients = [open_clients.enter_context(Client(url)) for _ in range(CLIENTS)]
         for client in clients:
             client.model(work_queue.base_model, rank=RANK)
-        assert bytes_of_tensors() - before == CLIENTS * adapter
+        assert live_bytes() - before == CLIENTS * adapter
         for client in clients:
             client.post(f"sessions/{client.session}/finish")
         train(first, 1)  # after the deletion of the others' states
-        trained = bytes_of_tensors() - before
+        trained = live_bytes() - before
         # weights, two moments, and a count of steps per tensor
         assert 3 * adapter <= trained < 3.01 * adapter
 
@@ -81,7 +71,7 @@ def test_requests_leave_nothing_behind(model: Model, monkeypatch: pytest.MonkeyP
     def forward(count: int) -> tuple[int, int]:
         for _ in range(count):
             model.client.result(model.backward([datum()], forward_only=True))
-        tensors = bytes_of_tensors()
+        tensors = live_bytes()
         return tensors, sum(isinstance(value, PendingResult) for value in gc.get_objects())
 
     assert forward(8) == forward(16)
