@@ -120,8 +120,18 @@ def key_sections() -> dict[str, str]:
 
 
 def key_table(page: str) -> str:
-    """The sections of a page."""
-    return "\n\n".join(text for name, text in key_sections().items() if key_page(name) == page)
+    """The sections of a page; a key that repeats one of an earlier section refers to it."""
+    lines, section, first = list[str](), "", dict[str, str]()
+    texts = [text for name, text in key_sections().items() if key_page(name) == page]
+    for line in "\n\n".join(texts).splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ").rstrip("↻")
+        key, colon, meaning = line.partition(": ")
+        if line.startswith("- ") and len(meaning.split()) > 8:
+            earlier = first.setdefault(line, section)
+            line = line if earlier == section else f"{key}{colon}As in {earlier}."
+        lines.append(line)
+    return "\n".join(lines)
 
 
 ON_ANOTHER_PAGE = {"faults": "faults.md"}
@@ -629,10 +639,7 @@ def migration_list(
     return "\n".join(lines)
 
 
-REJECTION = (
-    "**Rejected** if it has an effect. For these and others, the error message says what to do "
-    "instead, if anything:"
-)
+REJECTION = "**Rejected** if they have an effect (the error says what to do instead, if anything):"
 
 
 NO_EQUIVALENT = "no equivalent"

@@ -1,4 +1,4 @@
-"""usage: verl-like serve MODEL [--host HOST] [--port PORT] [--token KEY]
+r"""usage: verl-like serve MODEL [--host HOST] [--port PORT] [--token KEY]
            [--stable-reinforce LOSS] [key=value ...]
 
 Serves a model to scripts that use the `tinker` SDK, unchanged:
