@@ -3,6 +3,7 @@
     python -m tests.integration.lost_nodes TINY_DIR RUN_DIR        prints what happened
 
 Each node has room for one process. At first there are three nodes for two pools: one is spare.
+The runs of `two_nodes.py` come first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 from tests.forked_ray import ask_for_forks
 from tests.integration.runs import overrides
+from tests.integration.two_nodes import on_two_nodes
 from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from tests.waiting import wait_until_ended
@@ -31,7 +33,7 @@ PPO_POOLS = (
 )
 SHORT = ("data.train_batch_size=4", "data.max_response_length=4")
 STEPS = 4
-PLACEMENT_S = 15.0
+PLACEMENT_S = 6.0
 """Of the run for which no node comes."""
 
 
@@ -144,7 +146,10 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
     for package in ("trainer", "verl_like"):
         logging.getLogger(package).addHandler(log)
     try:
+        two_nodes = on_two_nodes(tiny, folder / "two_nodes", cluster, Losing.nodes)
+        Losing.add_node()
         return {
+            "two_nodes": two_nodes,
             "spare": lose_rollout(tiny, folder / "spare", *here),
             "again": lose_role(folder / "again", "teacher", Waiting, *here),
             "none": lose_role(folder / "none", "student", restarts.Restarts, *here, bounded),

@@ -1,57 +1,19 @@
-"""A run on a cluster of several nodes: joining, shipping code, a missing shared folder, a lost
-node.
-"""
+"""A run on a cluster of several nodes: the code that is shipped, and a missing shared folder."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import ROOT
-from tests.programs import found_by
 from trainer import PPOTrainer, load_config
 from trainer.config.user_modules import modules_of_the_user
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import PlacementError
 
 PAGE = ROOT / "docs" / "cluster.md"
-
-
-@pytest.fixture(scope="module")
-def two_nodes(
-    tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, forked_python: Path
-) -> dict[str, Any]:
-    """The output of `two_nodes.py`, in a process that is connected to no other cluster."""
-    folder = tmp_path_factory.mktemp("two_nodes")
-    found = found_by(forked_python, "tests.integration.two_nodes", tiny_dir, folder, limit_s=240)
-    return {"folder": folder, **found}
-
-
-@pytest.mark.ray
-def test_a_step_runs_on_two_nodes_of_a_cluster_that_was_joined(two_nodes: dict[str, Any]) -> None:
-    folder = two_nodes["folder"] / "first"
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
-    assert two_nodes["critic_on"] in two_nodes["nodes"]  # which has room for no other process
-
-
-@pytest.mark.ray
-def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(
-    two_nodes: dict[str, Any],
-) -> None:
-    assert two_nodes["came_from"].endswith("/my_critic.py")
-    assert not two_nodes["came_from"].startswith(two_nodes["code"])
-
-
-@pytest.mark.ray
-def test_a_node_lost_in_mid_step_is_named_within_15_seconds(two_nodes: dict[str, Any]) -> None:
-    assert two_nodes["seconds"] < 15
-    assert re.match(
-        r"WorkerDiedError: critic.update_critic, critic rank 0 of 1 \(pid \d+ on [\d.]+.*is gone",
-        two_nodes["error"],
-    )
 
 
 @pytest.mark.ray

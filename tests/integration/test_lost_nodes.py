@@ -1,4 +1,4 @@
-"""A run that loses a node continues where there is room, waits for room, or ends with an error."""
+"""A run on several nodes; when it loses one, it goes on, waits for room, or ends with an error."""
 
 from __future__ import annotations
 
@@ -34,6 +34,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ("trainer.backend=local", "trainer.logger=[]", f"trainer.default_local_dir={folder}")
     run(load_config([*settings, f"trainer.total_training_steps={STEPS}"], REGRESSION))
     return folder
+
+
+def test_a_step_runs_on_two_nodes_of_a_cluster_that_was_joined(lost: dict[str, Any]) -> None:
+    folder = lost["folder"] / "two_nodes" / "first"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+    found = lost["two_nodes"]
+    assert found["critic_on"] in found["nodes"]  # which has room for no other process
+
+
+def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(lost: dict[str, Any]) -> None:
+    assert lost["two_nodes"]["came_from"].endswith("/my_critic.py")
+    assert not lost["two_nodes"]["came_from"].startswith(lost["two_nodes"]["code"])
+
+
+def test_a_node_lost_in_mid_step_is_named_within_15_seconds(lost: dict[str, Any]) -> None:
+    assert lost["two_nodes"]["seconds"] < 15
+    assert re.match(
+        r"WorkerDiedError: critic.update_critic, critic rank 0 of 1 \(pid \d+ on [\d.]+.*is gone",
+        lost["two_nodes"]["error"],
+    )
 
 
 def test_a_rollout_whose_node_is_lost_goes_on_where_there_is_room_to_the_same_numbers(

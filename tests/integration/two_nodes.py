@@ -1,7 +1,4 @@
-"""One PPO step on a simulated cluster of two nodes, then the loss of a node during a step; run by
-`test_cluster.py`.
-
-    python -m tests.integration.two_nodes TINY_DIR RUN_DIR        prints what happened
+"""One PPO step on two nodes of a simulated cluster, then the loss of a node during a step.
 
 `RUN_DIR/code/my_critic.py` is a user's module, which a node can import only if it is shipped.
 """
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.runs import overrides
-from tests.programs import tell
 from tests.waiting import wait_until
 
 MY_CRITIC = """
@@ -44,28 +40,16 @@ class MyCritic(CriticWorker):
 """
 
 
-def main(tiny: Path, folder: Path) -> dict[str, Any]:
-    """Do both runs on one cluster."""
+def on_two_nodes(tiny: Path, folder: Path, cluster: Any, nodes: dict[str, Any]) -> dict[str, Any]:
+    """Run a step on two nodes, then a step that loses the critic's node, which leaves `nodes`."""
     code = folder / "code"
     code.mkdir(parents=True)
     (code / "my_critic.py").write_text(MY_CRITIC, encoding="utf-8")
     sys.path.insert(0, str(code))
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]  # each has room for one process
-    try:
-        return both_runs(tiny, folder, cluster, nodes) | {"code": str(code)}
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    return both_runs(tiny, folder, cluster, nodes) | {"code": str(code)}
 
 
-def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[str, Any]:
-    """Run a step on both nodes, then a step that loses the critic's node."""
+def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: dict[str, Any]) -> dict[str, Any]:
     from trainer import load_config, run
 
     here = (
@@ -83,7 +67,7 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
     run(load_config(overrides(tiny, folder / "first", *here, *mine)))
     found: dict[str, Any] = {"came_from": (folder / "first" / "came_from.txt").read_text()}
     found |= {
-        "nodes": [node.node_id for node in nodes],
+        "nodes": list(nodes),
         "critic_on": (folder / "first" / "node.txt").read_text(),
     }
 
@@ -96,9 +80,7 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
         wait_until((second / "stalled").exists)
         node_id = (second / "node.txt").read_text()
         lost_at.append(time.monotonic())
-        cluster.remove_node(
-            next(node for node in nodes if node.node_id == node_id), allow_graceful=False
-        )
+        cluster.remove_node(nodes.pop(node_id), allow_graceful=False)
 
     threading.Thread(target=lose_node, daemon=True).start()
     try:
@@ -109,7 +91,3 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
             "seconds": time.monotonic() - lost_at[0],
         }
     return found
-
-
-if __name__ == "__main__":
-    tell(main(Path(sys.argv[1]), Path(sys.argv[2])))
