@@ -184,7 +184,7 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
         raise ConfigError(_syntax_error(subject, error)) from error
     except ImportError as error:
         raise ConfigError(
-            f"{subject} cannot be imported ({type(error).__name__}: {error}). Install what it "
+            f"{subject} cannot be imported ({type(error).__name__}: {error}). Install its "
             "imports on every node."
         ) from error
     vars(module)["_loaded_from"] = state

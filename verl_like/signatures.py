@@ -73,7 +73,9 @@ def check_methods(
     methods are checked.
     """
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
-        raise ConfigError(f"{subject} has no {', '.join(missing)}: a class of its kind needs it.")
+        raise ConfigError(
+            f"{subject} does not implement {', '.join(missing)}, which its base class requires."
+        )
     for name in _methods_beyond(cls, base) if names is None else names:
         ours = inspect.getattr_static(base, name, None)
         if inspect.isfunction(ours) or isinstance(ours, BOUND_OTHERWISE):

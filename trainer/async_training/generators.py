@@ -195,9 +195,10 @@ class LostGenerators:
             logger.warning("%s; the other generators regenerate them. %s", subject, error)
             return False
         way_out = {
-            "fail": "Set async_training.on_generator_failure=restart or continue to continue "
-            "after such a failure.",
-            "restart": f"It was restarted {self._restarts[now]} times with version {now[1]}.",
+            "fail": "Set async_training.on_generator_failure=restart or continue to survive such "
+            "a failure.",
+            "restart": f"It was restarted {self._restarts[now]} times at version {now[1]} of the "
+            "weights.",
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }
         raise RolloutError(f"{subject}: {error} {way_out[policy]}") from error

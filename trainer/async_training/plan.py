@@ -26,7 +26,7 @@ def plan_lines(
     lines = [
         *topology.describe(max_columns).splitlines(),
         f"Batch: {batch} prompts in {_count(batch // config.chunk_size, 'call')} of "
-        f"{_count(config.chunk_size, 'prompt')}, each to one generator{together}",
+        f"{_count(config.chunk_size, 'prompt')}; each call goes to one generator{together}",
         f"Staleness: {age} in an update, and generators pause when a new sample would exceed this",
         f"Samples: {queued} ({num_open / samples_per_batch(config):.3g} batches)",
         f"Weight sync: after every {rounds}, and a generator loads new weights "

@@ -172,7 +172,7 @@ def _phases_of(options: argparse.Namespace) -> tuple[Phases, list[str]]:
         phases, notes = measured_phases(options.run_dir)
     elif missing := {"gen", "update"} - seconds_of.keys():
         raise ConfigError(
-            f"--{' and --'.join(sorted(missing))} missing. Pass a run folder, or the seconds of a "
+            f"missing: --{' and --'.join(sorted(missing))}. Pass a run folder, or the seconds of a "
             "batch with --gen, --score, --update and --sync."
         )
     else:

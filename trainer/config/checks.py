@@ -185,10 +185,14 @@ def check_run(config: RunConfig) -> None:
                 f"pool_resources.{pool} has device=cpu and gpus={resources.gpus:g}. Drop one."
             )
         for name, amount in resources.resources.items():
-            if name in ("CPU", "GPU", "memory") or amount <= 0:
+            if name in ("CPU", "GPU", "memory"):
                 raise ConfigError(
-                    f"pool_resources.{pool}.resources.{name}={amount:g}: set the amount above 0, "
-                    "and use `cpus` and `gpus` for CPUs and GPUs."
+                    f"pool_resources.{pool}.resources.{name}: `resources` takes only custom "
+                    "resources of Ray. Set `cpus` and `gpus` next to it, and leave out memory."
+                )
+            if amount <= 0:
+                raise ConfigError(
+                    f"pool_resources.{pool}.resources.{name}={amount:g}: set an amount above 0."
                 )
     chance = config.injected_faults.kill_worker  # without worker processes the driver would die
     sizes_of_pools = {name: sum(of_nodes) for name, of_nodes in pools.items()}

@@ -228,8 +228,8 @@ class RunConfig(Section):
     )
     """Timeouts in seconds: `connect_s` for joining Ray, `placement_s` for the places of a pool,
     `start_s` for starting processes, `rendezvous_s` for opening a process group, `call_s` for a
-    call, `collective_s` for a collective of GPUs. `min_call_s` is the shortest timeout of repeated
-    calls. Waits longer than `warn_s` are logged.
+    call, `collective_s` for a collective of GPUs. A repeated call times out after ten times its
+    usual duration, but not before `min_call_s`. Waits longer than `warn_s` are logged.
     """
     resource_pool_spec: dict[str, list[int]] = key(
         factory=dict,

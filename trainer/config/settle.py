@@ -330,5 +330,6 @@ def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[
         if role not in roles:
             raise ConfigError(
                 f"role_workers.{role} is set, but role_mapping has no "
-                f"{role!r}.{nearest(role, roles)}"
+                f"{role!r}.{nearest(role, roles)} Map it with role_mapping.{role}=<pool>, or leave "
+                f"out role_workers.{role}."
             )

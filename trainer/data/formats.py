@@ -53,8 +53,8 @@ def load_hub_split(name: str, key: str) -> Any:
     match = NAME.fullmatch(name.removeprefix(SCHEME))
     if match is None:
         raise ConfigError(
-            f"{key}={name} names no data set. Write {SCHEME}organization/name, then /folder and "
-            ":split if the data set has several."
+            f"{key}={name} is not the name of a data set. Write {SCHEME}organization/name, then "
+            "/folder and :split if the data set has several."
         )
     try:
         loaded = _load(match["name"], match["folder"].strip("/") or None, match["split"])

@@ -82,7 +82,7 @@ def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Pl
             plan_on(config, nodes)
         except PlacementError:
             raise error from None
-        raise PlacementError(f"{error} After planning again, all pools fit.") from None
+        raise PlacementError(f"{error} A new placement of all pools would fit.") from None
     require_shared_folder(config, moved)
     return moved
 

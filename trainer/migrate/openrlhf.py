@@ -37,7 +37,8 @@ def translate(command: Command) -> Translation | None:
     launcher, program, words = parts
     name = last_name(program)
     if name in OTHERS:
-        raise ConfigError(f"{program} is not translated: {', '.join(names[: -len(OTHERS)])} are.")
+        supported = ", ".join(names[: -len(OTHERS)])
+        raise ConfigError(f"{program} cannot be translated. Supported: {supported}.")
     if name in ON_ROWS:
         table, done = Table("openrlhf_rows", "all", name), Translation(ON_ROWS[name])
         processes = num_processes(launcher) or GPUS_OF_A_NODE

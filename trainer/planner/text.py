@@ -28,7 +28,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         raise fits_nowhere(job)
     best, rejected = split_valid(job, placements)
     if not best:
-        raise ConfigError(f"all placements are rejected. The fastest one: {rejected[0]}")
+        raise ConfigError(f"every placement is rejected; the fastest one is {rejected[0]}")
     first, is_single = best[0], len(job.roles) == 1
     losers = [
         *(_other_layouts(job, best) if is_single else _other_partitions(job, placements, best))

@@ -83,7 +83,8 @@ def check_columns(config: PPOConfig) -> None:
         if known is not None and known.role and known.role not in roles:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} reads the column {column!r}, which the role "
-                f"{known.role!r} writes, and this run has no such role."
+                f"{known.role!r} writes, and this run has no such role. Map the role to a pool in "
+                "role_mapping, or choose another estimator."
             )
         if known is None and column not in models:
             columns = [

@@ -220,7 +220,8 @@ def _no_axis(key: str, value: str, settings: Mapping[str, str]) -> str:
     section, _, axis = key.rpartition(".")
     if not value.isdigit():
         return (
-            f"{key} needs a number. Set the script's variable: NAME=... verl-like migrate verl ..."
+            f"{key} needs a number. Set the variable that the script reads: NAME=... verl-like "
+            "migrate verl SCRIPT"
         )
     experts = settings.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
     if axis == "tp" and value != "1" and experts not in (None, "1"):

@@ -444,8 +444,8 @@ class DataProto:
         both_have_rows = self._has_rows() and other._has_rows()
         if both_have_rows and len(self) != len(other):
             raise BatchError(
-                f"union: the batches have {len(self)} and {len(other)} rows, but need the "
-                "same rows."
+                f"union: the batches have {len(self)} and {len(other)} rows, but must have "
+                "equally many."
             )
         tensors = merge.union_columns(self.columns, other.columns)
         arrays = merge.union_columns(self.non_tensor_batch, other.non_tensor_batch)

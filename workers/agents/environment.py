@@ -478,13 +478,15 @@ class Episode:
         replies = {player: read(answer) for player, answer in answers.items()}
         if early := sorted({*replies} - self._waiting):
             raise ValueError(
-                f"{method} returned a reply for {early[0]!r}, whose turn it is or who has left"
+                f"{method} returned a reply for {early[0]!r}, but this player has not spoken since "
+                "the last reply, or has left"
             )
         self._waiting -= {*replies}
         self._speaking |= {player for player in replies if "end" not in replies[player]}
         if self._waiting and not self._speaking:
             raise ValueError(
-                f"{method} names no next speaker, but the players {sorted(self._waiting)} wait"
+                f"{method} returned no Turn, so nobody speaks next, but the players "
+                f"{sorted(self._waiting)} still wait for a reply"
             )
         for player in self._silent & {*replies}:
             if "messages" in replies[player]:

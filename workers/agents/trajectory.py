@@ -495,8 +495,10 @@ def overridden(
         if name in expected and comparable == expected[name]:
             continue
         if request_settings == "reject":
-            has = f"this run's {expected[name]!r}" if name in expected else "there for agents"
-            raise RejectedRequest(f"{name}={value!r:.80} is not {has}. Leave out {name}.", name)
+            reason = "is not supported in an agent's requests"
+            if name in expected:
+                reason = f"differs from this run's {expected[name]!r}"
+            raise RejectedRequest(f"{name}={value!r:.80} {reason}. Leave out {name}.", name)
         if request_settings == "override" or not is_served:
             names.append(name)
     return names

@@ -181,7 +181,9 @@ class ActorConfig(ShardedConfig):
     entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus; 0 disables it."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
-    """Entropy per token, in nats, that the weight is adapted to reach; null disables this."""
+    """Target entropy per token, in nats. The weight of the entropy bonus adapts to reach it; null
+    disables this.
+    """
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))

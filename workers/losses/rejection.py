@@ -138,8 +138,8 @@ def weight_bounds(text: str) -> Bounds:
         _require_order(key, text, bounds.lower, bounds.upper)
     elif bounds.upper < 1:
         raise ConfigError(
-            f"{key}={text}: samples of equal policies have weight 1. Set a limit of 1 or "
-            f"more.{_misread(bounds.upper)}"
+            f"{key}={text}: where the policies agree, the weight is 1, which a smaller limit "
+            f"would truncate. Set a limit of 1 or more.{_misread(bounds.upper)}"
         )
     return bounds
 
@@ -163,9 +163,7 @@ def divergence_bound(name: str, text: str) -> float:
     key = f"{SECTION}.rollout_rs_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is not None or bounds.upper <= 0:
-        raise ConfigError(
-            f"{key}={text}: {name} is never below zero. Set one number above 0, such as 0.01."
-        )
+        raise ConfigError(f"{key}={text}: {name} takes one upper limit above 0, such as 0.01.")
     return bounds.upper
 
 

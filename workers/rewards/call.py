@@ -72,7 +72,8 @@ class RewardCall:
         if not callable(function):
             raise ConfigError(
                 f"the reward is {function!r:.60}, an object of type {type(function).__name__}, "
-                "which cannot be called. Set the name of a function in the file."
+                "which cannot be called. Set reward.function.name (or `name` in reward.list) to "
+                "the name of a function in the file."
             )
         try:
             signature = inspect.signature(function)

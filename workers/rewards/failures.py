@@ -77,7 +77,8 @@ class FailureLog:
             count = sum(failure.count for failure in failures.values())
             of_all = f"{count} of {num_samples} samples"
             logger.warning(
-                "the reward %r failed for %s, which %s; later failures like this are counted:%s",
+                "the reward %r failed for %s, which %s (only the first failure of each kind is "
+                "logged, later ones are counted):%s",
                 *(name, of_all, cost, _below(new)),
             )
 

@@ -287,7 +287,7 @@ class WeightedScores:
                 f"the scores of {len(wrong)} of {len(total)} samples are NaN or infinite in "
                 "float32 after rewards are weighted and added: "
                 f"{named}{', …' if len(wrong) > NAMED else ''}. Make the reward or its weight "
-                "smaller; a reward model that outputs NaN is broken."
+                "smaller. If a reward model outputs NaN, check its weights."
             )
 
     def _answer(self, future: Future[Scored], timeout: float | None) -> Scored:

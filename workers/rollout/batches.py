@@ -37,8 +37,8 @@ def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sa
     if ids.shape[1] != prompt_width:
         raise RolloutError(
             f"rollout: prompts are {ids.shape[1]} columns wide, but data.max_prompt_length is "
-            f"{prompt_width}. Pad them to this width on the left, and do not generate a batch "
-            "twice."
+            f"{prompt_width}. Pad them to this width on the left, and do not pass a batch that "
+            "already has responses."
         )
     prompts: Sequence[Tensor]
     if isinstance(ids, Ragged):

@@ -289,7 +289,8 @@ def cut(
     `single`, every row has its own micro-batch.
     """
     if (budget.rows or budget.tokens or 0) < 1:
-        raise ConfigError(f"{budget}: a micro-batch holds at least 1 row or token. Raise its size.")
+        size = budget.rows if budget.rows is not None else budget.tokens
+        raise ConfigError(f"a micro-batch needs at least 1 row or token, not {size}.")
 
     if order is None:
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])

@@ -69,9 +69,9 @@ class TrainedStates:
             raise ConfigError(f"this model trains {kind}, so it cannot add a state of rank {rank}.")
         if rank != self.rank and not self.engine.is_whole:
             raise ConfigError(
-                f"an adapter of rank {rank} in a sharded model whose adapters have rank "
-                f"{self.rank}: all adapters of a sharded model have the same rank. Use rank "
-                f"{self.rank}, or start the model with lora_rank={rank}."
+                f"cannot add an adapter of rank {rank}: all adapters of a sharded model have the "
+                f"same rank, here {self.rank}. Use rank {self.rank}, or start the model with "
+                f"lora_rank={rank}."
             )
         weights = self._clones(BASE)
         weights.update(self._adapters(rank, seed) if rank else {})

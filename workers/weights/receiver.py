@@ -81,7 +81,7 @@ class WeightReceiver:
             return problems
         if channel.summary:
             channel.corrupt.append(
-                "the whole transfer: the actor sends only changes "
+                "the actor sends only changes "
                 "(actor_rollout_ref.rollout.weight_sync=changed), but this rollout keeps no copy "
                 "of the weights to apply changes to. Set the same "
                 "actor_rollout_ref.rollout.weight_sync for both"

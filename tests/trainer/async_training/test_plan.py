@@ -30,7 +30,7 @@ def config_of(*overrides: str) -> AsyncConfig:
 
 def test_it_says_chunks_ages_and_what_may_be_open() -> None:
     lines = plan_lines(config_of("async_training.generators=2", "async_training.max_staleness=2"))
-    chunks = "Batch: 8 prompts in 2 calls of 4 prompts, each to one generator"
+    chunks = "Batch: 8 prompts in 2 calls of 4 prompts; each call goes to one generator"
     assert chunks in lines
     assert any("samples are at most 2 versions old in an update" in line for line in lines)
     assert "Samples: at most 96 queued or in generation (3 batches)" in lines
@@ -44,7 +44,7 @@ def test_it_says_chunks_ages_and_what_may_be_open() -> None:
 
 def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
     config = config_of("async_training.topology=2m4t")
-    chunks = "Batch: 8 prompts in 4 calls of 2 prompts, each to one generator"
+    chunks = "Batch: 8 prompts in 4 calls of 2 prompts; each call goes to one generator"
     assert f"{chunks}, up to 2 calls per generator at the same time" in plan_lines(config)
     setup = setup_of(config)
     assert [setup.generators_of(place) for place in range(setup.num_chunks)] == [(0,), (1,)]

@@ -115,7 +115,7 @@ def test_one_that_dies_as_it_starts_is_started_again_and_three_times_at_most(
 ) -> None:
     config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
     assert losses(config, Cluster(1, died, died))(0, LOST, num_lost=2) is True
-    words = r"start of rollout It was restarted 3 times with version 7\."
+    words = r"start of rollout It was restarted 3 times at version 7 of the weights\."
     with pytest.raises(RolloutError, match=words):
         losses(config, Cluster(1, died, died, died))(0, LOST, num_lost=2)
 
@@ -139,10 +139,10 @@ def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> 
 def test_where_all_pools_would_have_to_move_its_loss_is_raised(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    cluster = Cluster(1, PlacementError("After planning again, all pools fit."))
+    cluster = Cluster(1, PlacementError("A new placement of all pools would fit."))
     with pytest.raises(WorkerDiedError, match="node 7 is lost") as caught:
         losses(config_of(tiny_dir, tmp_path), cluster)(0, LOST, num_lost=2)
-    assert caught.value.__notes__ == ["After planning again, all pools fit."]
+    assert caught.value.__notes__ == ["A new placement of all pools would fit."]
 
 
 def test_told_to_stop_the_other_generators_end_the_step_or_nobody_does(

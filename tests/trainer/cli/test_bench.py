@@ -86,7 +86,7 @@ def test_a_run_folder_gives_the_seconds_and_options_replace_them(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--gen and --update missing"),
+        ([], "missing: --gen and --update"),
         (["--gen=0", "--update=1"], "^Set --gen to seconds above 0\\."),
         ([*GIVEN, "--max-inflight=1"], "--max-inflight=1 is less than a batch of 2 chunks"),
     ],

@@ -191,7 +191,7 @@ def test_an_unknown_name_is_an_error(hub: type[Hub], monkeypatch: pytest.MonkeyP
         ConfigError, match=r"not a file here, and the Hugging Face hub does not provide"
     ):
         texts("maker/texts")
-    with pytest.raises(ConfigError, match="hub://texts names no data set. Write hub://organizat"):
+    with pytest.raises(ConfigError, match="hub://texts is not the name of a data set. Write hub"):
         texts("hub://texts")
 
 

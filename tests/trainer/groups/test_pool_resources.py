@@ -33,7 +33,7 @@ SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
             "critic_pool.gpus=2.0: .* a process computes on one GPU",
         ),
         (["critic_pool={device: cpu, gpus: 0.5}"], "device=cpu and gpus=0.5. Drop one"),
-        (["critic_pool.resources.GPU=1"], "resources.GPU=1: set the amount above 0"),
+        (["critic_pool.resources.GPU=1"], "resources.GPU: `resources` takes only custom"),
         (["critic_pool.resources.accel=0"], "resources.accel=0"),
     ],
 )

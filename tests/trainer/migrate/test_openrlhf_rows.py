@@ -78,7 +78,7 @@ def test_another_experiment_is_refused(program: str, flags: str, reason: str) ->
 
 
 def test_a_trainer_without_a_translation_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="openrlhf.cli.train_kto is not translated"):
+    with pytest.raises(ConfigError, match="openrlhf.cli.train_kto cannot be translated"):
         translated_whole("openrlhf", "deepspeed --module openrlhf.cli.train_kto --dataset x")
 
 

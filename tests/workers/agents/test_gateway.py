@@ -553,11 +553,11 @@ def test_settings_are_compared_with_how_a_run_draws() -> None:
     for overrides in ("serve", "override", "reject"):
         assert overridden(same, drawn, overrides) == []
     for name, value in {"temperature": 1, "top_k": 5, "stop": "a", "stop_token_ids": [4]}.items():
-        with pytest.raises(RejectedRequest, match=f"{name}=.* is not this run's"):
+        with pytest.raises(RejectedRequest, match=f"{name}=.* differs from this run's"):
             overridden({name: value}, drawn, "reject")
         assert overridden({name: value}, drawn, "override") == [name]
         assert overridden({name: value}, drawn, "serve") == [name] * (name != "stop")
-    with pytest.raises(RejectedRequest, match="seed=1 is not there for agents"):
+    with pytest.raises(RejectedRequest, match="seed=1 is not supported in an agent's"):
         overridden({"seed": 1}, drawn, "reject")
     served = {"n": 2, "logprobs": True, "tool_choice": "none", "stop": "x"}
     others = {"seed": 1, "tool_choice": "required", "response_format": {"type": "json_object"}}

@@ -116,7 +116,7 @@ def test_a_game_that_fails_is_played_again_by_all(play: Play) -> None:
 
 def test_answers_that_no_player_waits_for_are_failures(play: Play) -> None:
     words = [
-        "names no next speaker",
+        "returned no Turn, so nobody speaks next",
         "expected a dict with keys from",
         "rewards 'black'",
         "expected a dict with keys from",

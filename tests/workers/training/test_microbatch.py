@@ -128,7 +128,7 @@ def test_a_batch_smaller_than_a_mini_batch_is_one() -> None:
 
 
 def test_a_micro_batch_of_no_samples_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a micro-batch holds at least 1 row or token"):
+    with pytest.raises(ConfigError, match="a micro-batch needs at least 1 row or token"):
         cut([4], MicroBatchBudget(rows=0))
 
 

@@ -183,9 +183,9 @@ def slot_cache_decoding(model: Any) -> str:
 
     size = f"off by {worst:.0e}" if worst < torch.inf else "not finite"
     return (
-        f"logits of a small model of its class are {size} (its windows, chunks and original "
-        f"lengths are {LIMIT} tokens where this run's rows, of up to {LONGEST} tokens, are longer "
-        "than the model's)"
+        f"the logits of a small test model of its class are {size} (this run's rows have up to "
+        f"{LONGEST} tokens; windows, chunks and original lengths that they exceed are {LIMIT} "
+        "tokens in the test model)"
     )
 
 

@@ -378,9 +378,9 @@ class Scheduler:
         return taken
 
     def _copied_states(self, slots: NDArray[np.int64]) -> dict[int, CachedStates]:
-        """Copy the keys and values of the samples that request it, as long as memory suffices.
+        """Copy the keys and values of samples that continue later, as long as memory suffices.
 
-        They do not include the newest token of each sample, which is not read yet.
+        They do not include the newest token of each sample, which the model has not read yet.
         """
         table = self.table
         asking = slots[[sample.cached is not None for sample in table.samples[slots]]]

@@ -429,6 +429,6 @@ class ExpertChoices:
     def take(self, row: int) -> Tensor | None:
         """Remove and return the choices [max tokens, layers, choices] of an ended request.
 
-        They are zero for tokens that were not read.
+        They are zero for tokens that the model did not read.
         """
         return self._kept.pop(row, None)
