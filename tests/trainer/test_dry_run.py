@@ -6,7 +6,6 @@ No process of a worker starts, and nothing is written.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +87,6 @@ def test_where_nothing_is_wrong_it_says_what_there_is_and_writes_nothing(
 
 MODEL = "actor_rollout_ref.model.path"
 BAD_OF_PPO = [
-    ("data.train_files={tmp}/nowhere.parquet", "there is no file .*nowhere.parquet"),
-    ("data.prompt_key=question", "no column 'question'. Columns: .*prompt"),
-    (f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
-    (f"{MODEL}={{tmp}}/no_tokenizer", "cannot load a tokenizer from actor_rollout_ref.model.path="),
-    ("reward.function.path={tmp}/nowhere.py", "there is no such file"),
-    ("reward.function.path={tmp}/my.py", "has no such name, only asks, fails, splits"),
     (
         "reward.function.path={tmp}/my.py reward.function.name=asks",
         "the reward function has an unknown parameter 'answer'",
@@ -112,7 +105,6 @@ BAD_OF_PPO = [
     ("trainer.nnodes=2", "trainer.nnodes=2 with trainer.backend=local, .* only on this machine"),
     ("trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
     ("reward.model.enable=true reward.model.path={tmp}/judge", "reward.model.path=.*j"),
-    ("trainer.default_local_dir={tmp}/my.py/run", "trainer.default_local_dir=.* is not writable"),
     ("+role_workers.critic=my_roles.Critic", "role_workers.critic=my_roles.Critic cannot be impo"),
 ]
 
@@ -123,9 +115,6 @@ def test_what_is_wrong_with_a_run_of_ppo_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("workers.rollout.vllm.setup.version", _is_not_installed)
-    (tmp_path / "no_tokenizer").mkdir()
-    for file in ("config.json", "model.safetensors"):
-        shutil.copy(tiny_dir / "model" / file, tmp_path / "no_tokenizer")
     (tmp_path / "my.py").write_text(
         "def asks(answer): return 1.0\n"
         "def fails(solution_str): raise KeyError(solution_str)\n"
@@ -162,26 +151,6 @@ def test_what_is_wrong_with_other_recipes_is_refused(
         dry(name, tiny_dir, tmp_path, more.format(tmp=tmp_path))
 
 
-def test_a_prompt_of_messages_needs_a_chat_template(tiny_dir: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(tiny_dir / "model", tmp_path / "model")
-    for file in model.glob("*.jinja"):
-        file.unlink()
-    settings = model / "tokenizer_config.json"
-    text = json.loads(settings.read_text())
-    text.pop("chat_template", None)
-    settings.write_text(json.dumps(text))
-    row = {
-        "prompt": [{"role": "user", "content": "say a"}],
-        "data_source": "verl_like/tiny_letters",
-    }
-    (tmp_path / "chat.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": "a"}}))
-    more = (f"{MODEL}={model}", f"data.train_files={tmp_path}/chat.jsonl")
-    with pytest.raises(
-        VerlLikeError, match="line 1: it is a chat, and the tokenizer of .* has no chat template"
-    ):
-        dry("ppo", tiny_dir, tmp_path, *more)
-
-
 def test_fewer_gpus_than_asked_for_are_refused(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +160,7 @@ def test_fewer_gpus_than_asked_for_are_refused(
         dry("eval", tiny_dir, tmp_path, "trainer.n_gpus_per_node=2")
 
 
-@pytest.mark.parametrize("name", ["ppo", "dpo", "eval"])
+@pytest.mark.parametrize("name", ["ppo", "dpo"])
 def test_of_large_files_the_first_rows_are_read(
     name: str,
     tiny_dir: Path,

@@ -252,11 +252,6 @@ def test_a_step_that_is_lost_or_doubled_is_told(
         injection.at_end()
 
 
-def test_a_run_without_faults_writes_nothing_of_it(whole: Path) -> None:
-    assert not (whole / "faults.jsonl").exists()
-    assert describe_faults(whole) == []
-
-
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -270,11 +265,6 @@ def test_a_fault_that_could_not_come_about_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         small(tmp_path, *settings)
-
-
-def test_dropped_buckets_alone_make_a_run_with_faults(tmp_path: Path) -> None:
-    more = (*POLICY_ALONE, *OWN_PROCESS, "faults.drop_weight_bucket=0.1", "faults.seed=2")
-    assert load_config(overrides(tmp_path, tmp_path, *more)).injected_faults.has_faults
 
 
 def test_a_rollout_in_the_actors_own_processes_gets_no_buckets(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from trainer.run_folder.checkpoint import Checkpoints
 from trainer.sft.recipe import SFT
 
 PLACES = ("before", "within", "as it is written", "after")
-OF_OTHERS = PLACES[1:3]
+OF_OTHERS = PLACES[1:2]
 """Where the roles after a cell's first one are killed."""
 TEXTS = [{"prompt": f"say {letter}", "response": letter} for letter in "abcdefg"]
 PAIRS = [{"prompt": f"say {letter}", "chosen": letter, "rejected": "z"} for letter in "abcdefg"]
@@ -54,11 +54,9 @@ REWARDS = "rewards"
 Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, ...]]
 """A recipe, its settings, and whose processes are killed, one after the other."""
 CELLS: list[Cell] = [
-    (PPO, APART, ("rollout", "ref")),
-    (PPO, SPLIT, ("critic",)),
+    (PPO, APART, ("rollout", "ref", "critic")),
     (PPO, ("placement=colocate", *POLICY_ALONE), ("actor", REWARDS)),
     (SFT, (), ("sft",)),
-    (DPO, (), ("preference",)),
     (BEST_OF_N, (), ("rollout",)),
     (REGRESSION, SPLIT, ("student",)),
     (ASYNC, GENERATOR, ("actor", "rollout")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,6 @@ TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 def plan(config: Any, full: bool) -> list[str]:
     placement = nominal_placement(config)
     return describe_plan(placement, config, trainer_class(config), full).splitlines()
-
-
-@pytest.mark.parametrize(("recipe", "full"), [(PPO, False), (ASYNC, True)])
-def test_a_role_of_ones_own_stands_in_it_with_its_pool(
-    recipe: Recipe, full: bool, tiny_dir: Path, tmp_path: Path
-) -> None:
-    judge = ("role_mapping.judge=judges", "role_workers.judge=verl_like.Worker")
-    own = (*judge, "resource_pool_spec.judges=[1]", "trainer.n_gpus_per_node=4")
-    config = load_config(overrides(tiny_dir, tmp_path, *own), recipe)
-    shown = plan(config, full)
-    assert any(re.search(r"\bjudges\b.*\bjudge\b", line) for line in shown), "\n".join(shown)
 
 
 @pytest.mark.parametrize(

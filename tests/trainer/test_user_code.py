@@ -178,10 +178,6 @@ def test_an_estimator_asks_for_columns_that_someone_writes(name: str, words: str
     check_columns(config)
 
 
-def test_an_estimator_that_can_be_called_is_let_through() -> None:
-    check_columns(load_config([*NEEDED, f"algorithm.adv_estimator={__name__}.estimator_that_fits"]))
-
-
 def test_what_a_function_makes_for_a_tracker_is_looked_at(tmp_path: Path) -> None:
     folder = f"trainer.default_local_dir={tmp_path}"
     config = load_config([*NEEDED, f"trainer.logger={__name__}.tracker_of_nothing", folder])

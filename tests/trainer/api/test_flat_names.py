@@ -154,12 +154,6 @@ def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: P
         SFT(model, ROWS, reward_funcs=reward)
 
 
-def test_trl_s_names_set_the_keys_of_ours() -> None:
-    for name, flat in OF_TRL.items():
-        expected = settings_of({flat: 2}, PPO.flat_names, PPO_RECIPE)
-        assert settings_of({name: 2}, PPO.flat_names, PPO_RECIPE) == expected
-
-
 @pytest.mark.parametrize(
     ("keys", "classes", "more"),
     [(PPOKeys, [PPO, AsyncPPO], set()), (RowKeys, [SFT, RewardModel, DPO], {"model", "rows"})],
@@ -172,8 +166,3 @@ def test_every_first_word_of_a_key_is_offered(
     of_trl = {*trl_names(classes[0].flat_names), "train_dataset", "eval_dataset"}
     of_trl |= {"processing_class"} | ({"reward_funcs"} if PPO in classes else set())
     assert {*keys.__annotations__} == (known | of_trl | more) - {"reward"}  # a parameter
-
-
-def test_validation_rows_may_come_third(tiny_dir: Path, tmp_path: Path) -> None:
-    run = SFT(tiny_dir / "model", ROWS, ROWS[:2], save_to=tmp_path)
-    assert run.config().data.val_files == str(tmp_path / "inputs" / "val_files.jsonl")

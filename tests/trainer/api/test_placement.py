@@ -19,8 +19,6 @@ SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_new_tokens": 8, "
     [
         (PPO, {}, "local"),
         (PPO, {"placement": "split"}, "ray"),
-        (GRPO, {"placement": "split"}, "local"),
-        (PPO, {"resource_pool_spec": {"own": [1]}, "role_mapping": {"critic": "own"}}, "ray"),
         (PPO, {"placement": "split", "trainer.backend": "local"}, "local"),
         (AsyncPPO, {}, "local"),
     ],

@@ -41,19 +41,6 @@ def test_the_seconds_of_a_role_add_up_to_the_wall(seen: Activity, clock: Clock) 
         assert seen.seconds() == {"generator 0": {"busy": 4, "waiting": 3, "syncing": 0.5}}
 
 
-def test_the_wall_begins_with_the_first_block_of_any_role(seen: Activity, clock: Clock) -> None:
-    seen.of("generator 0")
-    clock.now += 9  # models are loaded
-    assert seen.seconds() == {"generator 0": {"busy": 0, "waiting": 0, "syncing": 0}}
-    with seen.of("trainer").busy("train"):
-        clock.now += 5
-    with seen.of("generator 1").busy("generate"):
-        clock.now += 1
-    found = seen.seconds()
-    assert found["generator 0"] == {"busy": 0, "waiting": 6, "syncing": 0}
-    assert found["generator 1"] == {"busy": 1, "waiting": 5, "syncing": 0}
-
-
 def test_a_role_without_processes_does_not_wait(seen: Activity, clock: Clock) -> None:
     generator = seen.of("generator 0")
     with generator.busy("generate"):

@@ -59,14 +59,6 @@ def test_a_generator_with_old_weights_may_make_less() -> None:
     assert not may_begin(buffer, version=1)
 
 
-def test_the_limit_counts_what_is_queued_and_what_is_being_made() -> None:
-    buffer = make_buffer(max_staleness=4, max_inflight_samples=6)
-    finish(buffer, begin(buffer))
-    begin(buffer)
-    begin(buffer)
-    assert not may_begin(buffer)
-
-
 def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
     buffer = make_buffer(max_staleness=4, max_inflight_samples=4, on_buffer_full="evict_oldest")
     for _ in range(3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, numbers, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, numbers, overrides
 from tests.trainer.async_training import rigged_workers
 from tests.waiting import wait_until
-from trainer import load_config, restarts, run
+from trainer import load_config, run
 from trainer.async_training import buffer, generators
 from trainer.async_training.recipe import ASYNC
 from verl_like.errors import WorkerDiedError
@@ -41,17 +40,6 @@ class KillTrainer:
     def kill(self, trainer: Any) -> None:
         os.kill(trainer.groups["actor"].transport.started[1].pid, signal.SIGKILL)
         self.killed_at = time.monotonic()
-
-
-class KillTrainerOnce(KillTrainer):
-    """A callback that kills it once, as the third step begins."""
-
-    def on_step_begin(self, trainer: Any) -> None:
-        if trainer.global_step == 3 and not self.killed_at:
-            self.kill(trainer)
-
-    def on_sample_begin(self, trainer: Any) -> None:
-        pass
 
 
 def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_over(
@@ -80,24 +68,6 @@ def test_a_trainer_that_dies_as_it_sends_weights_is_no_generators_loss(
     with pytest.raises(WorkerDiedError, match=killed) as died:
         run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC))
     assert "generator" not in str(died.value)
-
-
-def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint_by_itself(
-    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
-    steps = ("trainer.total_training_steps=4", "trainer.save_freq=2")
-    common = (*TRAINERS_APART, *FEW_ROWS, *steps, "trainer.max_restarts=3")
-    ahead = "async_training.max_staleness=1"
-    killer = KillTrainerOnce()
-    run(load_config(overrides(tiny_dir, tmp_path, *common, ahead), ASYNC), callbacks=[killer])
-    assert killer.killed_at
-    state = lines(tmp_path, "restarts.jsonl")[-1]
-    assert (state["state_from"], state["finished_steps_made_again"]) == ("global_step_2", 0)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
-    ledger = json.loads((tmp_path / "async.json").read_text())["ledger"]
-    assert sum(generator["trained"] for generator in ledger["generators"].values()) == 4 * 4 * 2
 
 
 def of_training(folder: Path) -> list[dict[str, float]]:

@@ -25,8 +25,3 @@ def test_orders_differ_between_epochs_and_rounds() -> None:
 def test_a_version_of_the_weights_ends_a_round() -> None:
     rounds = Rounds(update_steps=2, train_epochs=3, seed=7)
     assert [step for step in range(1, 13) if rounds.ends_with(step)] == [6, 12]
-
-
-def test_fresh_batches_are_counted_over_rounds() -> None:
-    rounds = Rounds(update_steps=2, train_epochs=2, seed=7)
-    assert [rounds.num_fresh(steps) for steps in range(9)] == [0, 1, 2, 2, 2, 3, 4, 4, 4]

@@ -255,7 +255,6 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         (["async_training.prompts_per_call=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
         (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy response"),
         (["role_mapping.rollout=trainer_pool"], "is also the pool of .*, but a generator"),
-        (["async_training.topology=2x"], "'2x' is not a topology"),
         (
             ["async_training.on_buffer_full=evict_oldest"],
             "Set async_training.max_inflight_samples",
@@ -276,15 +275,9 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
             ["trainer.cls=trainer.ppo.PPOTrainer"],
             "trainer.ppo.PPOTrainer is not a subclass of trainer.async_training.step.AsyncTrainer",
         ),
-        (["async_training.generator_settings.0={nam: hf}"], "settings.0.nam'. Did you mean 'name'"),
-        (["async_training.generator_settings.0={name: sglang}"], "generator_settings.0: .*sglang"),
         (
             ["async_training.generator_settings={0: {max_num_seqs: 0}}"],
             "0: .*max_num_seqs=0: it must be",
-        ),
-        (
-            ["async_training.generator_settings.0={max_num_seqs: many}"],
-            "max_num_seqs.*it takes a whole number|many",
         ),
         (
             [
@@ -322,7 +315,6 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
             ["async_training.generators=2", "role_mapping.rollout_1=generator_0_pool"],
             "generator_0_pool is also the pool of rollout_1.* Give each its own",
         ),
-        (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, but async_training.trainers=1"),
         (
             ["async_training.sampler=version_window", "async_training.drop_older_than=3"],
             "drop_older_than=3 has no effect above async_training.max_staleness=1",

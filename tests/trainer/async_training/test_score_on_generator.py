@@ -150,16 +150,6 @@ def test_a_generator_that_is_started_anew_gets_all_its_roles_and_the_critics_wei
     assert [line["async/value_staleness/max"] for line in lines(tmp_path)] == [0, 0]
 
 
-def test_groups_that_dynamic_sampling_draws_are_scored_on_generators(
-    tiny_dir: Path, classifier: Path, tmp_path: Path
-) -> None:
-    more = (two_models(classifier), "algorithm.filter_groups.enable=true", *GRPO, *FEW_ROWS)
-    folder = run_async(tiny_dir, tmp_path, ON_GENERATOR, *more, TWO_STEPS)
-    num_made, num_scored = (len(calls(folder, name)) for name in ("submit", "compute_rm_score"))
-    # of the last chunk, which nobody waits for, there may be none
-    assert 2 * (num_made - 1) <= num_scored <= 2 * num_made
-
-
 def test_generators_have_the_roles_that_score_and_trainers_those_that_learn() -> None:
     config = configured("async_training.topology=2m1t")
     roles = config.role_mapping

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from tests.integration.runs import lines
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.config.compose import load_config
-from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
 from trainer.data.lm_rows import LMRow, read_lm_rows
 from trainer.data.pairs import read_pairs
-from trainer.data.prompts import PromptSet, load_tokenizer
+from trainer.data.prompts import load_tokenizer
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
 from trainer.rollouts.rollouts import Rollouts
@@ -158,29 +156,6 @@ def test_the_size_of_the_batches_does_not_change_the_file(
     assert text == (whole / "selected.jsonl").read_text(encoding="utf-8")
 
 
-def test_both_engines_have_the_weights_of_the_folder(tiny_dir: Path, tmp_path: Path) -> None:
-    """Their greedy responses equal those of the model itself."""
-    from transformers import AutoModelForCausalLM
-
-    policy = "actor_rollout_ref.rollout"
-    greedy = (f"{policy}.n=1", f"{policy}.do_sample=false", "trainer.total_training_steps=1")
-    native, hf = (
-        selected(tiny_dir, tmp_path / name, *greedy, f"{policy}.name={name}")
-        for name in ("native", "hf")
-    )
-    assert native == hf
-
-    row = rows_in(tmp_path / "hf")[0]
-    tokenizer = load_tokenizer(str(tiny_dir / "model"))
-    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
-    prompt = tokenizer.apply_chat_template(
-        row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-    said = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert row["response"] == said
-
-
 @pytest.mark.slow
 def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_path: Path) -> None:
     best, tuned = tmp_path / "best.jsonl", tmp_path / "tuned"
@@ -243,27 +218,6 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
     (tmp_path / "selected.jsonl").unlink()
     with pytest.raises(CheckpointError, match="the rows of step 1 are not in"):
         selected(tiny_dir, tmp_path)
-
-
-def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_dir / "model"))
-
-    def of_rows(rows: list[str]) -> BestOfNTrainer:
-        """Return a trainer without processes, only with its position in the prompts."""
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(rows), encoding="utf-8")
-        trainer = BestOfNTrainer.__new__(BestOfNTrainer)
-        trainer.run = SimpleNamespace(step=0)  # type: ignore[assignment]
-        trainer.prompts = PromptSet(DataConfig(train_files=str(path)), "train_files", tokenizer)
-        return trainer
-
-    rows = chats(tiny_dir, 4).splitlines(keepends=True)
-    before = of_rows(rows).state_dict()
-    of_rows(rows).load_state_dict(before)
-    with pytest.raises(
-        CheckpointError, match="number of rows is the same .4., but their contents or"
-    ):
-        of_rows(rows[::-1]).load_state_dict(before)
 
 
 def test_pairs_by_a_reward_model_on_its_own_pool(

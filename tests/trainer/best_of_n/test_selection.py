@@ -76,14 +76,6 @@ def test_the_best_of_different_texts_are_kept_by_their_score(
     assert metrics["selection/num_empty"] == 20
 
 
-def test_of_equal_scores_the_first_is_the_best(tokenizer: Any) -> None:
-    (row,), _ = select(
-        samples(tokenizer, [[1.0, 2.0, 1.0, 9.0, 2.0]]), SelectionConfig(), tokenizer
-    )
-    assert (row["response"], row["sample"], row["rank"], row["uid"]) == ("bb", 1, 1, "0-0")
-    assert row["rewards"] == {"style": 0.25}
-
-
 def test_a_pair_is_best_against_worst_and_equal_scores_make_none(tokenizer: Any) -> None:
     batch = samples(tokenizer, [[1.0, 3.0, 0.0], [2.0, 2.0, 2.0], [0.5, 0.0, 0.0]])
     config = SelectionConfig(format="pairs", min_score=1.0)

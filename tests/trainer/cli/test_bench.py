@@ -94,12 +94,3 @@ def test_a_run_folder_gives_the_seconds_and_options_replace_them(
 def test_what_cannot_be_predicted_is_refused(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         bench.overlap(arguments)
-
-
-@pytest.mark.parametrize("wrong", ["--generators=0", "--staleness=0", "--gen=-1", "--gen=x"])
-def test_an_option_out_of_its_range_ends_with_one_line(
-    wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.overlap([*GIVEN, wrong])
-    assert wrong.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]

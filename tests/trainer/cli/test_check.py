@@ -38,13 +38,6 @@ def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:
     assert "critic (sp 4)" in text
 
 
-def test_pools_of_one_process_are_not_said_to_overlap() -> None:
-    text = explained("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=local")
-    assert "All pools run in the driver's process, so calls run sequentially" in text
-    assert "run concurrently" not in text
-    assert "critic.update_critic ‖ actor.update_actor" not in text
-
-
 def test_a_colocated_placement_says_how_to_get_overlap() -> None:
     advice = "Set placement=split for a separate pool for the critic"
     assert advice in explained()

@@ -111,15 +111,6 @@ def test_a_module_of_the_current_folder_is_found(decoys: Path, tiny_dir: Path) -
     assert "every score is 1, and the values from_mine" in done.stdout
 
 
-def test_a_mistyped_key_ends_with_one_line(decoys: Path) -> None:
-    done = forked(decoys, "ppo", "+data.tran_files=x")
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        "error: there is no key 'data.tran_files'. Did you mean 'data.train_files'"
-    )
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_options_that_exclude_each_other_end_with_one_line(decoys: Path) -> None:
     done = forked(decoys, "ppo", "--cfg", "job", "--multirun", "trainer.seed=1,2")
     assert done.returncode == 1

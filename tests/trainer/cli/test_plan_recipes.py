@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from trainer.cli import plan
 from trainer.planner.async_training import AsyncPlacement
 from trainer.planner.job import Job
 from trainer.planner.search import PlannedPlacement
-from trainer.planner.simulate import simulate
 from trainer.planner.text import split_valid
 from verl_like.errors import ConfigError
 from workers.memory import GIB, pool_bytes
@@ -144,15 +142,6 @@ def test_generators_and_trainers_of_an_async_run_are_those_that_its_loader_accep
         assert placement.gpus <= 8
         gen, *trainer = placement.seconds[:-1]
         assert placement.step >= max(gen, sum(trainer)) * 0.99
-
-
-def test_a_wider_staleness_bound_makes_no_async_run_slower(
-    asynchronous: tuple[Job, list[PlannedPlacement]],
-) -> None:
-    best = asynchronous[1][0]
-    assert isinstance(best, AsyncPlacement)
-    synchronous = replace(best.setup, max_staleness=0)
-    assert best.step < simulate(best.phases, synchronous).seconds
 
 
 def test_generators_that_the_user_has_set_stay(model: Path) -> None:

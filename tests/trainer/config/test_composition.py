@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_program
-from tests.integration.runs import overrides
 from tests.trainer.config.partitions import ROLES, partitions
-from trainer import load_config, main_ppo
+from trainer import load_config
 from trainer.config.schema import TrainerConfig
 from trainer.config.settle import settle
 from trainer.launch import nominal_placement
@@ -45,38 +43,6 @@ def test_verls_split_command_composes_unchanged() -> None:
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
     assert config.trainer.logger == ["console", "wandb"]
-
-
-@pytest.mark.parametrize(
-    ("change", "unread"),
-    [
-        (
-            "actor_rollout_ref.rollout.name=native",
-            [
-                "actor_rollout_ref.rollout.tensor_model_parallel_size",
-                "actor_rollout_ref.rollout.gpu_memory_utilization",
-            ],
-        ),
-        (
-            "algorithm.adv_estimator=reinforce_plus_plus",
-            [
-                *(f"critic.{key}" for key in ("optim.lr", "model.path")),
-                "critic.model.enable_gradient_checkpointing",
-                "critic.ppo_micro_batch_size_per_gpu",
-                "critic.model.fsdp_config.param_offload",
-                "critic.model.fsdp_config.optimizer_offload",
-            ],
-        ),
-    ],
-)
-def test_keys_of_a_command_that_a_change_leaves_unread_get_one_notice(
-    change: str, unread: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    load_config([*VERLS_SPLIT_COMMAND, change])
-    assert f"note: {', '.join(unread)} have no effect: " in caplog.text
-    caplog.clear()
-    load_config([*VERLS_SPLIT_COMMAND, change, *(f"~{key}" for key in unread)])
-    assert "no effect" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -203,15 +169,6 @@ def test_ranks_that_share_a_model_have_the_same_samples_in_the_table() -> None:
     cells = {line[:17].strip(): line[17:].split() for line in lines[2:]}
     assert cells["actor mini-batch"][:6] == ["4", "8", "8", "320", "8", "160"]
     assert cells["critic mini-batch"][:6] == ["4", "8", "8", "320", "4", "160"]
-
-
-def test_multirun_makes_a_plan_for_each(tiny_dir: Path, tmp_path: Path) -> None:
-    devices = ("trainer.n_gpus_per_node=2", "placement=colocate,split")
-    settings = overrides(tiny_dir, tmp_path, "trainer.dry_run=true", *devices)
-    done = run_program(main_ppo.main, "--multirun", *settings, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("No problems found") == 2
-    assert done.stdout.count("\ncritic_pool ") == 1
 
 
 def test_grpo_process_with_environments_says_that_it_is_biased(

@@ -67,12 +67,6 @@ def test_the_tree_of_every_recipe_has_few_keys(recipe: Recipe[Any], needed: list
     assert size_of_tree(load_config(needed, recipe)) < MOST_KEYS
 
 
-@pytest.mark.parametrize("preset", PPO.preset_names("algorithm"))
-def test_the_tree_of_every_algorithm_has_few_keys(preset: str) -> None:
-    teacher = ["distillation.teacher_model.model_path=t"] * (preset == "distillation")
-    assert size_of_tree(load(f"algorithm={preset}", *teacher, *EVERYTHING)) < MOST_KEYS
-
-
 def test_what_nothing_reads_is_left_out() -> None:
     left_out = keys_left_out(load("algorithm=grpo"))
     assert {"critic.grad_clip", "critic.model.path", "ptx.coef"} <= left_out
@@ -106,30 +100,6 @@ def is_string(node: ast.stmt | None) -> bool:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     )
-
-
-@pytest.mark.parametrize(
-    ("num_nodes", "num_devices", "actor", "critic"),
-    [
-        (1, 3, [2], [1]),
-        (3, 2, [2, 2], [2]),
-    ],
-)
-def test_split_halves_devices_on_one_node_and_nodes_on_many(
-    num_nodes: int, num_devices: int, actor: list[int], critic: list[int]
-) -> None:
-    config = load(
-        "placement=split", f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={num_devices}"
-    )
-    assert config.resource_pool_spec == {"actor_rollout_ref_pool": actor, "critic_pool": critic}
-
-
-def test_split_of_one_device_works_when_both_pools_are_given() -> None:
-    pools = {"actor_rollout_ref_pool": [2], "critic_pool": [1]}
-    config = load(
-        "placement=split", *(f"resource_pool_spec.{pool}={sizes}" for pool, sizes in pools.items())
-    )
-    assert config.resource_pool_spec == pools
 
 
 def test_the_reference_is_mapped_when_there_is_a_kl() -> None:

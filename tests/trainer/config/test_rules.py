@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config.checks import check_fields
 from trainer.config.compose import known_settings
-from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume
+from trainer.config.keys import Key, leaf_keys, may_change_on_resume
 from trainer.config.schema import TRACKERS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -128,13 +128,6 @@ def test_choices_are_the_names_that_the_code_knows() -> None:
     assert set(TRACKERS) == set(tracking.BUILT_IN)
 
 
-def test_every_condition_says_when_and_why_not() -> None:
-    for key in config_keys(PPOConfig):
-        for condition in key.rules.read_when:
-            assert condition.says, key.name
-            assert condition.otherwise, key.name
-
-
 def test_a_resume_may_change_where_a_run_runs_but_not_what_it_computes() -> None:
     for name in ("ray.address", "role_mapping.critic", "trainer.total_training_steps"):
         assert may_change_on_resume(PPOConfig, name)
@@ -145,7 +138,3 @@ def test_a_resume_may_change_where_a_run_runs_but_not_what_it_computes() -> None
 def test_a_key_by_verls_name_is_answered_with_ours() -> None:
     with pytest.raises(ConfigError, match="Here it is 'trainer.max_ckpt_to_keep'"):
         known_settings(["trainer.max_actor_ckpt_to_keep=1"], SFT)
-
-
-def test_names_of_verl_are_no_keys_here() -> None:
-    assert [key.rules.verl for key in KEYS.values() if key.rules.verl in KEYS] == []

@@ -95,12 +95,6 @@ def test_a_pool_of_frozen_models_has_fewer_devices_than_one_that_trains(
     assert list(config.resource_pool_spec.values()) == sizes
 
 
-def test_split_gives_a_reward_model_its_half_where_there_is_no_critic() -> None:
-    rewarded = ["reward.model.enable=true", "reward.model.path=scores"]
-    config = load("placement=split", "algorithm=grpo", "trainer.n_gpus_per_node=8", *rewarded)
-    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
-
-
 @pytest.mark.parametrize(
     ("resources", "left"),
     [
@@ -133,11 +127,6 @@ def test_on_cpus_there_are_as_many_slots_as_the_pools_take(
     config = load(*overrides)
     assert config.trainer.n_gpus_per_node == slots
     assert sum(sum(sizes) for sizes in config.resource_pool_spec.values()) == slots
-
-
-@pytest.mark.parametrize("more", [["trainer.device=cuda"], ["trainer.nnodes=2"]])
-def test_gpus_and_the_slots_of_several_machines_are_counted_by_the_user(more: list[str]) -> None:
-    assert load("placement=split", "trainer.nnodes=2", *more).trainer.n_gpus_per_node == 1
 
 
 ONE_DEVICE = "trainer.n_gpus_per_node=1"

@@ -10,9 +10,8 @@ import pytest
 from tests.forked import run_program
 from tests.integration.runs import overrides
 from trainer import load_config, main_ppo
-from trainer.cli import check
 from trainer.config.recipe import Recipe
-from trainer.config.unused_keys import unused_keys, unused_reason
+from trainer.config.unused_keys import unused_reason
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
@@ -170,14 +169,6 @@ def test_rows_per_pass_of_a_role_that_is_not_there_do_not_cut_the_passes() -> No
 UNREAD = "actor_rollout_ref.actor.kl_loss_coef=0.1"
 
 
-def test_a_check_shows_the_notice_once(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = ["trainer.backend=local", UNREAD]
-    check.main(["--full", *overrides(tiny_dir, tmp_path / "run", *own)])
-    assert caplog.text.count("kl_loss_coef has no effect") == 1
-
-
 def test_the_command_prints_the_notice_and_goes_on(tiny_dir: Path, tmp_path: Path) -> None:
     own = ["trainer.backend=local", "trainer.dry_run=true", UNREAD]
     done = run_program(main_ppo.main, *overrides(tiny_dir, tmp_path, *own), folder=tmp_path)
@@ -192,11 +183,3 @@ def test_a_condition_of_a_section_covers_all_below_it() -> None:
     assert unused_reason(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
     assert unused_reason(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
     assert unused_reason(config, "role_mapping.critic") is None
-
-
-def test_unused_keys_are_grouped_by_what_is_missing() -> None:
-    found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus"]))
-    reason = "this run has no critic, because algorithm.adv_estimator needs no value function"
-    assert found[reason] == ["critic"]
-    listed = [name for names in found.values() for name in names]
-    assert [name for name in listed if name.startswith("critic.")] == []

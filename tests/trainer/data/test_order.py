@@ -34,14 +34,6 @@ def order_of(name: str) -> Any:
     return epoch_order(DataConfig(sampler=f"{__name__}.{name}"), 3, 4)
 
 
-def test_an_epochs_order_is_drawn_once_not_at_every_batch() -> None:
-    order = epoch_order(DataConfig(shuffle=True), 3, 8)
-    first = order(0)
-    assert order(0) is first
-    assert order(1).tolist() != first.tolist()
-    assert order(0).tolist() == first.tolist()
-
-
 def test_ones_own_order_is_asked_for_once_an_epoch() -> None:
     CALLS.clear()
     order = order_of("backwards")

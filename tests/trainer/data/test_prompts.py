@@ -237,16 +237,6 @@ def test_rows_may_come_from_a_data_set_of_the_user(
     assert [tokenizer.decode(ids) for ids in batch.batch["input_ids"]] == ["aaa", "bbb", "ccc"]
 
 
-def test_a_whole_set_comes_once_in_order(tiny_dir: Path, tokenizer: Any) -> None:
-    config = DataConfig(
-        val_files=str(tiny_dir / "val.parquet"), max_prompt_length=WIDTH, train_batch_size=24
-    )
-    batches = list(PromptSet(config, "val_files", tokenizer).in_order())
-    assert [uid for batch in batches for uid in batch.non_tensor_batch["uid"]] == [
-        f"{row}-0" for row in range(32)
-    ]
-
-
 def test_pad_falls_back_to_eos(tiny_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.pad_token = None

@@ -15,7 +15,6 @@ from trainer import load_config
 from trainer.groups.worker_groups import WorkerGroups, side_by_side
 from verl_like.backends.local import LocalWorkerGroup
 from verl_like.config_key import changed
-from verl_like.errors import ConfigError
 
 
 def test_starts_meet_and_the_first_error_carries_the_others() -> None:
@@ -77,13 +76,6 @@ def test_roles_come_in_the_order_in_which_they_are_made_whatever_their_pools(
     config = changed(config, {"role_workers": {role: config.role_workers[role] for role in made}})
     with WorkerGroups(config) as groups:
         assert list(groups) == made
-
-
-def test_a_role_without_a_class_is_refused_before_a_process_starts(tmp_path: Path) -> None:
-    config = reporting(tmp_path, {"critic": "generator_0_pool"}, generator_0_pool=1)
-    config = changed(config, {"role_workers": {}})
-    with pytest.raises(ConfigError, match="role 'critic' has no worker class. Set role_workers"):
-        WorkerGroups(config)
 
 
 def test_a_call_on_such_a_pool_does_not_hold_the_driver(tmp_path: Path) -> None:

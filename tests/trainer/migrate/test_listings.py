@@ -9,7 +9,7 @@ from typing import Any
 from tests import ROOT
 from tests.trainer.migrate.words import migrated
 from trainer.config.compose import load_config
-from trainer.migrate.systems import RECIPES, SYSTEMS
+from trainer.migrate.systems import RECIPES
 
 SHELL = {"num_makers": "2", "num_trainers": "1", "update_steps": "2", "train_epochs": "3"}
 SHELL["((total_steps * train_epochs))"] = "18"
@@ -61,7 +61,3 @@ def test_the_command_of_the_paper_s_appendix_has_a_pool_for_each_role() -> None:
     assert config.resource_pool_spec["rollout_pool"] == [8, 8]
     assert len(config.resource_pool_spec) == 5
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
-
-
-def test_colossalchat_has_several_names() -> None:
-    assert SYSTEMS["colossalchat"] is SYSTEMS["chatgpt"] is SYSTEMS["coati"]

@@ -123,12 +123,6 @@ def test_what_limits_is_what_would_help_most(phases: Phases, setup: Setup, limit
     assert bottleneck(phases, setup) == limit
 
 
-def test_200_steps_are_simulated_at_once() -> None:
-    began = time.process_time()
-    simulate(tailed(0), Setup(4, max_staleness=4, chunks=8))
-    assert time.process_time() - began < 0.2
-
-
 class SleepingGroup(StandInGroup):
     """Every chunk takes the seconds of its batch's phase."""
 
@@ -195,12 +189,3 @@ def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup
         if abs(measured / predicted - 1) < 0.15:
             return
     assert measured == pytest.approx(predicted, rel=0.15)
-
-
-def test_slow_weights_and_slow_updates_overlap_in_threads() -> None:
-    for phases in longer_and_longer(Phases([0.005], [0.0], [0.02], [0.02])):
-        serial = seconds_of_threads(phases, Setup(), 20)
-        overlapped = seconds_of_threads(phases, Setup(max_staleness=1), 20)
-        if overlapped < 0.75 * serial:
-            return
-    assert overlapped < 0.75 * serial

@@ -7,15 +7,7 @@ import re
 
 import pytest
 
-from trainer.async_training.step import AsyncTrainer
-from trainer.best_of_n.step import BestOfNTrainer
 from trainer.observers.alarms import ALARM_RULES, Alarms
-from trainer.ppo.stages import PPOTrainer
-
-
-def test_ppo_and_its_async_form_have_these_rules_and_best_of_n_none() -> None:
-    assert PPOTrainer.alarm_rules == AsyncTrainer.alarm_rules == ALARM_RULES
-    assert BestOfNTrainer.alarm_rules == ()
 
 
 @pytest.mark.parametrize(

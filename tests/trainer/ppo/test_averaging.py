@@ -11,7 +11,6 @@ from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, numbers, overrides
 from trainer import load_config, run
 from trainer.record import Metrics
-from verl_like.errors import ConfigError
 
 SETTINGS = (
     "trainer.backend=local",
@@ -61,11 +60,6 @@ def test_validation_sees_the_average_and_training_never_does(
     assert last["actor"] == last["rollout"] != after_last
 
 
-def test_an_average_of_the_last_weights_alone_is_the_policy(tiny_dir: Path, tmp_path: Path) -> None:
-    trainer, _ = trained(tiny_dir, tmp_path, "placement=colocate", f"{DECAY}=0")
-    assert trainer.validated[-1] == trainer.history[-1]["actor"]
-
-
 def test_a_resumed_run_validates_as_the_whole_one(tiny_dir: Path, tmp_path: Path) -> None:
     reshuffled = ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true")
     files = f"data.val_files={tiny_dir}/val.parquet"
@@ -90,9 +84,3 @@ def test_an_average_that_nobody_sees_has_no_effect(
         load_config([*settings, "trainer.save_every_minutes=null", read_by])
     load_config(settings)
     assert "has no effect" not in caplog.text
-
-
-def test_an_average_that_never_moves_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    files = f"data.val_files={tiny_dir}/val.parquet"
-    with pytest.raises(ConfigError, match="ema_decay=1.0: it must be 0 or more and below 1"):
-        load_config(overrides(tiny_dir, tmp_path, *SETTINGS, files, f"{DECAY}=1"))

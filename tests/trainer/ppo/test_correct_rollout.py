@@ -28,6 +28,8 @@ NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 SECTION = "algorithm.rollout_correction"
 PRESETS = PPO.preset_names("correction")
 CARDS = load("docs/cards.py")
+OF_UNLIKE_KEYS = {frozenset(CARDS.preset_leaves("correction", p)): p for p in PRESETS}.values()
+"""One preset of each set of keys."""
 REJECTING: dict[str, Any] = {
     "rollout_is": "sequence",
     "rollout_is_batch_normalize": True,
@@ -134,7 +136,7 @@ def test_a_batch_that_is_rejected_whole_takes_a_step_of_zero(tiny_dir: Path) -> 
 # -------------------------------------------------------------------------------- rules and presets
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", OF_UNLIKE_KEYS)
 def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"correction={preset}"])
     for name, value in CARDS.preset_leaves("correction", preset).items():
@@ -152,8 +154,6 @@ def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("correction=icepop",), "Known: bypass_pg_geo_rs, .*decoupled_token_icepop"),
-        (("corection=disabled",), "Did you mean 'correction'"),
         (("correction=bypass_pg_is", "algorithm.use_kl_in_reward=true"), "use_kl_in_reward=true.*"),
         (("correction=bypass_pg_is", "algorithm=gspo"), "loss_type=reinforce.*loss_mode=gspo"),
         (
@@ -169,7 +169,6 @@ def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
             "computed per micro-batch",
         ),
         ((f"{SECTION}.rollout_rs=token_k1",), "needs one threshold"),
-        ((f"{SECTION}.rollout_is=tokn",), "Did you mean 'token'"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

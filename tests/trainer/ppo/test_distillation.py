@@ -220,7 +220,6 @@ def test_another_tokenizer_is_refused_before_a_process_starts(
         ("algorithm.use_kl_in_reward=true", "acts on rewards, and distillation.use_task_rewards="),
         ("algorithm.use_pf_ppo=true", "use_pf_ppo=true acts on rewards"),
         ("algorithm.score_clip=5", "score_clip=5.0 acts on rewards"),
-        ("distillation.gamma=1.5", "distillation.gamma=1.5: it must be from 0 to 1"),
         ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode=true computes none"),
     ],
 )

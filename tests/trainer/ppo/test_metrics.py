@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.runs import calls, lines, overrides
-from trainer import load_config, run
 from trainer.ppo.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -122,22 +120,3 @@ def test_entropy_is_that_of_the_pass_or_the_surprise_of_the_drawn_tokens(batch):
     assert compute_data_metrics(batch)["actor/entropy"] == pytest.approx(surprise)
     batch.batch["entropys"] = torch.full((3, 4), 0.5)
     assert compute_data_metrics(batch)["actor/entropy"] == 0.5
-
-
-def test_a_step_without_a_pass_for_old_log_probs_logs_nearly_the_entropy_of_one_with_it(
-    tiny_dir, tmp_path
-):
-    entropies, passes = [], []
-    for kl in ("true", "false"):
-        settings = [
-            f"algorithm.use_kl_in_reward={kl}",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-            "trainer.total_training_steps=1",
-            "trainer.backend=local",
-        ]
-        run(load_config(overrides(tiny_dir, tmp_path / kl, *settings)))
-        entropies.append(lines(tmp_path / kl)[0]["actor/entropy"])
-        passes.append(len(calls(tmp_path / kl, "compute_log_prob")))
-    assert passes == [1, 0]
-    assert entropies[1] == pytest.approx(entropies[0], rel=0.05)
-    assert entropies[1] != entropies[0]

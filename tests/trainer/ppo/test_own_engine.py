@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.integration.runs import numbers, overrides
+from tests.integration.runs import overrides
 from trainer import load_config, run
 from verl_like.errors import ConfigError
 from workers.rollout.base import SamplingParams
@@ -26,7 +26,7 @@ class CountingEngine(HFEngine):
         return super().submit(samples, sampling)
 
 
-def steps(tiny_dir: Path, folder: Path, name: str) -> list[dict[str, float]]:
+def make_step(tiny_dir: Path, folder: Path, name: str) -> None:
     settings = [
         f"actor_rollout_ref.rollout.name={name}",
         "trainer.backend=local",
@@ -34,18 +34,16 @@ def steps(tiny_dir: Path, folder: Path, name: str) -> list[dict[str, float]]:
         "trainer.total_training_steps=1",
     ]
     run(load_config(overrides(tiny_dir, folder, *settings)))
-    return numbers(folder)
 
 
 def test_a_run_samples_with_an_engine_of_ones_own(tiny_dir: Path, tmp_path: Path) -> None:
-    own = steps(tiny_dir, tmp_path / "own", f"{__name__}.CountingEngine")
+    make_step(tiny_dir, tmp_path, f"{__name__}.CountingEngine")
     assert CountingEngine.num_responses == 16
-    assert own == steps(tiny_dir, tmp_path / "hf", "hf")
 
 
 def test_what_is_no_engine_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Make it a subclass of workers.rollout.base.Rollout"):
-        steps(tiny_dir, tmp_path, f"{__name__}.steps")
+        make_step(tiny_dir, tmp_path, f"{__name__}.make_step")
     with pytest.raises(ConfigError, match="unknown rollout engine 'natve'.*Did you mean 'native'"):
-        steps(tiny_dir, tmp_path, "natve")
+        make_step(tiny_dir, tmp_path, "natve")
     assert not list(tmp_path.glob("*.yaml"))  # before anything has started

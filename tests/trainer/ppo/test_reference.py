@@ -50,7 +50,7 @@ def test_a_resumed_run_goes_on_with_its_reference_bit_for_bit(
 ) -> None:
     settings = (*EVERY_SECOND, *GRPO, AVERAGE, "placement=colocate", "trainer.save_freq=1")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    for folder, lengths in ((whole, [3]), (parted, [1, 2, 3])):
+    for folder, lengths in ((whole, [3]), (parted, [2, 3])):
         for length in lengths:
             steps = f"trainer.total_training_steps={length}"
             run(load_config(overrides(tiny_dir, folder, *settings, steps)))
@@ -62,26 +62,21 @@ def test_a_reference_of_its_own_folder_is_counted_scores_and_does_not_follow(
 ) -> None:
     with_doubled_head(tiny_dir, tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny_dir / "model").save_pretrained(tmp_path / "other")
-    kl = {}
-    for name, ref in (("same", tiny_dir / "model"), ("other", tmp_path / "other")):
-        models = {"actor": tiny_dir / "model", "ref": ref}
-        keys = dict.fromkeys(["data.max_prompt_length", "data.max_response_length"], 16)
-        lora = {"actor_rollout_ref.model.lora_rank": 2, "algorithm.use_kl_in_reward": True}
-        made = PPO(
-            models,
-            ["say a", "say b"],
-            lambda response: 1.0,
-            save_to=tmp_path / name,
-            algorithm="grpo",
-            **keys,
-            **lora,
-            **{"data.train_batch_size": 2, "trainer.logger": []},
-        )
-        kl[name] = made.fit(steps=1).metrics[0]["actor/reward_kl_penalty"]
-        roles = {memory.role for memory in role_memories(made.config(), "cpu")}
-        assert "ref" in roles
-    assert kl["same"] == pytest.approx(0, abs=1e-5)
-    assert abs(kl["other"]) > 1e-3
+    models = {"actor": tiny_dir / "model", "ref": tmp_path / "other"}
+    keys = dict.fromkeys(["data.max_prompt_length", "data.max_response_length"], 16)
+    lora = {"actor_rollout_ref.model.lora_rank": 2, "algorithm.use_kl_in_reward": True}
+    made = PPO(
+        models,
+        ["say a", "say b"],
+        lambda response: 1.0,
+        save_to=tmp_path / "run",
+        algorithm="grpo",
+        **keys,
+        **lora,
+        **{"data.train_batch_size": 2, "trainer.logger": []},
+    )
+    assert "ref" in {memory.role for memory in role_memories(made.config(), "cpu")}
+    assert abs(made.fit(steps=1).metrics[0]["actor/reward_kl_penalty"]) > 1e-3
 
     follows = [*EVERY_SECOND, f"actor_rollout_ref.ref.model.path={tmp_path}/other"]
     with pytest.raises(ConfigError, match="update_every=2 with .*ref.model.path=.*Leave one"):
@@ -102,7 +97,6 @@ def test_the_graph_draws_it(tiny_dir: Path, tmp_path: Path) -> None:
             ["actor_rollout_ref.model.lora_rank=4"],
             "lora_rank=4.*must not change.*Leave .*update_every",
         ),
-        (["actor_rollout_ref.ref.ema_decay=1"], "ema_decay=1.0: it must be 0 or more and below 1"),
     ],
 )
 def test_what_cannot_be_right_is_refused(

@@ -153,10 +153,6 @@ def test_clip_cov_draws_anew_at_every_step(batch: DataProto) -> None:
     assert len(drawn) > 1
 
 
-def test_a_loss_that_treats_all_tokens_alike_gets_no_column(batch: DataProto) -> None:
-    assert "chosen_tokens" not in add_chosen_tokens(batch, config_of("vanilla"), 1).batch
-
-
 def test_a_bypass_chooses_by_the_log_probs_that_it_has(batch: DataProto) -> None:
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"
     expected = add_chosen_tokens(batch, load_config([*NEEDED, loss]), 1)

@@ -13,9 +13,7 @@ from trainer.config.keys import named_keys
 from trainer.config.settings import parse
 from trainer.ppo import verl
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.recipe import PPO
 from trainer.ppo.verl import renamed, tables, translate_key
-from trainer.recipe_command import run_command
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
 
@@ -53,33 +51,8 @@ SCRIPTS = {
     trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
     trainer.total_epochs=15
     """,
-    "reward model": """
-    algorithm.adv_estimator=gae data.train_files=['/a','/b'] data.val_files=['/c']
-    data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=2048
-    data.filter_overlong_prompts=True data.truncation=error data.return_raw_chat=True
-    actor_rollout_ref.model.path=q actor_rollout_ref.actor.optim.lr=1e-6
-    actor_rollout_ref.model.use_remove_padding=True
-    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1
-    actor_rollout_ref.actor.ppo_mini_batch_size=256
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
-    actor_rollout_ref.actor.use_kl_loss=False
-    actor_rollout_ref.model.enable_gradient_checkpointing=True
-    actor_rollout_ref.actor.fsdp_config.param_offload=False
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.name=vllm
-    critic.optim.lr=1e-5 critic.model.use_remove_padding=True
-    critic.optim.lr_warmup_steps_ratio=0.05 critic.model.path=q
-    critic.model.enable_gradient_checkpointing=True critic.ppo_micro_batch_size_per_gpu=32
-    critic.model.fsdp_config.param_offload=False reward_model.enable=True
-    reward_model.model.path=s reward_model.use_reward_loop=True reward_model.num_workers=8
-    reward_model.model.use_remove_padding=True reward_model.model.fsdp_config.param_offload=True
-    reward_model.micro_batch_size_per_gpu=32 algorithm.use_kl_in_reward=False
-    trainer.critic_warmup=0 trainer.logger=[console,wandb] trainer.val_before_train=True
-    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=10
-    trainer.total_epochs=15
-    """,
 }
-"""Settings of scripts in examples/grpo_trainer and examples/ppo_trainer, whole."""
+"""The settings of a script in examples/grpo_trainer, whole."""
 KEYS = set(named_keys(PPOConfig))
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
 
@@ -265,20 +238,6 @@ def test_a_configuration_of_verls_is_named_and_ones_own_is_read(
     assert verl.settings_of_configuration("mine", str(tmp_path)) == settings
     with pytest.raises(ConfigError, match=r"there is no .*other\.yaml"):
         verl.settings_of_configuration("other", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--config-path=x"], "--config-path needs --config-name=NAME"),
-        (["--config-name=other"], "there is no "),
-    ],
-)
-def test_options_of_a_configuration_that_lead_nowhere_are_refused(
-    words: list[str], said: str
-) -> None:
-    with pytest.raises(SystemExit, match=said):
-        run_command(PPO, words)
 
 
 def test_megatrons_sizes_are_the_axes_of_each_role() -> None:

@@ -15,7 +15,6 @@ import torch
 
 from tests.integration.runs import numbers
 from trainer import run
-from trainer.cli.main import main
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import read_labeled, read_pairs
@@ -396,15 +395,6 @@ def test_a_loss_of_ones_own_says_what_it_reads(
         load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.wrong"), DPO)
     with pytest.raises(ConfigError, match=r"'desirable' but not 'ref_log_probs'"):
         load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.alone"), DPO)
-
-
-def test_the_command_shows_the_keys_that_its_loss_reads(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for options, are_shown in (([], False), (["loss=simpo"], True)):
-        monkeypatch.setattr("sys.argv", ["verl-like", "dpo", "--cfg", "job", *options])
-        main()
-        assert ("simpo_gamma: 0.5" in capsys.readouterr().out) is are_shown
 
 
 def test_one_label_in_a_step_leaves_out_the_other() -> None:

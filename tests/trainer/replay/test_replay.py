@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 from bdb import BdbQuit
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -216,25 +215,6 @@ def test_the_debugger_is_entered_right_before_the_stage(
     monkeypatch.setattr(sys, "breakpointhook", look)
     assert not replay(made, 3, "update", breaks=True).differences
     assert seen == [("update", 8, 3)]
-
-
-def test_a_breakpoint_in_a_workers_code_is_reached(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from workers.roles.critic import CriticWorker
-
-    seen: list[str] = []
-    own = CriticWorker.update_critic
-
-    @wraps(own)
-    def with_breakpoint(self: CriticWorker, batch: DataProto) -> DataProto:
-        breakpoint()  # noqa: T100
-        return own(self, batch)
-
-    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append("reached"))
-    monkeypatch.setattr(CriticWorker, "update_critic", with_breakpoint)
-    replay(made, 3, "update")
-    assert seen == ["reached"]
 
 
 def test_the_command_ends_with_what_was_compared(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -78,13 +77,6 @@ def test_a_run_that_goes_on_has_what_its_steps_say(tmp_path: Path) -> None:
     assert seconds["generator 0"] == {"busy": 1.0, "waiting": 2.0, "syncing": 1.0}
 
 
-def test_another_run_has_no_part_about_generators(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", 2)
-    assert read_run(folder).ledger == []
-    assert figures_of(folder) == []
-    assert "Generators and trainers" not in (folder / "report.html").read_text()
-
-
 @pytest.mark.parametrize(
     "content",
     ['{"ledger": {"generators": {"bu', "[1]", '{"ledger": {"generators": 3}}',
@@ -94,13 +86,3 @@ def test_what_is_not_ours_in_async_json_is_left_out(tmp_path: Path, content: str
     folder = make_async_run(tmp_path / "run", 2, has_ended=False)
     (folder / "async.json").write_text(content)
     assert read_run(folder).ledger == []
-
-
-def test_ten_thousand_steps_are_drawn_in_seconds(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", 1, samples=2)
-    lines = [{"step": step, **async_metrics(step)} for step in range(1, 10_001)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    began = time.process_time()
-    path = write_report(folder)
-    assert time.process_time() - began < 5
-    assert path.stat().st_size < 1e6

@@ -60,10 +60,6 @@ def test_the_phases_add_up_to_100(tmp_path: Path) -> None:
     assert sum(map(int, re.findall(r"(\d+) %", line))) == 100
 
 
-def test_a_good_run_has_no_warning(tmp_path: Path) -> None:
-    assert advice_at_end(run_of(tmp_path, *[STEP] * 12)) == []
-
-
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [

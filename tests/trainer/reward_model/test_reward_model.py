@@ -11,7 +11,6 @@ import torch
 
 from tests.integration.runs import numbers, overrides
 from trainer import run
-from trainer.cli.main import main
 from trainer.config.compose import load_config
 from trainer.data.pairs import read_pairs
 from trainer.data.prompts import load_tokenizer
@@ -138,22 +137,6 @@ def test_ppo_takes_the_folder_as_reward_model_and_as_critic(
     step = numbers(tmp_path)[0]
     assert step["critic/score/max"] != step["critic/score/min"]
     assert step["critic/values/max"] != step["critic/values/min"]  # of zeros they would be equal
-
-
-def test_the_command_learns_what_can_be_told_apart(
-    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {
-        "train": written(tmp_path / "train.jsonl", letters(256, 0)),
-        "val": written(tmp_path / "val.jsonl", letters(64, 1)),
-    }
-    changed = ("data.train_batch_size", "center_coef", "trainer.save_freq", "checkpoint.")
-    keys = [k for k in settings_of(tiny_dir, files, tmp_path / "run") if not k.startswith(changed)]
-    goal = ["data.train_batch_size=16", "trainer.stop_at={val-core/rm/accuracy: 0.95}"]
-    monkeypatch.setattr("sys.argv", ["verl-like", "reward-model", *keys, *goal])
-    main()
-    reached = [line["val-core/rm/accuracy"] for line in numbers(tmp_path / "run")[5::5]]
-    assert reached[-1] >= 0.95
 
 
 @pytest.mark.parametrize(

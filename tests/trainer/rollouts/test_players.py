@@ -13,7 +13,6 @@ import torch
 
 from tests.integration.runs import POLICY_ALONE, lines
 from tests.trainer.rollouts.test_environments import GAMES, play, rows
-from trainer.async_training.recipe import ASYNC
 from trainer.observers.saved_batches import batch_file
 from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.sample import collect_groups
@@ -86,12 +85,6 @@ def test_a_column_chooses_the_environment_of_a_row(tiny_dir: Path, tmp_path: Pat
         if not player:
             said = [turn["reward"] for turn in row["turns"] if turn["role"] == "assistant"]
             assert said == [0.5, 2.0]
-
-
-def test_asynchronous_runs_train_players(tiny_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    play(tiny_dir, folder, *FOUR, DUEL, recipe=ASYNC)
-    assert sorted({row["uid"].split(":")[1] for row in rows(folder)}) == ["black", "white"]
 
 
 @pytest.mark.parametrize(

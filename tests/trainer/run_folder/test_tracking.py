@@ -71,15 +71,6 @@ def test_without_a_terminal_a_step_has_a_line(
     ]
 
 
-@pytest.mark.parametrize("kl", [0.0, -1.8e-10])
-def test_a_kl_of_a_policy_to_itself_is_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kl: float
-) -> None:
-    with make_tracking(config(tmp_path, "console"), 1, PPOTrainer.headline) as tracking:
-        tracking.log({**STEP, "actor/ppo_kl": kl}, 1)
-    assert capsys.readouterr().out.splitlines() == [f"step 1/1  reward 0.5  {REST}"]
-
-
 @pytest.mark.parametrize("columns", [40, 100])
 def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
     ours, its = os.openpty()

@@ -131,11 +131,3 @@ def test_groups_of_equal_scores_give_exactly_zero(name, score):
     batch.non_tensor_batch["uid"] = np.array(["x", "y", "x", "y", "x", "x", "y"], dtype=object)
     batch = compute_advantage(batch, name, gdpo_reward_keys=["seq_reward"])
     assert (batch.batch["advantages"] == 0).all()
-
-
-def test_every_estimator_is_a_file_of_its_name():
-    first_names = {}
-    for name, estimator in ADVANTAGE_ESTIMATORS.items():
-        first_names.setdefault(estimator, name)
-    for estimator, name in first_names.items():
-        assert estimator.__module__ == f"trainer.ppo.advantages.{name}"

@@ -1,12 +1,9 @@
 """Masks with gaps, of any dtype; steps whose number the policy chooses."""
 
-import inspect
-from itertools import product
-
 import pytest
 import torch
 
-from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, WIDTH, whole_batch
+from tests.trainer.ppo.advantages.plain_python import ROWS, WIDTH, whole_batch
 from tests.trainer.ppo.advantages.test_every_estimator import arguments_of
 from tests.trainer.ppo.advantages.twins import SETTINGS
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
@@ -82,58 +79,3 @@ def test_a_mask_of_any_dtype_is_the_same_and_nothing_given_is_written(columns, n
         assert torch.equal(ours, own)
     for key, column in before.items():
         torch.testing.assert_close(arguments[key], column, rtol=0, atol=0, equal_nan=True)
-
-
-def expected_gradient(name, rewards, samples=3, chance=0.4):
-    """Return (the estimator's mean gradient, the gradient of the expected reward) of a small task.
-
-    At each step, the policy continues with probability `chance`, or stops. `rewards[k]` has the
-    rewards of stopping and of continuing at step k. All groups of this many samples are enumerated.
-    """
-    last = len(rewards) - 1
-    games = [[1] * number + [0] for number in range(last + 1)] + [[1] * (last + 1)]
-    slope = {1: 1 / chance, 0: -1 / (1 - chance)}  # of log chance, by the chance
-    chances = [torch.tensor([chance if go else 1 - chance for go in g]).prod() for g in games]
-    scores = [[rewards[step][go] for step, go in enumerate(game)] for game in games]
-    slopes = [sum(slope[go] for go in game) for game in games]
-    true = sum(p * sum(score) * s for p, score, s in zip(chances, scores, slopes, strict=True))
-
-    total = 0.0
-    for group in product(range(len(games)), repeat=samples):
-        mask = torch.zeros(samples, last + 1, dtype=torch.int64)
-        found = torch.zeros(samples, last + 1, dtype=torch.float64)
-        for row, game in enumerate(group):
-            mask[row, : len(games[game])] = 1
-            found[row, : len(games[game])] = torch.tensor(scores[game], dtype=torch.float64)
-        settings = {} if name == "rloo_process" else {"norm_adv_by_std_in_grpo": False}
-        index = INDEX[[0] * samples]
-        advantages, _ = ADVANTAGE_ESTIMATORS[name](found, mask.bool(), mask, index, **settings)
-        chance_of_group = torch.stack([chances[game] for game in group]).prod()
-        for row, game in enumerate(group):
-            for step, go in enumerate(games[game]):
-                total += chance_of_group * advantages[row, step] * slope[go] / samples
-    return float(total), float(true)
-
-
-STEPWISE = [
-    name
-    for name, estimator in ADVANTAGE_ESTIMATORS.items()
-    if "step_ends" in inspect.signature(estimator).parameters
-]
-UNBIASED = {"rloo_process"}
-
-
-@pytest.mark.parametrize("name", STEPWISE)
-@pytest.mark.parametrize(
-    "rewards", [[(0.5, 0.3), (0.1, 0.3), (0.0, 0.0)], [(0.2, 0.1), (0.2, 0.1), (0.2, 0.1)]]
-)
-def test_only_estimators_that_say_so_are_biased_where_the_policy_chooses_its_turns(name, rewards):
-    found, true = expected_gradient(name, rewards)
-    if name in UNBIASED:
-        assert found == pytest.approx(true, abs=1e-6)
-        assert "unbiased even if" in ADVANTAGE_ESTIMATORS[name].__doc__
-    else:
-        assert abs(found - true) > 0.1
-        assert "this estimator is biased; `rloo_process` is not" in " ".join(
-            ADVANTAGE_ESTIMATORS[name].__doc__.split()
-        )
