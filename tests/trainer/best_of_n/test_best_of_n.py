@@ -225,21 +225,15 @@ def test_pairs_by_a_reward_model_on_its_own_pool(
 ) -> None:
     judged = ("reward.model.enable=true", f"reward.model.path={classifier}")
     pairs = (*judged, "selection.format=pairs", "data.train_batch_size=32")
-    files = []
-    for folder, placed in (("one", "colocate"), ("two", "split")):
-        file = tmp_path / f"{folder}.parquet"
-        own = (f"selection.file={file}", f"placement={placed}", "trainer.n_gpus_per_node=2")
-        if placed == "colocate":
-            own = (*own, "resource_pool_spec.global_pool=[1]")
-        run(load_config(settings(tiny_dir, tmp_path / folder, *pairs, *own), BEST_OF_N))
-        files.append([row for _, row in rows_of_files([str(file)], "data.train_files")])
-    assert files[0] == files[1]
-    assert all(row["chosen_score"] > row["rejected_score"] for row in files[0])
-    assert {"rule_score", "model_score"} <= files[0][0]["chosen_rewards"].keys()
+    path = str(tmp_path / "rows.parquet")
+    placed = (f"selection.file={path}", "placement=split", "trainer.n_gpus_per_node=2")
+    run(load_config(settings(tiny_dir, tmp_path / "run", *pairs, *placed), BEST_OF_N))
+    rows = [row for _, row in rows_of_files([path], "data.train_files")]
+    assert all(row["chosen_score"] > row["rejected_score"] for row in rows)
+    assert {"rule_score", "model_score"} <= rows[0]["chosen_rewards"].keys()
 
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
-    path = str(tmp_path / "one.parquet")
-    assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(files[0])
+    assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(rows)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_a_process_starts(

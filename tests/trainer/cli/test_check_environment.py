@@ -43,9 +43,7 @@ def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("Clock", (), "the same seed gives a different trajectory from reply 1 on"),
         ("Own", (), "two samples of a prompt begin with different observations"),
-        ("Dies", (), "its process has ended"),
         ("Strange", ("--kwargs", '{"answer": "no"}'), "ValueError: the reward is None, not a"),
-        ("NeverBegins", (), "RuntimeError: no game today\n    at "),
         ("Hangs", ("--row", '{"number": 0}', "--step-s", "0.5"), "no answer within environment"),
     ],
 )

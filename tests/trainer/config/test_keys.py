@@ -58,6 +58,7 @@ def test_the_keys_are_the_frozen_ones() -> None:
     ("recipe", "needed"),
     [
         *((recipe, NEEDED) for recipe in (PPO, ASYNC, BEST_OF_N)),
+        (PPO, [*NEEDED, "algorithm=dapo", *EVERYTHING]),
         *((recipe, ["data.train_files=t", "model.path=m"]) for recipe in (SFT, REWARD_MODEL, DPO)),
         (EVAL, ["data.val_files=val.parquet", "actor_rollout_ref.model.path=model"]),
     ],

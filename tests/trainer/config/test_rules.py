@@ -22,7 +22,6 @@ from workers.config.model import STRATEGIES_ELSEWHERE
 
 PPO.load_registries()
 KEYS = {key.name: key for key in leaf_keys(PPOConfig)}
-NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 WITH_RANGE = [key for key in KEYS.values() if key.range]
 WITH_UPPER_BOUND = [key for key in WITH_RANGE if {key.rules.at_most, key.rules.below} != {None}]
 WITH_NAMES = [key for key in KEYS.values() if key.rules.choices or key.rules.registry]

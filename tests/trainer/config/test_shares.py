@@ -55,7 +55,6 @@ def test_of_two_names_of_the_users_own_the_narrower_one_counts() -> None:
     [
         ("colocate", (1, 8), "[2]", {"global_pool": [6]}),
         ("split", (1, 8), "[1]", {"actor_rollout_ref_pool": [4], "critic_pool": [3]}),
-        ("split", (4, 8), "[8]", {"actor_rollout_ref_pool": [8, 8], "critic_pool": [8]}),
         ("split", (2, 8), "[3]", {"actor_rollout_ref_pool": [5], "critic_pool": [8]}),
         ("split", (2, 8), "[8]", {"actor_rollout_ref_pool": [4], "critic_pool": [4]}),
         ("split", (1, 8), "[2] critic=own", {"actor_rollout_ref_pool": [6]}),
@@ -81,7 +80,6 @@ def test_a_preset_shares_out_what_pools_of_ones_own_leave(
 @pytest.mark.parametrize(
     ("placement", "machines", "sizes"),
     [
-        ("standalone", (1, 16), [[5], [5], [1], [5]]),
         ("standalone", (2, 8), [[3, 3], [2, 2], [1, 1], [2, 2]]),
         ("standalone", (8, 4), [[4] * 3, [4] * 2, [4], [4] * 2]),
     ],

@@ -10,14 +10,11 @@ from trainer.migrate.translation import shell_word
 
 VERL = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y"
 TRL = "trl grpo --model_name_or_path m --dataset_name a/b"
-RAY = "python -m openrlhf.cli.train_ppo_ray --pretrain m --remote_rm_url http://a:1"
 COMMANDS = [
     ("verl", f"""{VERL} data.val_files="['/a b/x.parquet', '/c/$y.parquet']" """),
-    ("verl", f"{VERL} trainer.experiment_name='\"a {{b}} `c` \\\\$d !e\"' data.shuffle=False"),
     ("verl", f'{VERL} trainer.project_name="\'it is \\"$WHO\\" & co; rm -rf ~\'"'),
     ("trl", f"{TRL} --run_name 'two words, {{x}} and $HOME' --lora_target_modules q v --use_peft"),
     ("trl", "trl sft --model_name_or_path m --dataset_name a/b --packing --max_length 2048"),
-    ("openrlhf", f"{RAY} --prompt_data x.jsonl --wandb_run_name 'a: b, [c] {{d}} #e'"),
 ]
 
 

@@ -209,10 +209,9 @@ def test_what_a_script_without_a_training_lacks_is_said() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        '/usr/bin/mkfifo "$VERL_LIKE_RECORDER/commands/0"',
-        '/usr/bin/ln -s /dev/zero "$VERL_LIKE_RECORDER/commands/0"',
+        "cd $VERL_LIKE_RECORDER/commands; /usr/bin/mkfifo 0; /usr/bin/ln -s /dev/zero 1; "
+        "/usr/bin/head -c 100000000 /dev/zero > 2",
         "cd $VERL_LIKE_RECORDER; /usr/bin/mv commands a; /usr/bin/ln -s / commands",
-        '/usr/bin/head -c 100000000 /dev/zero > "$VERL_LIKE_RECORDER/commands/0"',
         'for n in $(seq 2000); do : > "$VERL_LIKE_RECORDER/commands/$n"; done',
     ],
 )

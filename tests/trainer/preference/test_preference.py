@@ -219,7 +219,7 @@ def test_two_ranks_write_the_numbers_of_one(
         assert own == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["ipo", "hinge", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("loss", ["hinge", "orpo", "kto"])
 def test_every_loss_learns(
     loss: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -228,8 +228,8 @@ def test_every_loss_learns(
     steps = trained(*settings_of(tiny_dir, files, tmp_path, *more, *beta))
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
     assert steps[-1]["train/rewards/margin"] > steps[0]["train/rewards/margin"]
-    assert ("train/kl/row" in steps[0]) == (loss not in ("orpo", "simpo"))
-    assert (tmp_path / FILE).exists() == (loss not in ("orpo", "simpo"))
+    assert ("train/kl/row" in steps[0]) == (loss != "orpo")
+    assert (tmp_path / FILE).exists() == (loss != "orpo")
 
 
 def test_without_the_reference_there_is_no_table_of_it(

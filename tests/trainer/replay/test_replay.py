@@ -11,7 +11,6 @@ import shutil
 import sys
 from bdb import BdbQuit
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ import torch
 from tests.integration.runs import lines, overrides
 from trainer import load_config, run
 from trainer.cli import main
-from trainer.config.recipe import Recipe
 from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.stages import PPOTrainer
 from trainer.preference.recipe import DPO
@@ -37,7 +35,6 @@ from trainer.replay.replay import (
     settings_of_replay,
 )
 from trainer.replay.saved_run import SavedRun
-from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
@@ -84,17 +81,14 @@ def test_a_step_two_after_its_checkpoint_comes_out_bit_for_bit(made: Path) -> No
     assert contents(made) == before, "the run's folder is only read"
 
 
-@pytest.mark.parametrize("recipe", [SFT, DPO])
-def test_a_step_of_a_recipe_on_rows_comes_out_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, recipe: Recipe[Any]
-) -> None:
-    rows = [{"prompt": f"say {x}", "response": x, "chosen": x, "rejected": "cd"} for x in "efgh"]
+def test_a_step_of_a_recipe_on_rows_comes_out_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {x}", "chosen": x, "rejected": "cd"} for x in "efgh"]
     file, folder = tmp_path / "rows.jsonl", tmp_path / "run"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     of_run = ("backend=local", "total_training_steps=2", "save_freq=1", "logger=[]")
     settings = [f"trainer.{each}" for each in (*of_run, f"default_local_dir={folder}")]
     data = [f"data.train_files={file}", "data.train_batch_size=2", "data.max_length=16"]
-    run(load_config([f"model.path={tiny_dir}/model", *data, *settings, "optim.lr=1e-3"], recipe))
+    run(load_config([f"model.path={tiny_dir}/model", *data, *settings, "optim.lr=1e-3"], DPO))
 
     found = replay(folder, 2)
     assert (found.start, found.differences) == (folder / "global_step_1", [])
@@ -114,7 +108,7 @@ def test_the_newest_steps_batches_stay(made: Path) -> None:
     assert {"responses", "old_log_probs", "values", "advantages"} <= set(columns)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["score", "update"])
 def test_a_stage_is_made_of_the_kept_batch_without_a_generation(
     made: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,8 +119,7 @@ def test_a_stage_is_made_of_the_kept_batch_without_a_generation(
     found = replay(made, 3, stage)
     assert not found.differences
     assert found.num_metrics >= 2
-    following = {"score": ["estimate"], "estimate": ["update"], "update": []}
-    assert found.compared_batches == following[stage]
+    assert found.compared_batches == {"score": ["estimate"], "update": []}[stage]
 
 
 def test_without_kept_batches_the_stages_before_make_one(copied: Path) -> None:
@@ -160,10 +153,9 @@ def test_later_steps_without_an_earlier_checkpoint_are_asked_for(made: Path) -> 
     assert not replay(made, 2, "score", from_start=True).differences
 
 
-@pytest.mark.parametrize("step", [0, 5])
-def test_a_step_that_was_never_made_is_refused(made: Path, step: int) -> None:
-    with pytest.raises(ConfigError, match=f"--step={step}: .* it made steps 1 to 4"):
-        replay(made, step)
+def test_a_step_that_was_never_made_is_refused(made: Path) -> None:
+    with pytest.raises(ConfigError, match="--step=5: .* it made steps 1 to 4"):
+        replay(made, 5)
 
 
 def test_a_folder_of_anything_else_is_refused(tmp_path: Path) -> None:

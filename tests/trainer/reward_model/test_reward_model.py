@@ -143,8 +143,6 @@ def test_ppo_takes_the_folder_as_reward_model_and_as_critic(
     ("row", "problem"),
     [
         ({"prompt": "say a", "chosen": "a"}, "it has no 'rejected'; columns: chosen, prompt"),
-        ({"prompt": "say a", "chosen": "a", "rejected": "a"}, "are equal: 'a'"),
-        ({"prompt": "say a", "chosen": "a", "rejected": ""}, "'rejected': 'response' is empty"),
     ],
 )
 def test_a_bad_pair_is_refused_before_a_process_starts(

@@ -63,7 +63,6 @@ def test_commands_take_the_run_folder(
     ("settings", "words"),
     [
         (["trainer.save_final=false"], "no model will be saved"),
-        (["trainer.save_final=false", "trainer.save_freq=1"], "model is only in checkpoints"),
         ([], "Final model:"),
     ],
 )

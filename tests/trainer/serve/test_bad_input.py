@@ -176,7 +176,7 @@ def test_a_small_body_cannot_ask_for_much_memory(model: Model) -> None:
         model.client.result(promise)
 
 
-WEIRD: list[Any] = [None, -1, 10**30, 1.5, True, "x", "\ud800", "../../x", "\0", [], [{}], {}]
+WEIRD: list[Any] = [None, 10**30, 1.5, "\ud800", "../../x", "\0", [{}]]
 
 
 def test_no_field_of_any_request_breaks_the_server(server: Server) -> None:
