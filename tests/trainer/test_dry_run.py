@@ -85,16 +85,12 @@ def test_where_nothing_is_wrong_it_says_what_there_is_and_writes_nothing(
     assert (name in ON_ROWS) or "Reward check: 8 rows with their ground truth" in output
 
 
-MODEL = "actor_rollout_ref.model.path"
 BAD_OF_PPO = [
     (
         "reward.function.path={tmp}/my.py reward.function.name=asks",
         "the reward function has an unknown parameter 'answer'",
     ),
-    (
-        "reward.function.path={tmp}/my.py reward.function.name=fails",
-        "failed for all 8 rows|failed",
-    ),
+    ("reward.function.path={tmp}/my.py reward.function.name=fails", "failed for all 8 rows|failed"),
     (
         "reward.function.path={tmp}/my.py reward.function.name=splits "
         "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc "

@@ -114,22 +114,6 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
     assert "; samples: 52 generated = 40 trained + 12 dropped (step repeated: 12)" in line
 
 
-def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    drops = ("algorithm.filter_groups.enable=true", "algorithm.mask_truncated=true")
-    more = ("faults.delay_call=1", "faults.delay_s=0.001", "trainer.total_training_steps=2")
-    run(load_config(overrides(tiny_dir, tmp_path, *LOCAL, *drops, *more)))
-    *_, ledger = faults(tmp_path)
-    drawn = sum(line["dynamic_sampling/num_groups_sampled"] for line in lines(tmp_path))
-    dropped = ledger["samples"]["dropped"]
-    assert ledger["samples"]["made"] == drawn * 2
-    assert dropped["algorithm.filter_groups"] == (drawn - 2 * PROMPTS) * 2
-    cut = sum(line["response/truncated_ratio"] for line in lines(tmp_path)) * PROMPTS * 2
-    assert dropped["algorithm.mask_truncated"] == cut
-    assert ledger["samples"]["trained"] == 2 * PROMPTS * 2 - cut
-
-
 def test_a_generator_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
     *_, steps = faults(folders["async"])
     assert (steps["started"], steps["repeated"]) == (STEPS, 0)

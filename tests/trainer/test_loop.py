@@ -20,7 +20,6 @@ from tests.integration.runs import calls, lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, run
 from trainer.recipe_command import exit_on_error
-from trainer.report.page import write_report
 from trainer.run_folder.signals import SIGNALS, RunInterrupted
 from verl_like.config_key import changed
 from verl_like.errors import CheckpointError
@@ -49,12 +48,6 @@ def test_the_run_folder_has_every_file_of_a_run(whole: Path) -> None:
         assert (whole / name).is_file(), name
     assert "lr: 0.1" in (whole / "config.yaml").read_text(encoding="utf-8")
     assert "teacher" in (whole / "placement.txt").read_text(encoding="utf-8")
-
-
-def test_the_report_draws_the_numbers_of_the_recipe(figures: None, whole: Path) -> None:
-    page = write_report(whole).read_text(encoding="utf-8")
-    assert "student/loss" in page
-    assert "student-0: update" in page
 
 
 def test_the_timeline_has_every_call_with_its_step(whole: Path) -> None:
@@ -112,10 +105,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> 
 
 
 def test_a_finished_run_that_is_started_again_says_so_and_starts_nothing(
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
 
@@ -259,12 +249,6 @@ def test_a_signal_in_the_validation_before_the_first_step_stops_at_once(tmp_path
     with pytest.raises(RunInterrupted, match="SIGTERM at once"):
         run(config(tmp_path), SignalledAsItValidates)
     assert not list(tmp_path.glob("global_step_*"))
-
-
-def test_a_run_saves_by_the_clock(tmp_path: Path) -> None:
-    settings = {"save_freq": -1, "max_ckpt_to_keep": 9, "total_training_steps": 2}
-    run(config(tmp_path, save_every_minutes=1e-9, **settings))
-    assert len(list(tmp_path.glob("global_step_*"))) == 2
 
 
 def test_validations_come_when_they_are_due(tmp_path: Path) -> None:

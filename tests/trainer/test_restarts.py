@@ -8,7 +8,6 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
 from trainer.config.recipe import Recipe
-from trainer.observers.alarms import AlarmTexts
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import RunInterrupted, StopSignals
 from verl_like.backends.ray.transport import RayTransport
@@ -101,25 +99,6 @@ class Refusing(RegressionTrainer):
         return super().step()
 
 
-def moved(metrics: Mapping[str, float], _first: dict[str, float]) -> AlarmTexts:
-    """A rule of a user's recipe."""
-    if "student/moved" in metrics:
-        yield "moved", "the student has moved"
-
-
-class Alarming(RegressionTrainer):
-    """Its third step is out of a band, and is repeated; the fourth one is rejected, once."""
-
-    alarm_rules = (moved,)
-    refusals: ClassVar[int] = 0
-
-    def step(self) -> dict[str, float]:
-        if self.global_step == 4 and not Alarming.refusals:
-            Alarming.refusals += 1
-            raise WeightSyncError("version 4 was not applied")
-        return super().step() | ({"student/moved": 1.0} if self.global_step == 3 else {})
-
-
 def config(folder: Path, schema: type[RegressionConfig] = RegressionConfig, **trainer: Any) -> Any:
     settings = {"total_training_steps": 6, "save_freq": 2, "logger": [], "backend": "local"}
     settings |= {"default_local_dir": folder, "n_gpus_per_node": 2, **trainer}
@@ -177,15 +156,6 @@ def test_on_ray_a_killed_worker_is_replaced_too(
     run(config(tmp_path / "killed", backend="ray", device="cpu"), Killer)
     assert numbers(tmp_path / "killed") == numbers(whole)
     assert Killer.kills == 0
-
-
-def test_a_step_that_is_made_again_repeats_no_alarm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run(config(tmp_path, total_training_steps=4), Alarming)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
-    assert Alarming.refusals == 1
-    assert caplog.text.count("alarm in step 3: the student has moved") == 1
 
 
 def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(
@@ -259,11 +229,7 @@ def test_an_error_of_the_run_itself_is_not_tried_again(tmp_path: Path) -> None:
     ("is_told_before", "where"), [(True, "in step 4, which lost a worker"), (False, "at once")]
 )
 def test_a_run_that_is_told_to_stop_while_it_loses_a_role_goes_on_from_its_checkpoint(
-    is_told_before: bool,
-    where: str,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    is_told_before: bool, where: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stopped, "is_told_before", is_told_before)
     told = (lambda *_: None) if is_told_before else (lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -59,11 +59,7 @@ def test_a_recipe_of_one_model_knows_no_roles(tmp_path: Path) -> None:
 def test_generators_and_trainers_run_with_the_models_of_functions(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     def models() -> dict[str, Any]:
         torch.manual_seed(1)

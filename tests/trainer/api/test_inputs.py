@@ -73,8 +73,7 @@ def test_a_value_that_json_lacks_is_named_with_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
-    [([], "is empty"), ({"a": 1}, "a dict of a: .*one split"), (3, "a int")],
+    ("data", "words"), [([], "is empty"), ({"a": 1}, "a dict of a: .*one split"), (3, "a int")]
 )
 def test_what_is_no_data_is_refused(data: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -12,14 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.integration.runs import numbers
-from trainer import (
-    PPO,
-    SFT,
-    RunResult,
-    config_hash,
-    load_config,
-    main_ppo,
-)
+from trainer import PPO, SFT, RunResult, config_hash, load_config, main_ppo
 from trainer.config.compose import load_config as load_recipe_config
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.hooks import Hooks

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.waiting import wait_until
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
@@ -113,16 +111,6 @@ class OtherWeights(RolloutWorker):
         super().init_model()
         for parameter in self.engine.module.parameters():
             parameter.data.normal_()
-
-
-class OtherShape(RolloutWorker):
-    """One of its weights has another number of rows."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        super().init_model()
-        norm = self.engine.module.model.norm
-        norm.weight = torch.nn.Parameter(torch.ones(len(norm.weight) + 1))
 
 
 class CannotBeBuilt(RolloutWorker):

@@ -9,7 +9,6 @@ import pytest
 
 from tests.integration.runs import FEW_ROWS, calls, lines
 from tests.trainer.async_training.test_run import TWO_STEPS, ledger_of, run_async
-from verl_like.errors import WeightSyncError
 
 NUM_SAMPLES = 2 * 4 * 2
 
@@ -45,14 +44,3 @@ def test_a_reward_model_scores_on_the_trainers_pool(legacy: Path) -> None:
     scores = [json.loads(row)["score"] for text in texts for row in text.splitlines()]
     assert len(scores) == NUM_SAMPLES
     assert len(set(scores)) > NUM_SAMPLES / 2, "a model of random weights, not a rule of 0 and 1"
-
-
-def test_a_generator_whose_weights_have_another_shape_is_named_with_the_tensor(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    other = "role_workers.rollout_1=tests.trainer.async_training.rigged_workers.OtherShape"
-    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight") as refused:
-        run_async(tiny_dir, tmp_path, other, "async_training.generators=2", *FEW_ROWS)
-    words = "\n".join([str(refused.value), *refused.value.__notes__])
-    assert "generator 1 (rollout_1)" in words
-    assert "step 1 has no samples yet" in words

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
@@ -48,14 +46,6 @@ def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> 
     assert f"{chunks}, up to 2 calls per generator at the same time" in plan_lines(config)
     setup = setup_of(config)
     assert [setup.generators_of(place) for place in range(setup.num_chunks)] == [(0,), (1,)]
-
-
-@pytest.mark.parametrize(("generators", "idle"), [(2, 0), (4, 2)])
-def test_generators_without_a_chunk_are_told(generators: int, idle: int) -> None:
-    sizes = ["async_training.max_staleness=0", "async_training.prompts_per_call=4"]
-    lines = plan_lines(config_of(f"async_training.generators={generators}", *sizes))
-    told = [line for line in lines if "Idle generators: " in line]
-    assert [line.split()[2] for line in told] == ([str(idle)] if idle else [])
 
 
 def test_ranks_with_unlike_shares_of_the_generators_are_told() -> None:

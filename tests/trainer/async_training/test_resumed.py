@@ -35,10 +35,7 @@ def broken_off(tiny: Path, folder: Path, *more: str) -> Path:
     """The samples that are queued in the checkpoint of a run that ends in its second step."""
     settings = (LOCAL, "trainer.save_freq=1", "async_training.max_staleness=2", *more)
     with pytest.raises(CallbackError, match="the end"):
-        run(
-            load_config(overrides(tiny, folder, *settings), ASYNC),
-            callbacks=[EndsWithFullQueue()],
-        )
+        run(load_config(overrides(tiny, folder, *settings), ASYNC), callbacks=[EndsWithFullQueue()])
     return folder / "global_step_1" / SAMPLES
 
 

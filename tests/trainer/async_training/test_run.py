@@ -248,17 +248,11 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["async_training.max_inflight_samples=4"],
-            "=4 is less than a batch of 16",
-        ),
+        (["async_training.max_inflight_samples=4"], "=4 is less than a batch of 16"),
         (["async_training.prompts_per_call=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
         (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy response"),
         (["role_mapping.rollout=trainer_pool"], "is also the pool of .*, but a generator"),
-        (
-            ["async_training.on_buffer_full=evict_oldest"],
-            "Set async_training.max_inflight_samples",
-        ),
+        (["async_training.on_buffer_full=evict_oldest"], "Set async_training.max_inflight_samples"),
         (
             ["async_training.generator_settings.4={name: hf}"],
             "settings.4: this run has generators 0 to 0",
@@ -357,21 +351,6 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
     checks.check_start(config)
     start.start_step = 8
     checks.check_start(config)
-
-
-def test_an_engine_that_one_generators_pool_does_not_divide_into_is_refused_by_a_dry_run(
-    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.rollouts.preflight.joined_cluster", lambda config: True)
-    engine = ("name=vllm", "tensor_model_parallel_size=2")
-    settings = [f"actor_rollout_ref.rollout.{setting}" for setting in engine]
-    settings += [
-        "async_training.generators=2",
-        "resource_pool_spec.generator_0_pool=[2]",
-        "trainer.dry_run=true",
-    ]
-    with pytest.raises(ConfigError, match="size=2 does not divide the 1 processes of rollout_1's"):
-        run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), ASYNC))
 
 
 def test_an_engine_of_one_generator_that_does_not_fit_its_pool_is_refused_by_a_dry_run(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -125,31 +122,6 @@ def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path:
     assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 8}
 
 
-class KillGenerator:
-    """Kills the generator's process as the second step begins."""
-
-    def on_step_begin(self, trainer: Any) -> None:
-        if trainer.global_step == 2:
-            os.kill(trainer.groups["critic_copy"].transport.started[0].pid, signal.SIGKILL)
-
-
-def test_a_generator_that_is_started_anew_gets_all_its_roles_and_the_critics_weights(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    settings = (
-        LOCAL,
-        ON_GENERATOR,
-        "async_training.on_generator_failure=restart",
-        "async_training.max_staleness=0",
-        TWO_STEPS,
-    )
-    run(
-        load_config(overrides(tiny_dir, tmp_path, *FEW_ROWS, *settings), ASYNC),
-        callbacks=[KillGenerator()],
-    )
-    assert [line["async/value_staleness/max"] for line in lines(tmp_path)] == [0, 0]
-
-
 def test_generators_have_the_roles_that_score_and_trainers_those_that_learn() -> None:
     config = configured("async_training.topology=2m1t")
     roles = config.role_mapping
@@ -178,10 +150,7 @@ MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["role_mapping.ref=trainer_pool"],
-            "ref=trainer_pool is not rollout's pool, generator_0",
-        ),
+        (["role_mapping.ref=trainer_pool"], "ref=trainer_pool is not rollout's pool, generator_0"),
         (["actor_rollout_ref.ref.update_every=2"], "the generators' references do not change"),
         (
             ["async_training.weight_update=immediate"],

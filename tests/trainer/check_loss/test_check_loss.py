@@ -147,15 +147,9 @@ def test_a_random_loss_is_called_random() -> None:
 @pytest.mark.parametrize(
     ("returned", "sentence"),
     [
-        (
-            "0.0",
-            r"returns float: it must return one loss of shape \[\] that depends on log_prob",
-        ),
+        ("0.0", r"returns float: it must return one loss of shape \[\] that depends on log_prob"),
         ("None", "returns NoneType: it must return one loss"),
-        (
-            "(log_prob.sum(), -log_prob.sum())",
-            r"returns a tensor \[\] with a gradient, a tensor ",
-        ),
+        ("(log_prob.sum(), -log_prob.sum())", r"returns a tensor \[\] with a gradient, a tensor "),
         (
             "log_prob.sum().detach()",
             r"returns a tensor \[\] without a gradient: it must return one loss",
@@ -200,10 +194,7 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
             dict(target="vanila"),
             "not the name of a loss or estimator: 'vanila'.*Did you mean 'vanilla'",
         ),
-        (
-            dict(target="gpg"),
-            "gpg is of the kinds policy and estimator.*such as --kind policy",
-        ),
+        (dict(target="gpg"), "gpg is of the kinds policy and estimator.*such as --kind policy"),
         (dict(target="vanilla", kind="polcy"), "there is no kind 'polcy'.*'policy'"),
         (dict(target="vanilla", skip=["padding"]), "there is no relation 'padding'"),
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),

@@ -43,23 +43,10 @@ def share_of_rows(log_prob, old_log_prob, advantages, mask, global_batch_size):
     return losses.sum() / mask.sum().clamp(1) * mask.any(1).sum() / max(global_batch_size, 1)
 
 
-@mutant("verl#5641", "micro_batch_cut")
-def equal_micro_batches(log_prob, old_log_prob, advantages, mask, num_micro_batches):
-    """A token mean of each micro-batch, divided by the number of micro-batches."""
-    losses = surrogate(log_prob, old_log_prob, advantages, mask)
-    return losses.sum() / mask.sum().clamp(1) / num_micro_batches
-
-
 @mutant("verl#7200", "micro_batch_cut")
 def no_counts_of_the_mini_batch(log_prob, response_mask, loss_agg_mode="token-mean"):
     """Distillation whose aggregation does not get the counts of the mini-batch."""
     return agg_loss(-log_prob, response_mask, loss_agg_mode)
-
-
-@mutant("Megatron-LM#4590", "micro_batch_cut")
-def local_mean_over_ranks(log_prob, mask, num_micro_batches, dp_size):
-    """Means over local tokens are averaged over micro-batches and ranks."""
-    return -log_prob.where(mask > 0, 0).sum() / mask.sum().clamp(1) / num_micro_batches
 
 
 @mutant("AReaL#1273", "micro_batch_cut")
@@ -80,12 +67,6 @@ def default_of_another_stack(log_prob, mask, global_batch_size):
     """The recipe sets token-mean, but the layer below uses the mean over sequences."""
     counts = {"global_batch_size": global_batch_size}
     return agg_loss(-log_prob, mask, "seq-mean-token-mean", **counts)
-
-
-@mutant("TRL#5375", "declared_aggregation", loss_agg_mode="seq-mean-token-mean")
-def all_tokens_alike(log_prob, mask, batch_num_tokens):
-    """A mean over all tokens of the batch instead of an average of smaller units."""
-    return agg_loss(-log_prob, mask, "token-mean", batch_num_tokens=batch_num_tokens)
 
 
 @mutant("verl#3741", "padding_width", loss_agg_mode="seq-mean-token-sum-norm")

@@ -68,11 +68,6 @@ def test_generators_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_tol
     )
 
 
-def test_a_job_of_one_phase_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
-    said = printed(capsys, "--gen=0.02", "--update=0.8")
-    assert "Asynchronous training would not help this job: at best 1.02x" in said
-
-
 def test_a_run_folder_gives_the_seconds_and_options_replace_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -38,14 +38,6 @@ def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:
     assert "critic (sp 4)" in text
 
 
-def test_a_colocated_placement_says_how_to_get_overlap() -> None:
-    advice = "Set placement=split for a separate pool for the critic"
-    assert advice in explained()
-    without_critic = explained("algorithm=grpo")
-    assert "There is one pool, so only rewards overlap with other calls." in without_critic
-    assert advice not in without_critic
-
-
 def changed_keys(*overrides: str) -> dict[str, str]:
     """Return key -> line of the section about changed keys."""
     section = explained(*overrides).partition("Changed from the defaults\n")[2]
@@ -78,13 +70,6 @@ def test_keys_without_effect_are_listed_with_the_reason() -> None:
     unused = text.partition("Keys without effect")[2]
     assert "critic: this run has no critic" in unused
     assert re.search(r"\nand [1-9]\d other keys", unused)
-
-
-def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    lines = full_plan(load_config([*NEEDED, *TWO_POOLS])).splitlines()
-    too_long = [line for line in lines if len(line) > 40]
-    assert [line for line in too_long if " " in line.strip()] == []  # a key is never cut
 
 
 def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(

@@ -48,8 +48,7 @@ def forked(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [[], *([command, "--help"] for command in ("ppo", "check", "doctor"))],
+    "arguments", [[], *([command, "--help"] for command in ("ppo", "check", "doctor"))]
 )
 def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
     done = verl_like(decoys, *arguments, COLUMNS="80")
@@ -180,13 +179,6 @@ def test_an_algorithm_is_a_command_that_says_what_it_runs(decoys: Path) -> None:
 
 def test_a_mistyped_command_names_the_nearest(decoys: Path) -> None:
     assert "no command 'stf'. Did you mean 'sft'" in forked(decoys, "stf").stderr
-
-
-def test_a_completion_that_there_is_none_for_ends_with_one_line(decoys: Path) -> None:
-    done = forked(decoys, "-sc", "install=tcsh")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: -sc needs install=SHELL")
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_tab_completes_keys(decoys: Path) -> None:

@@ -154,10 +154,7 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
     [
         (["rm"], "plan rm: there is no such recipe. Did you mean 'reward-model'"),
         (["best-of-n"], "plan best-of-n: it trains nothing"),
-        (
-            ["sft", "--reward-s=3"],
-            "--reward-s does not apply to sft; only ppo, async use it",
-        ),
+        (["sft", "--reward-s=3"], "--reward-s does not apply to sft; only ppo, async use it"),
         (["sft", "--mean-length=2000"], "--mean-length=2000 is above the longest row=1024"),
     ],
 )

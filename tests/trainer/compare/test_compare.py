@@ -15,13 +15,7 @@ from omegaconf import OmegaConf
 from tests.trainer.report.report_runs import make_run
 from trainer.cli import compare as command
 from trainer.compare import tables
-from trainer.compare.tables import (
-    bests_of,
-    ends_of,
-    groups_by_seed,
-    read_runs,
-    write_comparison,
-)
+from trainer.compare.tables import bests_of, ends_of, groups_by_seed, read_runs, write_comparison
 from verl_like.errors import ConfigError
 
 NAMED = {"trainer": {"experiment_name": "x", "seed": 1}, "optim": {"lr": 1e-3}}

@@ -95,10 +95,7 @@ def test_a_loss_of_your_own_may_have_arguments(tmp_path_factory: pytest.TempPath
     path = tmp_path_factory.mktemp("own") / "own_losses.py"
     path.write_text(OWN, encoding="utf-8")
     chosen = f"{LOSS}.loss_mode='{path}:scaled'"
-    assert arguments(chosen, f"{LOSS}.args={{beta: 0.2, label: y}}") == {
-        "beta": 0.2,
-        "label": "y",
-    }
+    assert arguments(chosen, f"{LOSS}.args={{beta: 0.2, label: y}}") == {"beta": 0.2, "label": "y"}
     with pytest.raises(ConfigError, match="accepts beta, label"):
         load(chosen, f"{LOSS}.args.gamma=1")
 

@@ -53,9 +53,7 @@ SETTINGS = [
         "resource_pool_spec.rm=[1] role_mapping.reward_model=rm",
         ["no role uses the pool 'rm'", "reward_model is mapped to it", "reward.model.enable=false"],
     ),
-    ("role_mapping.judge=global_pool", ["role_mapping.judge", "+role_workers.judge=<dotted path"]),
     ("+role_mapping.critc=global_pool", ["Did you mean 'critic'"]),
-    ("+role_workers.judge=my_package.Judge", ["role_mapping has no 'judge'"]),
     (
         "actor_rollout_ref.model.lora_rank=4 actor_rollout_ref.model.target_modules=[q_projj]",
         ["model.target_modules=['q_projj']", "Did you mean 'q_proj'"],
@@ -121,10 +119,7 @@ SETTINGS = [
         "actor_rollout_ref.actor.policy_loss.clip_cov_lb=6",
         ["clip_cov_lb=6", "clip_cov_ub=5", "no covariance"],
     ),
-    (
-        "reward.function.path=mine.py",
-        ["reward.function.path=mine.py", "no such file"],
-    ),
+    ("reward.function.path=mine.py", ["reward.function.path=mine.py", "no such file"]),
     (
         "reward.function.path=json",
         ["reward.function.name='compute_score'", "no such name, only", "dumps"],

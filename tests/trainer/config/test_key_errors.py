@@ -10,7 +10,6 @@ from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.data.config import DataConfig
 from trainer.data.files import check_files
-from trainer.preference.recipe import DPO
 from verl_like.errors import ConfigError, VerlLikeError
 
 REFUSED = [
@@ -40,11 +39,6 @@ def test_a_refusal_names_key_value_and_what_would_do(
 ) -> None:
     with pytest.raises(VerlLikeError, match=words):
         load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", setting))
-
-
-def test_a_preference_loss_that_there_is_not_is_named_with_its_key() -> None:
-    with pytest.raises(ConfigError, match="^loss=dpoo: unknown preference loss .* Did you mean"):
-        load_config(["loss=dpoo", "model.path=m", "data.train_files=f"], DPO)
 
 
 def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> None:

@@ -94,12 +94,7 @@ def test_a_pool_of_frozen_models_has_fewer_devices_than_one_that_trains(
 
 
 @pytest.mark.parametrize(
-    ("resources", "left"),
-    [
-        ({"device": "cpu"}, [4]),
-        ({"gpus": 0.5}, [3]),
-        ({"cpus": 0.25}, [2]),
-    ],
+    ("resources", "left"), [({"device": "cpu"}, [4]), ({"gpus": 0.5}, [3]), ({"cpus": 0.25}, [2])]
 )
 def test_a_pool_that_shares_gpus_or_needs_none_leaves_the_others_more(
     resources: dict[str, object], left: list[int]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.data import lm_rows, prompt_table
-from trainer.data.lm_rows import lm_batch, read_lm_rows
+from trainer.data.lm_rows import read_lm_rows
 from trainer.data.loader import digest_of_rows
 from trainer.data.pairs import read_labeled, read_pairs
 from trainer.data.prompt_table import cache_folder
@@ -73,27 +73,6 @@ def test_a_second_start_reads_the_rows_that_the_first_has_made(
     assert num_read == [2 * (len(rows) + 1)]
     assert len(first) > 6
     assert digest_of_rows(first) == digest_of_rows(second) == digest_of_rows(in_memory)
-
-
-def test_the_number_of_rows_that_were_skipped_is_kept(
-    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = write(tmp_path, [*LM, {"text": ""}])
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            read_lm_rows("data.train_files", files, tokenizer, 8, on_bad_row="skip")
-    assert caplog.text.count("9 rows, 1 malformed and skipped") == 2
-
-
-def test_rows_of_the_cache_are_made_a_batch(tokenizer: Any, tmp_path: Path) -> None:
-    files = write(tmp_path, LM)
-    for _ in range(2):
-        rows = read_lm_rows("data.train_files", files, tokenizer, 8)
-    assert not rows[0].ids.flags.owndata
-    batch = lm_batch(rows[:2], ["0", "1"], pad_token_id=0).batch
-    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
-    assert batch["input_ids"][1].tolist() == rows[1].ids.tolist()
 
 
 def test_other_files_settings_and_tokens_make_other_entries(

@@ -25,7 +25,6 @@ from trainer.data.prompt_table import (
     prompts_in_memory,
 )
 from trainer.data.prompts import PromptSet, load_tokenizer
-from verl_like.errors import ConfigError
 
 Row = dict[str, Any]
 
@@ -193,13 +192,3 @@ def test_prompts_of_a_cache_are_those_in_memory(
             assert torch.equal(here.batch["input_ids"], there.batch["input_ids"])
             for name, column in there.non_tensor_batch.items():
                 assert here.non_tensor_batch[name].tolist() == column.tolist()
-
-
-@pytest.mark.usefixtures("large")
-def test_a_prompt_of_a_cache_that_is_too_long_now_is_refused(
-    tmp_path: Path, tiny_dir: Path
-) -> None:
-    tokenizer = load_tokenizer(str(tiny_dir / "model"))
-    as_large_files(tmp_path, tokenizer, max_prompt_length=64)
-    with pytest.raises(ConfigError, match=r"train_files, row 7: the prompt has \d+ tokens"):
-        as_large_files(tmp_path, tokenizer, max_prompt_length=7)

@@ -144,10 +144,7 @@ GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}
     ("bad", "answer"),
     [
         ("3", "line 2: it is not an object with columns"),
-        (
-            json.dumps({**GOOD, "prompt": [{"text": "a"}]}),
-            "line 2: 'prompt' is not a list of mess",
-        ),
+        (json.dumps({**GOOD, "prompt": [{"text": "a"}]}), "line 2: 'prompt' is not a list of mess"),
         (
             json.dumps({**GOOD, "data_source": None}),
             "line 2: column 'data_source' is empty; non-empty columns: prompt, reward_model",

@@ -98,9 +98,7 @@ def pids_of_transport(groups: WorkerGroups, role: str) -> list[int]:
     return [header.pid for header in groups[role].transport.started]
 
 
-def test_pools_that_are_lost_or_do_not_answer_in_their_turn_are_named(
-    groups: WorkerGroups,
-) -> None:
+def test_pools_that_are_lost_or_do_not_answer_in_their_turn_are_named(groups: WorkerGroups) -> None:
     os.kill(pids(groups, "rollout")[0], signal.SIGKILL)
     asleep, asked_at = groups["rollout_1"].sleep.remote(60.0), time.monotonic()
     lost = groups.lost_pools(2.0)

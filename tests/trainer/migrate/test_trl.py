@@ -216,8 +216,3 @@ def test_another_experiment_is_refused(flags: str, reason: str) -> None:
     with pytest.raises(ConfigError, match="these flags change the experiment") as refused:
         translated_whole("trl", f"trl grpo --model_name_or_path m --dataset_name a/b {flags}")
     assert reason in str(refused.value)
-
-
-def test_switches_may_be_turned_off() -> None:
-    line = "trl dpo --model_name_or_path m --dataset_name a/b --no_gradient_checkpointing"
-    assert translated_whole("trl", line).settings["model.enable_gradient_checkpointing"] == "False"

@@ -49,28 +49,7 @@ def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> No
     assert reason in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"{ACTOR}.megatron.expert_tensor_parallel_size=1 {ACTOR}.megatron.param_offload=True",
-        "actor_rollout_ref.model.trust_remote_code=True",
-    ],
-)
-def test_what_lays_out_the_work_is_dropped_with_a_word(words: str) -> None:
-    done = translated_whole("verl", f"{MAIN} {words}")
-    assert [line.partition(":")[0] for line in done.absent] == words.split()
-
-
 MEGATRON = f"{ACTOR}.strategy=megatron {ACTOR}.megatron"
-
-
-def test_megatrons_sizes_are_axes() -> None:
-    words = f"{MEGATRON}.tensor_model_parallel_size=2 {ACTOR}.megatron.context_parallel_size=2 "
-    words += "actor_rollout_ref.ref.megatron.expert_model_parallel_size=4 "
-    words += "actor_rollout_ref.actor.use_kl_loss=True"
-    config = composed(translated_whole("verl", f"{MAIN} {words}")).actor_rollout_ref
-    assert (config.actor.strategy, config.actor.parallel) == ("fsdp", {"tp": 2, "sp": 2})
-    assert config.ref.parallel == {"ep": 4}
 
 
 def test_a_layout_that_cannot_be_had_is_dropped_with_a_word() -> None:
@@ -128,31 +107,10 @@ def test_dapo_draws_its_batches_as_ours_or_is_refused() -> None:
         translated_whole("verl", drawn)
 
 
-def test_older_micro_batches_are_divided_by_the_processes() -> None:
-    words = f"{ACTOR}.ppo_micro_batch_size=64 critic.ppo_micro_batch_size=32 trainer.nnodes=2"
-    config = composed(translated_whole("verl", f"{MAIN} {words} critic.model.path=y"))
-    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
-    assert config.critic.ppo_micro_batch_size_per_gpu == 2
-    words += f" {ACTOR}.ulysses_sequence_parallel_size=2"
-    config = composed(translated_whole("verl", f"{MAIN} {words} critic.model.path=y"))
-    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 8
-    assert config.actor_rollout_ref.actor.parallel["sp"] == 2
-
-
 def test_a_reward_model_s_score_stands_alone() -> None:
     words = "reward_model.enable=True reward_model.model.path=rm reward_model.rollout.name=vllm"
     config = composed(translated_whole("verl", f"{MAIN} {words}"))
     assert (config.reward.model.enable, config.reward.rule_weight) == (True, 0)
-
-
-def test_newer_names_of_rewards_are_the_older_ones() -> None:
-    words = "reward.reward_model.enable=True reward.reward_model.model_path=rm "
-    words += "reward.reward_model.rollout.name=vllm reward.num_workers=8 "
-    words += "reward.reward_manager.name=dapo reward.custom_reward_function.name=score"
-    config = composed(translated_whole("verl", f"{MAIN} {words}"))
-    assert (config.reward.model.path, config.reward.rule_weight) == ("rm", 0)
-    with pytest.raises(ConfigError, match="reward_model.sandbox_fusion.url=http"):
-        translated_whole("verl", f"{MAIN} reward.sandbox_fusion.url=http://a")
 
 
 def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
@@ -173,11 +131,7 @@ def test_one_step_off_policy_is_an_async_run_one_version_behind() -> None:
         done.program,
         config.async_training.max_staleness,
         config.async_training.generators,
-    ) == (
-        "async",
-        1,
-        1,
-    )
+    ) == ("async", 1, 1)
     assert config.resource_pool_spec == {"trainer_pool": [4], "generator_0_pool": [4]}
     assert config.algorithm.rollout_correction.bypass_mode
     assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (1024, 8)

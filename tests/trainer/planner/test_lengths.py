@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import plan
-from trainer.planner.ppo import PPOJob
 from verl_like.errors import ConfigError
-
-
-def planned(*arguments: str) -> PPOJob:
-    job = plan.job_of(["--gpus=1", "--device=H100", *arguments])
-    assert isinstance(job, PPOJob)
-    return job
 
 
 def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:

@@ -228,9 +228,3 @@ def test_what_a_teacher_alone_does_not_read_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(settings(tiny_dir, tmp_path, teacher, more))
-
-
-def test_the_preset_asks_for_a_teacher(tiny_dir: Path, tmp_path: Path) -> None:
-    without = [key for key in settings(tiny_dir, tmp_path, tmp_path) if not key.startswith(PATH)]
-    with pytest.raises(ConfigError, match=f"{PATH} is not set, .*the folder of the teacher"):
-        load_config(without)

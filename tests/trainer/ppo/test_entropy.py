@@ -68,11 +68,7 @@ def test_the_controller_sees_the_mean_of_tokens_at_any_aggregation(
     tiny_dir: Path, mode: str
 ) -> None:
     config = tiny_config(
-        tiny_dir,
-        ppo_mini_batch_size=4,
-        entropy_coeff=0.01,
-        target_entropy=1.0,
-        loss_agg_mode=mode,
+        tiny_dir, ppo_mini_batch_size=4, entropy_coeff=0.01, target_entropy=1.0, loss_agg_mode=mode
     )
     metrics = started(ActorWorker, config, 1).update_actor(make_batch(4))
     assert metrics["actor/token_entropy"] == pytest.approx(math.log(50), abs=0.05)
@@ -102,10 +98,3 @@ def test_a_run_moves_the_weight_and_a_resumed_one_goes_on_with_it(
     assert numbers(parted) == numbers(whole)
     saved = json.loads((whole / "global_step_2" / "trainer.json").read_text())
     assert saved["entropy_coeff"] == weights[2]
-
-
-def test_a_target_without_a_first_weight_has_no_effect(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    load_config(overrides(tiny_dir, tmp_path, "actor_rollout_ref.actor.target_entropy=1.0"))
-    assert "target_entropy has no effect: actor_rollout_ref.actor.entropy_coeff is 0" in caplog.text

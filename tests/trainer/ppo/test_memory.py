@@ -12,13 +12,7 @@ from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.check import explain
 from trainer.config.devices import Devices
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import (
-    check_memory,
-    fit_passes,
-    largest_pass,
-    plan_text,
-    role_memories,
-)
+from trainer.ppo.memory import check_memory, fit_passes, largest_pass, plan_text, role_memories
 from trainer.ppo.prepare import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.config_key import changed

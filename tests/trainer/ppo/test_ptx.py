@@ -109,10 +109,3 @@ def test_a_row_that_fits_into_no_pass_is_refused(
     )
     with pytest.raises(ConfigError, match=r"ptx.max_length=65 .*ppo_max_token_len_per_gpu=64"):
         load_config(settings_of(tiny_dir, tmp_path, texts, *more))
-
-
-def test_its_keys_are_read_only_where_there_are_files(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    load_config(overrides(tiny_dir, tmp_path, "ptx.coef=2"))
-    assert "ptx.coef has no effect: ptx.train_files is not set" in caplog.text

@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.conftest import load as load_file
 from tests.integration.runs import calls, lines, overrides
 from trainer import load_config, run
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli.check import explain
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
@@ -122,11 +121,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load(*settings)
-
-
-def test_best_of_n_refuses_the_same_devices() -> None:
-    with pytest.raises(ConfigError, match="only on CPUs"):
-        load_config([*NEEDED, ROLLOUT, "trainer.device=cuda"], BEST_OF_N)
 
 
 def test_a_lora_reference_in_another_pool_may_be_int8() -> None:

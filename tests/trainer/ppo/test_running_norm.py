@@ -62,16 +62,6 @@ def test_advantages_are_normalized_by_all_tokens_so_far() -> None:
         torch.testing.assert_close(batch.batch["advantages"], expected)
 
 
-def test_what_is_not_named_stays_as_it_is() -> None:
-    batch, norm = batch_of(0), RunningNorm([])
-    scores, metrics = norm.scores(batch)
-    assert scores is batch.batch["token_level_scores"]
-    before = batch.batch["advantages"].clone()
-    after, more = norm.advantages(batch)
-    assert torch.equal(after.batch["advantages"], before)
-    assert metrics == more == norm.state_dict() == {}
-
-
 def test_equal_scores_become_zero_and_stay_finite() -> None:
     batch, norm = batch_of(0), RunningNorm(["rewards"])
     batch.batch["token_level_scores"] = torch.tensor([[0.0, 0.0, 0.1, 0.0]] * 4)

@@ -10,12 +10,7 @@ import torch
 
 from trainer import load_config
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
-from trainer.ppo.update import (
-    add_chosen_tokens,
-    draw_rows,
-    filtration_weights,
-    resample_by_score,
-)
+from trainer.ppo.update import add_chosen_tokens, draw_rows, filtration_weights, resample_by_score
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
 from verl_like.errors import MissingColumnError
@@ -87,9 +82,7 @@ def test_weights_that_are_equal_keep_every_row_once(weights: list[float]) -> Non
         assert draw_rows(torch.tensor(weights).double(), offset).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_draw_depends_on_seed_and_step_and_not_on_the_order_of_the_rows(
-    batch: DataProto,
-) -> None:
+def test_a_draw_depends_on_seed_and_step_and_not_on_the_order_of_the_rows(batch: DataProto) -> None:
     config = PolicyFiltrationConfig(weight_pow=1.0)
     drawn = [names(resample_by_score(batch, config, 1, step)[0]) for step in range(1, 9)]
     assert names(resample_by_score(batch, config, 1, 1)[0]) == drawn[0]

@@ -50,7 +50,7 @@ SCRIPTS = {
     trainer.project_name=verl_grpo_example_gsm8k trainer.experiment_name=qwen2_7b
     trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
     trainer.total_epochs=15
-    """,
+    """
 }
 """The settings of a script in examples/grpo_trainer, whole."""
 KEYS = set(named_keys(PPOConfig))

@@ -90,22 +90,6 @@ def test_a_run_whose_first_steps_are_gone_says_which_it_has(tmp_path: Path) -> N
     assert '<span class="soft">steps</span><b>2 (11 to 12)</b>' in write_report(folder).read_text()
 
 
-def test_five_hundred_ranks_make_the_page_hardly_longer_than_sixteen(
-    tmp_path: Path, drawings: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw_figures([one for one in drawings if one[1] == "timeline"], monkeypatch)
-    pages = {}
-    for num_ranks in (16, 512):
-        folder = make_run(tmp_path / str(num_ranks), 3, samples=1, num_ranks=num_ranks)
-        rows = "".join(f"pool  n{n}  8 GPUs  actor  8  8\n" for n in range(num_ranks // 8))
-        folder.joinpath("placement.txt").write_text(f"pool  node  devices  roles  n  CPUs\n{rows}")
-        pages[num_ranks] = write_report(folder).read_text()
-    assert "<summary>64 rows</summary>" in pages[512]
-    assert "<summary>2 rows" not in pages[16]
-    assert len(pages[512]) < 1.5 * len(pages[16])
-    assert pages[512].count("<title>") < 100
-
-
 def test_however_many_ranks_start_and_end_a_stretch_lasts_until_another_pool_does() -> None:
     def of(pool: str, start: float, end: float) -> list[TracedCall]:
         lanes = [f"{pool}-{rank}" for rank in range(8)]

@@ -14,13 +14,7 @@ import pytest
 from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import make_run
 from trainer.report.calls import last_steps, overlap_share, pools_at_work
-from trainer.report.figures import (
-    WINDOWS,
-    curves,
-    known_panels,
-    panels_of,
-    running_mean,
-)
+from trainer.report.figures import WINDOWS, curves, known_panels, panels_of, running_mean
 from trainer.report.page import close_run, write_report
 from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
@@ -209,19 +203,6 @@ def test_a_long_curve_has_its_running_mean() -> None:
     for place in (0, 7, 500, 640, 999):
         window = [v for v in values[max(place - half, 0) : place + half + 1] if v == v]
         assert means[place] == pytest.approx(sum(window) / len(window))
-
-
-def test_a_timeline_of_one_pool_says_nothing_of_several(
-    page: str, tmp_path: Path, drawings: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "2 or more pools at work" in page
-    draw_figures([one for one in drawings if one[1] == "timeline"], monkeypatch)
-    folder = make_run(tmp_path / "run", 2)
-    timeline = (folder / "timeline.json").read_text()
-    (folder / "timeline.json").write_text(timeline.replace("critic_pool", "actor_rollout_ref_pool"))
-    page = write_report(folder).read_text()
-    assert "update_critic" in page
-    assert "pools" not in page.partition("<h2>Timeline</h2>")[2].partition("<h2>")[0]
 
 
 def test_a_pipe_or_a_device_in_the_place_of_the_timeline_is_left_out(tmp_path: Path) -> None:

@@ -139,15 +139,7 @@ def test_ppo_takes_the_folder_as_reward_model_and_as_critic(
     assert step["critic/values/max"] != step["critic/values/min"]  # of zeros they would be equal
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "say a", "chosen": "a"}, "it has no 'rejected'; columns: chosen, prompt"),
-    ],
-)
 def test_a_bad_pair_is_refused_before_a_process_starts(
-    row: dict[str, object],
-    problem: str,
     tiny_dir: Path,
     files: dict[str, Path],
     tmp_path: Path,
@@ -155,9 +147,12 @@ def test_a_bad_pair_is_refused_before_a_process_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("trainer.launch.WorkerGroups", None)
+    row: dict[str, object] = {"prompt": "say a", "chosen": "a"}
     bad = files | {"train": written(tmp_path / "bad.jsonl", [*letters(1, 0), row])}
     settings = settings_of(tiny_dir, bad, tmp_path / "run")
-    with pytest.raises(ConfigError, match=rf"bad.jsonl, line 2: .*{problem}.*on_bad_row=skip"):
+    with pytest.raises(
+        ConfigError, match="bad.jsonl, line 2: .*it has no 'rejected'.*on_bad_row=skip"
+    ):
         run(load_config(settings, REWARD_MODEL))
     more = ("data.on_bad_row=skip", "trainer.dry_run=true")
     run(load_config([*settings, *more], REWARD_MODEL))

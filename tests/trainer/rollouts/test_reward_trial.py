@@ -106,10 +106,7 @@ def test_other_recipes_try_it_too(recipe: Recipe[Any], start: Start) -> None:
     ],
 )
 def test_a_function_that_fails_on_the_row_may_score_others(
-    name: str,
-    notice: str,
-    start: Start,
-    capsys: pytest.CaptureFixture[str],
+    name: str, notice: str, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(StartedError):
         start(name)
@@ -127,11 +124,7 @@ def test_a_function_that_fails_on_the_row_may_score_others(
     ],
 )
 def test_a_check_explains_scores_that_are_all_zero(
-    name: str,
-    words: str,
-    is_explained: bool,
-    start: Start,
-    capsys: pytest.CaptureFixture[str],
+    name: str, words: str, is_explained: bool, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start(name, PPO, "trainer.dry_run=true")
     text = capsys.readouterr().out

@@ -64,9 +64,7 @@ def test_a_pass_is_of_a_step_s_rows_at_most(
     assert largest_pass(config, role_model, num_sides=2, dims=ParallelDims()).tokens == tokens
 
 
-def test_roles_that_do_not_fit_on_a_gpu_are_refused(
-    tiny_dir: Path,
-) -> None:
+def test_roles_that_do_not_fit_on_a_gpu_are_refused(tiny_dir: Path) -> None:
     config = dpo(tiny_dir, "trainer.simulate=1x0.001GiB")
     with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
         preflight(config, num_sides=2)

@@ -105,13 +105,6 @@ def test_other_versions_are_warned_of(
     assert "but 9.9 is installed: numbers may differ" in caplog.text
 
 
-def test_a_module_of_a_reward_is_the_file_that_it_is_imported_from() -> None:
-    path = resume._path_of("trainer.run_folder.resume")
-    assert path == Path(resume.__file__)
-    assert resume._path_of("no.such.module") is None
-    assert resume._path_of("organization/model") is None
-
-
 def test_of_a_large_file_size_beginning_and_end_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

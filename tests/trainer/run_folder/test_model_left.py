@@ -61,10 +61,7 @@ def test_commands_take_the_run_folder(
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [
-        (["trainer.save_final=false"], "no model will be saved"),
-        ([], "Final model:"),
-    ],
+    [(["trainer.save_final=false"], "no model will be saved"), ([], "Final model:")],
 )
 def test_the_plan_and_the_last_lines_say_what_is_left(
     settings: list[str],

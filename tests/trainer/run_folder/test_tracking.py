@@ -199,20 +199,6 @@ def test_a_missing_login_is_said_with_the_way_out(
         pass
 
 
-def test_what_trackio_rejects_is_an_error_with_a_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def init(**settings: Any) -> Any:
-        raise ValueError("`server_url` must be a full URL.")
-
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
-    with (
-        pytest.raises(ConfigError, match="must be a full URL. Unset TRACKIO_SPACE_ID"),
-        make_tracking(config(tmp_path, "trackio"), total_steps=1),
-    ):
-        pass
-
-
 def test_fast_steps_share_a_line_a_second(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

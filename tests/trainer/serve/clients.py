@@ -42,10 +42,7 @@ def config_of(model: Path, folder: Path, *settings: str, rank: int = 4) -> Any:
 @contextmanager
 def served(config: Any, token: str = "", **aliases: str) -> Iterator[tuple[WorkQueue, str]]:
     """Within, a server answers at the URL; its work is done in a thread."""
-    with (
-        started(config, aliases) as work_queue,
-        open_api(work_queue, "127.0.0.1", 0, token) as url,
-    ):
+    with started(config, aliases) as work_queue, open_api(work_queue, "127.0.0.1", 0, token) as url:
         worker = threading.Thread(target=work_queue.run, name="work queue")
         worker.start()
         try:

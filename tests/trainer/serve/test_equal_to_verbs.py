@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.serve.clients import (
-    Client,
-    FailedError,
-    config_of,
-    outputs,
-    sequences,
-    served,
-)
+from tests.trainer.serve.clients import Client, FailedError, config_of, outputs, sequences, served
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from verl_like.batch.protocol import DataProto
@@ -114,11 +107,7 @@ def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
             sync_weights(actor, rollout, step + 1)
             prompts = [torch.tensor(p) for p in PROMPTS for _ in range(GROUP)]
             ids = Ragged.from_rows(prompts, config.data.max_prompt_length, at_end=True)
-            sampling = {
-                "temperature": 0.9,
-                "max_tokens": LENGTH,
-                "stop_token_ids": (),
-            }
+            sampling = {"temperature": 0.9, "max_tokens": LENGTH, "stop_token_ids": ()}
             batch = rollout.generate_sequences(
                 DataProto.from_dict(
                     {

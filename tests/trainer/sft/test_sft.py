@@ -164,10 +164,7 @@ def test_loss_on_all_counts_the_prompt_s_tokens(
         ("data.max_length=513", r"data\.max_length=513 .* has 512 positions\. Lower it by 1\."),
         ("model.path=nowhere", r"model\.path=nowhere is not a Hugging Face model folder"),
         ("data.train_files={bad}", r"bad\.jsonl, line 1: 'response' is empty"),
-        (
-            "data.train_files={chat}",
-            r"chat\.jsonl, line 1: 'messages' has no message",
-        ),
+        ("data.train_files={chat}", r"chat\.jsonl, line 1: 'messages' has no message"),
         ("data.train_files={other}", r"line 1: it has neither 'messages', .* columns: words"),
     ],
 )
@@ -185,24 +182,6 @@ def test_a_dry_run_says_what_is_wrong_with_model_and_rows(
     settings = settings_of(tiny_dir, files, tmp_path / "run", "trainer.dry_run=true")
     with pytest.raises(ConfigError, match=problem):
         run(load_config([*settings, key.format(**paths)], SFT))
-
-
-def test_bad_rows_may_be_skipped(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "say a"}])), encoding="utf-8")
-    more = (f"data.train_files={bad}", "data.on_bad_row=skip", "trainer.dry_run=true")
-    run(load_config(settings_of(tiny_dir, files, tmp_path / "run", *more), SFT))
-    assert "10 rows to train on, 1 to validate on" in capsys.readouterr().out
-
-
-def test_offloading_is_refused_on_cpus(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
-    more = ("model.strategy=shard_grad_op+offload", "trainer.device=cpu")
-    with pytest.raises(ConfigError, match=r"model.strategy=shard_grad_op\+offload.*on CPUs"):
-        run(load_config(settings_of(tiny_dir, files, tmp_path, *more), SFT))
 
 
 def test_random_weights_are_for_folders_without_any_and_asked_for_by_a_seed(

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.ppo.advantages.plain_python import (
-    INDEX,
-    NAMES,
-    ROWS,
-    WIDTH,
-    whole_batch,
-)
+from tests.trainer.ppo.advantages.plain_python import INDEX, NAMES, ROWS, WIDTH, whole_batch
 from tests.trainer.ppo.advantages.twins import SETTINGS, TWINS, Case
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import columns_read, compute_advantage, named_rewards

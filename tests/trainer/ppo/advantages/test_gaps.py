@@ -62,20 +62,3 @@ def test_what_was_observed_changes_no_bit(columns, name, given):
             other[key] = arguments[key].masked_fill(outside, garbage)
         for ours, own in zip(ADVANTAGE_ESTIMATORS[name](**other), expected, strict=True):
             assert torch.equal(ours[~outside], own[~outside])
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
-@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
-def test_a_mask_of_any_dtype_is_the_same_and_nothing_given_is_written(columns, name, given, dtype):
-    rewards, values, mask = columns
-    batch = whole_batch(rewards.float(), values.float(), mask)
-    arguments = arguments_of(name, batch, given)
-    expected = ADVANTAGE_ESTIMATORS[name](**arguments)
-    twice = mask if dtype == torch.bool else 2 * mask  # whatever is not zero is inside
-    arguments["response_mask"] = twice.to(dtype)
-
-    before = {k: x.clone() for k, x in arguments.items() if isinstance(x, torch.Tensor)}
-    for ours, own in zip(ADVANTAGE_ESTIMATORS[name](**arguments), expected, strict=True):
-        assert torch.equal(ours, own)
-    for key, column in before.items():
-        torch.testing.assert_close(arguments[key], column, rtol=0, atol=0, equal_nan=True)
