@@ -59,7 +59,6 @@ class Orders:
     ("backend", "cell"),
     [
         pytest.param("local", OF_ONE_RANK["ppo"], id="ppo"),
-        pytest.param("local", OF_ONE_RANK["async"], id="async"),
         pytest.param("ray", OF_ONE_RANK["ppo"], marks=SLOW_ON_RAY, id="ppo-ray"),
         pytest.param("ray", OF_ONE_RANK["async"], marks=pytest.mark.ray, id="async-ray"),
         pytest.param("ray", OF_TWO_RANKS["ppo"], marks=SLOW_ON_RAY, id="ppo-two-ray"),

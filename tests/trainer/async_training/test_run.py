@@ -65,7 +65,7 @@ def test_validations_by_two_generators_have_the_numbers_of_the_synchronous_run(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     engine = "actor_rollout_ref.rollout.name=hf"
-    files = f"data.val_files={tiny_dir}/val.parquet"
+    files = f"data.val_files={tiny_dir}/few.parquet"
     more = (*POLICY_ALONE, *FEW_ROWS, TWO_STEPS, *VALIDATED, files, engine)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = ("async_training.topology=2m1t", "async_training.max_staleness=0")

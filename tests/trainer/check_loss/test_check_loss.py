@@ -195,8 +195,6 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
             "not the name of a loss or estimator: 'vanila'.*Did you mean 'vanilla'",
         ),
         (dict(target="gpg"), "gpg is of the kinds policy and estimator.*such as --kind policy"),
-        (dict(target="vanilla", kind="polcy"), "there is no kind 'polcy'.*'policy'"),
-        (dict(target="vanilla", skip=["padding"]), "there is no relation 'padding'"),
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),
         (dict(target="trl:gpro"), "trl has no loss 'gpro'. Did you mean 'grpo'.* Known: dapo"),
     ]

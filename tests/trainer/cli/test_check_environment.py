@@ -68,15 +68,3 @@ def test_what_an_environment_cuts_is_said(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     assert "Say a number from 0 to 3." in said
     assert "): cut, reward 0\n" in said
-
-
-def test_what_a_step_costs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    main([f"{GAMES}:Count", "--kwargs", '{"sleep": 0.05}'])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "a step costs" in line]
-    assert float(line.split()[3]) >= 50
-
-
-def test_an_option_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([f"{GAMES}:Count", "--row", "3"])
-    assert "argument --row: 3 is not a " in capsys.readouterr().err

@@ -72,22 +72,6 @@ def test_passes_are_cut_by_tokens_unless_rows_are_asked_for(
     assert not by_tokens(ROWS)
 
 
-@pytest.mark.parametrize(
-    ("words", "pools"),
-    [
-        (["placement=colocate"], [{"actor", "rollout", "ref", "critic", "reward_model"}]),
-        (
-            ["placement=standalone", "role_mapping.ref=actor_pool"],
-            [{"actor", "ref"}, {"rollout"}, {"critic"}, {"reward_model"}],
-        ),
-    ],
-)
-def test_a_mapped_role_shares_a_pool_of_the_preset(words: list[str], pools: list[set[str]]) -> None:
-    config = load_config([*NEEDED, *ALL_ROLES, *words, "trainer.n_gpus_per_node=4"])
-    found = [set(plan.roles) for plan in nominal_placement(config).pools.values()]
-    assert sorted(map(sorted, found)) == sorted(map(sorted, pools))
-
-
 ALL_ROLES = [
     "algorithm.use_kl_in_reward=true",
     "reward.model.enable=true",

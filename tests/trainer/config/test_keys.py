@@ -103,12 +103,6 @@ def is_string(node: ast.stmt | None) -> bool:
     )
 
 
-def test_the_reference_is_mapped_when_there_is_a_kl() -> None:
-    assert "ref" not in load().role_mapping
-    assert "ref" in load("algorithm.use_kl_in_reward=true").role_mapping
-    assert "ref" in load("actor_rollout_ref.actor.use_kl_loss=true").role_mapping
-
-
 def test_an_uneven_preset_says_so(caplog: pytest.LogCaptureFixture) -> None:
     load("placement=split", "trainer.n_gpus_per_node=3")
     assert "do not divide evenly" in caplog.text

@@ -11,7 +11,6 @@ import pytest
 
 from trainer.data.config import DataConfig
 from trainer.data.loader import epoch_order
-from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
 
 CALLS = []
@@ -54,12 +53,6 @@ def test_a_shuffled_epoch_is_a_permutation_by_seed_and_epoch() -> None:
 def test_what_is_no_order_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} returned int64.*4 integers from 0 to 3"):
         order_of(name)(0)
-
-
-def test_shuffle_next_to_a_sampler_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=y", "data.sampler=a.b"]
-    load_config([*needed, "data.shuffle=false"])
-    assert "data.shuffle has no effect: data.sampler sets the order" in caplog.text
 
 
 def test_a_loader_takes_its_prompts_in_that_order(tiny_dir: Path) -> None:

@@ -15,7 +15,6 @@ from trainer.cli.eval import main, settings_of_run
 from trainer.config.flat import flat_config
 from trainer.config.settings import overrides_of
 from trainer.evaluation.recipe import EVAL, EvaluationConfig
-from trainer.evaluation.step import core_table
 from trainer.ppo.recipe import load_config
 from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel
@@ -84,21 +83,6 @@ def test_a_model_folder_and_several_data_sets_are_told_apart(
     assert 0 <= found["val-core/mine/reward/mean@1"] <= 8
     assert "val-core/verl_like/tiny_letters/reward/mean@1" in found
     main([f"{tiny_dir}/model", *settings])  # again, into the same folder
-
-
-def test_the_table_has_a_row_for_each_data_source() -> None:
-    metrics = {
-        "val-core/a/b/acc/mean@4": 0.5,
-        "val-core/a/b/acc/best@4/mean": 0.75,
-        "val-core/a/b/acc/best@4/std": 0.1,
-        "val-core/c/reward/mean@4": 1.0,
-        "val-aux/c/reward/std@4": 1.0,
-    }
-    assert [line.split() for line in core_table(metrics)] == [
-        ["data", "source", "variable", "mean@4", "best@4"],
-        ["a/b", "acc", "0.5", "0.75"],
-        ["c", "reward", "1", "-"],
-    ]
 
 
 def configuration(

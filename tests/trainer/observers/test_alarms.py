@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-import pytest
-
 from trainer.observers.alarms import Alarms, AlarmTexts, skipped_updates
 from trainer.sft.step import SFTTrainer
 
@@ -21,14 +19,6 @@ def alarms_of_a_loss(first: float = 1.0) -> Alarms:
     alarms = Alarms([doubled])
     assert alarms.check({"loss": first}, 1) == []
     return alarms
-
-
-def test_an_alarm_is_logged_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
-    alarms = alarms_of_a_loss()
-    with caplog.at_level("WARNING"):
-        said = alarms.check({"loss": 2.0}, 7)
-    assert said == ["alarm in step 7: the loss is 2, 1 at first"]
-    assert [record.getMessage() for record in caplog.records] == said
 
 
 def test_an_alarm_that_stays_is_said_ever_more_rarely() -> None:

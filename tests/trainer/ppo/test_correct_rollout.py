@@ -144,13 +144,6 @@ def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
         assert unused_reason(config, f"{SECTION}.{name}") is None
 
 
-def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
-    own = f"{SECTION}.rollout_is_threshold=3"
-    config = load_config([*NEEDED, own, "correction=decoupled_token_is", "algorithm=dapo"])
-    assert config.algorithm.rollout_correction.rollout_is_threshold == "3"
-    assert config.algorithm.filter_groups.enable
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

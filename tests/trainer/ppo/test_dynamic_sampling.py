@@ -85,19 +85,6 @@ def test_a_group_without_a_number_does_not_differ() -> None:
     assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 1.0
 
 
-def test_a_number_that_some_draws_lack_is_nan_there() -> None:
-    config = FilterGroupsConfig(enable=True)
-    batch, _ = collect_groups(
-        lambda a: drawn([[0, 1]], a, **({"acc": [1.0, 2.0]} if a else {})), 2, config
-    )
-    assert np.isnan(batch.non_tensor_batch["reward_extra/acc"]).tolist() == [
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
 def test_metrics_of_several_draws_keep_their_meaning() -> None:
     first = {"reward/num_failed": 1.0, "length/max": 5.0, "length/min": 2.0, "reward/mean": 1.0}
     second = {"reward/num_failed": 2.0, "length/max": 9.0, "length/min": 4.0, "reward/mean": 0.0}

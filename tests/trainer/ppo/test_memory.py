@@ -124,22 +124,6 @@ def test_a_reward_model_computes_beside_the_engine_that_may_draw_more(model: Pat
     assert reads.resident > reads.weights + reads.gathered
 
 
-def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
-    lengths = ("data.max_prompt_length=64", "data.max_response_length=960")
-    chunks, whole = (
-        {
-            role.role: role.activations or 0
-            for role in role_memories(script_config(model, *lengths, *setting), "cuda", CARD)
-        }
-        for setting in ((), ("actor_rollout_ref.model.use_fused_kernels=false",))
-    )
-    largest = largest_pass(script_config(model, *lengths), "ref")
-    states, logits = 2 * 4096, 2 * 102400
-    assert whole["ref"] == logits * largest.reads + states * (largest.tokens + largest.reads)
-    assert chunks["ref"] < whole["ref"]
-    assert chunks["critic"] == whole["critic"]
-
-
 def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
     check_memory(script_config(model), GPU)
     more = (

@@ -53,15 +53,3 @@ def test_validation_metrics_equal_their_definitions():
         pairs = [naive_bootstrap(vote, n, majority, 3) for vote in votes]
         expected[f"maj@{n}/mean"], expected[f"maj@{n}/std"] = np.mean(pairs, axis=0)
     assert result["x"]["reward"] == pytest.approx(expected)
-
-
-def test_without_predictions_there_is_no_majority():
-    result = process_validation_metrics(["x"] * 2, ["p"] * 2, {"acc": [1, 0]})
-    assert set(result["x"]["acc"]) == {
-        "mean@2",
-        "std@2",
-        "best@2/mean",
-        "best@2/std",
-        "worst@2/mean",
-        "worst@2/std",
-    }

@@ -77,6 +77,7 @@ def played(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"environment={folder}/count.py:Count",
         f"data.val_files=[{tiny_dir}/val.parquet]",
         "trainer.total_training_steps=2",
+        "data.train_batch_size=4",
         "trainer.val_before_train=false",
         "trainer.test_freq=2",
         "trainer.save_freq=1",
@@ -102,6 +103,8 @@ def asked(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *POLICY_ALONE,
         f"environment={folder}/asks.py:run",
         "environment.max_turns=3",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
         "trainer.max_ckpt_to_keep=null",
@@ -262,6 +265,8 @@ def test_the_best_trajectories_become_chats_that_sft_reads(
         "actor_rollout_ref.rollout.n=2",
         f"trainer.default_local_dir={tmp_path}/best",
         "trainer.logger=[]",
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=1",
     ]
     run(load_config(settings, BEST_OF_N))
     rows = [json.loads(row) for row in (tmp_path / "best/selected.jsonl").read_text().splitlines()]

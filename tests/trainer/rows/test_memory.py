@@ -9,7 +9,6 @@ import pytest
 from trainer.config.compose import load_config
 from trainer.memory import role_models
 from trainer.preference.recipe import DPO, PreferenceConfig
-from trainer.preference.step import PreferenceTrainer
 from trainer.rows.preflight import largest_pass, preflight, role_memories
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
@@ -68,9 +67,3 @@ def test_roles_that_do_not_fit_on_a_gpu_are_refused(tiny_dir: Path) -> None:
     config = dpo(tiny_dir, "trainer.simulate=1x0.001GiB")
     with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
         preflight(config, num_sides=2)
-
-
-def test_the_plan_shows_it(tiny_dir: Path) -> None:
-    _, plan = PreferenceTrainer.describe(dpo(tiny_dir))
-    assert "preference" in plan
-    assert "GiB per device at peak" in plan
