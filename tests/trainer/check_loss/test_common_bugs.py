@@ -73,7 +73,10 @@ BUGS: list[tuple[Callable[..., Any], str]] = [
 
 @pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize(("function", "relation"), BUGS, ids=[each[0].__name__ for each in BUGS])
-def test_the_bug_is_named(function: Callable[..., Any], relation: str) -> None:
+def test_the_bug_is_named(
+    function: Callable[..., Any], relation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_batches(monkeypatch)
     with pytest.raises(BrokenRelation) as caught:
         check_loss(function)
     assert caught.value.relation == relation

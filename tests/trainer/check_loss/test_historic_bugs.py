@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer.check_loss.stand_ins import few_batches
 from trainer.check_loss import BrokenRelation, check_loss
 from workers.losses.aggregate import agg_loss
 
@@ -188,7 +189,14 @@ def steps_at_observations(token_level_rewards, values, response_mask, gamma, lam
 @pytest.mark.parametrize(
     ("thread", "relation", "function", "settings"), MUTANTS, ids=[row[0] for row in MUTANTS]
 )
-def test_the_bug_of(thread: str, relation: str, function: Mutant, settings: dict[str, Any]) -> None:
+def test_the_bug_of(
+    thread: str,
+    relation: str,
+    function: Mutant,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_batches(monkeypatch)
     with pytest.raises(BrokenRelation) as caught:
         check_loss(function, **settings)
     assert caught.value.relation == relation
