@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 from packaging.requirements import Requirement
 
 from tests.programs import VERL_LIKE
@@ -18,9 +19,15 @@ from verl_like.process.machine import free_memory_gb
 
 
 @pytest.mark.ray
-def test_everything_works_here() -> None:
+def test_everything_works_here(ray_session: None) -> None:
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(
-        [VERL_LIKE, "doctor"], capture_output=True, text=True, timeout=600, check=False
+        [VERL_LIKE, "doctor"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if "weight sync and generation ran" in line]
@@ -28,10 +35,6 @@ def test_everything_works_here() -> None:
         ["ok", "local", "works"],
         ["ok", "ray", "works"],
     ]
-
-
-def test_a_probe_generates() -> None:
-    assert "weight sync and generation ran in" in probes.local()
 
 
 def test_a_missing_package_ends_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +159,7 @@ def test_an_allocator_that_the_user_has_set_is_left_alone_and_told(
 
 @pytest.mark.ray
 def test_the_probe_of_two_gpus_takes_a_step_on_two_cpu_ranks(
-    capsys: pytest.CaptureFixture[str],
+    ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "an FSDP step on two ranks (cpu): loss" in probes.fsdp("cpu")
     plan = [line.split() for line in capsys.readouterr().out.splitlines()]
