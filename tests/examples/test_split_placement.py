@@ -52,8 +52,11 @@ def settings_of(script: Path) -> list[str]:
 def test_the_tiny_split_example_learns_and_overlaps_and_its_numbers_are_those_of_one_pool(
     tmp_path: Path, forked_python: Path
 ) -> None:
-    short = ("trainer.total_training_steps=14",)
-    done = bash(SPLIT, *short, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
+    small = (
+        *("data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=32"),
+        *("trainer.total_epochs=1", "trainer.test_freq=-1", "trainer.val_before_train=false"),
+    )
+    done = bash(SPLIT, *small, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^  (\S+): \S+ -> \S+$", done.stdout, re.M) == TINY_KEYS
     assert re.search(r"^update phase, split over two pools +\d", done.stdout, re.M)
