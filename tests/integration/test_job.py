@@ -99,11 +99,18 @@ def wait_for_the_head(environment: dict[str, str]) -> None:
     raise AssertionError("the head takes no jobs")
 
 
-def asked(environment: dict[str, str], path: str) -> Any:
-    """Return the head's answer about its jobs, without a `ray job` process for each question."""
-    headers = {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"}
+def asked(environment: dict[str, str], path: str, **job: str) -> Any:
+    """Return the head's answer about its jobs, without a `ray job` process for each question.
+
+    With a `job`, submit it.
+    """
     request = urllib.request.Request(
-        f"{environment['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}", headers=headers
+        f"{environment['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}",
+        json.dumps(job).encode() if job else None,
+        {
+            "Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}",
+            "Content-Type": "application/json",
+        },
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -125,8 +132,8 @@ def test_a_submitted_job_ends_succeeded_or_failed_with_its_lines_in_its_log(
     settings = [*shlex.split(written)[2:], *mine, "trainer.total_training_steps=1"]
 
     wait_for_the_head(job_environment)
-    bad = ("--no-wait", "--submission-id=bad", *settings, "data.tran_files=x")
-    submit(job_environment, tmp_path, *bad)
+    command = shlex.join([*settings[settings.index("--") + 1 :], "data.tran_files=x"])
+    asked(job_environment, "", entrypoint=command, submission_id="bad")
     shown = submit(job_environment, tmp_path, "--submission-id=good", *settings)
     assert "Job 'good' succeeded" in shown, shown
     good = asked(job_environment, "good/logs")["logs"]
