@@ -11,6 +11,25 @@ import time
 from workers.agents import Environment, TrajectoryEnd, Turn
 
 
+class OfRow(Environment):
+    """The game that the row names, so that tests share a process that has loaded the code."""
+
+    def reset(self, row, rng):
+        self.game = globals()[row["game"]](**row["settings"])
+        self.game.rng_seed = self.rng_seed
+        return self.game.reset(row, rng)
+
+    def step(self, text):
+        return self.game.step(text)
+
+
+class OfRowForTwo(OfRow):
+    players = ("white", "black")
+
+    def step(self, text, player):
+        return self.game.step(text, player)
+
+
 class Count(Environment):
     """Answers every turn with its number, and ends after `turns` turns."""
 
@@ -145,10 +164,10 @@ class Long(Environment):
 
 class Strange(Environment):
     def __init__(self, answer) -> None:
-        self.answer = answer
+        self.answer = answer  # one, or one per row
 
     def reset(self, row, rng):
-        if isinstance(self.answer, list):  # an answer per row
+        if isinstance(self.answer, list):
             self.answer = self.answer[row["number"]]
         return 7 if self.answer == "reset" else None
 
@@ -312,19 +331,6 @@ class Own(Environment):
         return TrajectoryEnd()
 
 
-class Remembers(Environment):
-    """Keeps played trajectories in its class."""
-
-    games = 0
-
-    def reset(self, row, rng):
-        Remembers.games += 1
-        return str(Remembers.games)
-
-    def step(self, text):
-        return TrajectoryEnd()
-
-
 class NeverBegins(Environment):
     def reset(self, row, rng):
         raise RuntimeError("no game today")
@@ -344,34 +350,6 @@ class ByLot(Environment):
         return str(rng.integers(10**6))
 
     def step(self, text):
-        return TrajectoryEnd(1.0)
-
-
-class FailsAgain(Count):
-    """Once a file exists, the next trajectory of each row fails in its first turn."""
-
-    def __init__(self, file: str) -> None:
-        super().__init__(turns=6)
-        self.file = file
-
-    def reset(self, row, rng):
-        mine = f"{self.file}_of_{row['number']}"
-        self.is_other = os.path.exists(self.file) and not os.path.exists(mine)
-        if self.is_other:
-            open(mine, "w").close()
-        return super().reset(row, rng)
-
-    def _answer(self):
-        raise RuntimeError("out of order")
-
-    def step(self, text):
-        return self._answer() if self.is_other else super().step(text)
-
-
-class EndsAgain(FailsAgain):
-    """The same, but ends the process instead of failing."""
-
-    def _answer(self):
         return TrajectoryEnd(1.0)
 
 
@@ -403,20 +381,6 @@ class Duel(Environment):
         if self.both:
             return {name: Turn("go on", 0.5) for name in self.players}
         return {"white": Turn("go on", 0.5)}
-
-
-class Named(Environment):
-    """Says which environment it is, and has a tool."""
-
-    def reset(self, row, rng):
-        return "named"
-
-    def look(self) -> str:
-        """Look."""
-        return "seen"
-
-    def step(self, text):
-        return TrajectoryEnd(7.0)
 
 
 class FailsOnce(Environment):

@@ -100,16 +100,6 @@ SHAPES = {
         rewrites=True,  # a space before the turn, which the model does not say
         between="[INST] no[/INST]",
     ),
-    "gemma": Shape(
-        "{{ '<bos>' }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == "
-        "'assistant' else 'user') + '\n' + m.content|trim + '<end_of_turn>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
-        ("<start_of_turn>", "<end_of_turn>"),
-        ("<end_of_turn>",),
-        "a guess",
-        rewrites=False,
-        between="\n<start_of_turn>user\nno<end_of_turn>\n<start_of_turn>model\n",
-    ),
 }
 
 

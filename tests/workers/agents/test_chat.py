@@ -80,25 +80,6 @@ def test_a_turn_that_was_cut_is_closed_by_what_the_template_writes() -> None:
     ]
 
 
-def test_a_template_without_an_end_of_turn_keeps_what_was_drawn() -> None:
-    tokenizer = tokenizer_with(CHAT_TEMPLATE)
-    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
-    text = tokenizer.decode(
-        chat.between(tokenizer.eos_token_id, [{"role": "user", "content": "no"}])
-    )
-    assert text == "<user>no<assistant>"
-
-
-def test_what_a_template_leaves_out_of_older_turns_stays_in_the_row() -> None:
-    tokenizer = tokenizer_with(FORGETS)
-    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
-    between = chat.between(tokenizer.eos_token_id, [{"role": "user", "content": "no"}])
-    assert tokenizer.decode(between) == "\n<user>no<eos>\n<assistant>"
-    told = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hm#b"}]
-    rewritten = whole(tokenizer, [*told, {"role": "user", "content": "no"}])
-    assert "hm" not in tokenizer.decode(rewritten)
-
-
 @pytest.fixture(params=SHAPES)
 def shape(request: pytest.FixtureRequest) -> Shape:
     return SHAPES[request.param]

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import httpx
@@ -91,7 +90,7 @@ def test_the_requests_of_an_agent_are_the_turns_of_a_row(play: Play, tokenizer: 
 
 @pytest.mark.parametrize("name", ["counts_async", "streams"])
 def test_any_of_the_clients_ways_gives_the_same_bits(play: Play, name: str) -> None:
-    same_bits(play(name, num=2), play("counts", num=2))
+    same_bits(play(name), play("counts"))
 
 
 def test_a_row_of_token_ids_is_what_was_sent_and_drawn(play: Play) -> None:
@@ -99,6 +98,11 @@ def test_a_row_of_token_ids_is_what_was_sent_and_drawn(play: Play) -> None:
         assert (one.problem, one.num_turns) == ("", 3)
         assert list(one.sample.prompt) == [1, 4, 30, 5]
         assert one.sample.tokens[~drawn_of(one)].tolist() == [4, 5, 4, 5]
+
+
+def test_a_repeated_request_is_a_turn_like_any_other(play: Play) -> None:
+    (one,) = play("repeats")
+    assert (one.num_turns, one.rewards[0][1]) == (4, 3.0)
 
 
 def test_ids_outside_the_vocabulary_are_refused(play: Play) -> None:
@@ -185,7 +189,7 @@ def test_settings_of_a_request_are_the_runs_overridden_or_an_error(
 ) -> None:
     warn_once.cache_clear()
     arguments = {"name": name, "value": value}
-    same_bits(play("sets", arguments=arguments, num=2), play("sets", arguments=arguments, num=2))
+    same_bits(play("sets", arguments=arguments), play("sets", arguments=arguments))
     notices = [one for one in caplog.messages if f"requests set {name}, which the run" in one]
     assert len(notices) == (not is_taken)
     (one,) = play("sets", arguments=arguments, request_settings="reject")
@@ -233,39 +237,46 @@ def test_what_goes_wrong_in_an_agent_is_a_failure_by_name(
     assert words in one.problem
 
 
-def test_an_agent_that_hangs_ends_at_its_deadline(play: Play) -> None:
-    spec = EnvironmentSpec(f"{HERE}:any_of_these", sandbox=Sandbox(network=False))
-    with closing(EnvironmentHost(spec, 2.0)) as host:
-        (one,) = play("hangs", on=host)
+def test_an_agent_that_hangs_ends_at_its_deadline(
+    play: Play, host: EnvironmentHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_step_timeout_s", 2.0)
+    (one,) = play("hangs")
     assert (one.ended, one.problem) == (
         "deadline",
         "no answer within environment.step_timeout_s=2 s",
     )
 
 
-def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys() -> None:
+def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys(
+    host: EnvironmentHost,
+) -> None:
     """A late or aborted agent would continue there, next to the next one."""
-    with closing(EnvironmentHost(EnvironmentSpec(f"{HERE}:tells_its_process"), 20.0)) as host:
-        for number in range(2):
-            host.open(number, (0, number), {})
+
+    def asked_by(*numbers: int) -> dict[int, str]:
+        for number in numbers:
+            host.open(number, (0, number), {"agent": "tells_its_process", "arguments": {}})
         asked: dict[int, str] = {}
-        while len(asked) < 2:
+        while len(asked) < len(numbers):
             for number, answer in host.answers(1.0):
                 asked[number] = answer["messages"][0]["content"]
-        host.end(0)
-        host.say(1, "a")
+        return asked
+
+    def end(number: int) -> None:
+        host.say(number, "a")
         while not (answers := list(host.answers(1.0))):
             pass
         assert answers[0][1]["end"]
-        host.end(1)
-        host.open(2, (0, 2), {})
-        host.open(3, (0, 3), {})
-        again: dict[int, str] = {}
-        while len(again) < 2:
-            for number, answer in host.answers(1.0):
-                again[number] = answer["messages"][0]["content"]
+        host.end(number)
+
+    asked = asked_by(0, 1)
+    host.end(0)
+    end(1)
+    again = asked_by(2, 3)
     assert again[2] == asked[1]
     assert again[3] not in asked.values()
+    end(2)
+    end(3)
 
 
 def test_chance_is_the_prompts_in_rng_and_the_samples_elsewhere(play: Play) -> None:

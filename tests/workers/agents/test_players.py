@@ -29,7 +29,7 @@ def play(tokenizer: Any, model: Any, host_of: Callable[..., EnvironmentHost]) ->
 
     def played(
         name: str = "Duel",
-        num: int = 3,
+        num: int = 2,
         players: tuple[str, ...] = PLAYERS,
         num_open: int = 64,
         kwargs: dict[str, Any] | None = None,
@@ -38,15 +38,15 @@ def play(tokenizer: Any, model: Any, host_of: Callable[..., EnvironmentHost]) ->
         config = EnvironmentConfig(**{"max_tokens_per_turn": 6, "retries": 0, **settings})
         stops = (tokenizer.eos_token_id,)
         chat = TurnRenderer(tokenizer, [], stops)
-        path = name if ":" in name else f"{HERE}:{name}"
-        host = host_of(EnvironmentSpec(path, kwargs or {}), 20.0)
+        path = name if ":" in name else f"{HERE}:OfRowForTwo"
+        host = host_of(EnvironmentSpec(path), 20.0)
         loop = TurnLoop(fresh_engine(model), host, chat, config)
         starts = []
         for game in range(num):
             for player in players:
                 seeds = noise_key(0, "uid", -1), noise_key(0, "uid", game)
                 key = noise_key(0, f"uid:{player}", game)
-                row: dict[str, Any] = {"number": game}
+                row = {"number": game, "game": name, "settings": kwargs or {}}
                 start = TrajectoryStart(
                     "a", row, seeds, key, player, environment_key=game, player=player
                 )
@@ -86,8 +86,8 @@ def test_each_player_has_its_own_texts_and_rewards(play: Play, tokenizer: Any, b
 
 
 def test_the_bits_of_a_game_do_not_depend_on_its_neighbors(play: Play) -> None:
-    together = [player for game in play(num=2) for player in game]
-    alone = [player for game in play(num=2, num_open=1) for player in game]
+    together = [player for game in play() for player in game]
+    alone = [player for game in play(num_open=1) for player in game]
     same_bits(together, alone)
 
 
@@ -129,7 +129,7 @@ def test_answers_that_no_player_waits_for_are_failures(play: Play) -> None:
 
 def test_an_agent_asks_for_its_players_by_model(play: Play) -> None:
     path = "tests.workers.agents.agents:negotiates"
-    for buyer, seller in play(path, players=("buyer", "seller")):
+    for buyer, seller in play(path, num=1, players=("buyer", "seller")):
         assert (buyer.problem, buyer.num_turns, seller.num_turns) == ("", 2, 1)
         assert [reward for _, reward in buyer.rewards] == [1.0, 0.25]
         assert [reward for _, reward in seller.rewards] == [-1.0]

@@ -16,9 +16,8 @@ from tests.workers.agents.test_loop import HERE, fresh_engine, same_bits, starts
 from tests.workers.gradients import gradients
 from tests.workers.samples import started, tiny_config
 from trainer.cli.make_tiny import make_model, make_tokenizer
-from trainer.ppo.compute_advantage import compute_advantage
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import BatchError, ConfigError
+from verl_like.errors import ConfigError
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
@@ -29,7 +28,6 @@ from workers.config import EnvironmentConfig
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.batches import batch_of as make_batch
-from workers.rollout.batches import check_sample_hashes
 from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
@@ -132,7 +130,6 @@ def drawn(batch: DataProto, name: str) -> torch.Tensor:
         ("retokenized", SHORTENS, True),
         ("retokenized", SHORTENS, False),
         ("retokenized", FORGETS, True),
-        ("sampled", CHATML, False),
     ],
 )
 def test_the_trainers_log_probs_are_the_engines(
@@ -177,28 +174,6 @@ def test_one_turn_or_more_learn_as_rows_of_their_own_would(play: Play, folder: P
     assert len(found) > 10
     for name, weight in module.named_parameters():
         torch.testing.assert_close(found[name], weight.grad, atol=1e-6, rtol=1e-4, msg=name)
-
-
-def test_a_trajectory_of_segments_is_one_sample_of_its_group(play: Play) -> None:
-    """Rewards 1 (in three segments) and 0: the baseline is 0.5, not 0.75."""
-    split, plain = play(num=1)[0], play("sampled", num=1)[0]
-    assert len(split.sample.segments) == 2
-    batch = batch_of([split, plain])
-    rewards = torch.zeros(2, WIDTH)
-    rewards[0, split.rewards[-1][0]] = 1.0
-    batch = batch.set_columns({"token_level_rewards": rewards})
-    settings = {"norm_adv_by_std_in_grpo": False}
-    batch = compute_advantage(batch, "grpo", **settings)
-    lead = torch.tensor([[0.5], [-0.5]]) * batch.padded("response_mask")
-    assert torch.equal(batch.padded("advantages"), lead)
-
-
-def test_positions_that_are_changed_are_found(play: Play) -> None:
-    batch = batch_of(play(num=2))
-    assert check_sample_hashes(batch)["training/num_hash_matched_samples"] == 2
-    as_one = batch.padded("attention_mask").cumsum(-1) - 1
-    with pytest.raises(BatchError, match="2 of 2 samples differ from what the rollout sampled"):
-        check_sample_hashes(batch.set_columns({"position_ids": as_one}))
 
 
 def test_a_reward_model_reads_the_last_segment_alone(play: Play) -> None:

@@ -23,25 +23,10 @@ def answers(text: str) -> list[tuple[str, bool]]:
     return [answer_call(call, TOOLS) for call in parse(text)[0]]
 
 
-def test_a_typed_function_with_a_docstring_is_a_tool() -> None:
-    assert Tool.of(games.add, "tools[0]").schema == {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "The sum of two numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a"],
-            },
-        },
-    }
-
-
 def test_types_and_descriptions_are_those_of_transformers_schemas() -> None:
     from transformers.utils import get_json_schema
 
-    def call(a: int, b: float, c: str, d: bool, e: list[int], f: dict[str, int]) -> str:
+    def call(a: int, b: float, c: str, d: bool, e: list[int], f: dict[str, int] = {}) -> str:  # noqa: B006
         """Call it.
 
         It takes a while: wait.
@@ -64,6 +49,7 @@ def test_types_and_descriptions_are_those_of_transformers_schemas() -> None:
     theirs = get_json_schema(call)["function"]
     ours = Tool.of(call, "t").schema["function"]
     assert ours["description"] == theirs["description"]
+    assert ours["parameters"]["required"] == theirs["parameters"]["required"]
     of_them, of_us = (one["parameters"]["properties"] for one in (theirs, ours))
     for key in ("type", "description", "enum"):
         assert {name: one.get(key) for name, one in of_us.items()} == {
@@ -371,19 +357,6 @@ def test_no_text_raises() -> None:
     for _ in range(4000):
         for said, _ in answers("".join(chance.choices(parts, k=chance.randrange(10)))):
             assert isinstance(said, str)
-
-
-def test_any_ids_are_a_call_or_a_text() -> None:
-    """With a tokenizer whose tokens are a byte, a letter, or a part of a call."""
-    pieces = [*map(chr, range(256)), '{"name": "add", "arguments": ', "<tool_call>", "{}", "\ufffd"]
-    chance = random.Random(1)
-    loaded = EnvironmentSpec(f"{HERE}:Counter", tools=[f"{HERE}:add"]).load()
-    for _ in range(500):
-        episode = Episode(loaded, (0, 1))
-        episode.reset({"number": 1})
-        ids = chance.choices(range(len(pieces)), k=chance.randrange(30))
-        answer = json.loads(json.dumps(episode.step("".join(pieces[one] for one in ids))))
-        assert answer.get("end") or isinstance(answer["messages"][0]["content"], str)
 
 
 def test_a_text_of_many_openings_is_read_in_its_length() -> None:

@@ -29,18 +29,6 @@ def soon() -> float:
     return time.monotonic() + 0.05
 
 
-def test_what_is_sent_is_read_there_and_answers_come_back_in_order(ends: Ends) -> None:
-    driver, function = ends
-    driver.send([(0, {"solution_str": "a"})], soon())
-    assert function.receive() == [(0, {"solution_str": "a"})]
-    answers = [[number, [None, {}, "a\nb\u2028"]] for number in range(3)]
-    for answer in answers:
-        function.send(answer)
-    assert [driver.receive(soon()) for _ in answers] == answers
-    with pytest.raises(TimeoutError):
-        driver.receive(soon())
-
-
 def test_what_came_before_garbage_counts(ends: Ends) -> None:
     driver, function = ends
     function.send([0, [1.0, {}, None]])
@@ -56,10 +44,3 @@ def test_an_answer_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> No
     function._socket.sendall(b"1" * 101)
     with pytest.raises(NoAnswerError, match="more than 100 bytes"):
         driver.receive(soon())
-
-
-def test_a_thread_that_waits_is_woken(ends: Ends) -> None:
-    driver, _ = ends
-    driver.shut()
-    with pytest.raises(EOFError):
-        driver.receive(time.monotonic() + 60.0)

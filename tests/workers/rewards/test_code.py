@@ -252,7 +252,6 @@ SAYS_NO_MORE = "import os\nos.close(1)\ntime.sleep(60)"
     ("code", "words"),
     [
         (f"{SHARED}\n{TALKS}", "GiB of memory (memory_gb=0.125)"),
-        (f"{SHARED}\n{SAYS_NO_MORE}", "GiB of memory (memory_gb=0.125)"),
         (f"{FILES}\n{SAYS_NO_MORE}", "GiB into its working folder (file_gb=0.015625)"),
     ],
 )

@@ -27,7 +27,7 @@ from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
 STRANGER = """
-import asyncio, ctypes, fcntl, mmap, os, signal, socket, subprocess, sys, time
+import asyncio, ctypes, fcntl, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 
 def every_socket():
@@ -78,20 +78,10 @@ def act(solution_str):
         for number in every_socket():
             os.write(number, b"[0, [")
         time.sleep(60)
-    if solution_str == "pickle":
-        import pickle
-        for number in every_socket():
-            os.write(number, pickle.dumps((0, (1.0, {}, None))) + b"\\n")
-        time.sleep(60)
     if solution_str == "huge":
         return 1e308
     if solution_str == "memory":
         return len(bytearray(2**31))
-    if solution_str == "shared":
-        kept = mmap.mmap(-1, 2**28)
-        for _ in range(2**8):
-            kept.write(bytes(2**20))
-        time.sleep(60)
     if solution_str == "cpu":
         while True:
             pass
@@ -136,12 +126,9 @@ def act(solution_str):
         time.sleep(60)
     if solution_str == "print":
         sys.stdout.write("x" * 3 * 2**20)
-    if solution_str in ("here", "deep"):
+    if solution_str == "here":
         folder = os.getcwd()
         Path("scratch").write_text("mine")
-        for _ in range(1100 if solution_str == "deep" else 0):
-            os.mkdir("in")
-            os.chdir("in")
         return {"score": 1.0, "pred": folder}
     if solution_str == "group":
         return os.getpgid(0)
@@ -196,13 +183,10 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("exit", "SystemExit: it called sys.exit(3)"),
-        ("_exit", "the reward process ended with exit code 4"),
         ("crash", "the reward process was killed by SIGSEGV"),
         ("stop", "the reward process was stopped by SIGSTOP"),
         ("kill", "the reward process was killed by SIGKILL, as the system does when memory"),
         ("garbage", "the reward process sent an invalid reply: b'not an answer'"),
-        ("pickle", "the reward process sent an invalid reply"),
         ("huge", "1e+308. Return a number that is finite in float32"),
         ("memory", "(its limit is reward.sandbox.memory_gb)"),
         ("cpu", "the reward process used up its processor time (cpu_s=0.5)"),
@@ -224,9 +208,8 @@ def test_what_a_function_does_is_said_of_its_sample_alone(
     assert words in guilty[2]
 
 
-@pytest.mark.parametrize("text", ["together", "shared"])
-def test_memory_is_that_of_all_that_it_has_started(stranger: Any, text: str) -> None:
-    ((score, _, error),) = stranger(text, sandbox=Sandbox(memory_gb=0.25))
+def test_memory_is_that_of_all_that_it_has_started(stranger: Any) -> None:
+    ((score, _, error),) = stranger("together", sandbox=Sandbox(memory_gb=0.25))
     assert score is None
     assert "GiB of memory (memory_gb=0.25)" in error
 
@@ -316,20 +299,13 @@ def test_it_ends_with_a_driver_that_is_killed() -> None:
     wait_until_ended(*pids)
 
 
-@pytest.mark.parametrize("text", ["here", "deep"])
-def test_its_working_folder_is_removed(stranger: Any, text: str) -> None:
-    ((_, numbers, _),) = stranger(text, deadline=4.5, sandbox=Sandbox())
+def test_its_working_folder_is_removed(stranger: Any) -> None:
+    ((_, numbers, _),) = stranger("here", deadline=4.5, sandbox=Sandbox())
     folder = Path(numbers["pred"])
     assert (folder / "scratch").read_text() == "mine"
     (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.5]
     scorer.stop()
     assert not folder.exists()
-
-
-def test_it_has_a_process_group_of_its_own(stranger: Any) -> None:
-    ((group, _, _),) = stranger("group")
-    assert group != os.getpgid(0)
-    assert int(group) in descendants(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -365,7 +341,7 @@ def test_a_supervisor_that_is_stopped_ends_by_itself_as_soon_as_it_is_closed(
 
 @pytest.mark.parametrize(
     ("name", "killed"),
-    [("act", "supervisor"), ("act_on_all", "function"), ("act_async", "function")],
+    [("act", "supervisor"), ("act_async", "function")],
 )
 def test_one_that_is_killed_while_it_is_idle_fails_no_sample(
     stranger: Any, name: str, killed: str

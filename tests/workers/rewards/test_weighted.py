@@ -21,7 +21,6 @@ from workers.rewards.weighted import (
     Rewards,
     RewardTerm,
     TermScores,
-    neutralize_skipped,
     normalized,
     overlong_punishment,
 )
@@ -195,11 +194,6 @@ def test_a_failure_ends_the_run_where_that_was_chosen() -> None:
         scores_of(judge)
 
 
-def test_scores_that_are_waited_for_are_called_by_their_rewards_in_messages() -> None:
-    rewards = Rewards([part("judge", [0.0] * 4), part("length", [0.0] * 4)], None)
-    assert str(rewards.launch(batch(), lambda _: None)) == "rewards (judge, length)"
-
-
 @pytest.mark.parametrize("on_failure", ["default", "skip"])
 def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> None:
     nan = float("nan")
@@ -254,15 +248,6 @@ def test_a_skipped_sample_leaves_the_update_and_moves_no_baseline() -> None:
 def test_without_a_failure_a_mask_stays_the_same_object() -> None:
     whole = batch()
     assert without_skipped(whole) is whole
-
-
-def test_a_group_that_is_skipped_whole_scores_zero() -> None:
-    scores = torch.ones(4, 3)
-    skipped = torch.tensor([False, False, False, True])
-    uids = np.array(["a", "a", "a", "b"])
-    scored = neutralize_skipped(scores, MASK.bool(), skipped, uids)
-    assert scored[:3].equal(scores[:3])
-    assert scored[3].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_overlong_responses_are_punished_softly() -> None:
