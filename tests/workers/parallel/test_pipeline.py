@@ -51,34 +51,6 @@ def test_no_rank_waits_for_what_nobody_sends(kind: str, num_ranks: int, num_pass
             assert own == list(range(num_passes))  # gradients are added up as one process adds them
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_what_is_sent_comes_in_the_order_in_which_it_is_awaited(kind: str, num_ranks: int) -> None:
-    lists = [schedule(kind, rank, num_ranks, 2 * num_ranks + 1) for rank in range(num_ranks)]
-    size = num_ranks * num_chunks(kind)
-    for source, target in itertools.permutations(range(num_ranks), 2):
-        for step in (1, -1):
-            for goes_round in (False, True):
-                ways = []
-                for rank, offset in ((source, 0), (target, -step)):
-                    own = []
-                    for action in lists[rank]:
-                        begin = action.chunk * num_ranks + rank + offset
-                        end = begin + step
-                        is_way = (begin % num_ranks, end % num_ranks) == (source, target)
-                        is_there = 0 <= min(begin, end) and max(begin, end) < size
-                        is_round = max(begin, end) % num_ranks == 0
-                        if (
-                            is_way
-                            and is_there
-                            and is_round == goes_round
-                            and action.is_forward == (step == 1)
-                        ):
-                            own.append((begin, action.number))
-                    ways.append(own)
-                assert ways[0] == ways[1]
-
-
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)

@@ -100,7 +100,6 @@ def test_a_checkpoint_passes_through_every_axis_bit_for_bit(tmp_path: Path, lora
         {"pp": 2, "pp_schedule": "interleaved"},
         {"shard": 2},
         {},
-        {"sp": 2},
     )
     names = ["first", *(str(place) for place in range(len(chain)))]
     for over, name, into in zip(chain, names, names[1:], strict=False):

@@ -54,20 +54,15 @@ def assert_average(policies: list[Weights], average: Weights) -> None:
         torch.testing.assert_close(average[name].double(), expected, rtol=0, atol=1e-7)
 
 
-def test_the_average_is_its_definition_and_the_weights_come_back(one_layer_dir: Path) -> None:
-    assert_average(*after_two_updates(str(one_layer_dir)))
-
-
 def test_shards_average_as_the_whole(one_layer_dir: Path) -> None:
     for policies, average in run_kept(2, after_two_updates, str(one_layer_dir)):
         assert_average(policies, average)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_resumed_actor_goes_on_with_its_average_bit_for_bit(
-    one_layer_dir: Path, tmp_path: Path, lora_rank: int
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    first, second = (actor_of(one_layer_dir, lora_rank=lora_rank) for _ in range(2))
+    first, second = (actor_of(one_layer_dir, lora_rank=4) for _ in range(2))
     update(first, 0)
     first.save_checkpoint(str(tmp_path / "actor"))
     second.load_checkpoint(str(tmp_path / "actor"))

@@ -208,18 +208,6 @@ def test_adapters_get_the_same_gradients_at_the_head_too(
     assert_equal(*found)
 
 
-def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
-    folders: Callable[[str], Path], small_chunks: None
-) -> None:
-    exact, rounded = (
-        gradients(actor_of(folders("plain"), compute_dtype=name), make_batch(8), ACTOR_COLUMNS)
-        for name in ("float32", "bfloat16")
-    )
-    for name, gradient in exact.items():
-        assert rounded[name].dtype == torch.float32
-        assert (rounded[name] - gradient).norm() < 0.1 * gradient.norm(), name
-
-
 @pytest.fixture
 def forgotten_proofs() -> Iterator[None]:
     """Forget earlier proofs, and those of this test."""

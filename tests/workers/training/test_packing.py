@@ -92,27 +92,6 @@ def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(fold
             )  # a key's bias has none but rounding
 
 
-def test_the_side_of_the_padding_does_not_matter(one_layer_dir: Path) -> None:
-    actor, batch = started(ActorWorker, tiny_config(one_layer_dir), 1), make_batch(6)
-    mask, width = batch.batch["attention_mask"], batch.batch["attention_mask"].shape[1]
-    left = make_batch(6)
-    for row in range(6):
-        order = torch.cat([(mask[row] == 0).nonzero(), (mask[row] != 0).nonzero()]).squeeze(1)
-        shift = int(mask[row].flip(0).argmax())
-        for name in ("input_ids", "attention_mask", "position_ids"):
-            left.batch[name][row] = batch.batch[name][row][order]
-        for name in ("responses", "response_mask"):
-            left.batch[name][row] = batch.batch[name][row].roll(shift)
-    assert left.batch["attention_mask"][:, width - 1].all()
-    ours, moved = (actor.compute_log_prob(b)[0].batch["old_log_probs"] for b in (batch, left))
-    for row in range(6):
-        inside, inside_left = (
-            batch.batch["response_mask"][row] != 0,
-            left.batch["response_mask"][row] != 0,
-        )
-        torch.testing.assert_close(ours[row][inside], moved[row][inside_left], atol=1e-5, rtol=0)
-
-
 def test_what_a_pack_holds_follows_the_real_tokens(one_layer_dir: Path) -> None:
     columns = Rows.take(odd_batch(), INPUTS).columns
     needed = needed_lengths(response_reads(columns))

@@ -1,4 +1,4 @@
-"""Pairs in the engine: passes, ranks and padding change no result, and pairs stay together."""
+"""Pairs in the engine: each side gets its own numbers, and pairs stay together."""
 
 from __future__ import annotations
 
@@ -8,53 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import own_chunk, random_row, started
+from tests.workers.samples import random_row, started
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
-from workers.config import OptimConfig
-from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
+from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
-from workers.roles.rows import RowWorker
+from workers.roles.rows import SFTWorker
 from workers.training.engine import INPUTS
-from workers.training.microbatch import Columns, MiniBatch
 from workers.training.readings import Pairs, Reading, RowScores
 from workers.training.row_proof import RowPasses
 
 PAIRS = 5
 
 
-class LikelierWorker(RowWorker):
-    """Makes the chosen response likelier than the rejected one."""
+class LikelierWorker(SFTWorker):
+    """Reads log-probs of both sides."""
 
     def reading(self) -> Reading:
         return Pairs(Reading())
 
-    def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        gap = outputs["log_probs"].sum(-1).diff(dim=1)[:, 0].neg()
-        real = columns["response_mask"].any(-1).all(-1)
-        share = -(logsigmoid(gap) * real).sum() / (batch.num_rows / 2)
-        return share, {"loss": share, "gap": (gap * real).sum() / (batch.num_rows / 2)}
 
-
-class HigherWorker(LikelierWorker):
-    """Scores the chosen row above the rejected one."""
+class HigherWorker(SFTWorker):
+    """Reads a score of each side."""
 
     head = "scalar"
 
     def reading(self) -> Reading:
         return Pairs(RowScores())
-
-    def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return super().loss({"log_probs": outputs["scores"][..., None]}, columns, batch)
 
 
 def pairs(number: int = PAIRS) -> DataProto:
@@ -64,42 +46,9 @@ def pairs(number: int = PAIRS) -> DataProto:
     return pair_batch(rows, [f"pair {row}" for row in range(number)], pad_token_id=0)
 
 
-def worker_of(worker: type[RowWorker], one_layer_dir: Path, **data: Any) -> RowWorker:
-    config = RowWorkerConfig(
-        model=TrainedModelConfig(
-            path=str(one_layer_dir / "model"), use_remove_padding=data.pop("packed", True)
-        ),
-        optim=OptimConfig(lr=1e-2),
-        data=RowDataConfig(**data),
-    )
-    return started(worker, config, 10)
-
-
-def trained(
-    one_layer_dir: Path, worker: type[RowWorker], max_tokens: int = 16384, **data: Any
-) -> list[dict[str, float]]:
-    role = worker_of(worker, one_layer_dir, max_token_len_per_gpu=max_tokens, **data)
-    rows = own_chunk(pairs(), role.rank, role.world_size)
-    found = [role.update_model(rows) for _ in range(3)]
-    names = ("train/loss", "train/gap", "train/grad_norm")
-    return [{name: metrics[name] for name in names} for metrics in found]
-
-
-@pytest.mark.parametrize("worker", [LikelierWorker, HigherWorker])
-def test_neither_cut_nor_padding_nor_ranks_change_an_update(
-    worker: type[RowWorker], one_layer_dir: Path
-) -> None:
-    alone = trained(one_layer_dir, worker)
-    assert alone[-1]["train/loss"] < alone[0]["train/loss"]
-    others = [
-        trained(one_layer_dir, worker, use_dynamic_bsz=False, micro_batch_size_per_gpu=2),
-        trained(one_layer_dir, worker, max_tokens=40),
-        trained(one_layer_dir, worker, packed=False),
-        run_kept(2, trained, one_layer_dir, worker, 30)[1],
-    ]
-    for other in others:
-        for own, expected in zip(other, alone, strict=True):
-            assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
+def worker_of(worker: type[SFTWorker], one_layer_dir: Path) -> Any:
+    model = TrainedModelConfig(path=str(one_layer_dir / "model"))
+    return started(worker, RowWorkerConfig(model=model), 10)
 
 
 @pytest.mark.parametrize("apart", [False, True])

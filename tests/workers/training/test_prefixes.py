@@ -71,16 +71,6 @@ def test_gradients_are_those_of_separate_rows(
     )
 
 
-def test_log_probs_are_those_of_separate_rows(tiny_dir: Path) -> None:
-    batch = samples_of_prompts(3, 4)
-    shared, separate = (
-        worker(ActorWorker, tiny_dir, shares=shares).compute_log_prob(batch)[0].batch
-        for shares in (True, False)
-    )
-    difference = shared["old_log_probs"] - separate["old_log_probs"]
-    assert difference.abs().max() < 1e-6
-
-
 def test_a_pass_computes_every_prefix_once() -> None:
     rows = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11, 12], [1, 2, 5, 13], [7, 8]]
     ids, reads = ragged(*rows), last_read(5, 6, 4, 2)

@@ -57,15 +57,6 @@ TYPES: dict[str, dict[str, Any]] = {
         **{"sliding_window": 16, "input_jitter_noise": 0.1, "router_jitter_noise": 0.05, **MOE},
     },
     "jetmoe": {"kv_channels": 8, "num_local_experts": 4},
-    "afmoe": {
-        "sliding_window": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "num_hidden_layers": 4,
-        "num_dense_layers": 1,
-    },
 }
 
 

@@ -54,11 +54,6 @@ def test_passes_update_calls_and_seeds_have_other_mini_batches() -> None:
     assert mini_batches(numbered(), 1) == found
 
 
-def test_without_a_seed_every_pass_has_the_same() -> None:
-    expected = [{0, 3, 6, 9}, {1, 4, 7, 10}, {2, 5, 8, 11}]
-    assert mini_batches(numbered(), 1, seed=None) == expected * 2
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_they_are_the_same_samples_on_ranks_balanced_by_tokens(world_size: int) -> None:
     lengths = make_batch(ROWS).batch["attention_mask"].sum(-1)

@@ -93,14 +93,6 @@ def test_a_kernel_computes_what_rectangles_do(
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_layout_says_the_bounds_of_its_rows() -> None:
-    layout = RowLayout([3, 1, 4], CPU)
-    assert layout.cu_seqlens.tolist() == [0, 3, 4, 8]
-    assert layout.cu_seqlens.dtype == torch.int32
-    assert layout.max_len == 4
-    assert "rectangles" not in vars(layout)
-
-
 def test_states_wider_than_the_kernel_s_type_are_cast_and_the_output_is_of_the_value_s() -> None:
     seen = []
 
