@@ -11,15 +11,13 @@ import torch
 import transformers
 
 from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, gradients
-from tests.workers.samples import VOCAB, learned, make_batch, started, text_rows, tiny_config
+from tests.workers.samples import VOCAB, make_batch, started, text_rows, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.config import ModelConfig, RewardModelConfig
+from workers.config import ModelConfig
 from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
 from workers.roles.actor import ActorWorker
-from workers.roles.critic import CriticWorker
-from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rows import SFTWorker
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
@@ -84,38 +82,6 @@ def test_supervised_fine_tuning_learns_from_the_loss_of_plain_transformers(folde
     first = worker.update_model(rows)["train/loss"]
     assert first == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
     assert worker.update_model(rows)["train/loss"] < first
-
-
-def test_a_reward_model_scores_as_the_family_s_classifier(folder: Path, tmp_path: Path) -> None:
-    config = transformers.AutoConfig.from_pretrained(folder / "model")
-    torch.manual_seed(SEED)
-    classifier = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    classifier.save_pretrained(tmp_path)
-    settings = config_of(folder)
-    settings.reward.model = RewardModelConfig(enable=True, path=str(tmp_path))
-    batch = make_batch(3)
-    scores = started(RewardModelWorker, settings).compute_rm_score(batch).batch["rm_scores"]
-    for number in range(3):
-        real = batch.batch["attention_mask"][number].bool()
-        expected = classifier(input_ids=batch.batch["input_ids"][number][real][None]).logits
-        assert scores[number].sum().item() == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_actor_and_critic_take_a_step(folder: Path) -> None:
-    config, batch = config_of(folder), make_batch(4)
-    config.critic.model.path = str(folder / "model")
-    actor = started(ActorWorker, config, 10)
-    batch.batch["old_log_probs"] = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
-    before = actor.weights_checksum()
-    metrics = learned(actor.update_actor(batch))
-    assert abs(metrics["actor/ppo_kl"]) < 1e-6
-    assert metrics["actor/grad_norm"] > 0
-    assert actor.weights_checksum() != before
-
-    critic = started(CriticWorker, config, 10)
-    assert not critic.compute_values(batch).batch["values"].any()
-    batch.batch["values"] = torch.zeros_like(batch.batch["values"])
-    assert learned(critic.update_critic(batch))["critic/grad_norm"] > 0
 
 
 def test_gradient_checkpointing_saves_memory_and_keeps_gradients(folder: Path) -> None:

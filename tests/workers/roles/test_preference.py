@@ -87,19 +87,6 @@ def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, one_layer
         torch.testing.assert_close(other["before"], alone["before"], atol=1e-4, rtol=0)
 
 
-def test_means_of_rows_with_a_label_do_not_depend_on_the_pass(one_layer_dir: Path) -> None:
-    batch = batch_of("kto")
-    worker = started(PreferenceWorker, config_of(one_layer_dir, "kto"), 10)
-    log_probs = worker.compute_log_prob(batch).batch["response_log_probs"]
-    metrics = worker.update_model(batch)
-    good = batch.batch["desirable"]
-    ratio = log_probs - batch.batch["ref_log_probs"]
-    assert metrics["train/log_probs/chosen"] == pytest.approx(float(log_probs[good].mean()), 1e-5)
-    rejected = 0.1 * float(ratio[~good].mean())
-    assert metrics["train/rewards/rejected"] == pytest.approx(rejected, abs=1e-4)
-    assert metrics["train/desirable"] == pytest.approx(0.6)
-
-
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo", "kto"])
 def test_a_dummy_gives_no_loss_and_no_gradient(loss: str, one_layer_dir: Path) -> None:
     worker = PreferenceWorker(config_of(one_layer_dir, loss))

@@ -22,12 +22,6 @@ def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir: Path) -
     assert set(scores.batch.keys()) == {"ref_log_prob"}
 
 
-def test_the_reference_holds_no_optimizer_and_no_gradient(tiny_dir: Path) -> None:
-    reference = started(ReferenceWorker, tiny_config(tiny_dir))
-    assert reference.engine.optimizer is None
-    assert not any(parameter.requires_grad for parameter in reference.engine.parameters())
-
-
 def test_a_reference_of_its_own_folder_is_that_model_also_beside_an_actor_with_adapters(
     tiny_dir: Path, tmp_path: Path
 ) -> None:

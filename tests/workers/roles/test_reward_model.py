@@ -36,18 +36,6 @@ def test_scores_are_the_classifier_s_at_the_last_real_token(
         torch.testing.assert_close(scores[row], expected, atol=1e-6, rtol=0)
 
 
-def test_more_padding_does_not_change_a_score(tiny_dir: Path, classifier: Path) -> None:
-    worker, batch = scorer(tiny_dir, classifier), make_batch(5)
-    wider = make_batch(5)
-    names = ("input_ids", "attention_mask", "position_ids")
-    for name in names:
-        wider.batch[name] = torch.nn.functional.pad(batch.batch[name], (4, 3))
-    for name in ("responses", "response_mask"):
-        wider.batch[name] = torch.nn.functional.pad(batch.batch[name], (0, 3))
-    scores = worker.compute_rm_score(batch).batch["rm_scores"]
-    assert torch.equal(worker.compute_rm_score(wider).batch["rm_scores"][:, :5], scores)
-
-
 def test_an_empty_response_scores_zero(tiny_dir: Path, classifier: Path) -> None:
     batch = make_batch(3)
     batch.batch["response_mask"][1] = 0

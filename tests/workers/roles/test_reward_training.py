@@ -19,7 +19,6 @@ from verl_like.errors import ConfigError
 from workers.config import CheckpointConfig, OptimConfig, RewardModelConfig
 from workers.config.rows import RewardTrainingConfig, RowDataConfig, TrainedModelConfig
 from workers.losses.pairwise import PAIRWISE_LOSSES
-from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rows import RewardTrainingWorker
 from workers.training.engine import INPUTS
@@ -168,21 +167,6 @@ def test_a_folder_that_reads_scores_elsewhere_is_refused(
     (folder / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"score_at='first_token'; valid: last_token, legacy"):
         worker_of(folder)
-
-
-def test_a_critic_starts_from_the_exported_body_and_head(
-    one_layer_dir: Path, tmp_path: Path
-) -> None:
-    worker = worker_of(one_layer_dir / "model")
-    for _ in range(2):
-        worker.update_model(pairs())
-    config = tiny_config(one_layer_dir)
-    config.critic.model.path = str(exported(worker, tmp_path / "step"))
-    critic = started(CriticWorker, config, 1)
-    own, expected = (dict(each.engine.named_full_tensors()) for each in (critic, worker))
-    assert own.keys() == expected.keys()
-    assert all(torch.equal(own[name], expected[name]) for name in own)
-    assert own["score.weight"].abs().max() > 0
 
 
 def test_a_model_with_adapters_learns_and_is_exported_merged(

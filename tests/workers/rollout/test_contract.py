@@ -255,17 +255,6 @@ def test_what_runs_forbids_sleep_another_batch_and_other_settings(engine: Rollou
     assert lists([found[number] for number in numbers]) == whole
 
 
-def test_versions_are_taken_over_and_stamped(engine: RolloutEngine, folder: Path) -> None:
-    for version in range(2):
-        changed = make_model(folder / str(version), seed=version)
-        load(engine, changed, version)
-        outputs = engine.generate(requests_of(PROMPTS[:4]), settings(do_sample=False))
-        for prompt, output in zip(PROMPTS, outputs, strict=False):
-            best = full_logits(changed, prompt, output.tokens).argmax(-1)
-            assert output.tokens.tolist() == best.tolist()
-            assert set(output.versions.tolist()) == {version}
-
-
 def test_names_missing_unknown_and_misshaped_are_listed_and_the_engine_stays_stale(
     engine: RolloutEngine, model: Any
 ) -> None:

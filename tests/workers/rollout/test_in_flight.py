@@ -129,24 +129,6 @@ def test_a_response_goes_on_so_too_where_the_module_itself_decodes(
     assert sum(len(output.versions.unique()) for output in outputs) > len(PROMPTS) + 4
 
 
-def test_calls_of_a_few_tokens_each_make_the_responses_of_one_call(engine: RolloutEngine) -> None:
-    per_call = 3
-    vllm = getattr(engine, "vllm", None)
-    in_step = type(vllm).__name__ != "VllmServer"  # a server samples between two takes, too
-    whole = engine.generate(requests_of(PROMPTS), settings())
-    outputs, calls = begun(engine, requests_of(PROMPTS), settings(), per_call), 1
-    while unfinished := [i for i, o in enumerate(outputs) if o.finish_reason == "abort"]:
-        if in_step:
-            assert all(len(outputs[i].tokens) == per_call * calls for i in unfinished)
-        again = begun(engine, [outputs[i] for i in unfinished], settings(), per_call)
-        for i, output in zip(unfinished, again, strict=True):
-            outputs[i] = output
-        calls += 1
-    assert calls == -(-RESPONSE // per_call) or not in_step
-    for found, expected in zip(outputs, whole, strict=True):
-        same(found, expected, engine)
-
-
 def test_responses_of_older_weights_go_on_beside_new_ones_as_alone(
     engine: RolloutEngine, other: Any
 ) -> None:

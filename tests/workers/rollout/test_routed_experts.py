@@ -21,7 +21,7 @@ from workers.rollout.batches import batch_of
 from workers.rollout.build import check_notes_routing
 from workers.rollout.hf import HFEngine
 from workers.rollout.native.engine import NativeEngine
-from workers.rollout.sample import CachedStates, Sample
+from workers.rollout.sample import Sample
 
 LIMITS = EngineLimits(prompt_width=6, response_width=12, max_num_seqs=3, kv_cache_gb=1.0)
 SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(2, 5), routed_experts=True)
@@ -93,25 +93,6 @@ def test_a_sample_that_goes_on_has_the_experts_of_its_cache(
         if sample.name in found:
             assert torch.equal(found[sample.name].tokens, sample.tokens)
             assert_chosen(model, found[sample.name])
-
-
-def test_a_next_turn_goes_on_with_kept_states_and_their_experts(model: Any) -> None:
-    engine = engine_of("native", model)
-    (first,) = engine.generate([replace(SAMPLES[1], cached=CachedStates(), end_at=4)], SAMPLING)
-    assert first.cached is not None
-    assert first.cached.read
-    observed = torch.tensor([9, 10, 11])
-    second = replace(
-        first,
-        tokens=torch.cat([first.tokens, observed]),
-        log_probs=torch.cat([first.log_probs, torch.full((3,), torch.nan)]),
-        versions=torch.cat([first.versions, torch.full((3,), -1, dtype=torch.int32)]),
-        finish_reason="abort",
-        end_at=None,
-    )
-    for cached in (first.cached, None):
-        (output,) = engine.generate([replace(second, cached=cached)], SAMPLING)
-        assert_chosen(model, output)
 
 
 def test_the_column_has_a_row_for_every_token(model: Any) -> None:

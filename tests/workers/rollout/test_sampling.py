@@ -103,14 +103,6 @@ def test_rows_in_parts_have_the_tokens_of_rows_together(
         assert torch.equal(in_parts, whole)
 
 
-@pytest.mark.parametrize("num_tied", [3, 1500])
-def test_of_equally_likely_tokens_top_p_keeps_the_first(num_tied: int) -> None:
-    log_probs = torch.full((2, 4000), -1e4)
-    log_probs[:, -num_tied:] = torch.tensor(1 / num_tied).log()
-    tokens = filtered_probs(log_probs, sampling(top_p=0.5))[0].nonzero().flatten()
-    assert tokens.tolist() == [*range(4000 - num_tied, 4000 - num_tied + (num_tied + 1) // 2)]
-
-
 def chi_square_limit(freedom: int) -> float:
     """Return Wilson and Hilferty's approximation of the 99.9 % quantile."""
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
@@ -166,11 +158,6 @@ def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(
         )
     plain = sampling(**settings, logit_bias=bias["logit_bias"])
     assert torch.equal(sample_tokens(logits, noise(50), plain)[1], log_probs[:, :1])
-
-
-def test_greedy_decoding_draws_from_one_token() -> None:
-    greedy = sampling(do_sample=False, top_k=4, truncated_log_probs=True)
-    assert not sample_tokens(torch.randn(5, VOCAB), noise(5), greedy)[1][:, 1].any()
 
 
 def test_greedy_takes_the_likeliest_and_counts_as_temperature_one() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import started, tiny_config
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError, RolloutError
+from verl_like.errors import ConfigError
 from workers.config import RolloutConfig
 from workers.models.folder import generation_eos
 from workers.models.load import load_model
@@ -82,12 +82,6 @@ def test_the_ids_are_a_union_and_both_spellings_are_read(
     assert worker.sampling_of(prompt_batch(2)).stop_token_ids == (2, 7, 9)
     only_model = prompt_batch(2, meta={"eos_token_id": None, "pad_token_id": 0})
     assert worker.sampling_of(only_model).stop_token_ids == (7, 9)
-
-
-def test_a_model_without_any_eos_is_refused(one_layer_dir: Path, tmp_path: Path) -> None:
-    worker = worker_of(folder_with(one_layer_dir, tmp_path, None))
-    with pytest.raises(RolloutError, match=r"no eos_token_id and the model's generation_config"):
-        worker.generate_sequences(prompt_batch(4, meta={"pad_token_id": 0}))
 
 
 def test_stop_ids_that_are_no_ids_are_refused() -> None:

@@ -140,15 +140,6 @@ def test_buckets_stay_within_their_size_and_two_rooms_serve_all() -> None:
     assert all(torch.equal(seen[name], tensor) for name, tensor in tensors)
 
 
-def test_a_bucket_out_of_turn_is_caught(
-    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    announced(
-        monkeypatch, lambda held: held | {"number": 7 if held["number"] == 0 else held["number"]}
-    )
-    refused(actor, rollout, "bucket 7 instead of bucket 0")
-
-
 def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(
     actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

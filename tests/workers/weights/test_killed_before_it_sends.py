@@ -96,7 +96,6 @@ def die_at_the_second_write(is_written: bool) -> None:
 @pytest.mark.parametrize(
     ("bring", "num_actors", "cls", "arguments"),
     [
-        (sync_weights, 1, DiesFirst, ()),
         (deliver, 2, DiesFirst, ()),
         (sync_weights, 1, DiesAsItForms, (True,)),
         (deliver, 1, DiesAsItForms, (False,)),

@@ -121,51 +121,6 @@ def test_a_rank_that_is_new_has_the_groups_formed_again_and_the_others_go_on(
     assert sorted(formed) == [0, 0, 1, 1, 2, 2]
 
 
-class GroupOfGPUs:
-    """A gloo group in the place of NCCL's; records what is sent over it."""
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = connection.JOIN_TIMEOUT
-        options._devices = connection._gloo_devices(connection.LOOPBACK)
-        self.group = dist.ProcessGroupGloo(store, rank, size, options)
-        self.num_bytes = 0
-
-    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        self.num_bytes += tensors[0].nbytes
-        return self.group.broadcast(tensors, options)
-
-
-@pytest.fixture
-def groups_of_gpus(monkeypatch: pytest.MonkeyPatch) -> list[GroupOfGPUs]:
-    """Give every rank "a GPU of its own"; return the groups of these."""
-    groups: list[GroupOfGPUs] = []
-    numbers = count()
-
-    def form(*arguments: Any) -> GroupOfGPUs:
-        groups.append(GroupOfGPUs(*arguments))
-        return groups[-1]
-
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(connection, "gpu_of", lambda _: f"GPU {next(numbers)}")
-    monkeypatch.setattr(connection, "group_of_gpus", form)
-    return groups
-
-
-def test_published_weights_travel_between_gpus(groups_of_gpus: list[GroupOfGPUs]) -> None:
-    actor = Group([Sender()])
-    rollout = Group([Receiver(rank, 2) for rank in range(2)])
-    for version in range(3):
-        train(actor)
-        publish_weights(actor, version, bucket_mb=0.001)
-        deliver_weights(actor, rollout, version)
-        assert versions(rollout) == [version] * 2
-        assert set(checksums(rollout)) == {checksums(actor)[0]}
-    assert len(groups_of_gpus) == 3, "reused"
-    buckets = actor.workers[0].snapshots.newest.buckets
-    assert groups_of_gpus[0].num_bytes == 3 * sum(len(bucket.payload) for bucket in buckets)
-
-
 def test_published_changes_travel_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
 

@@ -82,13 +82,13 @@ def test_changes_restore_every_bit(
 
 
 @both_ways
-def test_sixty_updates_send_three_per_cent_of_the_bytes(bring: Bring) -> None:
+def test_forty_updates_send_three_per_cent_of_the_bytes(bring: Bring) -> None:
     """Every twentieth sync loses a bucket or meets a new receiver; the sender restarts once."""
     draw = random.Random(0)
     actor, rollout = Group([AdamTrainer()]), Group([receiver(0), receiver(1)])
     whole = num_bytes(bring(actor, rollout, 0))
     sizes = []
-    for version in range(1, 61):
+    for version in range(1, 41):
         if version == 30:
             trained = actor.workers[0].module.state_dict()
             actor = Group([AdamTrainer()])
@@ -107,7 +107,7 @@ def test_sixty_updates_send_three_per_cent_of_the_bytes(bring: Bring) -> None:
             assert checksum_of(worker.engine.module.named_parameters()) == sent
 
     sparse = [size for size in sizes if size < whole]
-    assert len(sparse) >= 60 - 6  # three faults, a restart, and the first change per sender
+    assert len(sparse) >= 40 - 5  # two faults, a restart, and the first change per sender
     assert sum(sparse) / len(sparse) <= 0.03 * whole
 
 

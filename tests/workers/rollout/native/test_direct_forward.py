@@ -24,7 +24,6 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 1}
 """Heads of 64 numbers: kernels of processors with 512-bit vectors look at the sizes."""
 Passes = list[tuple[type, int]]
 FAMILIES = [
-    ("Llama", {}),
     ("Llama", BIASES),
     ("Mistral", {}),
     ("Qwen2", {}),

@@ -75,24 +75,6 @@ def generate(
     return dict(zip(rows, outputs, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("rows", "max_num_seqs"),
-    [
-        (range(20), 3),
-        (range(19, -1, -1), 8),
-        ([0, 19], 256),
-    ],
-)
-def test_the_bits_of_a_sample_do_not_depend_on_what_it_is_generated_with(
-    model: Any, prompts: list[list[int]], rows: Sequence[int], max_num_seqs: int
-) -> None:
-    whole = generate(model, prompts, range(len(prompts)))
-    for row, output in generate(model, prompts, list(rows), max_num_seqs).items():
-        assert output.tokens.tolist() == whole[row].tokens.tolist()
-        assert torch.equal(output.log_probs, whole[row].log_probs)
-        assert output.finish_reason == whole[row].finish_reason
-
-
 def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(
     model: Any, prompts: list[list[int]]
 ) -> None:
