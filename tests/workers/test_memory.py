@@ -27,9 +27,8 @@ def found_by_a_rank(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        "actor, recomputed, head in chunks",
+        "LoRA actor, recomputed, head in chunks",
         "DPO",
-        "LoRA actor",
         "actor, 2 ranks",
     ],
 )

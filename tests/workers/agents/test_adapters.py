@@ -25,7 +25,7 @@ import pytest
 from trainer.cli import check_environment
 from verl_like.errors import ConfigError
 from workers.agents import EnvironmentAdapter, TrajectoryEnd, Turn
-from workers.agents.environment import ADAPTERS, EnvironmentSpec, Episode, in_full
+from workers.agents.environment import EnvironmentSpec, Episode, in_full
 from workers.agents.host import EnvironmentHost
 
 HERE = "tests.workers.agents.test_adapters"
@@ -55,13 +55,6 @@ class Level(EnvironmentAdapter):
 
 def test_a_class_of_the_users_takes_an_id() -> None:
     assert begin(f"{HERE}:Level:7:b", top=9)[1] == "level 7:b of {'top': 9}"
-
-
-def test_every_prefix_names_an_adapter() -> None:
-    for prefix, path in ADAPTERS.items():
-        module, _, name = path.partition(":")
-        found = getattr(importlib.import_module(module), name)
-        assert found.__name__ == "agent" or issubclass(found, EnvironmentAdapter), prefix
 
 
 @pytest.mark.parametrize(
@@ -293,30 +286,6 @@ def test_gem_is_asked_as_its_interface_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert begin("gem:game:Countdown", start=2)[0].step("stop")["truncated"] is False
 
 
-def test_reasoning_gym_asks_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sums(list[dict[str, str]]):
-        def score_answer(self, answer: str, entry: dict[str, str]) -> float:
-            return float(answer == entry["answer"])
-
-    def create_dataset(name: str, size: int, seed: int, **kwargs: Any) -> Sums:
-        return Sums([{"question": f"{name} {seed} {kwargs}", "answer": "4"}])
-
-    def extract_answer(text: str) -> str | None:
-        return text[8:-9] if text.startswith("<answer>") else None
-
-    own = {"create_dataset": create_dataset}
-    fake(
-        monkeypatch,
-        reasoning_gym=own,
-        reasoning_gym__factory={**own, "DATASETS": {"chain_sum": None}},
-        reasoning_gym__utils={"extract_answer": extract_answer},
-    )
-    first = [begin("reasoning_gym:chain_sum", terms=2) for _ in range(2)]
-    assert first[0][1] == first[1][1]
-    assert first[0][0].step("<answer>4</answer>")["reward"] == 1.0
-    assert first[1][0].step(" 4 ")["reward"] == 1.0
-
-
 for_real = pytest.mark.skipif(
     importlib.util.find_spec("gem") is None or importlib.util.find_spec("reasoning_gym") is None,
     reason="tests/run.sh installs them where a C compiler is",
@@ -334,13 +303,15 @@ def test_gem_plays_for_real() -> None:
 
 
 @for_real
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "sudoku"])
+@pytest.mark.parametrize("name", ["chain_sum", "sudoku"])
 def test_reasoning_gym_scores_its_own_answers_for_real(name: str) -> None:
-    episode, first = begin(f"reasoning_gym:{name}")
-    assert first == begin(f"reasoning_gym:{name}")[1]
-    answer = str(episode._env._entry["answer"])
-    assert episode.step(f"so <answer>{answer}</answer>") == ENDS_WELL
-    assert begin(f"reasoning_gym:{name}")[0].step("<answer>?</answer>")["reward"] < 1.0
+    episodes = [begin(f"reasoning_gym:{name}") for _ in range(3)]
+    assert len({first for _, first in episodes}) == 1
+    right, plain, wrong = (episode for episode, _ in episodes)
+    answer = str(right._env._entry["answer"])
+    assert right.step(f"so <answer>{answer}</answer>") == ENDS_WELL
+    assert plain.step(f" {answer} ")["reward"] == 1.0
+    assert wrong.step("<answer>?</answer>")["reward"] < 1.0
 
 
 TEST_SH = """#!/bin/bash
@@ -360,25 +331,25 @@ def harbor_task(folder: Path, name: str) -> None:
     (folder / name / "tests/test.sh").write_text(TEST_SH)
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-def test_a_task_of_harbor_is_played_by_a_shell(tmp_path: Path, is_right: bool) -> None:
+def test_a_task_of_harbor_is_played_by_a_shell(tmp_path: Path) -> None:
     for name in ("hello", "bye"):
         harbor_task(tmp_path, name)
-    said = "hello" if is_right else "bye"
-    commands = ["pwd; ls /app; ls missing", f"echo 1 > /logs/x; echo {said} > /app/out.txt"]
-    calls = [json.dumps({"name": "bash", "arguments": {"command": one}}) for one in commands]
     spec = EnvironmentSpec(f"harbor:{tmp_path}", {"runtime": "local"})
     with closing(EnvironmentHost(spec, 20.0)) as host:
         assert [tool["function"]["name"] for tool in host.tools] == ["bash"]
-        row = {"task": "hello"}
-        (one,) = check_environment.play(host, [0], row, [*calls, "done"], 5)
-    first, shown, written, end = one.answers
-    assert first["text"] == "Write hello into /app/out.txt."
-    shown_text = shown["messages"][0]["content"]
-    assert shown_text.startswith("/app\nseed.txt\n")
-    assert shown_text.endswith("[exit code 2]")
-    assert written["messages"][0]["content"] == ""
-    assert (end["end"], end["reward"]) == (True, 1.0 if is_right else 0.25)
+        for said, reward in (("hello", 1.0), ("bye", 0.25)):
+            commands = ["pwd; ls /app; ls missing", f"echo 1 > /logs/x; echo {said} > /app/out.txt"]
+            calls = [
+                json.dumps({"name": "bash", "arguments": {"command": one}}) for one in commands
+            ]
+            (one,) = check_environment.play(host, [0], {"task": "hello"}, [*calls, "done"], 5)
+            first, shown, written, end = one.answers
+            assert first["text"] == "Write hello into /app/out.txt."
+            shown_text = shown["messages"][0]["content"]
+            assert shown_text.startswith("/app\nseed.txt\n")
+            assert shown_text.endswith("[exit code 2]")
+            assert written["messages"][0]["content"] == ""
+            assert (end["end"], end["reward"]) == (True, reward)
     assert not (tmp_path / "hello/environment/out.txt").exists()
 
 

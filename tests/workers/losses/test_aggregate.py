@@ -22,17 +22,6 @@ def test_aggregation_equals_plain_python(batch: Columns, mode: str, dtype: torch
     )
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("cuts", [[1] * 6, [2, 2, 2], [5, 1], [3, 1, 2]])
-def test_parts_add_up_to_the_whole(batch: Columns, mode: str, cuts: list[int]) -> None:
-    losses, mask = batch["advantages"], batch["response_mask"]
-    parts = [
-        agg_loss(part, inside, mode, **denominators(mask))
-        for part, inside in zip(losses.split(cuts), mask.split(cuts), strict=True)
-    ]
-    torch.testing.assert_close(sum(parts), agg_loss(losses, mask, mode))
-
-
 def test_the_norm_of_dr_grpo_divides_by_a_constant() -> None:
     losses, mask = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     assert agg_loss(losses, mask, "seq-mean-token-sum-norm").item() == (4 + 2) / 2 / 4

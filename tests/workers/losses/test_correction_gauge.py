@@ -20,7 +20,6 @@ from tests.workers.losses.plain_correction import (
 )
 from tests.workers.losses.plain_python import Columns, Rows, tokens_of
 from workers.config import RolloutCorrectionConfig
-from workers.losses import blocks
 from workers.losses.correction import RolloutCorrection
 from workers.losses.rejection import CRITERIA
 
@@ -141,22 +140,6 @@ def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch: Columns) -> 
     order = torch.tensor([3, 0, 4, 1, 2, 5])
     torch.testing.assert_close(torch.cat([chunk[0] for chunk in chunks]), weights[order])
     assert torch.equal(torch.cat([chunk[1] for chunk in chunks]), kept[order])
-
-
-def test_the_blocks_of_rows_do_not_show(batch: Columns, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {
-        "rollout_is": "token",
-        "rollout_rs": "token_k3,seq_max_k2",
-        "rollout_rs_threshold": "0.1,0.2",
-        "rollout_token_veto_threshold": 0.5,
-    }
-    columns = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
-    whole = corrected(*columns, **settings)
-    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 2 * columns[0].shape[1])
-    by_blocks = corrected(*columns, **settings)
-    for found, expected in zip(by_blocks[:2], whole[:2], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert by_blocks[2] == pytest.approx(whole[2])
 
 
 def test_a_batch_without_tokens_has_no_figures() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.workers.losses.plain_python import CONFIG, Columns, Rows, aggregate, tokens_of
-from tests.workers.losses.twins import clipped_surrogate, vanilla
+from tests.workers.losses.twins import clipped_surrogate
 from workers.config import LOSS_AGG_MODES
 from workers.losses.clip_cov import compute_policy_loss_clip_cov
 from workers.losses.kl_cov import compute_policy_loss_kl_cov
@@ -111,19 +111,6 @@ def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(
     assert len(drawn) > 1
 
 
-def test_clip_cov_without_candidates_is_the_clipped_surrogate(batch: Columns) -> None:
-    inside = batch["response_mask"].bool()
-    rows = zip(*(tokens_of(batch[name], inside) for name in NAMES), strict=True)
-    expected = aggregate(vanilla(list(rows), 0.2, 0.3, math.inf), "token-mean")
-    loss, metrics = compute_policy_loss_clip_cov(
-        **inputs_of(batch),
-        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_lb=100.0, clip_cov_ub=101.0),
-        config=CONFIG,
-    )
-    assert loss.item() == pytest.approx(expected)
-    assert metrics["actor/pg_clipfrac"] == 0
-
-
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(
@@ -159,24 +146,3 @@ def test_the_rollout_correction_weighs_every_token(batch: Columns, policy_loss: 
         **inputs, loss_agg_mode="token-mean", config=CONFIG, rollout_is_weights=twice
     )
     torch.testing.assert_close(weighed, 2 * plain)
-
-
-def test_a_dropped_token_has_no_gradient_and_the_others_have_theirs(batch: Columns) -> None:
-    leaf = batch["log_prob"].clone().requires_grad_()
-    inputs = inputs_of(batch | {"log_prob": leaf})
-    loss, _ = compute_policy_loss_clip_cov(
-        **inputs,
-        **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=1.0, **WIDE),
-        loss_agg_mode="token-sum",
-        config=CONFIG,
-    )
-    loss.backward()
-    inside = batch["response_mask"].bool()
-    tokens = tokens_with_covariance(batch)
-    candidates = clip_cov_candidates(tokens, 0.1, 1.2)
-    for place, gradient in enumerate(leaf.grad[inside].tolist()):
-        _, old, new, advantage, _ = tokens[place]
-        ratio = math.exp(new - old)
-        is_clipped = clipped_surrogate(ratio, advantage, 0.2, 0.3) > -ratio * advantage
-        kept = place not in candidates and not is_clipped
-        assert gradient == pytest.approx(-ratio * advantage if kept else 0.0)

@@ -15,13 +15,5 @@ def test_the_loss_is_the_mean_over_the_tokens_inside_the_mask() -> None:
     assert float(compute_lm_loss(LOG_PROBS, MASK)) == pytest.approx((1 + 2 + 4) / 3)
 
 
-def test_parts_of_a_mini_batch_add_up_to_its_loss() -> None:
-    parts = [
-        compute_lm_loss(LOG_PROBS[row : row + 1], MASK[row : row + 1], batch_num_tokens=3)
-        for row in (0, 1)
-    ]
-    assert float(sum(parts)) == pytest.approx(float(compute_lm_loss(LOG_PROBS, MASK)))
-
-
 def test_without_tokens_the_loss_is_zero() -> None:
     assert float(compute_lm_loss(LOG_PROBS, torch.zeros_like(MASK))) == 0

@@ -27,7 +27,6 @@ from workers.losses import blocks
 from workers.losses.importance_ratio import clip_widths
 from workers.losses.registry import (
     POLICY_LOSSES,
-    PolicyLoss,
     get_policy_loss,
     traits_of,
 )
@@ -118,24 +117,6 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
     for cuts in ([1] * ROWS, [4, 2]):
         for key, value in summed_over_cuts(batch, name, mode, cuts).items():
             assert_same(key, value, whole[key], check_dtype=False)
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_blocks_of_a_large_batch_do_not_show(
-    batch: Columns, name: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = []
-    for block_tokens in (10**6, 2 * WIDTH):
-        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
-        leaf = batch["log_prob"].clone().requires_grad_()
-        inputs = policy_inputs(batch | {"log_prob": leaf}) | chosen_tokens(batch, name)
-        weights = {"rollout_is_weights": batch["weights"].abs()}
-        loss, metrics = POLICY_LOSSES[name](**inputs, **weights, loss_agg_mode=mode, config=CONFIG)
-        (2 * loss).backward()
-        whole.append({"loss": loss.detach(), "gradient": leaf.grad, **metrics})
-    for key, value in whole[0].items():
-        assert_same(key, whole[1][key], value)
 
 
 def test_a_gradient_found_by_blocks_is_given_away_once(
@@ -299,14 +280,6 @@ def test_a_users_loss_is_found_by_the_name_of_its_decorator(
 
     assert get_policy_loss("my_loss") is my_loss
     assert traits_of(my_loss).keys_read is None
-
-
-def test_every_policy_loss_is_a_file_of_its_name() -> None:
-    first_names: dict[PolicyLoss, str] = {}
-    for name, policy_loss in POLICY_LOSSES.items():
-        first_names.setdefault(policy_loss, name)
-    for policy_loss, name in first_names.items():
-        assert policy_loss.__module__ == f"workers.losses.{name}"
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -7,7 +7,6 @@ import torch
 
 from tests.workers.losses.plain_python import Columns, Rows, aggregate, denominators, tokens_of
 from workers.config import LOSS_AGG_MODES
-from workers.losses import blocks
 from workers.losses.value import compute_value_loss
 
 
@@ -52,18 +51,3 @@ def test_the_value_loss_adds_up_over_parts_and_has_no_gradient_outside_the_mask(
     sum(loss for loss, _ in parts).backward()
     torch.testing.assert_close(leaf.grad, gradient)
     assert (gradient[mask == 0] == 0).all()
-
-
-def test_the_blocks_of_a_large_batch_do_not_show(
-    batch: Columns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for block_tokens in (10**6, 8):
-        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
-        leaf = batch["vpreds"].clone().requires_grad_()
-        returns, values, mask = batch["returns"], batch["values"], batch["response_mask"]
-        loss, share = compute_value_loss(leaf, returns, values, mask, 0.5)
-        loss.backward()
-        found.append((loss.detach(), share, leaf.grad))
-    for whole, in_parts in zip(*found, strict=True):
-        torch.testing.assert_close(in_parts, whole)

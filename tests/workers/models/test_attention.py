@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from verl_like.errors import ConfigError
-from workers.config import ModelConfig
 from workers.models import attention
 from workers.models.attention import resolve_attention
-from workers.models.load import load_model
 
 CPU = torch.device("cpu")
 
@@ -65,21 +62,6 @@ def test_soft_capping_takes_eager_and_refuses_sdpa() -> None:
         ConfigError, match=r"attn_logit_softcapping=50 .*Set attn_implementation=auto"
     ):
         resolve_attention("sdpa", *arguments, capped_config(50.0))
-
-
-def test_gemma_2_scores_as_transformers_eager_attention_does(tmp_path: Path) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-    sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 64}
-    config = Gemma2Config(**sizes, attn_logit_softcapping=0.5, initializer_range=0.3)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    eager = Gemma2ForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
-    ours = load_model(ModelConfig(path=str(tmp_path / "model")), "token")
-    ids = torch.arange(3, 12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(ours(ids).logits, eager(ids).logits, atol=1e-5, rtol=0)
 
 
 def test_a_card_too_old_or_a_type_too_wide_has_no_flash_attention(

@@ -13,14 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
-from tests.workers.samples import started, tiny_config
+from tests.workers.samples import tiny_config
 from verl_like.errors import ConfigError
 from workers.models import load
 from workers.models.checkpoint_format import checkpoint_format
 from workers.models.load import load_model
 from workers.models.state import named_state
-from workers.roles.critic import CriticWorker
-from workers.training.hf_export import export_huggingface
 
 FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "kimi_linear", "hrm_text", "gpt2")
 """Experts in one tensor, three tensors in one, one tensor in four, and nothing to convert."""
@@ -163,17 +161,3 @@ def test_a_folder_with_fused_experts_is_loaded_too(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     loaded = load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
     assert all(weights[name].equal(weight) for name, weight in named_state(loaded))
-
-
-def test_a_critic_of_experts_is_exported_as_a_classifier(tmp_path: Path) -> None:
-    saved(tmp_path, "mixtral")
-    engine = started(CriticWorker, tiny_config(tmp_path), 10).engine
-    with torch.no_grad():
-        engine.module.score.weight.normal_()
-    export_huggingface(engine, tmp_path / "critic", writes=True)
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
-    ids = torch.arange(6, 14)[None]
-    with torch.no_grad():
-        expected = engine.module(input_ids=ids)[:, -1]
-        found = loaded(input_ids=ids).logits
-    torch.testing.assert_close(found, expected)

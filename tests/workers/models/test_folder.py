@@ -88,8 +88,10 @@ def test_only_what_is_needed_is_fetched(
     assert len(asked) == (2 if stored.endswith("safetensors") else 3)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("config.json", "pipe"), ("tokenizer.json", "device"), ("chat_template.jinja", "folder")],
+)
 def test_a_small_file_that_is_no_regular_file_is_refused(
     name: str, kind: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -106,8 +108,15 @@ def test_a_small_file_that_is_no_regular_file_is_refused(
         model_folder(str(folder))
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"[1]", b"{"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[" * 100_000),
+        ("generation_config.json", b"\xff\xfe"),
+        ("tokenizer_config.json", b"[1]"),
+        ("config.json", b"{"),
+    ],
+)
 def test_a_small_file_that_is_damaged_is_named(
     name: str, content: bytes, tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -39,11 +39,6 @@ def test_a_file_that_was_written_anew_is_read_anew(folder: Path) -> None:
     assert read_hf_config(folder).num_hidden_layers == layers + 1
 
 
-def test_a_folder_without_the_file_is_refused_as_by_transformers(tmp_path: Path) -> None:
-    with pytest.raises((OSError, ValueError), match="model_type"):
-        read_hf_config(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("size", "said"),
     [

@@ -101,7 +101,7 @@ def kept_by(forward: Callable[[], Tensor], weights: list[nn.Parameter]) -> tuple
     return sum(kept), output
 
 
-def test_weights_of_7b_are_those_of_the_meta_device(tmp_path: Path) -> None:
+def test_weights_and_passes_of_7b_are_those_of_the_meta_device(tmp_path: Path) -> None:
     DEEPSEEK_7B.save_pretrained(tmp_path)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(DEEPSEEK_7B)
@@ -110,6 +110,26 @@ def test_weights_of_7b_are_those_of_the_meta_device(tmp_path: Path) -> None:
     assert shapes.num_trained == shapes.num_weights
     assert shapes.num_outside_layers == 2 * 102400 * 4096 + 4096
     assert shapes.key_value_numbers == 2 * 30 * 4096
+
+    # checkpointing keeps the inputs of layers, and one layer
+    body = shapes.body
+    assert body is not None
+    of_layer = 16 * 4096 + 8 * 4096 + 8 * 11008
+    assert body.saved == pytest.approx(30 * of_layer, rel=0.02)
+    less = shapes.trained_pass(8192, head=0, checkpointing=True)
+    assert less is not None
+    beside_inputs = less.in_layer / 8192 - 31 * 2 * 4096
+    # beside them the layer's gradients: two of the states' width, and of the MLP's one more than is
+    # freed on the way; and its output
+    of_gradients = 2 * (11008 + 3 * 4096)
+    assert beside_inputs == pytest.approx(of_layer + of_gradients, rel=0.1)
+
+    # a layer's own gradients are there next to what a pass saves
+    saved = 8192 * body.saved
+    moments = shapes.trained_pass(8192, head=1000, checkpointing=False)
+    assert moments is not None
+    assert moments.in_layer > saved + 8192 * 2 * 11008
+    assert moments.at_head == saved + 1000
 
 
 @pytest.mark.parametrize(
@@ -123,33 +143,6 @@ def test_a_token_s_keys_and_values_are_those_that_transformers_caches(case: str)
     widths = cached_widths(model.config.get_text_config())
     held = {(layer.keys.numel(), layer.values.numel()) for layer in cache.layers}
     assert {sum(numbers) for numbers in held} == {10 * sum(widths)}
-
-
-def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer(tmp_path: Path) -> None:
-    DEEPSEEK_7B.save_pretrained(tmp_path)
-    shapes = shapes_of(tmp_path, torch.bfloat16)
-    body = shapes.body
-    assert body is not None
-    of_layer = 16 * 4096 + 8 * 4096 + 8 * 11008
-    assert body.saved == pytest.approx(30 * of_layer, rel=0.02)
-    less = shapes.trained_pass(8192, head=0, checkpointing=True)
-    assert less is not None
-    beside_inputs = less.in_layer / 8192 - 31 * 2 * 4096
-    # beside them the layer's gradients: two of the states' width, and of the MLP's one more than is
-    # freed on the way; and its output
-    of_gradients = 2 * (11008 + 3 * 4096)
-    assert beside_inputs == pytest.approx(of_layer + of_gradients, rel=0.1)
-
-
-def test_a_layer_s_own_gradients_are_there_beside_what_a_pass_saves(tmp_path: Path) -> None:
-    DEEPSEEK_7B.save_pretrained(tmp_path)
-    shapes = shapes_of(tmp_path, torch.bfloat16)
-    assert shapes.body is not None
-    saved = 8192 * shapes.body.saved
-    moments = shapes.trained_pass(8192, head=1000, checkpointing=False)
-    assert moments is not None
-    assert moments.in_layer > saved + 8192 * 2 * 11008
-    assert moments.at_head == saved + 1000
 
 
 def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -> None:

@@ -47,8 +47,6 @@ NUM_STEPS = 2
 """Of the proof that an engine decodes such a model."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": ROUTED | LATENT | GROUPS,
-    "lfm2_moe": ROUTED
-    | dict(num_experts=4, num_dense_layers=1, layer_types=["conv", "full_attention"]),
     "afmoe": ROUTED | dict(num_experts=4, num_dense_layers=1, head_dim=8),
     "gemma4_text": dict(
         head_dim=8,
@@ -107,7 +105,7 @@ def biases(module: Any) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in persistent_buffers(module)}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "lfm2_moe", "gemma4_text"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
 def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> None:
     config = tiny_config(save_model(tmp_path, family), use_dynamic_bsz=False)
     config.actor_rollout_ref.rollout.name = "hf"
@@ -136,11 +134,10 @@ def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> No
     assert (ours - expected).abs().max() > 1e-2  # the buffers count
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
 def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
-    family: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    config = tiny_config(save_model(tmp_path, family))
+    config = tiny_config(save_model(tmp_path, "deepseek_v3"))
     config.actor_rollout_ref.rollout.name = "hf"
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     actor = started(ActorWorker, config, 10)
@@ -243,15 +240,6 @@ def test_a_buffer_that_nothing_fills_is_refused_by_name(
     edit(tmp_path, lambda tensors: tensors.update({f"{name}s": torch.ones(1)}))
     both = f"lacks 1 weights: {name}; it also has 1 entries that the model does not use: {name}s"
     with pytest.raises(ConfigError, match=both):
-        load_model(config.actor_rollout_ref.model, "token")
-
-
-def test_an_entry_that_nothing_takes_is_refused_by_name(tmp_path: Path) -> None:
-    config = tiny_config(save_model(tmp_path, "deepseek_v3"))
-    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.scales": torch.ones(2)}))
-    with pytest.raises(
-        ConfigError, match="1 entries that the model does not use: model.layers.0.scales"
-    ):
         load_model(config.actor_rollout_ref.model, "token")
 
 

@@ -185,20 +185,6 @@ def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer
     assert metrics["reward/num_timed_out"] == 5.0
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "answer"),
-    [
-        ("odd_rewards", "even", "odd_rewards has no such name, only asyncio, odd"),
-        ("no_such_module", "odd", "no_such_module cannot be imported"),
-    ],
-)
-def test_a_function_that_cannot_be_loaded_is_refused_at_once(
-    make_manager: Any, path: str, name: str, answer: str
-) -> None:
-    with pytest.raises(ConfigError, match=answer):
-        make_manager(function=RewardFunctionConfig(path=path, name=name))
-
-
 def test_one_of_several_rewards_is_refused_by_its_own_keys(make_manager: Any) -> None:
     words = r"^reward.list\[0\]\.path=no_such_file\.py: there is no such"
     with pytest.raises(ConfigError, match=words):
@@ -235,11 +221,6 @@ def test_a_function_in_a_file_gets_its_keyword_arguments(
     manager = make_manager(function=custom)
     scores, _ = manager.remote(make_batch(tokenizer, ["ab"], [""])).result()
     assert scores.batch["token_level_scores"].sum().item() == 2.5
-
-
-def test_data_without_a_rule_are_refused(make_manager: Any) -> None:
-    with pytest.raises(ConfigError, match="no reward rule for data_source 'openai/gsm8'"):
-        make_manager(sources=["openai/gsm8"])
 
 
 def test_a_reward_model_needs_no_rule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,13 +302,6 @@ def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: 
     np.testing.assert_array_equal(scores.non_tensor_batch["reward_extra/accuracy"], [1.0, np.nan])
     assert list(scores.non_tensor_batch) == ["reward_extra/accuracy", "reward_extra/share"]
     assert metrics["reward/share/mean"] == 0.5
-
-
-def test_the_caller_does_not_wait(managers: Any, tokenizer: Any) -> None:
-    future = managers(deadline=0.3).remote(make_batch(tokenizer, ["a"], ["hang"]))
-    assert not future.done()
-    with pytest.raises(TimeoutError):
-        future.result(timeout=0.05)
 
 
 def test_batches_are_scored_in_the_order_they_came(managers: Any, tokenizer: Any) -> None:

@@ -245,11 +245,6 @@ def test_a_skipped_sample_leaves_the_update_and_moves_no_baseline() -> None:
     assert scored.non_tensor_batch[SKIPPED].tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_without_a_failure_a_mask_stays_the_same_object() -> None:
-    whole = batch()
-    assert without_skipped(whole) is whole
-
-
 def test_overlong_responses_are_punished_softly() -> None:
     buffer = OverlongPenaltyConfig(enable=True, len=4, penalty_factor=2.0)
     lengths = torch.tensor([0, 4, 5, 6, 8])
