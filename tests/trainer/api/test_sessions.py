@@ -66,12 +66,18 @@ def run_on_a_full_disk() -> None:
     "places", ["algorithm='grpo'", pytest.param("placement='split'", marks=pytest.mark.ray)]
 )
 def test_the_script_runs_once_and_its_function_is_found(
-    places: str, tiny_dir: Path, tmp_path: Path
+    places: str, tiny_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    cluster = {}
+    if "split" in places:
+        import ray  # not above: the script's process would load it without the cluster's settings
+
+        request.getfixturevalue("ray_session")
+        cluster["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     script = tmp_path / "session.py"
     text = SCRIPT.replace('"MODEL": "MODEL"', f'"MODEL": "{tiny_dir}/model"')
     script.write_text(text.replace("PLACES", places.replace("'", '"')))
-    done = run_program(run_script, str(script), folder=tmp_path, OMP_NUM_THREADS="1")
+    done = run_program(run_script, str(script), folder=tmp_path, OMP_NUM_THREADS="1", **cluster)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the session begins") == 1
     assert "failed: 0.0" in done.stdout
