@@ -23,7 +23,7 @@ def cells(report: str, first: str) -> list[float]:
 def test_each_step_of_the_pipeline_improves_what_it_is_for(
     tmp_path: Path, forked_python: Path
 ) -> None:
-    small = ("trainer.total_training_steps=10", "trainer.test_freq=-1")
+    small = ("trainer.total_training_steps=6", "trainer.test_freq=-1")
     done = bash(PIPELINE, *small, RUN_DIR=tmp_path, PYTHON=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -34,7 +34,7 @@ def test_each_step_of_the_pipeline_improves_what_it_is_for(
     assert found[0] == 0.5
     assert found[-1] > 0.75
     steps = [line for line in lines(tmp_path / "ppo") if "actor/ptx_loss" in line]
-    assert len(steps) == 10
+    assert len(steps) == 6
 
     report = (tmp_path / "report.md").read_text()
     (_, _, base), sft, ppo = (cells(report, name) for name in ("base", "SFT", "PPO"))
