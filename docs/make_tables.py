@@ -639,20 +639,20 @@ def migration_list(
     return "\n".join(lines)
 
 
-REJECTION = "**Rejected** if they have an effect (the error says what to do instead, if anything):"
+REJECTION = "**Rejected** if they have an effect, among others:"
 
 
 NO_EQUIVALENT = "no equivalent"
 REASONS = {
     r"multimodal": "images and videos are not supported",
     r".*\bnot (supported|quantized|trained)\b": NO_EQUIVALENT,
-    r"rename|use (a|one) file|convert rows|rows have|apply the template": "edit the data file",
+    r"rename|use (a|one) file|convert rows|rows have|apply the template": "",
     r"set |.*; set |list |divide |rewrite |use (`verl-like|the built-in)|.*seed": "",
-    r"merge |.*(folder|config.json|chat template)": "edit the model folder",
+    r"merge |.*(folder|config.json|chat template)": "",
 }
 """Start of a message, as a pattern -> its reason, in the order of the list.
 
-Keys with an empty reason are not listed: the message names a key or a command.
+Keys with an empty reason are not listed: the message says what to do instead.
 """
 
 
