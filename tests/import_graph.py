@@ -66,27 +66,6 @@ def parsed(path: Path) -> ast.Module:
 
 
 @functools.cache
-def defined_in(path: Path) -> set[str]:
-    """Return functions, classes, their methods and fields, and constants of a file."""
-    names: set[str] = set()
-    for node in parsed(path).body:
-        names |= _names_of(node)
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{name}" for item in node.body for name in _names_of(item)}
-    return names
-
-
-def _names_of(node: ast.stmt) -> set[str]:
-    """Return the names that one statement defines."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    if not isinstance(node, ast.Assign | ast.AnnAssign):
-        return set()
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-@functools.cache
 def imports_of_file(path: Path) -> list[tuple[str, str]]:
     return list(imported_names(parsed(path)))
 

@@ -48,6 +48,8 @@ GENERATOR = (
 )
 SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
 TWO = ("trainer.n_gpus_per_node=2",)
+ON_RAY = (PPO, SFT, ASYNC)
+"""Recipes that run on Ray, too; how a process is lost there is the same for the others."""
 REWARDS = "rewards"
 """In the place of a role: the driver's processes that score by a function."""
 
@@ -184,6 +186,8 @@ def all_runs() -> list[Any]:
     """Return every cell on each backend; those over 10 s are slow."""
     found = []
     for cell, backend in product([*CELLS, *WIDE], BACKENDS):
+        if backend == "ray" and cell in CELLS and cell[0] not in ON_RAY:
+            continue
         marks = [pytest.mark.ray] if backend == "ray" else []
         if cell in WIDE or (backend == "ray" and APART[0] in cell[1]):
             marks.append(pytest.mark.slow)

@@ -138,11 +138,6 @@ def test_loading_a_pickle_runs_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing_here"):
-        DataProto.load_from_disk(tmp_path / "nothing_here")
-
-
 @pytest.mark.parametrize("kept", [0, 3, 7, 100, 0.5, 0.9, -1])
 def test_a_truncated_file_is_refused(kept, tmp_path):
     of_every_dtype().save_to_disk(tmp_path / "batch")

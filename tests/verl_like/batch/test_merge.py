@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.verl_like.batches import assert_same, make, uids
+from tests.verl_like.batches import assert_same, make
 from verl_like.batch.merge import same_value, union_numpy_dict, union_tensor_dict
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
@@ -65,13 +65,6 @@ def test_the_free_unions_leave_both_sides_alone():
     assert set(arrays) == {"a"}
     with pytest.raises(BatchError, match="batch sizes"):
         union_tensor_dict(left, TensorDict({}, batch_size=[3]))
-
-
-def test_concat_joins_rows_in_order():
-    joined = DataProto.concat([make(2, t=1), make(0, t=1), make(3)])
-    assert joined.batch["score"].tolist() == [0, 1, 0, 1, 2]
-    assert uids(joined) == ["0-0", "1-0", "0-0", "1-0", "2-0"]
-    assert joined.meta_info == {"t": 1}
 
 
 def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_the_metric():

@@ -61,9 +61,9 @@ def ragged(noise, rows):
 
 
 @st.composite
-def batches(draw, min_rows=0):
+def batches(draw):
     """Any mix of tensor, numeric and object columns (or none), with meta."""
-    rows = draw(st.integers(min_rows, 6))
+    rows = draw(st.integers(0, 6))
     noise = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
     tensors = {}
@@ -110,10 +110,10 @@ def test_concat_undoes_chunk(data, chunks):
 
 
 @quick
-@given(batches(min_rows=1), st.integers(1, 12))
+@given(batches(), st.integers(1, 12))
 def test_concat_undoes_split(data, size):
     parts = data.split(size)
-    assert all(len(part) == size for part in parts[:-1])
+    assert [len(part) for part in parts[:-1]] == [size] * max((len(data) - 1) // size, 0)
     if parts:
         assert_same(DataProto.concat(parts), data)
 
@@ -195,7 +195,7 @@ def test_a_union_with_itself_changes_nothing(data):
     assert_same(copy.deepcopy(data).union(copy.deepcopy(data)), data)
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 @quick
 @given(data=batches())
 def test_pickle_keeps_everything(protocol, data):

@@ -69,19 +69,6 @@ def test_other_index_types_are_type_errors():
         make(4)[4]
 
 
-@pytest.mark.parametrize(
-    ("rows", "chunks", "sizes"),
-    [(6, 3, [2, 2, 2]), (5, 4, [2, 1, 1, 1]), (1, 3, [1, 0, 0]), (0, 2, [0, 0])],
-)
-def test_chunk_is_balanced(rows, chunks, sizes):
-    assert [len(part) for part in make(rows).chunk(chunks)] == sizes
-
-
-def test_split_leaves_a_short_last_part():
-    assert [len(part) for part in make(5).split(2)] == [2, 2, 1]
-    assert make(0).split(2) == []
-
-
 @pytest.mark.parametrize("count", [0, -1])
 def test_counts_below_one_are_refused(count):
     for call in (make(2).chunk, make(2).split, make(2).unfold_column_chunks):
@@ -89,14 +76,8 @@ def test_counts_below_one_are_refused(count):
             call(count)
 
 
-def test_repeat_interleaves_or_tiles():
-    assert make(2, t=1).repeat(2).batch["score"].tolist() == [0, 0, 1, 1]
-    assert uids(make(2).repeat(2, interleave=False)) == ["0-0", "1-0", "0-0", "1-0"]
-    assert make(2).repeat(3, interleave=False).batch["ids"].shape == (6, 2)
-    assert make(2, t=1).repeat(2).meta_info == {"t": 1}
-    for interleave in (True, False):
-        assert_same(make(2).repeat(1, interleave), make(2))
-        assert len(make(2).repeat(0, interleave)) == 0
+def test_repeat_may_leave_no_row():
+    assert len(make(2).repeat(0)) == len(make(2).repeat(0, interleave=False)) == 0
     with pytest.raises(BatchError, match="not -1"):
         make(2).repeat(-1)
 
