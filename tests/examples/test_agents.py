@@ -64,7 +64,10 @@ def test_a_caller_learns_to_answer_what_its_tool_tells(tmp_path: Path, forked_py
 
 
 @pytest.mark.example
-def test_an_agents_requests_are_trained(tmp_path: Path, forked_python: Path) -> None:
+def test_an_agents_requests_are_trained(
+    tmp_path: Path, tiny_dir: Path, forked_python: Path
+) -> None:
+    (tmp_path / "tiny").symlink_to(tiny_dir)
     said, steps = train("agent", tmp_path, forked_python, "trainer.total_training_steps=2")
     assert "'bbb'" in said  # played without a model first
     assert "the same seed gives the same trajectory" in said
