@@ -1,4 +1,4 @@
-"""Runs whose cluster loses its head, then its node; run by `test_lost_cluster.py`.
+"""A run whose cluster loses its head, and whose next one its node; run by `test_lost_cluster.py`.
 
 python -m tests.integration.lost_cluster RUN_DIR        prints what happened
 """
@@ -21,35 +21,33 @@ from tests.verl_like.broken_cluster import daemon, wait_less
 from trainer import load_config, restarts, run
 from verl_like.backends.ray.cluster import DAEMONS
 
-STEPS, LOST_IN = 4, 3
+STEPS = 4
+LOST_IN = {"gcs_server": 3, "raylet": 4}
+"""The step in which each daemon is lost."""
 SETTINGS = ("trainer.logger=[]", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1")
 
 
 class LosesCluster(RegressionTrainer):
-    """Loses a daemon of the cluster in its third step."""
+    """Loses a daemon of its cluster in the third step, and another one in the fourth."""
 
-    kind: ClassVar[str]
-    seen: ClassVar[list[int]]
-    """The process of the daemon, as a step begins."""
+    left: ClassVar[list[str]] = list(LOST_IN)
+    seen: ClassVar[list[int]] = []
+    """The head's process, as a step begins."""
 
     def step(self) -> dict[str, float]:
-        self.seen.append(daemon(self.kind))
-        if self.global_step == LOST_IN and len(set(self.seen)) == 1:
-            os.kill(self.seen[-1], signal.SIGKILL)
+        self.seen.append(daemon("gcs_server"))
+        if self.left and self.global_step == LOST_IN[self.left[0]]:
+            os.kill(daemon(self.left.pop(0)), signal.SIGKILL)
             self.groups["student"].execute_func_rank_zero(time.sleep, 60)  # a long call
         return super().step()
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """Print the daemon's processes that each run's steps saw."""
-    found = {}
-    for kind in DAEMONS:
-        LosesCluster.kind, LosesCluster.seen = kind, []
-        here = f"trainer.default_local_dir={folder / kind}"
-        settings = ("trainer.backend=ray", "trainer.device=cpu", here, *SETTINGS)
-        run(load_config(settings, REGRESSION), LosesCluster)
-        found[kind] = LosesCluster.seen
-    return found
+    """Return the heads' processes that the steps saw."""
+    assert set(LOST_IN) == set(DAEMONS)
+    here = ("trainer.backend=ray", "trainer.device=cpu", f"trainer.default_local_dir={folder}")
+    run(load_config([*here, *SETTINGS], REGRESSION), LosesCluster)
+    return {"heads": LosesCluster.seen}
 
 
 if __name__ == "__main__":
