@@ -69,6 +69,11 @@ def test_other_index_types_are_type_errors():
         make(4)[4]
 
 
+@pytest.mark.parametrize(("rows", "chunks", "sizes"), [(6, 3, [2, 2, 2]), (5, 4, [2, 1, 1, 1])])
+def test_chunk_is_balanced(rows, chunks, sizes):
+    assert [len(part) for part in make(rows).chunk(chunks)] == sizes
+
+
 @pytest.mark.parametrize("count", [0, -1])
 def test_counts_below_one_are_refused(count):
     for call in (make(2).chunk, make(2).split, make(2).unfold_column_chunks):
