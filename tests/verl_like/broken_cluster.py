@@ -1,5 +1,5 @@
-"""A separate cluster whose driver gets a signal and then loses the head, and one whose daemon is
-frozen when a run ends.
+"""A separate cluster whose driver gets a signal and then loses the head, and a second cluster whose
+daemon is frozen when a run ends, which gets a signal after it has left.
 
 `backends/ray/test_broken_cluster` runs this in a separate process.
 """
@@ -19,6 +19,7 @@ from tests.programs import tell
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Faulty
 from tests.waiting import wait_until_ended
+from trainer.run_folder.signals import StopSignals
 from verl_like.backends.ray import cluster, connect
 from verl_like.errors import WorkerDiedError
 
@@ -40,7 +41,6 @@ def get_sigterm() -> dict[str, Any]:
 
 def lose_the_head() -> dict[str, Any]:
     """Return the error of a call whose cluster loses its GCS, and how long leaving takes."""
-    connect()
     with start("ray", {"faulty": (Faulty, ())}, [1]) as group:
         began, slow = time.monotonic(), group.sleeps(60)
         os.kill(daemon("gcs_server"), signal.SIGKILL)
@@ -54,17 +54,20 @@ def lose_the_head() -> dict[str, Any]:
 
 
 def end_with_a_frozen_daemon() -> dict[str, Any]:
-    """Return how long the end takes, whether the daemon survives, and the session's folder."""
-    connect()
-    session = ray._private.worker._global_node.get_session_dir_path()
-    with start("ray", {"faulty": (Faulty, ())}, [1]):
-        frozen = daemon("raylet")
-        os.kill(frozen, signal.SIGSTOP)
-        began = time.monotonic()
-    cluster._leave()
-    ended_s = time.monotonic() - began
+    """Return how long the end takes, the session's folder, and the signal that the run noted."""
+    with StopSignals() as stop, stop.deferred():
+        connect()
+        session = ray._private.worker._global_node.get_session_dir_path()
+        with start("ray", {"faulty": (Faulty, ())}, [1]):
+            frozen = daemon("raylet")
+            os.kill(frozen, signal.SIGSTOP)
+            began = time.monotonic()
+        cluster._leave()
+        ended_s = time.monotonic() - began
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
     wait_until_ended(frozen)
-    return {"ended_s": ended_s, "session": session}
+    return {"ended_s": ended_s, "session": session, "noted": int(stop.received)}
 
 
 def wait_less(patch: pytest.MonkeyPatch) -> None:

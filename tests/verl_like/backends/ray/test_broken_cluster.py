@@ -23,4 +23,5 @@ def test_a_head_that_is_gone_is_named_and_a_frozen_daemon_does_not_keep_the_driv
     assert facts["left"]
     assert facts["left_s"] < 15
     assert facts["ended_s"] < 15
+    assert facts["noted"] == signal.SIGTERM, "a run is still asked to stop after it has left"
     assert not Path(facts["session"]).parent.exists(), "taken away as the driver ended"
