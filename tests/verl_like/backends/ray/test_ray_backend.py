@@ -8,7 +8,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -68,36 +70,70 @@ def test_local_and_ray_agree_bit_for_bit() -> None:
         assert local.meta_info == on_ray.meta_info
 
 
-def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references() -> None:
+def test_a_shortage_of_cpus_ends_with_a_message() -> None:
+    hog = RayResourcePool([1], cpus_per_process=15.0)
+    hog.bundles()
+    pool = RayResourcePool(
+        [4], cpus_per_process=1.0, name_prefix="late", deadlines=Deadlines(placement_s=1.0)
+    )
+    try:
+        with pytest.raises(
+            WaitTimeoutError,
+            match=r"placement of pool late-.* \[4\] processes of 1 CPU each within 1 s",
+        ):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
+    finally:
+        hog.release()
+    with pytest.raises(
+        PlacementError,
+        match=r"needs 2 processes \(20 CPU each\).* room for 0 in total. Nodes: .*: 16 CPU",
+    ):
+        RayResourcePool([2], cpus_per_process=20.0).bundles()
+    with pytest.raises(PlacementError, match="room for 0"):
+        RayResourcePool(
+            [1], use_gpu=True, cpus_per_process=1.0, accelerator_type="NoSuchCard"
+        ).bundles()
+    with pytest.raises(PlacementError, match="needs a RayResourcePool, got a ResourcePool"):
+        RayWorkerGroup(ResourcePool([1]), RayClassWithInitArgs(Adder))
+
+
+@pytest.fixture(scope="module")
+def adders() -> Iterator[tuple[Any, Any]]:
+    """A group of one worker that adds 1, and a group of two that add 10."""
     with (
         start("ray", {"one": (Adder, (1,))}, [1]) as one,
         start("ray", {"two": (Adder, (10,))}, [2]) as two,
     ):
         one.pid(), two.pid()
-        gather(one.add_slowly(batch(2, seconds=1.0)), two.add_slowly(batch(2, seconds=1.0)))
-        calls = [call for group in (one, two) for call in group.transport.take_finished()]
-        calls = [call for call in calls if call.method == "add_slowly"]
-        assert len(calls) == 3
-        assert max(call.start for call in calls) < min(call.end for call in calls)
-        future = two.add_slowly(batch(5, seconds=0.5))
-        chained = two.add_slowly(two.add_slowly(future))
-        assert not future.done(), "handing on a future does not wait for it"
-        assert chained.get().batch["x"].tolist() == [30, 31, 32, 33, 34]
-        back = one.add_slowly(chained)
-        assert back.get().batch["x"].tolist() == [31, 32, 33, 34, 35]
+        yield one, two
 
 
-def test_the_headers_of_many_chunks_travel_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references(adders) -> None:
+    one, two = adders
+    gather(one.add_slowly(batch(2, seconds=1.0)), two.add_slowly(batch(2, seconds=1.0)))
+    calls = [call for group in (one, two) for call in group.transport.take_finished()]
+    calls = [call for call in calls if call.method == "add_slowly"]
+    assert len(calls) == 3
+    assert max(call.start for call in calls) < min(call.end for call in calls)
+    future = two.add_slowly(batch(5, seconds=0.5))
+    chained = two.add_slowly(two.add_slowly(future))
+    assert not future.done(), "handing on a future does not wait for it"
+    assert chained.get().batch["x"].tolist() == [30, 31, 32, 33, 34]
+    back = one.add_slowly(chained)
+    assert back.get().batch["x"].tolist() == [31, 32, 33, 34, 35]
+
+
+def test_the_headers_of_many_chunks_travel_as_one(adders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_like.backends.ray.transport.MOST_APART", 1)
-    with start("ray", {"one": (Adder, (1,))}, [2]) as group:
-        future = group.add_slowly(batch(5, seconds=0.2))
-        chained = group.add_slowly(future)
-        assert not future.done()
-        assert len(future.headers_of_chunks) == 1
-        assert chained.get().batch["x"].tolist() == [2, 3, 4, 5, 6]
-        failed = group.add_slowly(group.add_slowly(DataProto.from_dict({"x": torch.arange(5)})))
-        with pytest.raises(KeyError, match="seconds"):
-            failed.get()
+    group = adders[1]
+    future = group.add_slowly(batch(5, seconds=0.2))
+    chained = group.add_slowly(future)
+    assert not future.done()
+    assert len(future.headers_of_chunks) == 1
+    assert chained.get().batch["x"].tolist() == [20, 21, 22, 23, 24]
+    failed = group.add_slowly(group.add_slowly(DataProto.from_dict({"x": torch.arange(5)})))
+    with pytest.raises(KeyError, match="seconds"):
+        failed.get()
 
 
 def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
@@ -139,45 +175,16 @@ def test_a_pool_has_one_placement_group_a_node() -> None:
 
 
 def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
-    monkeypatch: pytest.MonkeyPatch,
+    adders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(reference: object, **settings: object) -> object:
         raise ObjectLostError("0" * 56, None, "")
 
-    with start("ray", {"modes": (Modes, ())}, [1]) as group:
-        future = group.echo.remote(batch(2))
-        wait_until(future.done)
-        monkeypatch.setattr(ray, "get", lost)
-        with pytest.raises(WorkerDiedError, match="machine that stored the result is gone"):
-            future.get()
-        monkeypatch.undo()
-
-
-def test_a_shortage_of_cpus_ends_with_a_message() -> None:
-    hog = RayResourcePool([1], cpus_per_process=15.0)
-    hog.bundles()
-    pool = RayResourcePool(
-        [4], cpus_per_process=1.0, name_prefix="late", deadlines=Deadlines(placement_s=1.0)
-    )
-    try:
-        with pytest.raises(
-            WaitTimeoutError,
-            match=r"placement of pool late-.* \[4\] processes of 1 CPU each within 1 s",
-        ):
-            RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
-    finally:
-        hog.release()
-    with pytest.raises(
-        PlacementError,
-        match=r"needs 2 processes \(20 CPU each\).* room for 0 in total. Nodes: .*: 16 CPU",
-    ):
-        RayResourcePool([2], cpus_per_process=20.0).bundles()
-    with pytest.raises(PlacementError, match="room for 0"):
-        RayResourcePool(
-            [1], use_gpu=True, cpus_per_process=1.0, accelerator_type="NoSuchCard"
-        ).bundles()
-    with pytest.raises(PlacementError, match="needs a RayResourcePool, got a ResourcePool"):
-        RayWorkerGroup(ResourcePool([1]), RayClassWithInitArgs(Adder))
+    future = adders[0].add_slowly(batch(2, seconds=0.0))
+    wait_until(future.done)
+    monkeypatch.setattr(ray, "get", lost)
+    with pytest.raises(WorkerDiedError, match="machine that stored the result is gone"):
+        future.get()
 
 
 def test_a_taken_port_is_named() -> None:
