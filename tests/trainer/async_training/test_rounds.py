@@ -20,8 +20,3 @@ def test_every_batch_of_a_round_is_trained_on_as_often_as_there_are_epochs() -> 
 def test_orders_differ_between_epochs_and_rounds() -> None:
     rounds = Rounds(update_steps=8, train_epochs=3, seed=7)
     assert len({tuple(rounds.order(number, epoch)) for number in (0, 1) for epoch in (1, 2)}) == 4
-
-
-def test_a_version_of_the_weights_ends_a_round() -> None:
-    rounds = Rounds(update_steps=2, train_epochs=3, seed=7)
-    assert [step for step in range(1, 13) if rounds.ends_with(step)] == [6, 12]

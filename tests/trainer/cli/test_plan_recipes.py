@@ -162,8 +162,3 @@ def test_bad_input_is_refused_in_words(model: Path, arguments: list[str], words:
     with pytest.raises(ConfigError) as refused:
         plan.plan([*arguments, *GPUS, f"model.path={model}"])
     assert words in str(refused.value)
-
-
-def test_scores_on_generators_are_not_planned(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"async_training.score_on=generator cannot be planned"):
-        async_plan(model, "async_training.score_on=generator")

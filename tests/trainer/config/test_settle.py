@@ -98,11 +98,6 @@ def test_options_are_checked_like_keys(setting: str, message: str) -> None:
         load_config([*NEEDED, setting])
 
 
-def test_a_deleted_option_has_its_default_again() -> None:
-    config = load_config([*NEEDED, "critic.optim={lr: 2, eps: 1}", "~critic.optim.lr"])
-    assert config.critic.optim == {"lr": 1e-5, "eps": 1}
-
-
 @pytest.mark.parametrize(
     ("settings", "sequences", "bucket_mb"),
     [

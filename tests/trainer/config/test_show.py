@@ -62,13 +62,6 @@ def test_ones_own_code_that_cannot_be_imported_is_no_reason_to_show_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_all_keys_are_shown_with_their_meaning() -> None:
-    tree = compose_tree(known_settings([], PPO), PPO)
-    text = annotated_yaml(tree, PPO.schema, meanings=True)
-    assert "\n  # Prompts per step.\n  train_batch_size: 1024  # above 0\n" in text
-    assert yaml.safe_load(text) == OmegaConf.to_container(tree)
-
-
 def test_every_rule_of_a_field_stands_at_its_key() -> None:
     text, _ = shown()
     for key in leaf_keys(PPO.schema):

@@ -130,20 +130,12 @@ def rows_of(files: Any, **settings: Any) -> list[dict[str, Any]]:
     return read_rows(DataConfig(train_files=files, **settings), "train_files")[0]
 
 
-def test_parquet_and_jsonl_give_the_same_rows(tiny_dir: Path, tmp_path: Path) -> None:
-    rows = rows_of(str(tiny_dir / "train.parquet"))
-    path = tmp_path / "train.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert rows_of([str(path)]) == rows
-
-
 GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}}
 
 
 @pytest.mark.parametrize(
     ("bad", "answer"),
     [
-        ("3", "line 2: it is not an object with columns"),
         (json.dumps({**GOOD, "prompt": [{"text": "a"}]}), "line 2: 'prompt' is not a list of mess"),
         (
             json.dumps({**GOOD, "data_source": None}),

@@ -14,7 +14,6 @@ from tests.trainer.groups.reporting_role import reporting
 from trainer import load_config
 from trainer.groups.worker_groups import WorkerGroups, side_by_side
 from verl_like.backends.local import LocalWorkerGroup
-from verl_like.config_key import changed
 
 
 def test_starts_meet_and_the_first_error_carries_the_others() -> None:
@@ -65,17 +64,6 @@ def test_a_pool_of_one_beside_the_driver_is_a_child_process(tmp_path: Path) -> N
         assert not groups["rollout"].shares_processes_with(groups["actor"])
         assert groups["rollout"].neighbors() == [["rollout"]]
         assert groups["actor"].neighbors() == [["actor"]]
-
-
-def test_roles_come_in_the_order_in_which_they_are_made_whatever_their_pools(
-    tmp_path: Path,
-) -> None:
-    roles = {"rollout": "first_pool", "critic": "first_pool", "actor": "second_pool"}
-    config = reporting(tmp_path, roles, first_pool=1, second_pool=1)
-    made = ["actor", "rollout", "critic"]
-    config = changed(config, {"role_workers": {role: config.role_workers[role] for role in made}})
-    with WorkerGroups(config) as groups:
-        assert list(groups) == made
 
 
 def test_a_call_on_such_a_pool_does_not_hold_the_driver(tmp_path: Path) -> None:

@@ -54,12 +54,6 @@ def test_generators_of_one_rank_do_not_help_another_s() -> None:
     assert evenly.seconds == pytest.approx(1.0, rel=0.02)
 
 
-def test_slow_weights_and_slow_updates_overlap() -> None:
-    phases = Phases([0.05], [0.0], [0.2], [0.2])
-    serial = simulate(phases, Setup(), 20).seconds
-    assert simulate(phases, Setup(max_staleness=1), 20).seconds < 0.75 * serial
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_no_chunk_is_older_than_the_bound(bound: int, at_once: bool) -> None:
@@ -80,29 +74,12 @@ def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
         assert min(shares.values()) >= 0
 
 
-def test_a_full_buffer_stops_generators_and_never_the_trainer() -> None:
-    phases = tailed(1).times(train=3.0)
-    small, large = (simulate(phases, Setup(2, max_staleness=4, max_inflight=n), 60) for n in (2, 0))
-    assert sum(small.staleness[k] * k for k in range(5)) < sum(
-        large.staleness[k] * k for k in range(5)
-    )
-    assert small.shares["trainer"]["busy"] > 0.9
-
-
 def test_a_wider_bound_evens_out_lengths_that_differ() -> None:
     phases = Phases([0.2, 0.2, 0.2, 3.0], [0.0], [1.0])
     seconds = [simulate(phases, Setup(max_staleness=bound)).seconds for bound in (0, 1, 2, 4)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[3] == pytest.approx(1.0, rel=0.02)
     assert seconds[1] > 1.3
-
-
-def test_weights_taken_at_once_leave_a_chunk_its_oldest_version() -> None:
-    phases = Phases([3.0], [0.0], [1.0], [0.5])
-    at_once = simulate(phases, Setup(2, max_staleness=2, chunks=4, immediate_weights=True))
-    at_boundary = simulate(phases, Setup(2, max_staleness=2, chunks=4))
-    assert max(at_once.staleness) <= 2
-    assert at_once.shares["generator 0"]["syncing"] >= at_boundary.shares["generator 0"]["syncing"]
 
 
 def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:

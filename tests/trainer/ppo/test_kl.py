@@ -36,11 +36,6 @@ def test_the_reward_is_the_score_less_the_weighted_kl_of_response_tokens():
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
 
 
-def test_another_estimator_can_be_chosen():
-    batch, _ = apply_kl_penalty(batch_of(), fixed(1.0), kl_penalty="abs")
-    assert batch.batch["token_level_rewards"][0].tolist() == [-0.5, -1.0, 0.0, 0.0]
-
-
 def test_empty_responses_neither_count_nor_break():
     batch, metrics = apply_kl_penalty(batch_of(mask=((1, 1, 1, 0), (0, 0, 0, 0))), fixed(0.1))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 3)

@@ -13,7 +13,6 @@ from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from trainer.ppo.update import add_chosen_tokens, draw_rows, filtration_weights, resample_by_score
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
-from verl_like.errors import MissingColumnError
 from workers.config import PolicyLossConfig
 from workers.losses.registry import POLICY_LOSSES, traits_of
 
@@ -152,12 +151,6 @@ def test_a_bypass_chooses_by_the_log_probs_that_it_has(batch: DataProto) -> None
     batch.rename("old_log_probs", "rollout_log_probs")
     found = add_chosen_tokens(batch, load_config([*NEEDED, loss, "correction=bypass_ppo_clip"]), 1)
     assert torch.equal(found.batch["chosen_tokens"], expected.batch["chosen_tokens"])
-
-
-def test_a_choice_without_old_log_probs_names_their_writer(batch: DataProto) -> None:
-    batch.pop(["old_log_probs"])
-    with pytest.raises(MissingColumnError, match=r"'old_log_probs'.*actor.compute_log_prob"):
-        add_chosen_tokens(batch, config_of("kl_cov"), 1)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])

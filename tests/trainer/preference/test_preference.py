@@ -328,14 +328,6 @@ def test_a_reference_of_its_own_has_a_role(
     assert "ref_pool" in placed
 
 
-def test_adapters_start_from_the_reference(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
-    steps = trained(*settings_of(tiny_dir, files, tmp_path, "model.lora_rank=4", "optim.lr=1e-2"))
-    assert steps[0]["train/kl/row"] == pytest.approx(0, abs=1e-5)
-    assert steps[-1]["train/loss"] < math.log(2) - 1e-3
-
-
 @pytest.mark.parametrize(
     ("settings", "notice"),
     [

@@ -172,11 +172,6 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_failure(
     assert "Try: verl-like report" in caplog.text
 
 
-def test_a_run_that_ended_before_it_began_leaves_its_folder_alone(tmp_path: Path) -> None:
-    close_run(tmp_path, RuntimeError("the cause"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) -> None:
     make_run(tmp_path / "a" / "run", 1)
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl .* Run folders in it: .*a/run"):

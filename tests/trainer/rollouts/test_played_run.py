@@ -326,15 +326,3 @@ def test_an_agent_is_answered_by_hand_and_by_the_model(
     ids = ("--environment", "tests.workers.agents.agents:by_ids")
     with pytest.raises(ConfigError, match="sends token ids"):
         chat.main([str(asked), *ids])
-
-
-def test_a_game_that_fails_says_why(
-    played: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def show() -> str:
-        return capsys.readouterr().out
-
-    games = ("--environment", "tests.workers.agents.games:NeverBegins")
-    lines = chat_with(played, "", monkeypatch, show, *games)
-    assert lines[0].startswith("environment: RuntimeError: no game today")
-    assert lines[-1] == "0 turns, reward 0"

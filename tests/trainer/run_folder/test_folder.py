@@ -79,6 +79,6 @@ def test_a_secret_is_in_no_error_that_ends_a_command(
 
 
 def test_a_configuration_that_is_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("[" * 2000)
+    (tmp_path / "config.yaml").write_text("[" * 900)
     with pytest.raises(ConfigError, match="cannot be read as a run's configuration"):
         saved_tree(tmp_path)

@@ -16,10 +16,6 @@ def test_a_goal_is_reached_at_its_value() -> None:
     )
 
 
-def test_a_metric_of_validation_may_come_later() -> None:
-    assert goal_message({"critic/score/mean": 1.0}, {"val-core/gsm8k/acc/mean@1": 0.5}) == ""
-
-
 def test_a_metric_that_no_step_has_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'critic/score/mea'.*critic/score/mean"):
         goal_message({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})

@@ -16,7 +16,6 @@ from trainer.config.compose import load_config
 from trainer.data.lm_rows import encode_lm_row
 from trainer.data.prompts import load_tokenizer
 from trainer.sft.recipe import SFT
-from trainer.sft.step import SFTTrainer
 from verl_like.errors import ConfigError
 
 ROWS = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefghij"]
@@ -198,11 +197,3 @@ def test_random_weights_are_for_folders_without_any_and_asked_for_by_a_seed(
     run(load_config([*settings, "model.random_init_seed=1"], SFT))
     exported = tmp_path / "run" / "global_step_3" / "sft" / "huggingface"
     assert (exported / "model.safetensors").is_file()
-
-
-def test_the_loss_of_a_validation_stands_on_every_line_that_has_one() -> None:
-    step = {"train/loss": 2.5, "train/grad_norm": 1.0, "train/lr": 0.1}
-    assert SFTTrainer.headline(step) == ["train/loss 2.5", "train/grad_norm 1", "train/lr 0.1"]
-    both = SFTTrainer.headline({**step, "val/loss": 2.25})
-    assert both[:2] == ["train/loss 2.5", "val/loss 2.25"]
-    assert SFTTrainer.headline({"val/loss": 2.25}) == ["val/loss 2.25"]
