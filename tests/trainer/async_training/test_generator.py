@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -118,28 +116,6 @@ def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_th
         assert group.generating.wait(WAIT_S)
         assert group.taken == [1, 1, 1]
     end(group, generator)
-
-
-@pytest.mark.parametrize(("generators", "seconds"), [(1, 0.25), (500, 2.0)])
-def test_the_more_generators_the_less_often_each_is_asked_what_is_finished(
-    generators: int, seconds: float
-) -> None:
-    group, asked = Group(restarts=False), []
-    answer = group.take.remote_on
-
-    def take(rank: int, max_tokens: int | None, take_s: float) -> Any:
-        asked.append(take_s)
-        return answer(rank)
-
-    group.take = SimpleNamespace(remote_on=take)
-    generator = generator_of(
-        group.buffer, group, group.deliver, group.losses, number=generators - 1
-    )
-    generator.start()
-    assert group.generating.wait(WAIT_S)
-    wait_until(lambda: asked)
-    end(group, generator)
-    assert set(asked) == {seconds}
 
 
 @pytest.mark.parametrize(("chunk", "ranks"), [(None, [0, 2]), (1, [0])])

@@ -125,13 +125,6 @@ def test_an_optimizer_has_arguments_by_its_constructor() -> None:
         load(SGD, f"{OPTIM}.args.nesterov=1")
 
 
-def test_a_key_of_the_section_is_no_argument_as_well() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no key '.*args\.lr'\. The optimizer of this run accepts"
-    ):
-        load(SGD, f"{OPTIM}.args.lr=1")
-
-
 def test_the_critic_has_the_actors_arguments_unless_its_optimizer_takes_others() -> None:
     gae = ("algorithm.adv_estimator=gae", "critic.model.path=z")
     config = load(*gae, SGD, f"{OPTIM}.args.momentum=0.9")

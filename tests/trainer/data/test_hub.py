@@ -19,12 +19,9 @@ import pytest
 from huggingface_hub import HfFileSystem, constants, snapshot_download
 
 from trainer.config.compose import load_config
-from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
 from trainer.data.formats import is_hub_name
 from trainer.data.lm_rows import read_lm_rows
-from trainer.data.pairs import read_pairs
-from trainer.data.prompts import PromptSet
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
@@ -235,16 +232,6 @@ def test_a_bad_row_is_named_by_its_number(hub: type[Hub], tokenizer: Any) -> Non
         read_lm_rows("data.train_files", "hub://maker/texts", tokenizer, 32)
     with pytest.raises(ConfigError, match="maker/texts: no column 'prompt'. Columns: text"):
         list(rows_of_files(["maker/texts"], KEY, ["prompt"]))
-
-
-def test_prompts_texts_and_pairs_are_read_by_name(hub: type[Hub], tokenizer: Any) -> None:
-    rule = {"data_source": "verl_like/tiny_letters", "reward_model": {"ground_truth": "a"}}
-    row = {"prompt": "say a", "chosen": "a", "rejected": "b", "response": "a", **rule}
-    hub.files = {"train.jsonl": json.dumps(row).encode()}
-    name = "hub://maker/texts"
-    assert len(read_lm_rows("ptx.train_files", name, tokenizer, 32)) == 1
-    assert len(read_pairs("data.train_files", name, tokenizer, 32)) == 1
-    assert len(PromptSet(DataConfig(train_files=name), "train_files", tokenizer)) == 1
 
 
 def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:

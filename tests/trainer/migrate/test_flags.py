@@ -24,21 +24,6 @@ def flags(table: Table, *words: str) -> GivenFlags:
     return GivenFlags(table, as_flags(words), "no flag")
 
 
-def test_a_variable_is_no_number(table: Table) -> None:
-    given = flags(table, "--rows", "$N")
-    for expression in ("rows * 2", "2 * rows", "rows + 1", "rows % 2"):
-        with pytest.raises(ConfigError, match=r"--rows is '\$N': this number is computed"):
-            given.computed(expression)
-
-
-def test_a_part_of_a_group_is_rejected(table: Table) -> None:
-    assert flags(table, "--twice", "6").finish().settings == {"data.max_length": "3"}
-    with pytest.raises(
-        ConfigError, match=r"whole\(twice / 2\).* is 2.5, which is not a whole number of groups"
-    ):
-        flags(table, "--twice", "5").finish()
-
-
 def test_rules_apply_in_their_order_where_they_hold(table: Table) -> None:
     given = flags(table, "--rows", "4", "--kind", "a")
     keys = {"rows": "4", "kind": "a", "other.x": "1", "other.y": "2"}

@@ -79,14 +79,3 @@ def test_fast_steps_are_shown_now_and_then_and_the_last_always(
         "step 1000/1000  loss nan  tokens/s 5",
     ]
     assert shown.pages[-1][1].count(",") < 300, "more points than pixels tell nothing"
-
-
-@pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["script", "terminal"])
-def test_elsewhere_a_run_prints_as_ever(
-    shell: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    shown = kernel(monkeypatch, shell)
-    with make_tracking(config(tmp_path, "console"), 1, PPOTrainer.headline) as tracking:
-        tracking.log(STEP, 1)
-    assert capsys.readouterr().out.startswith("step 1/1  reward 0.5")
-    assert shown.pages == []
