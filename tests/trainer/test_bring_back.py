@@ -63,9 +63,7 @@ def brought_back(groups: Any) -> bool:
         (["rollout"], ["restart rollout", "construct actor", "construct critic"]),
     ],
 )
-def test_roles_without_a_state_of_their_own_stay_and_others_are_made_empty(
-    lost: list[str], made: list[str]
-) -> None:
+def test_stateless_roles_stay(lost: list[str], made: list[str]) -> None:
     groups = Groups(lost)
     assert brought_back(groups)
     assert groups.notes == made

@@ -88,9 +88,7 @@ def faults(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "async"])
-def test_a_run_under_every_fault_ends_with_the_numbers_of_an_undisturbed_one(
-    folders: dict[str, Path], whole: Path, recipe: str
-) -> None:
+def test_faults_change_no_numbers(folders: dict[str, Path], whole: Path, recipe: str) -> None:
     kinds = {line["kind"] for line in faults(folders[recipe])}
     assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call", "ledger"}
     for ours, theirs in zip(numbers(folders[recipe]), numbers(whole), strict=True):
@@ -223,9 +221,7 @@ def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None
     ("written", "problem"),
     [([1, 2], "3 were started"), ([1, 3], r"has steps \[1, 3\]"), ([1, 2, 2, 3], "1, 2, 2, 3")],
 )
-def test_a_step_that_is_lost_or_doubled_is_told(
-    tmp_path: Path, written: list[int], problem: str
-) -> None:
+def test_lost_or_doubled_steps_are_told(tmp_path: Path, written: list[int], problem: str) -> None:
     injection = FaultInjection(small(tmp_path, "faults.delay_call=1"))
     injection.on_init_end(at(0))
     for step in (1, 2, 2):
@@ -244,9 +240,7 @@ def test_a_step_that_is_lost_or_doubled_is_told(
         (["faults.drop_weight_bucket=0.1"], "there is no key 'faults.drop_weight_bucket'"),
     ],
 )
-def test_a_fault_that_could_not_come_about_is_refused(
-    tmp_path: Path, settings: list[str], problem: str
-) -> None:
+def test_impossible_faults_are_rejected(tmp_path: Path, settings: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         small(tmp_path, *settings)
 

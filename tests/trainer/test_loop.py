@@ -62,9 +62,7 @@ def test_a_split_placement_gives_the_same_numbers(whole: Path, tmp_path: Path) -
 
 
 @pytest.mark.ray
-def test_a_split_run_on_ray_gives_the_same_numbers(
-    whole: Path, tmp_path: Path, ray_session: None
-) -> None:
+def test_ray_gives_the_same_numbers(whole: Path, tmp_path: Path, ray_session: None) -> None:
     run(config(tmp_path, "split", backend="ray", device="cpu"))
     assert numbers(tmp_path) == numbers(whole)
 
@@ -164,9 +162,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     assert numbers(tmp_path) == numbers(whole)
 
 
-def test_a_second_signal_ends_the_run_at_once_with_its_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM, signal.SIGUSR1])
     with pytest.raises(RunInterrupted, match="Stopped by SIGUSR1 at once") as stopped:
         run(config(tmp_path), Signalled)
@@ -176,9 +172,7 @@ def test_a_second_signal_ends_the_run_at_once_with_its_report(
     assert (tmp_path / "report.html").is_file()
 
 
-def test_a_stopped_run_that_writes_no_checkpoints_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_without_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM])
     with pytest.raises(RunInterrupted, match="after step 3 of 6, without a checkpoint"):
         run(config(tmp_path, save_freq=-1, save_every_minutes="null"), Signalled)
@@ -190,9 +184,7 @@ def test_a_folder_of_another_configuration_is_refused(whole: Path) -> None:
         run(changed(config(whole), {"lr": 0.2}))
 
 
-def test_a_run_ends_with_the_goal_that_it_reaches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_stop_at_their_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(config(tmp_path, stop_at={"student/loss": 0.0}))
     assert len(lines(tmp_path)) == 1
     assert (tmp_path / "global_step_1").is_dir()
@@ -207,9 +199,7 @@ class WithHeadline(RegressionTrainer):
         return [f"off by {metrics['student/loss']:.2g}"]
 
 
-def test_the_console_shows_what_a_recipe_says_of_a_step_and_metrics_of_own_roles(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_headlines_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(config(tmp_path, total_training_steps=1, logger=["console"]), WithHeadline)
     loss = lines(tmp_path)[0]["student/loss"]
     shown = capsys.readouterr().out
@@ -234,9 +224,7 @@ class SignalledAsItValidates(Validated):
         return super().validation_metrics()
 
 
-def test_a_signal_in_a_validation_lets_it_end_and_its_step_be_saved(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_signal_in_a_validation_waits_for_its_step(whole: Path, tmp_path: Path) -> None:
     settings = {"save_freq": -1, "test_freq": 4, "val_before_train": False}
     with pytest.raises(RunInterrupted, match="SIGTERM after step 4 of 6, saved in"):
         run(config(tmp_path, **settings), SignalledAsItValidates)

@@ -16,9 +16,7 @@ run_command(REGRESSION, sys.argv[1:])
 """
 
 
-def test_a_run_whose_console_is_full_goes_on_to_its_end(
-    forked_python: Path, tmp_path: Path
-) -> None:
+def test_a_full_console_ends_no_run(forked_python: Path, tmp_path: Path) -> None:
     settings = [f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=2"]
     with open("/dev/full", "wb") as console:
         run = [forked_python, "-c", RUNS, "trainer.backend=local", *settings]

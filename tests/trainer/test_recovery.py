@@ -64,17 +64,13 @@ def test_numbers_are_those_of_an_undisturbed_run(disturbed: Killed, whole: Path)
     assert numbers(disturbed.folder) == numbers(whole)
 
 
-def test_a_rollout_that_is_lost_during_the_update_is_replaced_and_the_step_goes_on(
-    disturbed: Killed,
-) -> None:
+def test_a_rollout_lost_in_an_update_is_replaced(disturbed: Killed) -> None:
     first, second, *_ = disturbed.pids
     assert differing(first, second) == ["rollout"]
     assert re.search(r"\(rollout_pool\) restarted after \d+\.\d s; step 1 continues", disturbed.log)
 
 
-def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_are_made_again(
-    disturbed: Killed,
-) -> None:
+def test_only_lost_samples_are_generated_again(disturbed: Killed) -> None:
     _, before, after, *_ = disturbed.pids
     assert differing(before, after) == ["rollout"]
     assert disturbed.log.count("are kept") == 1
@@ -91,9 +87,7 @@ def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_
     assert in_steps.count(2) == 3 + 2, "rank 0, which lives, and the next group's; then again all"
 
 
-def test_where_a_call_is_late_besides_the_run_goes_on_from_its_checkpoint(
-    disturbed: Killed,
-) -> None:
+def test_a_late_call_falls_back_to_the_checkpoint(disturbed: Killed) -> None:
     _, _, again, after, *_ = disturbed.pids
     assert differing(again, after) == []
     assert "resumes after step 1 from global_step_1; no finished" in disturbed.log

@@ -168,9 +168,7 @@ def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(
     assert "step 3 failed: version 3 was not applied. Restart 1 of 3" in caplog.text
 
 
-def test_nothing_is_kept_of_the_attempt_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_attempts_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps records
     monkeypatch.setattr(Refusing, "refusals", 0)
     monkeypatch.setattr(Refusing, "made", weakref.WeakSet())
@@ -193,9 +191,7 @@ def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) 
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
-def test_the_wait_grows_only_while_the_run_gets_no_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_grow_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(restarts.time, "sleep", waited.append)
     made = restarts.Restarts(config(tmp_path, max_restarts=10))
@@ -204,9 +200,7 @@ def test_the_wait_grows_only_while_the_run_gets_no_further(
     assert [round(seconds / restarts.FIRST_WAIT_S) for seconds in waited] == [1, 2, 4, 1, 1, 2]
 
 
-def test_no_restart_is_made_where_none_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_max_restarts_0_never_restarts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"), pytest.raises(WorkerDiedError):
         run(config(tmp_path, max_restarts=0), Poisoned)
     assert "Restart" not in caplog.text
@@ -242,9 +236,7 @@ def test_a_run_that_is_told_to_stop_while_it_loses_a_role_goes_on_from_its_check
     assert numbers(tmp_path) == numbers(whole)
 
 
-def test_a_pause_ends_when_the_run_is_told_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     with StopSignals() as stop, stop.deferred():
         made = restarts.Restarts(config(tmp_path), stop)

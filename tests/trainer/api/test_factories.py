@@ -56,9 +56,7 @@ def test_a_recipe_of_one_model_knows_no_roles(tmp_path: Path) -> None:
         SFT({"actor": "policy"}, ["a"], save_to=tmp_path)
 
 
-def test_generators_and_trainers_run_with_the_models_of_functions(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_async_models_may_come_from_functions(tiny_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     def models() -> dict[str, Any]:

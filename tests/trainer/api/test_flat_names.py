@@ -62,9 +62,7 @@ def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("cls", "rows"), [(SFT, ROWS), (DPO, PAIRS)])
-def test_recipes_on_rows_take_flat_names_sections_and_dotted_keys(
-    cls: Any, rows: Any, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_rows_take_all_forms_of_keys(cls: Any, rows: Any, tiny_dir: Path, tmp_path: Path) -> None:
     run = cls(
         tiny_dir / "model",
         rows,
@@ -109,9 +107,7 @@ def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Pat
         ),
     ],
 )
-def test_what_no_name_is_and_what_is_said_twice_is_refused(
-    keywords: dict[str, Any], words: str
-) -> None:
+def test_unknown_and_repeated_names_are_rejected(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         settings_of(keywords, PPO.flat_names, PPO_RECIPE)
 
@@ -158,9 +154,7 @@ def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: P
     ("keys", "classes", "more"),
     [(PPOKeys, [PPO, AsyncPPO], set()), (RowKeys, [SFT, RewardModel, DPO], {"model", "rows"})],
 )
-def test_every_first_word_of_a_key_is_offered(
-    keys: Any, classes: list[Any], more: set[str]
-) -> None:
+def test_typed_keys_are_complete(keys: Any, classes: list[Any], more: set[str]) -> None:
     recipes = [load_object(cls.recipe, "") for cls in classes]
     known = {name for recipe in recipes for name in [*vars(recipe.schema()), *recipe.groups]}
     of_trl = {*trl_names(classes[0].flat_names), "train_dataset", "eval_dataset"}

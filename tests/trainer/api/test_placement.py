@@ -43,9 +43,7 @@ def test_several_gpus_are_on_ray(
 
 
 @pytest.mark.ray
-def test_a_split_run_overlaps_and_has_the_numbers_of_one_pool(
-    ray_session: None, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_split_runs_keep_their_numbers(ray_session: None, tiny_dir: Path, tmp_path: Path) -> None:
     share = 8
 
     def reward(response: str, letter: str) -> float:

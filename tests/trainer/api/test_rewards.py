@@ -74,9 +74,7 @@ def test_an_error_of_a_function_of_a_session_names_the_session_s_line(tmp_path: 
     assert with_source(str(error)).endswith("return float(response)  # the line")
 
 
-def test_a_function_of_a_module_is_named_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_functions_have_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_rewards.py").write_text("def score(response):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     import own_rewards
@@ -146,8 +144,6 @@ def test_a_reward_model_in_memory_becomes_a_role_s_folder(tmp_path: Path) -> Non
         ({"function": object_with(threading.Lock())}, "cannot be sent to the process.*pickle"),
     ],
 )
-def test_a_reward_that_cannot_work_is_refused_at_once(
-    reward: Any, words: str, tmp_path: Path
-) -> None:
+def test_impossible_rewards_are_rejected_at_once(reward: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         reward_list([reward], tmp_path, ["letter"])

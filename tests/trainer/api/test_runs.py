@@ -103,9 +103,7 @@ def test_the_command_line_has_the_same_configuration(
 
 
 @pytest.mark.parametrize("keys", [{"data.total_prompts": 8}])
-def test_what_the_call_did_not_set_never_refuses_a_key_of_the_users(
-    tiny_dir: Path, tmp_path: Path, keys: dict[str, Any]
-) -> None:
+def test_unset_keys_cause_no_errors(tiny_dir: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
     own = make_ppo(tiny_dir, tmp_path, **{"trainer.save_freq": -1, **keys})
     assert "save_contents" not in own.command()
     config = load_recipe_config(own.overrides(steps=2), PPO_RECIPE)
@@ -126,9 +124,7 @@ def test_steps_in_two_parts_are_the_same_steps(
     assert numbers(tmp_path) == numbers(made[0].folder)
 
 
-def test_rollouts_are_counted_and_a_partial_last_update_is_trained(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_rollouts_are_counted_and_partial_updates_trained(tiny_dir: Path, tmp_path: Path) -> None:
     own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
     result = own.fit(num_episodes=3, max_timesteps=3, update_timesteps=4)
     files = [tmp_path / "rollouts" / f"{step + 1}.jsonl" for step in range(len(result.metrics))]
@@ -205,9 +201,7 @@ def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Pat
     assert {call.split()[0] for call in noted.calls} == hooks
 
 
-def test_an_sft_run_trains_its_last_rows_and_calls_its_hooks(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_sft_trains_its_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: Path) -> None:
     noted = Noted()
     own = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[noted], **SMALL_SFT)
     torch.set_num_threads(2)  # those of the session, which stay
@@ -258,9 +252,7 @@ def test_a_key_that_an_argument_stands_for_is_refused(tmp_path: Path) -> None:
         PPO("a", PROMPTS, len, save_to=tmp_path, **{"reward.list": [len]})
 
 
-def test_every_run_without_a_folder_has_one_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_runs_without_a_folder_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     folders = [SFT("a", ROWS, **SMALL_SFT).folder for _ in range(2)]
     assert folders == [tmp_path / "runs/verl_like" / name for name in ("sft-1", "sft-2")]

@@ -25,9 +25,7 @@ def uids_of(folder: Path) -> list[str]:
     return [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
 
 
-def test_as_many_prompts_as_asked_for_are_answered_over_several_epochs(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_total_prompts_may_span_several_epochs(tiny_dir: Path, tmp_path: Path) -> None:
     total = ("data.total_prompts=150", "data.train_batch_size=60", "async_training.generators=2")
     sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=30", "data.max_response_length=1")
     more = (*sizes, *POLICY_ALONE, "trainer.total_training_steps=null")
@@ -65,9 +63,7 @@ def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path)
     assert set(named) <= set(kept)
 
 
-def test_the_command_of_a_run_that_loses_a_generator_fails_within_seconds_and_names_it(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_the_command_names_a_lost_generator_within_seconds(tiny_dir: Path, tmp_path: Path) -> None:
     dies = f"role_workers.rollout_1={RIGGED}.DiesAtOnce"
     many = (
         "trainer.total_training_steps=50"  # more than one generator makes before the loss is known
@@ -83,8 +79,6 @@ def test_the_command_of_a_run_that_loses_a_generator_fails_within_seconds_and_na
     assert took < 15
 
 
-def test_a_generator_that_cannot_be_built_ends_the_run_with_its_error(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_generator_that_cannot_be_built_ends_the_run(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such engine"):
         run_async(tiny_dir, tmp_path, f"role_workers.rollout={RIGGED}.CannotBeBuilt", *POLICY_ALONE)

@@ -59,9 +59,7 @@ def plain(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return play(tiny_dir, tmp_path_factory.mktemp("plain"), recipe=PPO)
 
 
-def test_staleness_0_is_the_synchronous_run_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, plain: Path
-) -> None:
+def test_staleness_0_is_the_synchronous_run(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
     """Even if calls end in the middle of turns, and environments are killed or slow."""
     parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
     injected = ("faults.kill_environment=0.3", "faults.delay_environment=0.3")
@@ -112,9 +110,7 @@ LOSES = "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesWi
 SLOW = "environment.kwargs={sleep: 0.05}"
 
 
-def test_a_lost_generators_trajectories_are_played_again_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, plain: Path
-) -> None:
+def test_lost_trajectories_are_played_again(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
     ours = (
         "async_training.max_staleness=0",
         "async_training.on_generator_failure=restart",

@@ -75,9 +75,7 @@ def group(request: pytest.FixtureRequest) -> Group:
     return Group(restarts=request.param)
 
 
-def test_a_group_that_dies_within_a_chunk_makes_it_again_with_newest_weights_or_ends(
-    group: Group,
-) -> None:
+def test_a_lost_group_repeats_its_chunk_with_new_weights_or_ends(group: Group) -> None:
     generator = begun_generator(group, weight_update="immediate")
     group.buffer.publish(2)
     if group.restarts:
@@ -89,9 +87,7 @@ def test_a_group_that_dies_within_a_chunk_makes_it_again_with_newest_weights_or_
     assert group.lost == [2]
 
 
-def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_the_policys(
-    group: Group,
-) -> None:
+def test_a_generator_validates_with_new_weights_then_returns_to_the_policys(group: Group) -> None:
     """If the generator dies meanwhile, its replacement generates the samples, or nobody does."""
     group.lost = [0]  # version 2 kills nobody
     generator = begun_generator(group)
@@ -119,9 +115,7 @@ def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_th
 
 
 @pytest.mark.parametrize(("chunk", "ranks"), [(None, [0, 2]), (1, [0])])
-def test_a_generator_begins_its_part_of_a_batch_together_unless_chunks_have_a_size(
-    chunk: int | None, ranks: list[int]
-) -> None:
+def test_a_generator_starts_its_part_of_a_batch(chunk: int | None, ranks: list[int]) -> None:
     settings = {"generators": 2, "trainers": 4, "chunk": chunk, "batch": 8, "max_staleness": 1}
     group = Group(restarts=False)
     group.buffer = make_buffer(**settings)

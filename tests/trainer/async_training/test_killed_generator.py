@@ -80,9 +80,7 @@ def test_a_run_outlives_a_generator_that_is_killed_as_it_generates_and_keeps_the
     assert ledger["generators"]["0"]["dropped"] == {LOST: num_lost}
 
 
-def test_a_run_outlives_a_generator_that_is_killed_as_it_is_to_validate(
-    tiny_dir: Path, classifier: Path, tmp_path: Path
-) -> None:
+def test_a_killed_validator_is_replaced(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
     settings = (
         "trainer.backend=local",
         "async_training.on_generator_failure=restart",
@@ -102,9 +100,7 @@ def test_a_run_outlives_a_generator_that_is_killed_as_it_is_to_validate(
     assert len(files) == 3, "before the first step, and after each of two"
 
 
-def test_a_generator_that_loses_one_of_two_ranks_makes_its_chunk_again_to_the_same_numbers(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_lost_rank_repeats_its_chunk_to_the_same_numbers(tiny_dir: Path, tmp_path: Path) -> None:
     policy = (*POLICY_ALONE, *FEW_ROWS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *policy)))
     two_ranks = (

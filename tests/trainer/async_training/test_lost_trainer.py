@@ -59,9 +59,7 @@ def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_
     assert time.monotonic() - killer.killed_at < rigged_workers.GENERATION_S
 
 
-def test_a_trainer_that_dies_as_it_sends_weights_is_no_generators_loss(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_trainer_lost_in_a_sync_is_no_generators_loss(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (*SETTINGS, f"role_workers.actor={RIGGED}.DiesAsItSends", *FEW_ROWS)
     # both ranks die, and the step may meet either of them first
     killed = r"actor.* rank [01] of 2 .*killed by SIGKILL"

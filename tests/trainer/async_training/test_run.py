@@ -49,9 +49,7 @@ def ledger_of(folder: Path) -> dict[str, Any]:
     return ledger
 
 
-def test_staleness_0_is_the_synchronous_run_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, plain: Path
-) -> None:
+def test_staleness_0_is_the_synchronous_run(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
     ours = ("async_training.topology=2m1t", "async_training.max_staleness=0")
     assert shared_numbers(run_async(tiny_dir, tmp_path, *ours)) == shared_numbers(plain)
 
@@ -61,9 +59,7 @@ LEFT_OUT = "algorithm.filter_groups"
 TWO_STEPS = "trainer.total_training_steps=2"
 
 
-def test_validations_by_two_generators_have_the_numbers_of_the_synchronous_run(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_two_generators_validate_as_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:
     engine = "actor_rollout_ref.rollout.name=hf"
     files = f"data.val_files={tiny_dir}/few.parquet"
     more = (*POLICY_ALONE, *FEW_ROWS, TWO_STEPS, *VALIDATED, files, engine)
@@ -76,9 +72,7 @@ def test_validations_by_two_generators_have_the_numbers_of_the_synchronous_run(
     assert roles["rollout"] == roles["rollout_1"] > 0
 
 
-def test_dynamic_sampling_leaves_out_groups_as_in_the_synchronous_run_and_the_ledger_has_them(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_dynamic_sampling_drops_the_same_groups(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("algorithm.filter_groups.enable=true", *POLICY_ALONE, TWO_STEPS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = ("async_training.generators=2", "async_training.max_staleness=0")
@@ -92,9 +86,7 @@ def test_dynamic_sampling_leaves_out_groups_as_in_the_synchronous_run_and_the_le
     assert sum(reasons.get(LEFT_OUT, 0) for reasons in dropped) == 2 * (num_drawn - 2 * 8)
 
 
-def test_responses_made_in_parts_with_changed_weights_alone_are_those_made_at_once(
-    tiny_dir: Path, tmp_path: Path, plain: Path
-) -> None:
+def test_partial_responses_and_syncs_match(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
     ours = ("async_training.max_staleness=0", "actor_rollout_ref.rollout.weight_sync=changed")
     parts = "async_training.generator_settings.0={max_new_tokens_per_call: 3}"
     folder = run_async(tiny_dir, tmp_path, *ours, parts)
@@ -150,9 +142,7 @@ def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_async(tiny_dir, folder, "async_training.max_staleness=1", *more)
 
 
-def test_generators_run_ahead_and_files_of_samples_say_who_made_each_and_how_old_it_was(
-    ahead: Path,
-) -> None:
+def test_generators_run_ahead_and_files_say_who_made_each_sample(ahead: Path) -> None:
     oldest = [line["async/staleness/max"] for line in lines(ahead)]
     assert (oldest[0], max(oldest)) == (0, 1)
     generators: Counter[str] = Counter()
@@ -200,9 +190,7 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
         assert line["async/sampled_tokens"] == pytest.approx(drawn)
 
 
-def test_a_resumed_synchronous_run_goes_on_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, plain: Path
-) -> None:
+def test_a_resume_is_bit_for_bit(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
     in_background = "role_workers.actor=tests.integration.background_actors.BackgroundActor"
     settings = ("async_training.max_staleness=0", "trainer.save_freq=1", in_background)
     folder = run_async(tiny_dir, tmp_path, *settings, TWO_STEPS)
@@ -211,9 +199,7 @@ def test_a_resumed_synchronous_run_goes_on_bit_for_bit(
     assert shared_numbers(folder) == shared_numbers(plain)
 
 
-def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_old_samples_are_corrected_unless_the_user_decides(tiny_dir: Path, tmp_path: Path) -> None:
     def correction(*more: str) -> tuple[str | None, bool]:
         config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *more), ASYNC)
         settings = config.algorithm.rollout_correction
@@ -231,9 +217,7 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
     assert correction("algorithm.rollout_correction.rollout_is=null") == (None, False)
 
 
-def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_is_named(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_path: Path) -> None:
     for setting in (
         "={0: {kv_cache_gb: 1, max_num_seqs: 8}}",
         ".0={kv_cache_gb: '1', dtype: null}",
@@ -353,9 +337,7 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
     checks.check_start(config)
 
 
-def test_an_engine_of_one_generator_that_does_not_fit_its_pool_is_refused_by_a_dry_run(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_rejects_an_engine_too_large_for_its_pool(tiny_dir: Path, tmp_path: Path) -> None:
     of_one = "async_training.generator_settings.1={name: vllm, tensor_model_parallel_size: 2}"
     settings = ("async_training.generators=2", of_one, "trainer.dry_run=true")
     words = "generator_settings.1: .*size=2 does not divide the 1 processes of rollout_1's"

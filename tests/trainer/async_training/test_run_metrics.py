@@ -94,9 +94,7 @@ def test_the_depth_of_the_queue_is_what_is_queued_once_a_batch_is_taken(watched:
         assert before <= depth <= LIMIT
 
 
-def test_the_histogram_of_staleness_is_that_of_the_batch_and_of_the_ledger(
-    watched: Watched,
-) -> None:
+def test_the_staleness_histogram_is_that_of_batches_and_ledger(watched: Watched) -> None:
     prefix = "async/staleness/"
     told = []
     for line in lines(watched.folder):

@@ -46,9 +46,7 @@ def dropped(folder: Path) -> dict[str, int]:
     return reasons
 
 
-def test_a_version_window_drops_what_is_older_and_takes_other_prompts(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_version_window_drops_older_samples(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (
         *AHEAD,
         TWO_GENERATORS,

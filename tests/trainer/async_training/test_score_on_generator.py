@@ -58,9 +58,7 @@ def configured(*more: str) -> AsyncConfig:
     return load_config([*needed, ON_GENERATOR, "algorithm.use_kl_in_reward=true", *more], ASYNC)
 
 
-def test_scores_of_generators_are_those_of_the_synchronous_run_bit_for_bit(
-    tiny_dir: Path, classifier: Path, tmp_path: Path
-) -> None:
+def test_scores_match_the_synchronous_run(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
     """Even if responses are made in parts: they are scored when they are whole."""
     more = (two_models(classifier), TWO_STEPS, *FEW_ROWS, *ROW_BY_ROW)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
@@ -94,9 +92,7 @@ def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
     assert not made
 
 
-def test_generators_that_run_ahead_have_values_of_the_version_that_they_took(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_values_are_of_the_version_that_generators_took(tiny_dir: Path, tmp_path: Path) -> None:
     folder = run_async(
         tiny_dir, tmp_path, ON_GENERATOR, *FEW_ROWS, "async_training.max_staleness=1"
     )
@@ -161,8 +157,6 @@ MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b
         ([f"reward.list=[{MODELS}]"], "ends in a number.*reward_model_b_1.*Rename"),
     ],
 )
-def test_what_generators_cannot_score_is_refused_before_anything_starts(
-    settings: list[str], message: str
-) -> None:
+def test_unscorable_settings_are_rejected_early(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured("async_training.generators=2", *settings)

@@ -44,9 +44,7 @@ class Hashes:
         )
 
 
-def test_shards_of_the_weights_and_more_generators_change_no_curve(
-    tiny_dir: Path, tmp_path: Path, plain: Path
-) -> None:
+def test_topologies_change_no_curve(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
     settings = (*SETTINGS, "async_training.topology=2m2t", OTHER_WEIGHTS)
     hashes = Hashes()
     run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[hashes])

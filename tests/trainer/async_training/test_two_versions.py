@@ -67,9 +67,7 @@ def tokens_of(tiny: Path, folder: Path, *more: str) -> TokensOfSteps:
     return tokens
 
 
-def test_weights_that_come_at_once_draw_the_rest_with_the_cache_of_the_old_ones_or_their_own(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_immediate_weights_may_keep_the_old_cache(tiny_dir: Path, tmp_path: Path) -> None:
     rigged = "role_workers.rollout=tests.trainer.async_training.rigged_workers.WaitsForWeights"
     at_once = (rigged, "async_training.weight_update=immediate")
     runs = {}

@@ -18,9 +18,7 @@ UNLIKE = (
 GAP = "training/rollout_probs_diff_max"
 
 
-def test_generators_of_other_engines_and_sizes_share_the_prompts_of_a_run(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_unlike_generators_share_the_prompts_of_a_run(tiny_dir: Path, tmp_path: Path) -> None:
     folder = run_async(tiny_dir, tmp_path, *UNLIKE, *POLICY_ALONE, *FEW_ROWS, TWO_STEPS)
     assert uids_of(folder, 2) == uids_in_order(tiny_dir, 2, *FEW_ROWS)
     generations = calls(folder, "submit")

@@ -110,9 +110,7 @@ def test_it_comes_back_when_there_is_a_node(
     )
 
 
-def test_one_that_dies_as_it_starts_is_started_again_and_three_times_at_most(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_failing_start_is_tried_three_times(tiny_dir: Path, tmp_path: Path) -> None:
     config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
     assert losses(config, Cluster(1, died, died))(0, LOST, num_lost=2) is True
     words = r"start of rollout It was restarted 3 times at version 7 of the weights\."
@@ -120,9 +118,7 @@ def test_one_that_dies_as_it_starts_is_started_again_and_three_times_at_most(
         losses(config, Cluster(1, died, died, died))(0, LOST, num_lost=2)
 
 
-def test_losses_between_which_the_run_got_further_do_not_add_up(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_losses_with_progress_between_do_not_add_up(tiny_dir: Path, tmp_path: Path) -> None:
     version = itertools.count().__next__
     lost = losses(config_of(tiny_dir, tmp_path), Cluster(1), version=version)
     assert [lost(0, LOST, num_lost=2) for _ in range(5)] == [True] * 5
@@ -136,18 +132,14 @@ def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> 
         losses(config, Cluster(1, *no_room(1000)))(0, LOST, num_lost=2)
 
 
-def test_where_all_pools_would_have_to_move_its_loss_is_raised(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_loss_is_raised_where_all_pools_must_move(tiny_dir: Path, tmp_path: Path) -> None:
     cluster = Cluster(1, PlacementError("A new placement of all pools would fit."))
     with pytest.raises(WorkerDiedError, match="node 7 is lost") as caught:
         losses(config_of(tiny_dir, tmp_path), cluster)(0, LOST, num_lost=2)
     assert caught.value.__notes__ == ["A new placement of all pools would fit."]
 
 
-def test_told_to_stop_the_other_generators_end_the_step_or_nobody_does(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_stopping_run_waits_for_no_node(tiny_dir: Path, tmp_path: Path) -> None:
     two = config_of(tiny_dir, tmp_path, "async_training.generators=2")
     stopping = losses(two, Cluster(2, *no_room(3)), is_ending=True)
     assert stopping(1, LOST, num_lost=2) is False

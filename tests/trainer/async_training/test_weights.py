@@ -31,9 +31,7 @@ def feed_of(groups: dict[str, Group]) -> WeightFeed:
     return WeightFeed(run, unused, unused, Activity())
 
 
-def test_a_copy_of_the_critic_gets_the_critics_weights_once_for_each_version(
-    groups: dict[str, Group],
-) -> None:
+def test_critic_copies_get_the_weights_of_each_version(groups: dict[str, Group]) -> None:
     critic, copies = Group([Sender()]), {"critic_copy": generator(), "critic_copy_1": generator()}
     groups |= {"critic": critic, **copies}
     feed = feed_of(groups)

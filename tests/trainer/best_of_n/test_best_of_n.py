@@ -91,9 +91,7 @@ def test_sft_reads_the_file(whole: Path, tiny_dir: Path) -> None:
     assert {row["finish_reason"] for row in rows_in(whole)} == {"stop", "length"}
 
 
-def test_of_a_talk_of_several_turns_the_drawn_words_alone_are_trained(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_several_turns_train_only_sampled_words(tiny_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     talk = [
         {"role": "user", "content": "a"},
@@ -149,9 +147,7 @@ def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
     assert events == [*first, "launch 2", "get"]
 
 
-def test_the_size_of_the_batches_does_not_change_the_file(
-    whole: Path, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_batch_sizes_do_not_change_the_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
     text = selected(tiny_dir, tmp_path, "data.train_batch_size=32")
     assert text == (whole / "selected.jsonl").read_text(encoding="utf-8")
 
@@ -220,9 +216,7 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
         selected(tiny_dir, tmp_path)
 
 
-def test_pairs_by_a_reward_model_on_its_own_pool(
-    tiny_dir: Path, tmp_path: Path, classifier: Path
-) -> None:
+def test_a_reward_model_chooses_pairs(tiny_dir: Path, tmp_path: Path, classifier: Path) -> None:
     judged = ("reward.model.enable=true", f"reward.model.path={classifier}")
     pairs = (*judged, "selection.format=pairs", "data.train_batch_size=32")
     path = str(tmp_path / "rows.parquet")
@@ -236,9 +230,7 @@ def test_pairs_by_a_reward_model_on_its_own_pool(
     assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(rows)
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_a_process_starts(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_an_unwritable_file_is_rejected_early(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     file = f"selection.file={tmp_path}/taken/rows.jsonl"
     with pytest.raises(ConfigError, match="cannot write a file in .*taken"):

@@ -53,9 +53,7 @@ def samples(tokenizer: Any, scores: list[list[float]], prompt: Any = "say a") ->
 
 @pytest.mark.parametrize("top_k", [1, 2, 9])
 @pytest.mark.parametrize("min_score", [None, 1.0])
-def test_the_best_of_different_texts_are_kept_by_their_score(
-    tokenizer: Any, top_k: int, min_score: float | None
-) -> None:
+def test_the_best_texts_are_kept(tokenizer: Any, top_k: int, min_score: float | None) -> None:
     draw = random.Random(top_k)
     scores = [[float(draw.randrange(4)) for _ in TEXTS] for _ in range(20)]
     expected = []
@@ -118,9 +116,7 @@ def test_scores_that_are_no_numbers_are_refused(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_a_file_keeps_every_character_and_numbers_that_only_some_rows_have(
-    tmp_path: Path, name: str
-) -> None:
+def test_files_keep_all_characters_and_optional_numbers(tmp_path: Path, name: str) -> None:
     rows = [
         {"response": "one\u2028line\n", "rewards": None},
         {"response": "ä", "rewards": {"style": 0.5}},

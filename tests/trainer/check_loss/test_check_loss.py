@@ -51,9 +51,7 @@ def good(old_logprobs, logprobs, advantages, action_mask, num_tokens, clip_ratio
     )
 
 
-def test_a_loss_of_another_signature_is_filled_by_its_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_signature_is_filled_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
     subject = subject_of(good)
     assert subject.kind == "policy"
@@ -168,9 +166,7 @@ def test_what_is_no_loss_is_said_in_a_sentence(returned: str, sentence: str) -> 
         check_loss(found["loss"])
 
 
-def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unusable_functions_are_explained_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("verl", "verl.trainer.ppo.core_algos"):
         monkeypatch.setitem(sys.modules, module, None)
 
@@ -226,9 +222,7 @@ def test_the_command_names_what_holds_and_what_does_not(
         run([f"{file}:mine"], monkeypatch)
 
 
-def test_verls_losses_are_told_the_counts_and_averaged_over_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_verls_losses_get_counts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
     stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
     assert "data_parallel_split" in check_loss("verl:vanilla", clip_ratio_high=0.4)

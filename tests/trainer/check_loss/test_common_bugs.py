@@ -96,9 +96,7 @@ def test_a_loss_that_is_always_nan_is_said_to_be_so() -> None:
         check_loss(always_nan)
 
 
-def test_a_skipped_change_in_place_does_not_reach_other_relations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_skipped_change_in_place_has_no_other_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
     assert "micro_batch_cut" in check_loss(subtracts_in_place, skip=["no_side_effects", *EXTREME])
     assert "row_permutation" in check_loss(rewards_changed, skip=["no_side_effects"])

@@ -55,9 +55,7 @@ def test_json_has_what_the_tables_have(capsys: pytest.CaptureFixture[str]) -> No
         assert sum(run["shares"]["generator 0"].values()) == pytest.approx(1.0)
 
 
-def test_generators_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unevenly_shared_generators_are_slower(capsys: pytest.CaptureFixture[str]) -> None:
     slow = as_json(capsys, "--gen=3", "--update=0.2", "--generators=3", "--trainers=2")
     even = as_json(capsys, "--gen=3", "--update=0.2", "--generators=4", "--trainers=2")
     assert "with 3 generators and 2 trainers, trainer 1 has 1 of the generators" in slow["notes"][0]
@@ -68,9 +66,7 @@ def test_generators_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_tol
     )
 
 
-def test_a_run_folder_gives_the_seconds_and_options_replace_them(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_options_replace_measurements(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = str(make_run(tmp_path / "run", 3))
     assert as_json(capsys, folder)["phases"]["generate"] == [0.3, 0.3]
     slower = as_json(capsys, folder, "--gen=3")

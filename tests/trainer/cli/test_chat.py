@@ -58,9 +58,7 @@ def test_a_strangers_template_is_refused_in_words(
         Chat(folder, system="", max_tokens=1, temperature=0.0).answer("say a")
 
 
-def test_a_conversation_goes_on_until_it_is_forgotten(
-    tiny_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_has_a_history(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(tiny_dir / "model", system="", max_tokens=6, temperature=0.0)
     first = chat.answer("say a")
     assert first == greedy(tiny_dir / "model", [user("say a")], 6)

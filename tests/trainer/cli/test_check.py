@@ -72,9 +72,7 @@ def test_keys_without_effect_are_listed_with_the_reason() -> None:
     assert re.search(r"\nand [1-9]\d other keys", unused)
 
 
-def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_async_run_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = make_run(tmp_path / "run", 3, samples=1)
     config = load_config([*NEEDED, "async_training.generators=2"], ASYNC)

@@ -57,9 +57,7 @@ def test_a_run_folder_becomes_a_model_folder(
     assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token == "<pad>"
 
 
-def test_a_folder_that_is_in_use_is_left_alone(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_used_folder_is_left_alone(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SystemExit, match="error: .*is not empty. Choose a folder that does not exist"
     ):

@@ -59,9 +59,7 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
         ),
     ],
 )
-def test_a_name_of_nothing_is_told_with_what_there_is(
-    given: dict[str, str], said: str, fix: str
-) -> None:
+def test_unknown_names_come_with_known_ones(given: dict[str, str], said: str, fix: str) -> None:
     assert wrong(**given) == [(said, fix)]
 
 
@@ -74,9 +72,7 @@ def test_adapters_have_the_state_of_their_port(tmp_path: Path) -> None:
     assert network.adapters(tmp_path / "none") == {}
 
 
-def test_doctor_has_a_line_of_the_network_and_one_for_each_wrong_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_doctor_lists_the_network_and_each_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "interfaces", lambda: NETWORKS)
     monkeypatch.setattr(network, "adapters", lambda: {"mlx5_0": "DOWN"})
     given = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "WARN"}

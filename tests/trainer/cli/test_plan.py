@@ -52,9 +52,7 @@ def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
     return job, job.best(16)
 
 
-def test_what_is_shown_is_what_a_run_with_its_keys_would_take(
-    planned: tuple[PPOJob, list[PlannedPlacement]],
-) -> None:
+def test_a_plan_is_what_its_run_takes(planned: tuple[PPOJob, list[PlannedPlacement]]) -> None:
     """A run accepts every placement, and counts the same bytes."""
     job, found = planned
     assert len({placement.partition for placement in found}) == len(found) <= 15

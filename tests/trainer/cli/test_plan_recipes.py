@@ -64,9 +64,7 @@ def takes_what_its_run_counts(job: Job, best: list[PlannedPlacement]) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo"])
-def test_a_recipe_on_rows_has_the_five_fastest_layouts_of_its_model(
-    model: Path, recipe: str
-) -> None:
+def test_rows_recipes_have_their_five_fastest_layouts(model: Path, recipe: str) -> None:
     keys = f"model.path={model}", "data.train_batch_size=512"
     job, best = planned(recipe, *keys)
     assert len(best) == 5
@@ -129,9 +127,7 @@ def asynchronous(model: Path) -> tuple[Job, list[PlannedPlacement]]:
     return async_plan(model)
 
 
-def test_generators_and_trainers_of_an_async_run_are_those_that_its_loader_accepts(
-    asynchronous: tuple[Job, list[PlannedPlacement]],
-) -> None:
+def test_async_plans_are_accepted(asynchronous: tuple[Job, list[PlannedPlacement]]) -> None:
     job, best = asynchronous
     assert takes_what_its_run_counts(job, best)
     for placement in best:

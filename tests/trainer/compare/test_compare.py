@@ -52,9 +52,7 @@ def test_keys_that_differ_are_listed_and_names_are_not(three: list[Path]) -> Non
     ]
 
 
-def test_runs_that_differ_in_their_seed_share_a_column_with_mean_and_deviation(
-    three: list[Path],
-) -> None:
+def test_seeds_share_a_column_with_mean_and_deviation(three: list[Path]) -> None:
     runs = read_runs(three)
     assert {name: len(group) for name, group in groups_by_seed(runs).items()} == {"a": 2, "c": 1}
     heading, row = tables.results(runs)

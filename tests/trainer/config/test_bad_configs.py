@@ -288,9 +288,7 @@ def test_gpus_that_are_not_there_are_refused(
         run(load_config([*base, f"trainer.backend={backend}", "trainer.device=cuda"]))
 
 
-def test_a_run_of_another_configuration_may_be_written_over(
-    base: list[str], tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_another_run_may_be_overwritten(base: list[str], tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a worker process was started"):
         run(load_config([*base, another_run(tiny_dir, tmp_path), "trainer.resume_mode=disable"]))
 

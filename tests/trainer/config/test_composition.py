@@ -49,9 +49,7 @@ def test_verls_split_command_composes_unchanged() -> None:
     ("steps", "epochs", "expected"),
     [(None, None, 5), (None, 2, 10), (7, None, 7), (7, 1, 5), (7, 2, 7)],
 )
-def test_a_run_ends_with_the_first_of_its_steps_and_epochs(
-    steps: int | None, epochs: int | None, expected: int
-) -> None:
+def test_the_first_limit_ends_a_run(steps: int | None, epochs: int | None, expected: int) -> None:
     trainer = TrainerConfig(total_training_steps=steps, total_epochs=epochs)
     assert trainer.num_steps(lambda passes: 5 * passes) == expected
 
@@ -59,9 +57,7 @@ def test_a_run_ends_with_the_first_of_its_steps_and_epochs(
 ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=false"
 
 
-def test_passes_are_cut_by_tokens_unless_rows_are_asked_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_passes_are_cut_by_tokens_by_default(caplog: pytest.LogCaptureFixture) -> None:
     def by_tokens(*more: str) -> bool:
         return load_config([*NEEDED, *more]).actor_rollout_ref.actor.use_dynamic_bsz
 
@@ -155,9 +151,7 @@ def test_ranks_that_share_a_model_have_the_same_samples_in_the_table() -> None:
     assert cells["critic mini-batch"][:6] == ["4", "8", "8", "320", "4", "160"]
 
 
-def test_grpo_process_with_environments_says_that_it_is_biased(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_grpo_process_is_biased_with_environments(caplog: pytest.LogCaptureFixture) -> None:
     settings = [*NEEDED, "algorithm.adv_estimator=grpo_process", "actor_rollout_ref.rollout.n=2"]
     load_config(settings)
     assert "is biased" not in caplog.text

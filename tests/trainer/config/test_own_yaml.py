@@ -48,9 +48,7 @@ def said(
     return ""
 
 
-def test_a_good_file_and_a_preset_of_ones_own_compose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_files_and_presets_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     own = "# @package _global_\nalgorithm: {adv_estimator: opo}\n"
     files = {"mine.yaml": GOOD, "algorithm/own.yaml": own}
@@ -71,9 +69,7 @@ def test_aliases_that_stand_for_billions_of_values_are_refused(
         saved_config(tmp_path)
 
 
-def test_a_mistyped_key_in_a_file_is_told_with_the_nearest_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistyped_key_gets_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"mine.yaml": GOOD.replace("train_files", "tran_files")}
     error = said(monkeypatch, tmp_path, files, "--config-name=mine")
     assert error.startswith("error: In 'mine': there is no key 'data.tran_files'. Did you mean 'da")
@@ -83,18 +79,14 @@ def test_a_mistyped_key_in_a_file_is_told_with_the_nearest_one(
     assert "HYDRA_FULL_ERROR" not in error
 
 
-def test_a_mistyped_file_and_a_folder_that_is_not_there_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_files_or_folders_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = said(monkeypatch, tmp_path, {"mine.yaml": GOOD}, "--config-name", "mien")
     assert error.startswith("error: Cannot find primary config 'mien'.")
     assert error.endswith("Did you mean 'mine'?")
     assert "there is no folder '" in said(monkeypatch, tmp_path / "nowhere", {})
 
 
-def test_all_unknown_keys_of_all_files_are_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_unknown_keys_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = """
 defaults: [async_trainer, {override algorithm: own}, _self_]
 trainer: {sede: 1, watch: 2}
@@ -109,9 +101,7 @@ pool_resources: {my_pool: {cpu: 1}}
     assert "In 'algorithm/own': there is no key 'algorithm.gama'. Did you mean 'algorit" in error
 
 
-def test_a_file_that_is_no_yaml_is_told_by_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_yaml_is_told_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = said(monkeypatch, tmp_path, {"mine.yaml": "trainer: [1"}, "--config-name", "mine")
     assert "mine.yaml is not readable as YAML" in error
     assert "line 1" in error

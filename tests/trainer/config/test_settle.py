@@ -66,9 +66,7 @@ def test_a_key_that_is_not_read_has_its_default_value() -> None:
     assert config == load_config([*NEEDED, *GRPO])
 
 
-def test_what_was_read_because_of_an_unread_key_is_not_read_either(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_keys_below_an_unread_key_are_unread(caplog: pytest.LogCaptureFixture) -> None:
     ours = ["reward.list=[{name: a}]", "reward.model.enable=true", "reward.rule_weight=0"]
     config = load_config([*NEEDED, *ours])
     assert not config.reward.model.enable

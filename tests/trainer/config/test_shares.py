@@ -96,9 +96,7 @@ def test_a_pool_of_frozen_models_has_fewer_devices_than_one_that_trains(
 @pytest.mark.parametrize(
     ("resources", "left"), [({"device": "cpu"}, [4]), ({"gpus": 0.5}, [3]), ({"cpus": 0.25}, [2])]
 )
-def test_a_pool_that_shares_gpus_or_needs_none_leaves_the_others_more(
-    resources: dict[str, object], left: list[int]
-) -> None:
+def test_shared_pools_leave_others_more(resources: dict[str, object], left: list[int]) -> None:
     taken = (f"pool_resources.own.{name}={value}" for name, value in resources.items())
     pool = ["resource_pool_spec.own=[2]", "role_mapping.critic=own", "trainer.n_gpus_per_node=4"]
     config = load(*pool, *taken)
@@ -114,9 +112,7 @@ def test_a_pool_that_shares_gpus_or_needs_none_leaves_the_others_more(
         (["placement=split", "trainer.n_gpus_per_node=4"], 4),
     ],
 )
-def test_on_cpus_there_are_as_many_slots_as_the_pools_take(
-    overrides: list[str], slots: int
-) -> None:
+def test_cpu_slots_match_the_pools(overrides: list[str], slots: int) -> None:
     config = load(*overrides)
     assert config.trainer.n_gpus_per_node == slots
     assert sum(sum(sizes) for sizes in config.resource_pool_spec.values()) == slots
@@ -152,9 +148,7 @@ ONE_DEVICE = "trainer.n_gpus_per_node=1"
         ),
     ],
 )
-def test_each_way_out_of_too_few_devices_leads_somewhere(
-    overrides: list[str], too_few: str
-) -> None:
+def test_every_advice_on_too_few_devices_works(overrides: list[str], too_few: str) -> None:
     with pytest.raises((ConfigError, PlacementError)) as refused:
         load(*overrides)
     assert too_few in str(refused.value)

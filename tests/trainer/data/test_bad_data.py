@@ -182,9 +182,7 @@ def test_recipes_on_rows_name_them_alike(kind: str, tiny_dir: Path, tmp_path: Pa
     assert (len(rows), num_bad) == (num_good, 1)
 
 
-def test_half_a_character_is_read_as_the_mark_of_what_cannot_be_read(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_surrogates_are_read_as_replacement_characters(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "a\\ud800b"}')
     config = DataConfig(train_files=str(path), max_prompt_length=100)
@@ -199,9 +197,7 @@ def test_half_a_character_is_read_as_the_mark_of_what_cannot_be_read(
 
 
 @pytest.mark.parametrize("change", ["order", "ground truth"])
-def test_as_many_rows_of_other_contents_are_refused(
-    change: str, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_changed_rows_are_rejected(change: str, tokenizer: Any, tmp_path: Path) -> None:
     rows = [row(letter, reward_model={"ground_truth": letter}) for letter in "abcd"]
     (tmp_path / "before.jsonl").write_bytes(lines(*rows))
     if change == "order":

@@ -75,9 +75,7 @@ def test_a_second_start_reads_the_rows_that_the_first_has_made(
     assert digest_of_rows(first) == digest_of_rows(second) == digest_of_rows(in_memory)
 
 
-def test_other_files_settings_and_tokens_make_other_entries(
-    tiny_dir: Path, tmp_path: Path, num_read: list[int]
-) -> None:
+def test_other_inputs_have_own_entries(tiny_dir: Path, tmp_path: Path, num_read: list[int]) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     files = write(tmp_path, LM)
 

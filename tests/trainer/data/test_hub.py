@@ -154,9 +154,7 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
-def test_a_data_set_is_fetched_once_and_read_without_a_network_then(
-    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_is_fetched_once(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     name = "maker/texts/data:train"
     assert texts(f"hub://{name}") == ["one", "two", "three"]
     assert [line for line in hub.requests if line.startswith("GET /datasets")]
@@ -171,9 +169,7 @@ def test_a_data_set_is_fetched_once_and_read_without_a_network_then(
     assert hub.requests == []
 
 
-def test_files_that_another_tool_fetched_are_read_without_a_network(
-    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_files_need_no_network(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot_download("maker/texts", repo_type="dataset")
     go_offline(monkeypatch)
     assert texts("maker/texts:test") == ["four"]
@@ -214,9 +210,7 @@ def test_configurations_of_a_data_set_have_names_too(hub: type[Hub]) -> None:
     assert texts("hub://maker/texts/table:first") == ["a", "b"]
 
 
-def test_a_data_set_with_a_script_is_read_in_the_hubs_conversion(
-    hub: type[Hub], tmp_path: Path
-) -> None:
+def test_scripts_are_replaced_by_the_hubs_conversion(hub: type[Hub], tmp_path: Path) -> None:
     hub.files = {"texts.py": b"", "rows.xyz": b""}
     hub.converted = {
         "default/train/0000.parquet": parquet(tmp_path, [{"text": "a"}]),
@@ -248,16 +242,12 @@ def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:
         (":tran", r'maker/texts:tran: .* Unknown split "tran". Should be one of .*train'),
     ],
 )
-def test_an_unclear_split_is_an_error_that_names_the_splits(
-    hub: type[Hub], name: str, message: str
-) -> None:
+def test_an_unclear_split_names_the_splits(hub: type[Hub], name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         texts(f"hub://maker/texts{name}")
 
 
-def test_a_name_that_could_be_a_file_is_not_looked_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_names_are_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows").mkdir()
     for name in ("rows/mistyped", "train.jsonl", "nowhere/train.parquet", "a/b/c.jsonl", "/a/b"):

@@ -48,9 +48,7 @@ def test_a_pair_is_a_good_and_a_bad_response(tokenizer: Any, tmp_path: Path) -> 
     ]
 
 
-def test_a_mismatched_response_is_anothers_after_the_rows_own_prompt(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_mismatched_response_follows_the_rows_own_prompt(tokenizer: Any, tmp_path: Path) -> None:
     rows = read(tokenizer, tmp_path, GOOD, BAD, PAIR)
     own = [said(row.response, tokenizer) for row in rows]
     others = [said(row.mismatched, tokenizer) for row in rows]
@@ -61,9 +59,7 @@ def test_a_mismatched_response_is_anothers_after_the_rows_own_prompt(
     assert [said(row.mismatched, tokenizer) for row in again] == others
 
 
-def test_rows_of_a_prompt_do_not_lend_each_other_their_responses(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rows_of_a_prompt_share_no_responses(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [
         {"prompt": f"say {letter}", "chosen": f"{letter}1", "rejected": f"{letter}2"}
         for letter in "aabc"

@@ -80,9 +80,7 @@ def test_the_template_of_the_model_keeps_what_others_said_out_of_the_loss(tokeni
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "with generation markers"])
-def test_every_turn_of_the_assistant_is_in_the_loss_with_its_end(
-    tokenizer: Any, template: str
-) -> None:
+def test_every_turn_of_the_assistant_is_in_the_loss(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
     assert [part for part in parts({"messages": CHAT}, tokenizer) if part[0]] == [
         (True, "aaa!"),
@@ -92,9 +90,7 @@ def test_every_turn_of_the_assistant_is_in_the_loss_with_its_end(
     assert parts({"messages": last_word}, tokenizer)[-1][0] is False
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rewriting_templates_must_mark_turns(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "chats.jsonl", {"messages": CHAT})
     tokenizer.chat_template = CUTS_EARLIER_TURNS
     with pytest.raises(ConfigError, match=r"chats.jsonl, line 1: .* message 1.*{% generation %}"):
@@ -163,9 +159,7 @@ def uids(loader: RowLoader[LMRow], *counts: int) -> list[str]:
     return [uid for count in counts for uid in loader.take(count).non_tensor_batch["uid"]]
 
 
-def test_rows_are_padded_and_a_token_is_a_response_to_those_before_it(
-    tokenizer: Any, make_loader: Any
-) -> None:
+def test_padded_rows_predict_each_next_token(tokenizer: Any, make_loader: Any) -> None:
     batch = make_loader().take(3).batch
     width = int(batch["attention_mask"].sum(1).max())
     assert batch["input_ids"].shape == (3, width)

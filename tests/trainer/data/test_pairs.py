@@ -36,9 +36,7 @@ def test_a_response_to_a_prompt_is_in_the_loss_with_its_end(tokenizer: Any) -> N
     assert encode_pair(STATIC | {"margin": 2}, tokenizer).margin == 2.0
 
 
-def test_of_dialogues_what_comes_after_their_common_beginning_is_in_the_loss(
-    tokenizer: Any,
-) -> None:
+def test_dialogues_train_what_follows_their_common_beginning(tokenizer: Any) -> None:
     end = tokenizer.eos_token
     pair = encode_pair(DIALOGUES, tokenizer)
     assert in_loss(pair, tokenizer) == ["aa" + end, "bb" + end]

@@ -127,9 +127,7 @@ def test_an_error_of_a_row_leaves_nothing_behind() -> None:
     assert list(cache_folder("prompts").iterdir()) == []
 
 
-def test_without_a_place_for_a_cache_there_is_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_cache_without_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("a file")
     assert cached_prompts("key", Files(make_rows()), "prompt") is None
     assert "no cache can be written to" in caplog.text

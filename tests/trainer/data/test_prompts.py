@@ -215,9 +215,7 @@ class Letters:
 
 
 @pytest.mark.parametrize("name", ["letters", "Letters"])
-def test_rows_may_come_from_a_data_set_of_the_user(
-    tokenizer: Any, tmp_path: Path, name: str
-) -> None:
+def test_rows_may_come_from_a_users_data_set(tokenizer: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "own.py").write_text(CUSTOM, encoding="utf-8")
     config = DataConfig(
         custom_cls=UserCodeConfig(path=str(tmp_path / "own.py"), name=name), max_prompt_length=3
@@ -234,9 +232,7 @@ def test_pad_falls_back_to_eos(tiny_dir: Path, tmp_path: Path) -> None:
     assert loaded.pad_token_id == loaded.eos_token_id
 
 
-def test_the_batch_carries_the_token_ids_that_engines_need(
-    make_loader: Any, tokenizer: Any
-) -> None:
+def test_a_batch_has_the_token_ids_that_engines_need(make_loader: Any, tokenizer: Any) -> None:
     batch = next(iter(make_loader()))
     assert batch.meta_info == {
         "eos_token_id": tokenizer.eos_token_id,

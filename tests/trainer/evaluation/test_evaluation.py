@@ -46,9 +46,7 @@ def validation(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name.startswith("val-")}
 
 
-def test_a_run_folder_gives_the_numbers_of_its_last_validation(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_repeats_the_last_validation(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(trained), "trainer.logger=[]", "data.train_batch_size=5"])
     (found,) = lines(trained / "eval" / "global_step_2")
     expected = validation(lines(trained)[-1])
@@ -119,9 +117,7 @@ def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         verl_like()
 
 
-def test_what_a_run_says_of_its_validation_arrives_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = load_config(
         [
             "actor_rollout_ref.model.path=m",
@@ -147,9 +143,7 @@ def test_what_a_run_says_of_its_validation_arrives_as_it_was(
     assert config.trainer.seed == 11
 
 
-def test_a_run_with_verls_names_is_evaluated_by_its_rewards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verls_reward_names_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = {
         "actor_rollout_ref.model.path": "m",
         "data.val_files": "v",

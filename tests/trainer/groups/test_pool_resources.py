@@ -69,9 +69,7 @@ def test_one_pool_has_the_keys_of_the_run(
     assert "has no effect: this run has one pool, which trainer.device" in caplog.text
 
 
-def test_a_pool_has_its_own_device_or_that_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_has_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = reporting(tmp_path, ROLES, generator_0_pool=1, trainer_pool=1)
     config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}})
     needs = needs_of_pools(config)
@@ -90,9 +88,7 @@ def test_a_pool_has_its_own_device_or_that_of_the_run(
         find_nodes(config, [])
 
 
-def test_children_on_gpus_are_refused_before_a_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_on_gpus_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = reporting(tmp_path, ROLES, generator_0_pool=1, trainer_pool=1)

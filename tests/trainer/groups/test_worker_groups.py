@@ -29,9 +29,7 @@ def test_starts_meet_and_the_first_error_carries_the_others() -> None:
     assert caught.value.__notes__ == ["another start failed, too: ValueError: pool 2 is broken"]
 
 
-def test_a_pool_that_comes_up_after_the_end_is_ended(
-    tiny_dir: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_late_pool_is_ended(tiny_dir: Path, tmp_path: Path, monkeypatch) -> None:
     config = load_config(
         overrides(tiny_dir, tmp_path, "trainer.backend=local", "placement=colocate")
     )

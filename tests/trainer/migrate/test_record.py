@@ -78,9 +78,7 @@ def test_it_is_recorded_through_whatever_starts_it() -> None:
     assert [words for words in trained if words not in commands] == []
 
 
-def test_a_file_runs_in_its_folder_with_its_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_runs_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = tmp_path / "project" / "scripts"
     scripts.mkdir(parents=True)
     (scripts / "env.sh").write_text("MODEL=tiny\n")
@@ -97,9 +95,7 @@ def test_a_file_runs_in_its_folder_with_its_arguments(
     assert recorded(str(scripts / "run.sh"), "eight") == [words]
 
 
-def test_logs_that_are_there_already_stop_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_existing_logs_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "old.log").write_text("kept")
     monkeypatch.chdir(tmp_path)
@@ -164,9 +160,7 @@ def test_keys_of_the_user_stay_variables(monkeypatch: pytest.MonkeyPatch) -> Non
     assert migrate("verl", text)[0].environment == ["A_TOKEN=...", "B=c"]
 
 
-def test_without_a_sandbox_a_script_is_refused_and_words_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_sandbox_scripts_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.migrate.recorder.start_child", lambda _: (Done(), Refuses()))
     with pytest.raises(ConfigError, match="no sandbox for it: no Landlock.*verl-like migrate"):
         record("python -m train")

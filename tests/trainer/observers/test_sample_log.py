@@ -203,9 +203,7 @@ def test_rejected_tokens_are_counted_too(batch: DataProto) -> None:
     assert watched(batch, config)[1]["dropped"]["algorithm.rollout_correction"] == 2
 
 
-def test_a_sample_that_is_lost_changed_or_doubled_on_its_way_ends_the_run(
-    batch: DataProto, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_or_doubled_samples_end_it(batch: DataProto, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = batch.select(deepcopy=True)
     changed.batch["response_mask"][3, 0] = 0
     doubled = DataProto.concat([batch, batch[:1]])

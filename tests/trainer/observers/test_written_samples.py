@@ -29,9 +29,7 @@ class OwnUpdate(PPOTrainer):
         return {}
 
 
-def test_an_update_of_the_users_own_has_its_samples_written_and_counted(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_samples_of_a_users_update_are_counted(tiny_dir: Path, tmp_path: Path) -> None:
     run(load_config(overrides(tiny_dir, tmp_path, *SHORT)), OwnUpdate)
     assert len(list((tmp_path / "rollouts").glob("*.jsonl"))) == 2
     for line in lines(tmp_path):

@@ -21,9 +21,7 @@ ALGORITHMS: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=[found.__name__ for found in ALGORITHMS])
-def test_a_docstring_has_formula_watch_and_source_in_this_order(
-    algorithm: Callable[..., Any],
-) -> None:
+def test_docstrings_have_formula_watch_and_source(algorithm: Callable[..., Any]) -> None:
     paragraphs = inspect.cleandoc(algorithm.__doc__ or "").split("\n\n")
     assert [paragraph.partition(": ")[0] for paragraph in paragraphs[-2:]] == ["Watch", "Source"]
     assert len(paragraphs) > 2

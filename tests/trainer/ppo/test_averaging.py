@@ -46,9 +46,7 @@ def trained(tiny: Path, folder: Path, *more: str) -> tuple[Validated, list[Metri
     return Validated.last, found
 
 
-def test_validation_sees_the_average_and_training_never_does(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_only_validation_sees_the_average(tiny_dir: Path, tmp_path: Path) -> None:
     where = ("placement=standalone", "trainer.n_gpus_per_node=2")
     _, plain = trained(tiny_dir, tmp_path / "plain", *where)
     trainer, averaged = trained(tiny_dir, tmp_path / "averaged", *where, f"{DECAY}=0.5")

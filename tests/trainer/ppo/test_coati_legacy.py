@@ -58,9 +58,7 @@ def test_the_advantage_is_the_reward_less_the_last_value_on_every_token(batch: D
     assert (first, second) == pytest.approx((1.4833333, -0.8306853))
 
 
-def test_losses_are_clipped_as_colossalchat_does_and_each_response_counts_once(
-    config: PPOConfig,
-) -> None:
+def test_losses_are_clipped_as_in_colossalchat_per_response(config: PPOConfig) -> None:
     actor, critic = config.actor_rollout_ref.actor, config.critic
     assert (actor.clip_ratio, actor.clip_ratio_c, critic.cliprange_value) == (0.2, 1e9, 0.4)
     assert actor.loss_agg_mode == "seq-mean-token-mean"

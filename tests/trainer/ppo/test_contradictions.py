@@ -136,9 +136,7 @@ def test_defaults_contradict_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("overrides", NO_WARNINGS)
-def test_what_an_algorithm_is_made_for_is_no_contradiction(
-    overrides: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_algorithms_own_settings_are_fine(overrides: str, caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(caplog, *overrides.split()) == []
 
 

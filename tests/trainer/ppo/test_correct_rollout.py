@@ -111,9 +111,7 @@ def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, flo
     return found
 
 
-def test_a_corrected_update_is_the_same_at_every_number_of_ranks_and_any_cut(
-    tiny_dir: Path,
-) -> None:
+def test_corrected_updates_do_not_depend_on_ranks_and_cuts(tiny_dir: Path) -> None:
     whole = learned_on_ranks(tiny_dir, 8)
     assert whole[2]["rollout_corr/rollout_rs_masked_fraction"] > 0
     for found in run_kept(2, learned_on_ranks, tiny_dir, 1):
@@ -164,9 +162,7 @@ def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
         ((f"{SECTION}.rollout_rs=token_k1",), "needs one threshold"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    settings: tuple[str, ...], words: str
-) -> None:
+def test_contradictory_settings_are_rejected(settings: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config([*NEEDED, *settings])
 
@@ -180,9 +176,7 @@ def trained(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
     return lines(folder)
 
 
-def test_equal_policies_learn_the_same_corrected_bypassed_or_plainly(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_equal_policies_learn_the_same_with_any_correction(tiny_dir: Path, tmp_path: Path) -> None:
     plain = trained(tiny_dir, tmp_path / "plain", *FEW_ROWS)
     for preset in ("decoupled_seq_is_rs", "bypass_ppo_clip"):
         found = trained(tiny_dir, tmp_path / preset, *FEW_ROWS, f"correction={preset}")
@@ -198,9 +192,7 @@ def test_equal_policies_learn_the_same_corrected_bypassed_or_plainly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
-def test_twenty_steps_under_a_correction_raise_the_reward(
-    preset: str, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_corrections_raise_the_reward(preset: str, tiny_dir: Path, tmp_path: Path) -> None:
     settings = ["data.train_batch_size=16", "actor_rollout_ref.rollout.n=8"]
     settings += ["actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=20"]
     scores = [

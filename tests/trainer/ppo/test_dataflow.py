@@ -76,9 +76,7 @@ def test_pools_of_the_drivers_own_process_take_turns() -> None:
     assert f"in the driver's process:\n  score: {readings}, then critic" in one_of_two
 
 
-def test_old_log_probs_are_the_updates_own_only_for_one_step_that_nobody_reads_them_before() -> (
-    None
-):
+def test_old_log_probs_may_come_from_a_single_update_that_nobody_precedes() -> None:
     assert update_can_compute_old_log_probs(load(*GRPO_OF_ONE_STEP))
     for more in (
         "actor_rollout_ref.actor.ppo_epochs=2",

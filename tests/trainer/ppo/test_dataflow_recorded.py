@@ -107,9 +107,7 @@ def test_the_nodes_are_the_calls_of_a_step(
     check(*recorded(tiny_dir, tmp_path, *placed))
 
 
-def test_a_reward_model_and_a_teacher_are_drawn_where_they_are_called(
-    tiny_dir: Path, classifier: Path, tmp_path: Path
-) -> None:
+def test_reward_models_and_teachers_drawn(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
     model = ("reward.model.enable=true", f"reward.model.path={classifier}")
     path = f"distillation.teacher_model.model_path={tiny_dir}/model"
     teacher = (path, "distillation.use_task_rewards=true")
@@ -127,9 +125,7 @@ def test_remax_is_drawn_with_its_greedy_answers(tiny_dir: Path, tmp_path: Path) 
     assert "greedy_scores" in {node.name for node in nodes}
 
 
-def test_the_pass_of_step_1_that_an_int8_reference_is_compared_by_is_drawn(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_the_int8_reference_adds_a_pass_in_step_1(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (
         *ROLES["old log-probs by the update"],
         "algorithm.use_kl_in_reward=false",
@@ -141,9 +137,7 @@ def test_the_pass_of_step_1_that_an_int8_reference_is_compared_by_is_drawn(
     assert describe(config).endswith(STEP_1_NOTICE)
 
 
-def test_calls_said_to_overlap_do_and_calls_of_one_pool_take_turns(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_calls_overlap_across_pools_and_queue_within_one(tiny_dir: Path, tmp_path: Path) -> None:
     split = ("placement=split", "trainer.n_gpus_per_node=4")
     nodes, spans = recorded(tiny_dir, tmp_path, *split)
     check(nodes, spans)
@@ -181,9 +175,7 @@ class OwnUpdate(OwnEstimate):
         return super().update(batch) | {"mine": 1.0}
 
 
-def test_the_graph_names_the_stages_that_a_subclass_overrides(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_the_graph_names_overridden_stages(tiny_dir: Path, tmp_path: Path) -> None:
     overridden = overridden_stages(OwnUpdate)
     assert overridden == ["OwnEstimate.estimate", "OwnUpdate.update"]
     text = describe(load_config(overrides(tiny_dir, tmp_path)), overridden=overridden)

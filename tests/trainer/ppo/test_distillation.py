@@ -76,9 +76,7 @@ def test_a_tokens_advantage_is_what_the_teacher_says_more_than_the_policy(gamma:
     torch.testing.assert_close(found, expected)
 
 
-def test_beside_rewards_it_is_added_by_its_coefficient(
-    tiny_dir: Path, tmp_path: Path, teacher: Path
-) -> None:
+def test_teachers_and_rewards_add_up(tiny_dir: Path, tmp_path: Path, teacher: Path) -> None:
     more = ("distillation.use_task_rewards=true", "distillation.coef=0.5")
     config = load_config(
         settings(tiny_dir, tmp_path, teacher, *more, "algorithm.adv_estimator=grpo")
@@ -146,9 +144,7 @@ def test_a_teacher_that_is_the_policy_moves_nothing(tiny_dir: Path, tmp_path: Pa
     assert before["teacher"] == before["actor"]
 
 
-def test_on_a_pool_of_its_own_and_after_a_resume_the_numbers_are_the_same(
-    tiny_dir: Path, tmp_path: Path, teacher: Path
-) -> None:
+def test_placement_and_resume_change_nothing(tiny_dir: Path, tmp_path: Path, teacher: Path) -> None:
     colocated, split = tmp_path / "colocated", tmp_path / "split"
     run(
         load_config(
@@ -164,9 +160,7 @@ def test_on_a_pool_of_its_own_and_after_a_resume_the_numbers_are_the_same(
 
 
 @pytest.mark.slow
-def test_two_ranks_of_a_teacher_say_what_one_says(
-    tiny_dir: Path, tmp_path: Path, teacher: Path
-) -> None:
+def test_two_ranks_of_a_teacher_match_one(tiny_dir: Path, tmp_path: Path, teacher: Path) -> None:
     lines = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
@@ -182,9 +176,7 @@ def test_two_ranks_of_a_teacher_say_what_one_says(
         assert lines[1][name] == pytest.approx(lines[0][name], rel=1e-5)
 
 
-def test_the_graph_and_the_memory_show_the_teacher(
-    tiny_dir: Path, tmp_path: Path, teacher: Path
-) -> None:
+def test_graph_and_memory_show_the_teacher(tiny_dir: Path, tmp_path: Path, teacher: Path) -> None:
     more = ("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=ray")
     config = load_config(settings(tiny_dir, tmp_path, teacher, *more))
     assert config.role_mapping == {
@@ -200,9 +192,7 @@ def test_the_graph_and_the_memory_show_the_teacher(
     assert of_teacher.moments == 0
 
 
-def test_another_tokenizer_is_refused_before_a_process_starts(
-    tiny_dir: Path, tmp_path: Path, teacher: Path
-) -> None:
+def test_another_tokenizer_is_rejected(tiny_dir: Path, tmp_path: Path, teacher: Path) -> None:
     from transformers import AutoTokenizer
 
     other = tmp_path / "other"

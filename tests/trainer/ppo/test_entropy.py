@@ -30,9 +30,7 @@ def test_the_logarithm_follows_the_distance_to_the_target() -> None:
 
 
 @pytest.mark.parametrize(("entropy", "bound"), [(1e-3, 1.0), (9.0, 1e-4)])
-def test_a_step_counts_at_most_one_nat_and_the_weight_stays_in_its_range(
-    entropy: float, bound: float
-) -> None:
+def test_weight_changes_and_range_are_bounded(entropy: float, bound: float) -> None:
     controller = steered(0.01, target=5.0)
     controller.update(entropy)
     assert abs(math.log(controller.value / 0.01)) == pytest.approx(0.1)
@@ -64,9 +62,7 @@ def test_the_actor_takes_the_weight_that_comes_with_the_batch(tiny_dir: Path) ->
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
-def test_the_controller_sees_the_mean_of_tokens_at_any_aggregation(
-    tiny_dir: Path, mode: str
-) -> None:
+def test_the_controller_sees_a_token_mean_in_any_mode(tiny_dir: Path, mode: str) -> None:
     config = tiny_config(
         tiny_dir, ppo_mini_batch_size=4, entropy_coeff=0.01, target_entropy=1.0, loss_agg_mode=mode
     )
@@ -84,9 +80,7 @@ STEERED = (
 )
 
 
-def test_a_run_moves_the_weight_and_a_resumed_one_goes_on_with_it(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_the_weight_moves_and_survives_a_resume(tiny_dir: Path, tmp_path: Path) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     run(load_config(overrides(tiny_dir, whole, *STEERED)))
     for steps in (2, 3):

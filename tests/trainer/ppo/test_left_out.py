@@ -39,9 +39,7 @@ def test_only_the_mask_of_truncated_samples_changes_and_only_in_what_is_returned
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("rows_a_pass", [1, 8])
-def test_an_update_is_that_of_the_other_samples_alone(
-    tiny_dir: Path, mode: str, rows_a_pass: int
-) -> None:
+def test_updates_ignore_truncated_samples(tiny_dir: Path, mode: str, rows_a_pass: int) -> None:
     batch = finished(*REASONS)
     masked = update(tiny_dir, without_truncated(batch)[0], mode, rows_a_pass)
     alone = update(tiny_dir, batch.select_idxs(KEPT), mode, 8)
@@ -59,9 +57,7 @@ def update(tiny_dir: Path, batch: DataProto, mode: str, rows_a_pass: int) -> dic
     return learned(started(ActorWorker, config, 1).update_actor(batch))
 
 
-def test_a_batch_of_truncated_samples_alone_says_so_and_has_no_loss(
-    tiny_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_truncated_batch_has_no_loss(tiny_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept, metrics = without_truncated(finished("length", "length"))
     assert metrics == {"response/truncated_ratio": 1.0}
     assert "all 2 samples of this step were truncated" in caplog.text

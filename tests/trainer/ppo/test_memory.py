@@ -170,9 +170,7 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
 
 @pytest.mark.parametrize(("prompt", "response"), [(256, 256), (1024, 3072), (2048, 14336)])
 @pytest.mark.parametrize("again", ["null", "false"])
-def test_fitted_passes_leave_a_reserve_at_every_width(
-    model: Path, prompt: int, response: int, again: str
-) -> None:
+def test_fitted_passes_leave_a_reserve(model: Path, prompt: int, response: int, again: str) -> None:
     """No plan counts CUDA contexts, communicators and allocator gaps: 8 % are reserved for them."""
     settings = [
         f"actor_rollout_ref.model.path={model}",
@@ -248,9 +246,7 @@ def test_on_cpus_the_processes_of_a_node_share_its_memory(
     assert settled(1e-6, "ray.address=head:6379") is None
 
 
-def test_a_reward_model_passes_as_many_tokens_as_the_actor(
-    tiny_dir: Path, classifier: Path, tmp_path: Path
-) -> None:
+def test_reward_models_pass_actors_tokens(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
     judge = ("reward.model.enable=true", f"reward.model.path={classifier}")
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=240"
     rows = "reward.model.micro_batch_size_per_gpu=3"

@@ -22,9 +22,7 @@ def needed_by(preset: str) -> list[str]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_all_that_a_preset_sets_is_read_and_contradicts_nothing(
-    preset: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_presets_are_read_and_consistent(preset: str, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config([*NEEDED, f"algorithm={preset}", *needed_by(preset)])
     leaves = CARDS.preset_leaves("algorithm", preset)
     for key, value in leaves.items():

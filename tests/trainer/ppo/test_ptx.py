@@ -76,9 +76,7 @@ def test_a_bad_row_of_the_texts_stops_the_run_or_is_skipped(
     assert "ptx.train_files: 2 rows, 1 malformed and skipped" in caplog.text
 
 
-def test_every_optimizer_step_has_as_many_rows_as_prompts_unless_told(
-    tiny_dir: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_ptx_rows_match_prompts_by_default(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
     config = load_config(settings_of(tiny_dir, tmp_path, texts))
     assert rows_per_update(config, 8) == 2 * 4  # two steps of four prompts
     assert rows_per_update(config, 4) == 4  # a last step of fewer prompts
@@ -99,9 +97,7 @@ def test_the_memory_plan_counts_the_rows(tiny_dir: Path, texts: Path, tmp_path: 
     assert (largest.tokens, largest.reads) == (samples * 100, samples * 100)
 
 
-def test_a_row_that_fits_into_no_pass_is_refused(
-    tiny_dir: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_rows_too_long_for_a_pass_fail(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
     more = (
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",

@@ -34,9 +34,7 @@ def load(*settings: str) -> PPOConfig:
     return load_config([*NEEDED, *settings])
 
 
-def test_a_quantized_rollout_is_corrected_for_as_the_preset_does_and_a_notice_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_quantized_rollouts_are_corrected_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = load(ROLLOUT).algorithm.rollout_correction
     assert found == load("correction=decoupled_token_is").algorithm.rollout_correction
@@ -116,9 +114,7 @@ def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout(
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
-    settings: tuple[str, ...], words: str
-) -> None:
+def test_impossible_quantization_is_rejected(settings: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(*settings)
 
@@ -157,9 +153,7 @@ def test_drift_is_the_mean_gap_of_the_first_steps_tokens() -> None:
     assert reference_drift(batch, load(KL), 1) == {}
 
 
-def test_a_run_with_int8_rollout_and_reference_logs_how_far_both_are_off(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_an_int8_run_logs_its_gaps(tiny_dir: Path, tmp_path: Path) -> None:
     settings = ("placement=colocate", "trainer.backend=local", ROLLOUT, REF, KL)
     run(load_config(overrides(tiny_dir, tmp_path, *settings)))
     first, *later = lines(tmp_path)
@@ -171,9 +165,7 @@ def test_a_run_with_int8_rollout_and_reference_logs_how_far_both_are_off(
         assert line["rollout_corr/rollout_is_max"] > 1
 
 
-def test_old_log_probs_that_the_drift_asks_for_are_made_at_the_first_step_alone(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_drift_needs_old_log_probs_only_in_step_1(tiny_dir: Path, tmp_path: Path) -> None:
     on_policy = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "algorithm.adv_estimator=grpo")
     kl = (KL, "algorithm.use_kl_in_reward=false")
     settings = (*on_policy, *kl, "placement=colocate", "trainer.backend=local", REF)
@@ -194,9 +186,7 @@ def test_a_run_with_an_int8_rollout_learns_the_tiny_task(tiny_dir: Path, tmp_pat
 
 
 @pytest.mark.parametrize("settings", [(ROLLOUT,), (REF, KL)])
-def test_a_model_that_int8_cannot_hold_is_rejected_before_a_process_starts(
-    settings: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_models_without_linear_layers_fail(settings: tuple[str, ...], tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(
         tmp_path
     )

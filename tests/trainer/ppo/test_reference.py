@@ -31,9 +31,7 @@ class Recorded(RecordingTrainer):
         self.history.append({role: set(self.groups[role].weights_checksum()) for role in roles})
 
 
-def test_the_reference_takes_the_actors_weights_every_second_step(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_the_reference_follows_every_second_step(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (*EVERY_SECOND, *GRPO, "placement=standalone", "trainer.n_gpus_per_node=3")
     run(load_config(overrides(tiny_dir, tmp_path, *settings)), Recorded)
 
@@ -45,9 +43,7 @@ def test_the_reference_takes_the_actors_weights_every_second_step(
     assert [line.get(COUNT) for line in lines(tmp_path)] == [None, 1.0, None]
 
 
-def test_a_resumed_run_goes_on_with_its_reference_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_resume_restores_the_reference(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (*EVERY_SECOND, *GRPO, AVERAGE, "placement=colocate", "trainer.save_freq=1")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     for folder, lengths in ((whole, [3]), (parted, [2, 3])):
@@ -57,9 +53,7 @@ def test_a_resumed_run_goes_on_with_its_reference_bit_for_bit(
     assert numbers(parted) == numbers(whole)
 
 
-def test_a_reference_of_its_own_folder_is_counted_scores_and_does_not_follow(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_separate_reference_scores_and_does_not_follow(tiny_dir: Path, tmp_path: Path) -> None:
     with_doubled_head(tiny_dir, tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny_dir / "model").save_pretrained(tmp_path / "other")
     models = {"actor": tiny_dir / "model", "ref": tmp_path / "other"}

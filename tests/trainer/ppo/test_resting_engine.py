@@ -26,9 +26,7 @@ def test_a_run_whose_engine_sleeps_while_others_compute_has_the_same_numbers(
     assert not calls(awake, "sleep")
 
 
-def test_it_sleeps_where_others_compute_on_its_gpus_and_nobody_generates_meanwhile(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_engines_rest_only_beside_other_roles(tiny_dir: Path, tmp_path: Path) -> None:
     def rests(device_type: str, *more: str) -> bool:
         return engine_rests(load_config(overrides(tiny_dir, tmp_path, *more)), device_type)
 

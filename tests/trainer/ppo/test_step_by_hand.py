@@ -28,9 +28,7 @@ def batch() -> DataProto:
     )
 
 
-def test_the_reward_is_the_clamped_score_at_the_last_token_less_the_kl_of_every_token(
-    batch: DataProto,
-) -> None:
+def test_the_reward_is_the_clamped_score_less_the_kl(batch: DataProto) -> None:
     batch, metrics = clamp_scores(batch, 10.0)
     assert metrics == {"critic/score/clamped_ratio": 0.5}
     batch, metrics = apply_kl_penalty(batch, KLController(KLControlConfig(kl_coef=0.1)))

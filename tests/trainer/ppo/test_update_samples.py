@@ -99,9 +99,7 @@ def test_only_highest_and_lowest_scores_are_kept_by_max_min(batch: DataProto) ->
     assert metrics == {"pf_ppo/kept_ratio": 0.5, "pf_ppo/most_copies": 2.0}
 
 
-def test_kl_cov_s_tokens_are_those_of_highest_covariance_in_their_mini_batch(
-    batch: DataProto,
-) -> None:
+def test_kl_cov_chooses_the_highest_covariances(batch: DataProto) -> None:
     chosen = add_chosen_tokens(batch, config_of("kl_cov", ROWS // 3), 1).batch["chosen_tokens"]
     for number in range(3):
         rows = torch.arange(number, ROWS, 3)
@@ -123,9 +121,7 @@ def test_the_shares_of_chosen_tokens_are_the_configuration_s(batch: DataProto) -
 
 
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
-def test_the_order_of_a_mini_batch_s_rows_changes_no_choice(
-    batch: DataProto, loss_mode: str
-) -> None:
+def test_the_order_of_rows_changes_no_choice(batch: DataProto, loss_mode: str) -> None:
     before = add_chosen_tokens(batch, config_of(loss_mode, ROWS // 3), 1)
     # other ranks balance rows otherwise, but within their mini-batch
     order = torch.arange(ROWS).view(-1, 3).flip(0).flatten()

@@ -181,9 +181,7 @@ def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> No
         load_config([*NEEDED, *script])
 
 
-def test_what_only_lays_out_the_work_is_left_out_with_a_notice(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_layout_keys_are_dropped_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     script = [
         "actor_rollout_ref.actor.megatron.sequence_parallel=true",
         "actor_rollout_ref.model.trust_remote_code=True",
@@ -226,9 +224,7 @@ def test_a_length_of_the_punishment_that_is_another_one_is_refused() -> None:
         translate([f"{key}=9", "data.max_response_length=8"])
 
 
-def test_a_configuration_of_verls_is_named_and_ones_own_is_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_configurations_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert verl.settings_of_configuration("ppo_megatron_trainer.yaml", "config") == []
     assert "is a configuration of verl and is not read" in caplog.text
     text = "defaults: [ppo_trainer, base, _self_]\nactor_rollout_ref:\n  rollout: {n: 4}\n"

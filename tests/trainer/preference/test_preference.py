@@ -101,9 +101,7 @@ def test_pairs_are_learned(whole: Path) -> None:
     assert steps[0]["train/lengths/rejected"] == 3
 
 
-def test_validation_is_that_of_the_exported_model(
-    whole: Path, tiny_dir: Path, files: dict[str, Path]
-) -> None:
+def test_validation_is_by_hand(whole: Path, tiny_dir: Path, files: dict[str, Path]) -> None:
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
     pairs = read_pairs("data.val_files", str(files["val"]), tokenizer, 32)
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]

@@ -186,18 +186,14 @@ def test_a_configuration_with_unknown_keys_is_of_another_version(copied: Path) -
         ("trainer.sft.step.SFTTrainer", "another version"),
     ],
 )
-def test_runs_of_recipes_that_cannot_be_replayed_are_refused(
-    copied: Path, was: str, match: str
-) -> None:
+def test_other_recipes_are_rejected(copied: Path, was: str, match: str) -> None:
     config = copied / "config.yaml"
     config.write_text(config.read_text().replace("trainer.ppo.PPOTrainer", was))
     with pytest.raises(ConfigError, match=match):
         replay(copied, 3)
 
 
-def test_the_debugger_is_entered_right_before_the_stage(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_debugger_stops_before_a_stage(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
     def look() -> None:
@@ -228,9 +224,7 @@ def test_the_command_ends_with_what_was_compared(
     assert said[-1] == "  and 10 more"
 
 
-def test_the_debuggers_quit_ends_the_command_with_a_line(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_the_debugger_ends_politely(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def quit_at_once() -> None:
         raise BdbQuit
 
@@ -239,9 +233,7 @@ def test_the_debuggers_quit_ends_the_command_with_a_line(
         main._run("replay", [str(made), "--step=3", "--break"])
 
 
-def test_a_replay_keeps_the_numbers_of_processes_on_one_machine(
-    tmp_path: Path, tiny_dir: Path
-) -> None:
+def test_a_replay_keeps_the_number_of_processes(tmp_path: Path, tiny_dir: Path) -> None:
     several = (
         "trainer.backend=ray",
         "trainer.nnodes=2",

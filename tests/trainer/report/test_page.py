@@ -100,9 +100,7 @@ def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None
     assert path.stat().st_size < 5e6
 
 
-def test_another_recipe_s_numbers_have_a_figure_each_those_of_validation_too(
-    tmp_path: Path,
-) -> None:
+def test_another_recipes_numbers_have_figures(tmp_path: Path) -> None:
     step = {"step": 1, "train/loss": 0.7, "train/accuracy": 0.5, "timing_s/step": 0.1}
     lines = [step, {"step": 1, "val-core/rm/accuracy": 0.6, "val-aux/rm/margin": 0.1}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -139,9 +137,7 @@ def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> No
         ("placement.txt", b"\xff\xff", ""),
     ],
 )
-def test_what_is_not_ours_in_a_folder_is_left_out(
-    tmp_path: Path, name: str, content: bytes, note: str
-) -> None:
+def test_foreign_content_is_skipped(tmp_path: Path, name: str, content: bytes, note: str) -> None:
     folder = make_run(tmp_path / "run", 1)
     (folder / name).write_bytes(content)
     assert note in " ".join(read_run(folder).notes)
@@ -163,9 +159,7 @@ def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> N
     assert "Stopped" not in (tmp_path / "report.html").read_text()
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_the_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_never_hide_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "report.html.part").mkdir()
     close_run(tmp_path, RuntimeError("the cause"))

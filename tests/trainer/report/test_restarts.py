@@ -20,9 +20,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarts:
     return Restarts(load_config(settings, REGRESSION))
 
 
-def test_restarts_are_counted_by_step_and_samples_by_their_fate(
-    record: Restarts, tmp_path: Path
-) -> None:
+def test_restarts_and_kept_samples_are_counted(record: Restarts, tmp_path: Path) -> None:
     record.wait_for_next(WorkerDiedError("rank 1 is gone"), 3)
     record.note_samples(3, 6, 2)
     record.wait_for_next(WorkerDiedError("rank 0 is gone"), 5)
@@ -32,9 +30,7 @@ def test_restarts_are_counted_by_step_and_samples_by_their_fate(
     ]
 
 
-def test_it_is_said_where_the_state_came_from_and_what_that_has_cost(
-    record: Restarts, tmp_path: Path
-) -> None:
+def test_the_source_and_cost_of_a_state_are_shown(record: Restarts, tmp_path: Path) -> None:
     for failed, goes_on_after, source in ((3, 2, "actor rank 1"), (9, 6, "global_step_6")):
         record.wait_for_next(WorkerDiedError("rank 0 is gone"), failed)
         record.begin(goes_on_after, source)
@@ -44,9 +40,7 @@ def test_it_is_said_where_the_state_came_from_and_what_that_has_cost(
     ]
 
 
-def test_a_run_that_begins_anew_begins_its_record_anew_and_a_restart_does_not(
-    record: Restarts, tmp_path: Path
-) -> None:
+def test_a_new_run_starts_a_new_record(record: Restarts, tmp_path: Path) -> None:
     (tmp_path / "restarts.jsonl").write_text('{"step": 9, "lost": "of an earlier run"}\n')
     record.begin(0, "the beginning")
     assert describe_restarts(tmp_path) == []

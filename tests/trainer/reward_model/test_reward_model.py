@@ -83,9 +83,7 @@ def test_the_loss_falls_and_every_pair_is_trained(whole: Path) -> None:
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
 
 
-def test_an_evaluation_is_brute_force_over_every_pair(
-    whole: Path, tiny_dir: Path, files: dict[str, Path]
-) -> None:
+def test_evaluation_equals_brute_force(whole: Path, tiny_dir: Path, files: dict[str, Path]) -> None:
     from transformers import AutoModelForSequenceClassification
 
     folder = whole / "global_step_5" / "reward_model" / "huggingface"
@@ -118,9 +116,7 @@ def test_a_resumed_run_writes_the_same_numbers(
     assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
 
 
-def test_ppo_takes_the_folder_as_reward_model_and_as_critic(
-    whole: Path, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_ppo_takes_the_folder_for_both_roles(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
     folder = whole / "global_step_5" / "reward_model" / "huggingface"
     more = [
         "reward.model.enable=true",

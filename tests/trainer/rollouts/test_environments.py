@@ -43,9 +43,7 @@ def rows(folder: Path, step: int = 1) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_turns_that_read_as_the_template_writes_are_trained_so(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_retokenized_turns_are_trained(tiny_dir: Path, tmp_path: Path) -> None:
     """The tiny template writes no end of a turn, so an ended turn is written again."""
     template = "environment.history_tokens=retokenized"
     play(tiny_dir, tmp_path / "run", f"environment={GAMES}:Count", template, "trainer.seed=3")
@@ -68,9 +66,7 @@ def test_a_reward_is_added_to_an_environment_both_in_files_of_the_current_folder
     assert line["reward/environment_score/mean"] == pytest.approx(4.0)
 
 
-def test_a_policy_that_hangs_its_environment_gets_less_than_one_that_loses(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_hanging_environment_is_punished(tiny_dir: Path, tmp_path: Path) -> None:
     hang = (
         f"environment={GAMES}:HangsWhenTold",
         "environment.step_timeout_s=3",
@@ -87,9 +83,7 @@ def test_a_policy_that_hangs_its_environment_gets_less_than_one_that_loses(
     assert line["critic/advantages/min"] < 0 < line["critic/advantages/max"]
 
 
-def test_a_run_whose_environments_are_killed_makes_up_no_reward(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_killed_environments_give_no_reward(tiny_dir: Path, tmp_path: Path) -> None:
     kills = (
         "faults.kill_environment=0.3",
         "environment.retries=0",
@@ -170,9 +164,7 @@ def test_what_cannot_be_played_is_refused_before_a_generation(
         run(load_config(own, PPO))
 
 
-def test_samples_have_readable_turns_and_the_timeline_has_environments(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_samples_have_turns_and_the_timeline_environments(tiny_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     play(tiny_dir, folder, *POLICY_ALONE, f"environment={GAMES}:Count")
     for row in RunResult(folder, "", [], None).samples():

@@ -231,9 +231,7 @@ def changed_answer(place: int, **more: Any) -> list[Any]:
         ({"ended": "length"}, "its end: was terminated, is length"),
     ],
 )
-def test_the_first_thing_that_is_not_as_it_was_is_named(
-    now: dict[str, Any], words: str, tokenizer: Any
-) -> None:
+def test_the_first_difference_is_named(now: dict[str, Any], words: str, tokenizer: Any) -> None:
     found = first_difference(ROW, replace(ROW, **now), tokenizer)
     assert re.match(words, found)
     assert bool(found) == bool(words)
@@ -254,9 +252,7 @@ def test_an_evaluation_plays_what_the_run_did(
     assert all(len(json.loads(row)["turns"]) in (3, 5) for row in rows)
 
 
-def test_the_best_trajectories_become_chats_that_sft_reads(
-    played: Path, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_best_trajectories_become_chats(played: Path, tiny_dir: Path, tmp_path: Path) -> None:
     settings = [
         *PLAYED,
         f"environment={played.parent}/count.py:Count",

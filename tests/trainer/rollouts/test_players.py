@@ -34,9 +34,7 @@ def by_hand(scores: list[float]) -> list[float]:
     return [(score - mean) / (variance**0.5 + 1e-6) for score in scores]
 
 
-def test_players_are_trained_on_their_own_rewards_in_groups_of_their_own(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_players_are_trained_in_groups_of_their_own(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("trainer.max_batches_to_keep=2", "trainer.save_freq=1")
     play(tiny_dir, tmp_path / "run", *FOUR, *more, DUEL)
     samples = rows(tmp_path / "run")
@@ -103,9 +101,7 @@ def test_what_players_and_columns_cannot_have_is_rejected(
         play(tiny_dir, tmp_path / "run", *FOUR, *duel, *more)
 
 
-def test_a_players_baseline_is_its_own_score_where_all_are_greedy(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_players_baseline_is_its_own_greedy_score(tiny_dir: Path, tmp_path: Path) -> None:
     """The rewards of this game tell its players apart."""
     folder, n = tmp_path / "run", "actor_rollout_ref.rollout.n=4"
     more = "trainer.max_batches_to_keep=2", "trainer.save_freq=1"

@@ -82,9 +82,7 @@ def start(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
 
 
 @pytest.mark.parametrize("name", ["nothing", "no_score", "late_list", "one_number"])
-def test_a_result_that_is_no_reward_ends_the_run_before_models_load(
-    name: str, start: Start
-) -> None:
+def test_a_result_that_is_no_reward_ends_the_run_early(name: str, start: Start) -> None:
     with pytest.raises(
         ConfigError, match="tried on the first row's .* returned .*. Return a number"
     ):

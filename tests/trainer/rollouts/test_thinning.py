@@ -56,9 +56,7 @@ def test_one_sample_stays_however_long_it_is(tmp_path: Path) -> None:
     assert path.read_bytes() == lines[1]
 
 
-def test_the_newest_steps_of_a_run_stay_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_steps_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "write_samples", lambda *_: None)
     run = SimpleNamespace(folder=tmp_path, step=9)
     trainer: Any = SimpleNamespace(run=run, config=PPOConfig())

@@ -26,9 +26,7 @@ def memories(config: PreferenceConfig) -> dict[str, RoleMemory]:
     return {role.role: role for role in role_memories(config, 2, "cpu")}
 
 
-def test_a_trained_model_has_gradients_and_moments_and_a_reference_has_weights(
-    tiny_dir: Path,
-) -> None:
+def test_trained_models_have_gradients_and_moments(tiny_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
@@ -55,9 +53,7 @@ def test_a_trained_model_has_gradients_and_moments_and_a_reference_has_weights(
         (("data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=3"), 3 * 2 * 512),
     ],
 )
-def test_a_pass_is_of_a_step_s_rows_at_most(
-    more: tuple[str, ...], tokens: int, tiny_dir: Path
-) -> None:
+def test_passes_hold_one_steps_rows(more: tuple[str, ...], tokens: int, tiny_dir: Path) -> None:
     config = dpo(tiny_dir, *more)
     role_model = role_models(config)["preference"]
     assert largest_pass(config, role_model, num_sides=2, dims=ParallelDims()).tokens == tokens

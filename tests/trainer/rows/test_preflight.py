@@ -29,9 +29,7 @@ def test_rows_longer_than_a_model_s_positions_are_refused(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("positions", "longest"), [(16, 16), (4096, 1024), (None, 1024)])
-def test_rows_are_cut_to_what_a_model_takes(
-    positions: int | None, longest: int, tmp_path: Path
-) -> None:
+def test_rows_are_cut_to_the_model(positions: int | None, longest: int, tmp_path: Path) -> None:
     described = {"max_position_embeddings": positions} if positions else {}
     (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
     (tmp_path / "model.safetensors").touch()

@@ -43,9 +43,7 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) 
     assert not any(never.is_due(step, 7) for step in range(1, 8))
 
 
-def test_a_checkpoint_is_due_by_time_and_then_at_the_end_of_a_long_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
     by_time = checkpoints(tmp_path, "trainer.save_freq=-1", "trainer.save_every_minutes=2")
@@ -113,9 +111,7 @@ def test_a_full_disk_is_named_and_nothing_of_the_new_checkpoint_stays(tmp_path: 
     }
 
 
-def test_another_configuration_is_refused_with_what_differs_but_not_another_placement(
-    tmp_path: Path,
-) -> None:
+def test_another_configuration_is_rejected_but_not_a_placement(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     free = (
         "trainer.n_gpus_per_node=4",

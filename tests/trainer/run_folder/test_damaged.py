@@ -77,9 +77,7 @@ class DamagedShards(Role):
             raise DamagedCheckpointError(f"{path}/shards/0.safetensors has other bytes")
 
 
-def test_damage_that_a_role_finds_takes_every_role_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_found_by_a_role_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 2, 4)
     run, found = checkpoints(tmp_path), {"critic": Role(0), "actor": DamagedShards(0)}
     run.resume.discard_later_steps()
@@ -113,9 +111,7 @@ def test_where_none_is_whole_every_fault_is_named_and_the_advice_works(tmp_path:
     assert checkpoints(tmp_path).resume.start is None
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
-    tmp_path: Path,
-) -> None:
+def test_advice_on_a_damaged_checkpoint_works(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved(run, 2, 4)
     cut(run / "global_step_4" / "actor" / "number")
@@ -164,9 +160,7 @@ def test_a_marker_or_a_manifest_in_any_state_gives_words(tmp_path: Path, state: 
     ("name", "state"),
     [("random.json", state) for state in ANY_STATE] + [("trainer.json", n) for n in NO_OBJECTS],
 )
-def test_a_state_that_is_none_gives_words_where_its_checksum_is_right(
-    tmp_path: Path, name: str, state: str
-) -> None:
+def test_invalid_states_with_right_checksums_fail(tmp_path: Path, name: str, state: str) -> None:
     saved(tmp_path, 2)
     replace_whole(tmp_path / "global_step_2", name, ANY_STATE[state])
     with pytest.raises(CheckpointError, match=f"{name} (holds no random state|is damaged): .+"):

@@ -39,9 +39,7 @@ def opened(config: PPOConfig) -> Path:
         return open_run_folder(config, lock)
 
 
-def test_nobody_else_enters_a_new_run_folder_and_one_that_is_there_keeps_its_mode(
-    config: PPOConfig,
-) -> None:
+def test_new_folders_are_private_and_old_ones_keep_their_mode(config: PPOConfig) -> None:
     folder = opened(config)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)

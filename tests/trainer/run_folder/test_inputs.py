@@ -81,9 +81,7 @@ def test_a_module_that_a_reward_imports_is_refused_as_its_own_file_is(
         checkpoints(run, *overrides(files))
 
 
-def test_a_models_folder_is_refused_for_another_file_but_not_for_hidden_ones(
-    files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_changed_model_folders_are_rejected(files: dict[str, Path], tmp_path: Path) -> None:
     run, model = tmp_path / "run", files["critic.model.path"]
     saved(run, 2, overrides=overrides(files))
     (model / ".cache").mkdir()
@@ -105,9 +103,7 @@ def test_other_versions_are_warned_of(
     assert "but 9.9 is installed: numbers may differ" in caplog.text
 
 
-def test_of_a_large_file_size_beginning_and_end_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "WHOLE_BYTES", 100)
     monkeypatch.setattr(resume, "BLOCK_BYTES", 8)
     path = tmp_path / "weights"

@@ -70,9 +70,7 @@ def test_a_process_that_a_killed_run_left_does_not_hold_the_folder(tmp_path: Pat
     ],
     ids=["a number that another process has now", "another host", "half a line", "no object"],
 )
-def test_whoever_the_file_names_the_system_says_whether_a_run_is_at_work(
-    tmp_path: Path, left: str
-) -> None:
+def test_the_system_decides_whether_a_run_holds_the_lock(tmp_path: Path, left: str) -> None:
     (tmp_path / "run.lock").write_text(left)
     with FolderLock(tmp_path):
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
@@ -81,9 +79,7 @@ def test_whoever_the_file_names_the_system_says_whether_a_run_is_at_work(
             FolderLock(tmp_path).take()
 
 
-def test_what_a_killed_run_left_is_taken_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stale_locks_are_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     left = json.loads((tmp_path / "run.lock").read_text())
     with caplog.at_level(logging.INFO, "trainer"), FolderLock(tmp_path):

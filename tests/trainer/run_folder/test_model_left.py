@@ -79,9 +79,7 @@ def test_the_plan_and_the_last_lines_say_what_is_left(
 
 
 @pytest.mark.parametrize("recipe", [SFT_RECIPE, REWARD_MODEL, DPO], ids=lambda r: r.name)
-def test_every_recipe_that_trains_leaves_one(
-    recipe: Recipe, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_every_recipe_leaves_a_model(recipe: Recipe, tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(ROW)] * 8))
     settings = [
         f"model.path={tiny_dir}/model",

@@ -64,9 +64,7 @@ def test_a_run_in_a_notebook_refreshes_one_place_and_prints_no_line_a_step(
     assert " left<" not in html
 
 
-def test_fast_steps_are_shown_now_and_then_and_the_last_always(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fast_steps_are_shown_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = kernel(monkeypatch, SimpleNamespace(kernel=object()))
     monkeypatch.setattr(notebook, "REFRESH_S", 3600.0)
     monkeypatch.setattr(notebook.time, "monotonic", lambda: 5000.0)

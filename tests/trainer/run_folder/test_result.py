@@ -58,9 +58,7 @@ def test_curves_are_those_of_the_report_or_of_the_metrics_that_are_named(tmp_pat
         result.plot("actor/entrop")
 
 
-def test_a_table_of_pandas_has_a_row_for_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pandas_gets_a_row_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = result_of(tmp_path).to_pandas()
     assert table["critic/score/mean"].to_dict() == {1: 0.125, 2: 0.25, 3: 0.375}
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -83,9 +81,7 @@ def test_samples_are_those_of_the_last_step_or_of_one_that_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize("model", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
-def test_a_model_is_loaded_once_when_it_is_asked_for(
-    model: str, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_model_is_loaded_once(model: str, tiny_dir: Path, tmp_path: Path) -> None:
     import transformers
 
     settings: dict[str, Any] = {"num_labels": 1} if "Sequence" in model else {}

@@ -53,9 +53,7 @@ def test_a_run_folder_means_the_policy_of_its_newest_completed_checkpoint(ppo_ru
 
 
 @pytest.mark.parametrize(("step", "is_newest"), [(10, True), (9, False)])
-def test_the_model_that_a_run_left_comes_first_unless_a_checkpoint_is_newer(
-    ppo_run: Path, step: int, is_newest: bool
-) -> None:
+def test_the_newest_model_comes_first(ppo_run: Path, step: int, is_newest: bool) -> None:
     marker = json.loads((ppo_run / "global_step_10" / "commit.json").read_text()) | {"step": step}
     (ppo_run / "model").mkdir()
     (ppo_run / "model" / "commit.json").write_text(json.dumps(marker))
@@ -121,9 +119,7 @@ def test_a_folder_of_an_earlier_version_is_refused_by_name(ppo_run: Path) -> Non
         (lambda _: None, ""),
     ],
 )
-def test_the_model_that_a_run_left_is_exported_as_it_was_written(
-    tmp_path: Path, damage: Any, words: str
-) -> None:
+def test_exported_models_are_checked(tmp_path: Path, damage: Any, words: str) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"weights!")

@@ -11,9 +11,7 @@ from tests.integration.runs import lines
 from trainer.run_folder.folder import note_start
 
 
-def test_a_start_says_command_host_and_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=two words"])
     note_start(tmp_path)
     monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=3"])

@@ -52,9 +52,7 @@ def test_a_line_is_on_disk_at_once_with_every_digit(tmp_path: Path) -> None:
         assert len(lines) == 2
 
 
-def test_without_a_terminal_a_step_has_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_terminal_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with make_tracking(config(tmp_path, "console"), 2, PPOTrainer.headline) as tracking:
         tracking.log(STEP, 1)
         tracking.log({**STEP, "actor/kl_loss": 0.3, "val-core/s/reward/mean@1": 0.25}, 2)
@@ -116,9 +114,7 @@ def test_a_tracker_of_ones_own_is_found_by_its_dotted_path(tmp_path: Path) -> No
     assert own.said == [2, (1, {"loss": 0.5}), "closed"]
 
 
-def test_wandb_gets_names_configuration_and_steps_and_a_resumed_run_goes_on_in_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_runs_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
 
     def init(**settings: Any) -> Any:
@@ -144,9 +140,7 @@ def test_wandb_gets_names_configuration_and_steps_and_a_resumed_run_goes_on_in_i
     ]
 
 
-def test_trackio_finds_the_run_of_a_resumed_run_by_a_name_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackio_runs_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
     def init(**settings: Any) -> Any:
@@ -175,9 +169,7 @@ def test_a_tracker_that_is_not_installed_costs_one_warning(
     assert "pip install 'verl-like[wandb]'" in record.getMessage()
 
 
-def test_a_missing_login_is_said_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_login_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class UsageError(Exception):
         pass
 

@@ -60,9 +60,7 @@ def train(model: Model) -> Any:
     return [model.client.result(promise) for promise in (backward, step, after)]
 
 
-def test_500_open_connections_disturb_nobody(
-    client: Client, server: Server, many_files: None
-) -> None:
+def test_500_connections_disturb_nobody(client: Client, server: Server, many_files: None) -> None:
     alone = train(client.model(server[0].base_model, 1, seed=4))
     connections = [connect(server[1]) for _ in range(CONNECTIONS)]
     try:
@@ -135,9 +133,7 @@ def test_a_client_that_dies_between_chunks_loses_its_session(
             assert {*work_queue.ops.states} == {f"{late.session}:train:0"}
 
 
-def test_a_truncated_or_damaged_request_is_an_error_of_its_sender(
-    client: Client, model: Model, server: Server
-) -> None:
+def test_damaged_requests_are_rejected(client: Client, model: Model, server: Server) -> None:
     alone = train(client.model(server[0].base_model, 1, seed=4))
     body = model.backward_body(1, [datum(), datum(TEXT[:4])], "cross_entropy")
     headers = {"content-type": PROTOBUF}

@@ -170,9 +170,7 @@ def test_a_grpo_loop_has_the_bits_of_the_verbs(
 
 
 @pytest.mark.ray
-def test_a_server_on_ray_has_the_same_bits(
-    tiny_dir: Path, tmp_path: Path, ray_session: None
-) -> None:
+def test_ray_servers_have_the_same_bits(tiny_dir: Path, tmp_path: Path, ray_session: None) -> None:
     model = tiny_dir / "model"
     expected = in_process(config_of(model, tmp_path / "a", rank=4), 4)
     on_ray = ("trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=2")

@@ -30,9 +30,7 @@ KEYS = [
 ]
 
 
-def test_a_reference_and_a_reward_model_score_rows(
-    tiny_dir: Path, classifier: Path, tmp_path: Path
-) -> None:
+def test_reference_and_reward_model_score(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
     keys = [*KEYS, f"reward.model.path={classifier}"]
     config = config_of(tiny_dir / "model", tmp_path, "placement=split", *keys)
     with served(config) as (work_queue, url), Client(url) as client:

@@ -102,9 +102,7 @@ def test_an_algorithm_names_its_loss_and_settings(model: Model) -> None:
         metrics("verl_like:grpo")  # has a KL term, which needs a reference
 
 
-def test_requests_run_by_number_in_whatever_order_they_come(
-    client: Client, server: tuple[WorkQueue, str]
-) -> None:
+def test_requests_run_by_number(client: Client, server: tuple[WorkQueue, str]) -> None:
     base = server[0].base_model
     in_order, shuffled = (client.model(base, seq, seed=3) for seq in (0, 1))
     datums = [[datum()], [datum(TEXT[:5])], [datum(TEXT[2:])]]
@@ -257,9 +255,7 @@ def test_a_sampler_of_a_saved_path_outlives_the_server(tiny_dir: Path, tmp_path:
             client.result({"request_id": "of an earlier server"})
 
 
-def test_snapshots_beyond_memory_are_the_same_from_disk(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_snapshots_are_read_from_disk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     client = model.client
     monkeypatch.setattr(training_ops, "ADAPTERS_IN_MEMORY", 1)
     params = {"sampling_params": {"max_tokens": 8, "seed": 2}}
@@ -274,9 +270,7 @@ def test_snapshots_beyond_memory_are_the_same_from_disk(
         assert client.result(client.sample(sampler, 2, TEXT, **params)) == expected
 
 
-def test_a_sampler_whose_checkpoint_is_gone_fails_alone(
-    model: Model, server: tuple[WorkQueue, str]
-) -> None:
+def test_a_deleted_sampler_fails_alone(model: Model, server: tuple[WorkQueue, str]) -> None:
     client, path = model.client, model.save("save_weights_for_sampler", path="gone")["path"]
     gone, base = client.sampler(model_path=path), client.sampler(base_model=server[0].base_model)
     client.http.delete(f"training_runs/{model.name}/checkpoints/sampler_weights/gone")
@@ -321,9 +315,7 @@ BAD_DATUMS = [
 
 
 @pytest.mark.parametrize(("datums", "loss", "text"), BAD_DATUMS)
-def test_bad_rows_are_an_error_of_their_client(
-    model: Model, datums: Any, loss: str, text: str
-) -> None:
+def test_bad_rows_are_named(model: Model, datums: Any, loss: str, text: str) -> None:
     with pytest.raises(FailedError, match=f"user: .*{text}"):
         model.client.result(model.backward(datums, loss))
 
@@ -419,9 +411,7 @@ def test_all_weights_are_one_clients(tiny_dir: Path, tmp_path: Path) -> None:
             assert other.model(work_queue.base_model, rank=0)
 
 
-def test_what_a_client_gets_does_not_depend_on_others(
-    client: Client, server: tuple[WorkQueue, str]
-) -> None:
+def test_clients_do_not_affect_each_other(client: Client, server: tuple[WorkQueue, str]) -> None:
     base, params = server[0].base_model, {"sampling_params": {"max_tokens": 8}}
 
     def script(client: Client, others: list[Model]) -> list[Any]:
