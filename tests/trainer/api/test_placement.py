@@ -34,9 +34,7 @@ def test_pools_that_would_take_turns_in_one_process_are_on_ray(
 
 
 @pytest.mark.parametrize(("devices", "backend"), [(1, "local"), (8, "ray")])
-def test_several_gpus_are_on_ray(
-    devices: int, backend: str, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_several_gpus_use_ray(devices: int, backend: str, tiny_dir: Path, tmp_path: Path) -> None:
     keys = {**SMALL, "devices": devices, "engine": "native", "trainer.simulate": "8xH100"}
     run = GRPO(tiny_dir / "model", PROMPTS, lambda response: 1.0, save_to=tmp_path, **keys)
     assert run.config().trainer.backend == backend

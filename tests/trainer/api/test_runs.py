@@ -115,9 +115,7 @@ def test_unset_keys_cause_no_errors(tiny_dir: Path, tmp_path: Path, keys: dict[s
     assert rows_keys <= set(rows.overrides(steps=2))
 
 
-def test_steps_in_two_parts_are_the_same_steps(
-    made: tuple[PPO, RunResult], tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_two_parts_are_one_run(made: tuple[PPO, RunResult], tiny_dir: Path, tmp_path: Path) -> None:
     own = make_ppo(tiny_dir, tmp_path)
     assert len(own.fit(steps=1).metrics) == 1
     assert len(own.fit(steps=2).metrics) == 3

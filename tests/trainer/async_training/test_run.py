@@ -106,9 +106,7 @@ def test_partial_responses_and_syncs_match(tiny_dir: Path, tmp_path: Path, plain
     ],
     ids=["alone", "stages"],
 )
-def test_adapters_are_trained_as_in_the_synchronous_run(
-    tiny_dir: Path, tmp_path: Path, axes: tuple[str, ...]
-) -> None:
+def test_adapters_train_alike(tiny_dir: Path, tmp_path: Path, axes: tuple[str, ...]) -> None:
     more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE, *FEW_ROWS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     logged = ("actor_rollout_ref.rollout.weight_sync=changed", "async_training.log_syncs=true")

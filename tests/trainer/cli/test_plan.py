@@ -100,9 +100,7 @@ def test_what_the_user_has_set_stays(settings: list[str]) -> None:
         ([*GPUS, "--mean-response=600"], "above data.max_response_length=512"),
     ],
 )
-def test_bad_input_is_refused_in_words(
-    settings: list[str], arguments: list[str], words: str
-) -> None:
+def test_bad_input_is_rejected(settings: list[str], arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         plan.plan([*arguments, *settings])
     assert words in str(refused.value)

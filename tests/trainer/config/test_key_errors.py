@@ -34,9 +34,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("setting", "words"), REFUSED, ids=[setting for setting, _ in REFUSED])
-def test_a_refusal_names_key_value_and_what_would_do(
-    tiny_dir: Path, tmp_path: Path, setting: str, words: str
-) -> None:
+def test_errors_name_the_key(tiny_dir: Path, tmp_path: Path, setting: str, words: str) -> None:
     with pytest.raises(VerlLikeError, match=words):
         load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", setting))
 

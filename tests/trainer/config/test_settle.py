@@ -114,9 +114,7 @@ def test_options_are_checked_like_keys(setting: str, message: str) -> None:
         ),
     ],
 )
-def test_gpus_have_their_own_sizes_of_decoding_and_of_buckets(
-    settings: list[str], sequences: int, bucket_mb: float
-) -> None:
+def test_gpus_have_their_sizes(settings: list[str], sequences: int, bucket_mb: float) -> None:
     rollout = load_config([*NEEDED, *settings]).actor_rollout_ref.rollout
     assert rollout.max_num_seqs == sequences
     assert rollout.update_weights_bucket_megabytes == bucket_mb

@@ -34,9 +34,7 @@ def load(*overrides: str) -> PPOConfig:
         ("colocate", ["actor_rollout", "ref", "critic"], {"actor_rollout": "own", "ref": "own"}),
     ],
 )
-def test_a_role_that_is_mapped_counts_before_the_preset(
-    placement: str, names: list[str], found: dict[str, str]
-) -> None:
+def test_own_mappings_come_first(placement: str, names: list[str], found: dict[str, str]) -> None:
     mapped = [f"role_mapping.{name}=own" for name in names]
     config = load(f"placement={placement}", *mapped, *OWN_POOL)
     assert found.items() <= config.role_mapping.items()

@@ -78,23 +78,9 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
             "algorithm.adv_estimator needs no value function",
         ),
         (
-            ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"],
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu has no effect: this run has "
-            "no reference. Set algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss",
-        ),
-        (
-            ["algorithm={kl_ctrl: {kl_coef: 0.1}}"],
-            "algorithm.kl_ctrl.kl_coef has no effect: algorithm.use_kl_in_reward is false",
-        ),
-        (
             ["algorithm.bootstrap_truncated=true", NO_CRITIC],
             "algorithm.bootstrap_truncated has no effect: the advantage estimator that "
             "algorithm.adv_estimator names has no parameter truncated",
-        ),
-        (
-            ["actor_rollout_ref.actor.policy_loss.ppo_kl_coef=2"],
-            "actor_rollout_ref.actor.policy_loss.args.ppo_kl_coef has no effect: the policy loss "
-            "of this run does not accept ppo_kl_coef",
         ),
         (
             ["reward.list=[{name: a, retries: 2}]"],
@@ -124,9 +110,7 @@ def test_a_key_that_was_taken_back_has_no_notice(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("recipe", [SFT, REWARD_MODEL, DPO], ids=lambda recipe: recipe.name)
-def test_recipes_on_rows_have_notices_too(
-    recipe: Recipe[Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_row_recipes_have_notices(recipe: Recipe[Any], caplog: pytest.LogCaptureFixture) -> None:
     needed = ["data.train_files=train.parquet", "model.path=model", "trainer.test_freq=2"]
     expected = "note: trainer.test_freq has no effect: there are no data.val_files"
     assert notices(caplog, *needed, recipe=recipe) == [expected]

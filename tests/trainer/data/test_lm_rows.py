@@ -114,9 +114,7 @@ def test_rewriting_templates_must_mark_turns(tokenizer: Any, tmp_path: Path) -> 
         ([1], r"it is not an object with columns \(list\)"),
     ],
 )
-def test_a_bad_row_is_named_with_its_file_and_line(
-    tokenizer: Any, tmp_path: Path, row: Any, problem: str
-) -> None:
+def test_bad_rows_name_their_line(tokenizer: Any, tmp_path: Path, row: Any, problem: str) -> None:
     file = write(tmp_path / "rows.jsonl", {"text": "good"}, row)
     with pytest.raises(ConfigError, match=f"rows.jsonl, line 2: .*{problem}"):
         read_lm_rows("ptx.train_files", file, tokenizer, 64)

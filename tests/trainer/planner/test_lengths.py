@@ -29,9 +29,7 @@ def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:
         ("[3, 4000]", "has a response of 4,000 tokens, above data.max_response_length=512"),
     ],
 )
-def test_lengths_that_contradict_are_refused(
-    tiny_dir: Path, tmp_path: Path, text: str, words: str
-) -> None:
+def test_bad_lengths_are_rejected(tiny_dir: Path, tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(text)
     asked = ["--gpus=1", "--device=H100", f"--lengths={file}"]

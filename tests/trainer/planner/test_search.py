@@ -65,9 +65,7 @@ def test_roles_that_share_gpus_take_turns_and_pools_run_side_by_side() -> None:
         ({"a": (3.0, 1.0), "b": (0.0, 1.0), "c": (3.0, 1.0)}, [2, 2, 2]),
     ],
 )
-def test_pools_have_gpus_in_proportion_to_their_work(
-    work: dict[str, tuple[float, ...]], expected: list[int]
-) -> None:
+def test_gpus_follow_the_work(work: dict[str, tuple[float, ...]], expected: list[int]) -> None:
     groups = [(role,) for role in work]
     placement = allocate(groups, [1, 2, 4, 8], 8, pools(work, {}))
     assert placement is not None

@@ -66,9 +66,7 @@ def test_a_mini_batch_is_balanced_although_the_ranks_have_like_sums() -> None:
     ],
     ids=["one rank", "uneven", "more mini-batches than rows of a rank", "alike", "nothing to gain"],
 )
-def test_rows_stay_where_they_are(
-    lengths: list[int], num_ranks: int, num_mini_batches: int
-) -> None:
+def test_balanced_rows_stay(lengths: list[int], num_ranks: int, num_mini_batches: int) -> None:
     balanced, metrics = balance_ranks(batch_of(lengths), num_ranks, num_mini_batches)
     assert balanced.batch["row"].tolist() == list(range(len(lengths)))
     assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/max"]

@@ -100,9 +100,7 @@ def check(nodes: Sequence[CallNode], spans: dict[str, dict[str, Any]]) -> None:
         ("standalone", "dynamic sampling"),
     ],
 )
-def test_the_nodes_are_the_calls_of_a_step(
-    tiny_dir: Path, tmp_path: Path, placement: str, roles: str
-) -> None:
+def test_nodes_are_calls(tiny_dir: Path, tmp_path: Path, placement: str, roles: str) -> None:
     placed = one_process_a_pool(tiny_dir, tmp_path, f"placement={placement}", *ROLES[roles])
     check(*recorded(tiny_dir, tmp_path, *placed))
 

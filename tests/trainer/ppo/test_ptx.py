@@ -53,9 +53,7 @@ def test_the_loss_of_the_texts_is_logged_and_falls(whole: Path) -> None:
     assert losses[-1] < losses[0] - 0.02
 
 
-def test_a_resumed_run_takes_the_rows_that_come_next(
-    whole: Path, tiny_dir: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_resume_goes_on(whole: Path, tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
     start = f"trainer.resume_from_path={whole}/global_step_2"
     path = ("trainer.resume_mode=resume_path", start)
     run(load_config(settings_of(tiny_dir, tmp_path, texts, *path)))

@@ -162,9 +162,7 @@ def other_model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_other_rows_are_refused_by_a_resume_and_computed_by_a_start(
-    whole: Path, tiny_dir: Path, turned: Path, tmp_path: Path
-) -> None:
+def test_new_rows_are_noticed(whole: Path, tiny_dir: Path, turned: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_dir, {"train": turned}, tmp_path / "again")
     with pytest.raises(CheckpointError, match=r"rows of data.train_files have changed"):
         trained(*resuming(settings, whole / "global_step_2"))
@@ -206,9 +204,7 @@ def test_a_damaged_file_is_named(tiny_dir: Path, files: dict[str, Path], tmp_pat
         trained(*settings_of(tiny_dir, files, tmp_path))
 
 
-def test_two_ranks_write_the_numbers_of_one(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_two_ranks_match_one(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     more = ("loss=kto", "trainer.total_training_steps=2", *validating(files))
     alone = trained(*settings_of(tiny_dir, files, tmp_path / "one", *more))
     settings = settings_of(tiny_dir, files, tmp_path / "two", *more)
@@ -230,9 +226,7 @@ def test_every_loss_learns(
     assert (tmp_path / FILE).exists() == (loss != "orpo")
 
 
-def test_without_the_reference_there_is_no_table_of_it(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_no_reference_no_table(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     more = ("reference_free=true", *validating(files))
     steps = trained(*settings_of(tiny_dir, files, tmp_path, *more))
     assert not (tmp_path / FILE).exists()
@@ -300,9 +294,7 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-def test_ktos_kl_is_that_of_mismatched_responses(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_kl_of_mismatched_rows(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     more = ("loss=kto", "trainer.total_training_steps=3", "data.train_batch_size=20", *SAVING)
     last = trained(*settings_of(tiny_dir, files, tmp_path, *more))[-1]
 
@@ -316,9 +308,7 @@ def test_ktos_kl_is_that_of_mismatched_responses(
     assert last["train/desirable"] == 0.5
 
 
-def test_a_reference_of_its_own_has_a_role(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_own_reference_has_a_role(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     alone = trained(*settings_of(tiny_dir, files, tmp_path / "alone"))
     apart = [f"ref.model.path={tiny_dir}/model", "placement=split", "trainer.n_gpus_per_node=2"]
     assert trained(*settings_of(tiny_dir, files, tmp_path / "apart", *apart)) == alone

@@ -109,9 +109,7 @@ def test_the_newest_steps_batches_stay(made: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["score", "update"])
-def test_a_stage_is_made_of_the_kept_batch_without_a_generation(
-    made: Path, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_batches_suffice(made: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_generation(*_: object) -> None:
         raise AssertionError("samples were made")
 

@@ -72,9 +72,7 @@ def test_the_phases_add_up_to_100(tmp_path: Path) -> None:
         ({"actor/ppo_kl": -0.5}, "an update moves the policy by a KL of -0.5"),
     ],
 )
-def test_a_number_beyond_its_limit_is_named_with_what_helps(
-    tmp_path: Path, numbers: dict[str, float], words: str
-) -> None:
+def test_limits_come_with_advice(tmp_path: Path, numbers: dict[str, float], words: str) -> None:
     (line,) = advice_at_end(run_of(tmp_path, *[STEP] * 6, *[STEP | numbers] * 6))
     assert line.startswith(f"warning: {words}")
 
@@ -91,9 +89,7 @@ def test_a_policy_that_learns_to_end_its_answers_is_well(tmp_path: Path) -> None
         ({"critic/score/max": 0.0}, "every sample of every step had the reward 0"),
     ],
 )
-def test_a_run_that_cannot_have_learned_is_named(
-    tmp_path: Path, numbers: dict[str, float], words: str
-) -> None:
+def test_failed_learning_is_named(tmp_path: Path, numbers: dict[str, float], words: str) -> None:
     (line,) = advice_at_end(run_of(tmp_path, *[STEP | numbers] * 6))
     assert words in line
 

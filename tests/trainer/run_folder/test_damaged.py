@@ -43,9 +43,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_whole_wins(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=null",))
     DAMAGE[kind](tmp_path / "global_step_6")
     cut(tmp_path / "global_step_4" / "actor" / "number")

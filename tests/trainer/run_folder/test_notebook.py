@@ -43,9 +43,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch, shell: object) -> Shown:
     return shown
 
 
-def test_a_run_in_a_notebook_refreshes_one_place_and_prints_no_line_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_one_place_is_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     shown = kernel(monkeypatch, SimpleNamespace(kernel=object()))
     monkeypatch.setattr(notebook, "REFRESH_S", 0.0)
     with make_tracking(config(tmp_path, "console"), 3, PPOTrainer.headline) as tracking:

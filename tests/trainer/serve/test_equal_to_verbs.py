@@ -156,9 +156,7 @@ def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize(("rank", "placement"), [(0, "split"), (4, "colocate")])
-def test_a_grpo_loop_has_the_bits_of_the_verbs(
-    tiny_dir: Path, tmp_path: Path, rank: int, placement: str
-) -> None:
+def test_grpo_has_the_same_bits(tiny_dir: Path, tmp_path: Path, rank: int, placement: str) -> None:
     model = tiny_dir / "model"
     config = config_of(model, tmp_path / "a", rank=rank)
     expected = in_process(config, rank)

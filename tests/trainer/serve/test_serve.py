@@ -200,9 +200,7 @@ def test_sampled_and_prompt_log_probs_are_the_trainers(model: Model) -> None:
     assert [math.isnan(value) for value in last] == [True] * 5 + [False] * 2
 
 
-def test_states_come_back_with_their_optimizer_and_are_run_folders(
-    model: Model, server: tuple[WorkQueue, str], tmp_path: Path
-) -> None:
+def test_states_come_back(model: Model, server: tuple[WorkQueue, str], tmp_path: Path) -> None:
     client, work_queue = model.client, server[0]
     client.result(model.backward([datum()]))
     client.result(model.step(**ADAM))

@@ -115,9 +115,7 @@ def test_a_resumed_run_writes_the_same_numbers(
     assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
 
 
-def test_a_row_that_fits_into_no_pass_is_refused(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_too_long_rows_fail(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=31")
     with pytest.raises(ConfigError, match=r"max_length=32 .*max_token_len_per_gpu=31"):
         load_config(settings, SFT)
@@ -126,9 +124,7 @@ def test_a_row_that_fits_into_no_pass_is_refused(
         load_config(by_default, SFT)
 
 
-def test_adapters_learn_are_exported_merged_and_go_on(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_are_exported(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     lora = ("model.lora_rank=4", "optim.lr=1e-2")
     run(load_config(settings_of(tiny_dir, files, tmp_path / "whole", *lora), SFT))
     lines = numbers(tmp_path / "whole")
@@ -145,9 +141,7 @@ def test_adapters_learn_are_exported_merged_and_go_on(
     assert numbers(tmp_path / "again") == [line for line in lines if line["step"] > 3]
 
 
-def test_loss_on_all_counts_the_prompt_s_tokens(
-    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_loss_on_all_counts_all(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     dropped = ("data.val_files", "trainer.test_freq", "trainer.save_freq", "checkpoint.")
     settings = kept_settings(settings_of(tiny_dir, files, tmp_path), *dropped)
     more = ("data.loss_on=all", "trainer.total_training_steps=1")
