@@ -130,6 +130,14 @@ def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
     return worker
 
 
+def beside(actor: Any, cls: type, config: WorkersConfig) -> Any:
+    """Return a worker that finds the actor in its own process."""
+    worker = cls(config)
+    worker._siblings["actor"] = actor
+    worker.init_model()
+    return worker
+
+
 def weights_of(worker: Any) -> dict[str, torch.Tensor]:
     """Return copies of its model's whole weights."""
     return {name: tensor.clone() for name, tensor in worker.engine.named_full_tensors()}

@@ -472,10 +472,8 @@ def message(**more: Any) -> dict[str, Any]:
         ("v1/completions", {}, 404, "there is no POST v1/completions"),
         (CHAT, "{", 400, "the body is not"),
         (CHAT, {}, 400, "messages are missing"),
-        (CHAT, {"messages": [5]}, 400, "messages=[5] must be array of object"),
         (CHAT, message(role="judge"), 400, "is not a message of"),
         (CHAT, message(tool_calls=[5]), 400, "tool_calls=[5] is not a list of calls"),
-        (CHAT, {**message(), "stop": ["a", 5]}, 400, "stop=['a', 5] must be string or array of"),
         (CHAT, {**message(), "temperature": "hot"}, 400, "temperature='hot' must be number"),
         (CHAT, "[" * 100_000, 400, "the body is not"),
         (CHAT, message(content=[{"type": "image_url"}]), 400, "content is not a text"),
@@ -484,7 +482,6 @@ def message(**more: Any) -> dict[str, Any]:
         (CHAT, {**message(), "tools": [{"name": "add"}]}, 400, "tools are functions"),
         (IDS, {"token_ids": ["a"]}, 400, "token_ids=['a'] must be array of integer"),
         (IDS, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params=1 must be object"),
-        (IDS, {"token_ids": [1], "sampling_params": {"n": 0}}, 400, "n=0 is less than 1"),
     ],
 )
 def test_what_is_not_there_is_refused_in_openais_words(

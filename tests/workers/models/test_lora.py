@@ -12,7 +12,15 @@ import torch
 from tests.workers.kept_ranks import run_kept
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.prompts import prompt_batch
-from tests.workers.samples import VOCAB, learned, make_batch, own_chunk, started, tiny_config
+from tests.workers.samples import (
+    VOCAB,
+    beside,
+    learned,
+    make_batch,
+    own_chunk,
+    started,
+    tiny_config,
+)
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
 from workers.models.attention import log_once
@@ -47,14 +55,6 @@ def lora_config(one_layer_dir: Path, **model: Any) -> WorkersConfig:
 
 def lora_actor(one_layer_dir: Path, **model: Any) -> ActorWorker:
     return started(ActorWorker, lora_config(one_layer_dir, **model), 10)
-
-
-def beside(actor: Any, cls: type, config: WorkersConfig) -> Any:
-    """Return a worker that finds the actor in its own process."""
-    worker = cls(config)
-    worker._siblings["actor"] = actor
-    worker.init_model()
-    return worker
 
 
 def snapshot(engine: TrainEngine) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import PROMPT, make_batch, own_chunk, started, tiny_config
+from tests.workers.samples import PROMPT, beside, make_batch, own_chunk, started, tiny_config
 from verl_like.errors import ConfigError, WeightSyncError
 from workers.models.load import load_model
 from workers.models.state import named_state, persistent_buffers
@@ -115,9 +115,7 @@ def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> No
     ours = actor.engine.forward_rows(make_batch(6), MicroBatchBudget(rows=3))["log_probs"]
     torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
 
-    rollout = RolloutWorker(config)
-    rollout._siblings["actor"] = actor
-    rollout.init_model()
+    rollout = beside(actor, RolloutWorker, config)
     for _, buffer in persistent_buffers(actor.engine.module):
         buffer.neg_()
     assert rollout.update_weights(1).error is None
@@ -141,9 +139,7 @@ def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
     config.actor_rollout_ref.rollout.name = "hf"
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     actor = started(ActorWorker, config, 10)
-    rollout = RolloutWorker(config)
-    rollout._siblings["actor"] = actor
-    rollout.init_model()
+    rollout = beside(actor, RolloutWorker, config)
     assert rollout.update_weights(1).error is None
 
     module = rollout.engine.module

@@ -11,7 +11,7 @@ import torch
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.roles import test_preference
-from tests.workers.samples import learned, make_batch, started, tiny_config, weights_of
+from tests.workers.samples import beside, learned, make_batch, started, tiny_config, weights_of
 from tests.workers.training import test_moving_average_engine
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
@@ -55,7 +55,7 @@ def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.
     config = test_moving_average_engine.config_of(folder)
     config.parallel = cut_over_all(axis)
     actor = started(ActorWorker, config, 10)
-    reference = test_moving_average_engine.beside(actor, config)
+    reference = beside(actor, ReferenceWorker, config)
     found = [weights_of(actor)]
     for seed in range(2):
         actor.update_actor(make_batch(4, seed))
@@ -63,7 +63,7 @@ def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.
         found.append(weights_of(actor))
         if seed == 0:
             reference.save_checkpoint(str(checkpoint))
-            reference = test_moving_average_engine.beside(actor, config)
+            reference = beside(actor, ReferenceWorker, config)
             reference.load_checkpoint(str(checkpoint))
     return [*found, weights_of(reference)]
 
@@ -85,9 +85,7 @@ def log_probs(folder: Path, axis: str, model: dict[str, Any]) -> list[torch.Tens
     actor.update_actor(make_batch(4))
     found = [actor.compute_log_prob(make_batch(4))[0].batch["old_log_probs"]]
     if "lora_rank" in model:
-        reference = ReferenceWorker(config)
-        reference._siblings = {"actor": actor}
-        reference.init_model()
+        reference = beside(actor, ReferenceWorker, config)
         found.append(reference.compute_ref_log_prob(make_batch(4)).batch["ref_log_prob"])
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.samples import tiny_config
+from tests.workers.samples import beside, started, tiny_config
 from workers.config import OptimConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
@@ -18,10 +18,8 @@ WANTED = 11
 def test_a_toy_task_is_learned_in_bfloat16_with_float32_masters(one_layer_dir: Path) -> None:
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=32, optim=OptimConfig(lr=1e-2))
     config.actor_rollout_ref.model.compute_dtype = "bfloat16"
-    actor, rollout = ActorWorker(config), RolloutWorker(config)
-    rollout._siblings["actor"] = actor
-    actor.init_model(30)
-    rollout.init_model()
+    actor = started(ActorWorker, config, 30)
+    rollout = beside(actor, RolloutWorker, config)
     shares, gaps = [], []
     for step in range(9):
         assert rollout.update_weights(step).error is None

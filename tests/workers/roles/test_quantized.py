@@ -10,6 +10,7 @@ import torch
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
+    beside,
     learned,
     make_batch,
     own_chunk,
@@ -91,10 +92,8 @@ def updated(one_layer_dir: Path, quantization: str | None) -> tuple[Any, ...]:
     """Return metrics and weights of an actor next to a rollout, after two syncs and updates."""
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.quantization = quantization
-    actor, rollout = ActorWorker(config), RolloutWorker(config)
-    rollout._siblings["actor"] = actor
-    actor.init_model(10)
-    rollout.init_model()
+    actor = started(ActorWorker, config, 10)
+    rollout = beside(actor, RolloutWorker, config)
     found = []
     for version in range(2):
         assert rollout.update_weights(version).error is None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.samples import beside, make_batch, started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local import LocalWorkerGroup
 from verl_like.batch.protocol import DataProto
@@ -117,10 +117,8 @@ def test_beside_a_float32_actor_that_computes_in_bfloat16_the_rollout_keeps_a_bf
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
     config.actor_rollout_ref.model.compute_dtype = "bfloat16"
     config.actor_rollout_ref.rollout.name = engine
-    actor, rollout = ActorWorker(config), RolloutWorker(config)
-    rollout._siblings["actor"] = actor
-    actor.init_model(2)
-    rollout.init_model()
+    actor = started(ActorWorker, config, 2)
+    rollout = beside(actor, RolloutWorker, config)
     for version in range(2):
         assert rollout.update_weights(version).error is None
         assert rollout.weights_checksum() == actor.weights_checksum(as_sent=True)
@@ -142,10 +140,8 @@ def test_a_rollout_of_the_weights_own_type_shares_the_module_however_passes_comp
     config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.model.compute_dtype = "bfloat16"
     config.actor_rollout_ref.rollout.dtype = "float32"
-    actor, rollout = ActorWorker(config), RolloutWorker(config)
-    rollout._siblings["actor"] = actor
-    actor.init_model(2)
-    rollout.init_model()
+    actor = started(ActorWorker, config, 2)
+    rollout = beside(actor, RolloutWorker, config)
     assert rollout.engine.module is actor.engine.module
 
 

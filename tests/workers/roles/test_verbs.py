@@ -32,14 +32,12 @@ def config_of(folder: Path, **actor: Any) -> Any:
     return tiny_config(folder, ppo_mini_batch_size=MINI_BATCH, ppo_epochs=NUM_EPOCHS, **settings)
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def groups(request: pytest.FixtureRequest, one_layer_dir: Path) -> Iterator[list[Any]]:
+@pytest.fixture
+def groups(one_layer_dir: Path) -> Iterator[list[Any]]:
     """Two groups of an actor, of one process each."""
-    if request.param == "ray":
-        request.getfixturevalue("ray_session")
     roles = {"actor": (ActorWorker, (config_of(one_layer_dir),))}
     with ExitStack() as stack:
-        yield [stack.enter_context(start(request.param, roles, [1])) for _ in range(2)]
+        yield [stack.enter_context(start("local", roles, [1])) for _ in range(2)]
 
 
 def drive(group: Any, batch: DataProto) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
+from tests.workers.samples import beside, make_batch, own_chunk, started, tiny_config, weights_of
 from verl_like.errors import CheckpointError, WeightSyncError
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
@@ -25,14 +25,6 @@ def config_of(one_layer_dir: Path | str, decay: float = DECAY) -> WorkersConfig:
     return config
 
 
-def beside(actor: ActorWorker, config: WorkersConfig) -> ReferenceWorker:
-    """Return a reference in the actor's process."""
-    reference = ReferenceWorker(config)
-    reference._siblings = {"actor": actor}
-    reference.init_model()
-    return reference
-
-
 def update(actor: ActorWorker, seed: int) -> None:
     actor.update_actor(own_chunk(make_batch(4, seed), actor.rank, actor.world_size))
 
@@ -44,7 +36,7 @@ def follow(one_layer_dir: str, decay: float, folder: str, saved: bool = False) -
     """
     config = config_of(one_layer_dir, decay)
     actor = started(ActorWorker, config, 10)
-    reference = beside(actor, config)
+    reference = beside(actor, ReferenceWorker, config)
     found = [weights_of(actor)]
     for seed in range(2):
         update(actor, seed)
@@ -52,7 +44,7 @@ def follow(one_layer_dir: str, decay: float, folder: str, saved: bool = False) -
         found.append(weights_of(actor))
         if saved and seed == 0:
             reference.save_checkpoint(folder)
-            reference = beside(actor, config)
+            reference = beside(actor, ReferenceWorker, config)
             reference.load_checkpoint(folder)
     return [*found, weights_of(reference)]
 
@@ -97,7 +89,7 @@ def test_narrow_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: P
     config = config_of(one_layer_dir, 0.999)
     actor = started(ActorWorker, config, 10)
     config.actor_rollout_ref.model.dtype = "bfloat16"
-    reference = beside(actor, config)
+    reference = beside(actor, ReferenceWorker, config)
     before = {name: average.clone() for name, average in reference.engine.averages.items()}
     name, weight = next(actor.engine.named_full_tensors())
     weight += 1.0
@@ -109,7 +101,7 @@ def test_narrow_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: P
     assert weights_of(reference)[name].equal(expected.bfloat16())
 
     reference.save_checkpoint(str(tmp_path))
-    other = beside(actor, config)
+    other = beside(actor, ReferenceWorker, config)
     other.load_checkpoint(str(tmp_path))
     assert other.engine.averages[name].equal(reference.engine.averages[name])
     assert weights_of(other)[name].equal(weights_of(reference)[name])
@@ -117,7 +109,7 @@ def test_narrow_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: P
 
 def test_weights_of_another_model_are_refused_by_name(one_layer_dir: Path) -> None:
     actor = started(ActorWorker, config_of(one_layer_dir), 1)
-    reference = beside(actor, config_of(one_layer_dir))
+    reference = beside(actor, ReferenceWorker, config_of(one_layer_dir))
     tensors = weights_of(actor)
     first, second, *_ = tensors
     tensors["another.weight"] = tensors.pop(first)

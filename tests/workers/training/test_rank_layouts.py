@@ -77,7 +77,6 @@ WITH_EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
 QUICK = [
     ("gemma-2", "tokens", "several passes"),
     ("outnumbered heads", "tokens", "tokens"),
-    ("gpt-oss", "tokens", "checkpointing"),
     ("deepseek-v3", "matrices", "checkpointing"),
     ("phi-3", "matrices", "head in chunks"),
     ("qwen3", "matrices", "lora"),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_chunk, started, tiny_config
+from tests.workers.samples import beside, make_batch, own_chunk, started, tiny_config
 from tests.workers.stand_ins import (
     Group,
     InlineGroup,
@@ -92,10 +92,8 @@ def colocated(one_layer_dir: Path) -> tuple[Any, ...]:
     Then a sync whose copy is damaged, if there is one.
     """
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
-    actor, rollout = ActorWorker(config), RolloutWorker(config)
-    rollout._siblings["actor"] = actor
-    actor.init_model(10)
-    rollout.init_model()
+    actor = started(ActorWorker, config, 10)
+    rollout = beside(actor, RolloutWorker, config)
     actor.update_actor(own_chunk(make_batch(8), actor.rank, actor.world_size))
     reports = [rollout.update_weights(0)]
     first = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())

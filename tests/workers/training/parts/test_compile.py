@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
@@ -58,12 +59,22 @@ def numbers(own: ActorWorker) -> dict[str, Any]:
     }
 
 
-def test_layers_as_graphs_give_the_numbers_of_others(
-    one_layer_dir: Path, alone: dict[str, Any]
+def test_layers_as_graphs_give_the_numbers_of_others_by_the_same_graphs_in_every_call(
+    one_layer_dir: Path,
 ) -> None:
-    policy = actor(one_layer_dir, "on", enable_gradient_checkpointing=True)
-    for name, number in numbers(policy).items():
-        assert (number - alone[name]).norm() <= 1e-4 * alone[name].norm(), name
+    in_float8 = {"fp8_linear": True, "compute_dtype": "bfloat16"}
+    alone = actor(one_layer_dir, "off", **in_float8)
+    policy = actor(one_layer_dir, "on", enable_gradient_checkpointing=True, **in_float8)
+    assert policy.engine.is_compiled
+    arguments = make_batch(8), ACTOR_COLUMNS, MicroBatchBudget(rows=3)
+    expected = gradients(alone, *arguments)
+    for name, gradient in gradients(policy, *arguments).items():
+        assert (gradient - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
+    num_graphs = []
+    for rows in (8, 5, 7):
+        policy.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs[1] == num_graphs[2] > 0
 
 
 @pytest.mark.slow

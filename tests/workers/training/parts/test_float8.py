@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from verl_like.errors import ConfigError
 from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import MicroBatchBudget
 from workers.training.parts.float8 import Float8, check_float8, float8_linears
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
@@ -80,21 +78,6 @@ def test_an_actor_computes_in_float8_by_key_all_its_layers_but_the_head(tiny_dir
         assert rounded_grads[name].dtype == torch.float32
         assert (rounded_grads[name] - grad).norm() < 0.3 * grad.norm(), name
     own.update_actor(make_batch(8))
-
-
-def test_compiled_layers_multiply_in_float8_by_the_same_graphs_in_every_call(
-    one_layer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._dynamo.utils import counters
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    policy, counts = actor(one_layer_dir, fp8_linear=True, compile="on"), []
-    assert policy.engine.is_compiled
-    for rows in (8, 5, 7):
-        policy.engine.forward_rows(make_batch(rows), MicroBatchBudget(rows=rows))
-        counts.append(counters["stats"]["unique_graphs"])
-    torch._dynamo.reset()
-    assert counts[1] == counts[2] > 0
 
 
 def test_a_device_or_type_without_float8_is_refused_in_words(
