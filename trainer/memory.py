@@ -27,8 +27,8 @@ from workers.memory import (
 from workers.parallel.sharding import dims_of
 
 HEAD = (
-    *("role", "pool", "dtype (weights / compute)", "weights", "gradients", "optimizer state"),
-    *("all-gathered layers", "activations", "KV cache", "in host memory"),
+    *("role", "pool", "dtype (weights / compute)", "weights", "gradients", "optimizer"),
+    *("all-gathered", "activations", "KV cache", "offloaded"),
 )
 
 
@@ -86,7 +86,10 @@ def memory_table(
     ]
     if not brief:
         asleep = [role.role for role in roles if role.sleeps]
-        sums += [f"{role}: sleeps while the other roles of its pool run" for role in asleep]
+        sums += [
+            f"{role}: sleeps, and frees its memory, while the other roles of its pool run"
+            for role in asleep
+        ]
     for pool in dict.fromkeys(role.pool for role in roles if role.copies):
         copies = sum(role.copies for role in roles if role.pool == pool)
         sums.append(
@@ -100,7 +103,8 @@ def memory_table(
         device += f", {devices.gib:g} GiB"
     title = f"Estimated GiB per {unit} ({device}), if every row has the maximum length"
     title = f"{heading}: {title}" if heading else title
-    return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
+    table_lines = draw_table(lines, max_columns, 2, flush_right=True, zero="0")
+    return "\n".join([title, *table_lines, *sums])
 
 
 def gib(number: float | None) -> str:

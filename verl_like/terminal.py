@@ -121,11 +121,13 @@ def draw_table(
     width: int | None = None,
     num_titles: int = 1,
     flush_right: bool = False,
+    zero: str | None = None,
 ) -> list[str]:
     """Return the lines of a table whose first row is its heading, in columns if they fit `width`.
 
     If they do not fit, each row becomes a paragraph: its first `num_titles` cells, then the others,
-    each with its heading. `flush_right` aligns the columns after the titles to the right.
+    each with its heading. A paragraph leaves out cells that equal `zero`. `flush_right` aligns the
+    columns after the titles to the right.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -144,6 +146,6 @@ def draw_table(
     lines = []
     for row in others:
         cells = zip(heading[num_titles:], row[num_titles:], strict=True)
-        rest = "; ".join(f"{head} {cell}" for head, cell in cells)
+        rest = "; ".join(f"{head} {cell}" for head, cell in cells if cell != zero)
         lines += ["  ".join(row[:num_titles]), *_wrap("  " + rest, width, "  ")]
     return lines

@@ -53,6 +53,7 @@ def test_a_table_that_does_not_fit_becomes_paragraphs() -> None:
         "  processes 1; CPUs",
         "  1",
     ]
+    assert draw_table(ROWS, 20, zero="2")[:2] == ["main", "  CPUs 1.5"]
 
 
 PRINTS = """

@@ -136,7 +136,7 @@ ROW_OBJECTS_OF_TRL = {
     "eval_dataset": "val_rows",
     "processing_class": "tokenizer",
 }
-"""The same for recipes on rows."""
+"""TRL's names of arguments of sft, reward-model and dpo that are no settings -> ours."""
 LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
 """TRL's name -> the similar name here, which the error suggests; the values have other meanings."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}

@@ -141,8 +141,8 @@ def watch_lines(config: PPOConfig) -> list[str]:
     chosen: dict[str, Callable[..., Any] | None] = {}
     if unused_reason(config, "algorithm.adv_estimator") is None:
         name = config.algorithm.adv_estimator
-        chosen[name] = ADVANTAGE_ESTIMATORS.get(name)
-    chosen[loss_mode] = POLICY_LOSSES.get(loss_mode)
+        chosen[f"advantage estimator {name}"] = ADVANTAGE_ESTIMATORS.get(name)
+    chosen[f"policy loss {loss_mode}"] = POLICY_LOSSES.get(loss_mode)
     watched = {name: doc_parts(entry)[1] for name, entry in chosen.items() if entry is not None}
     return [f"{name}: {' '.join(text.split())}" for name, text in watched.items()]
 
@@ -196,7 +196,7 @@ def lines_of_unused_keys(config: PPOConfig) -> list[str]:
         num_keys += len(names) - len(sections)
         if sections:
             lines.append(f"{', '.join(sections)}: {reason}")
-    return [*lines, f"and {num_keys} other keys, which --cfg job leaves out"]
+    return [*lines, f"and {num_keys} other keys (--cfg job lists only the keys that have one)"]
 
 
 def values_of_recipe(config: PPOConfig) -> dict[str, Any]:

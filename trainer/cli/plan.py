@@ -1,11 +1,11 @@
 r"""usage: verl-like plan [RECIPE] --gpus 16 --device H100 [key=value ...]
 
-Proposes on which GPUs each role should run, from the model's config.json and data sheets only. It
-takes the same key=value settings as `verl-like RECIPE` (ppo, async, sft, reward-model or dpo; by
-default ppo) and prints the five best placements with their seconds per step and their memory, the
-keys of the best to paste, and why others were not chosen. Keys that you set keep their values. The
-others are searched: pools, parallel sizes, recomputation, offloading, pass sizes, engines and
-generators.
+Proposes on which GPUs each role should run. It reads only the model's config.json and the GPUs'
+data sheets, and needs no GPU. It takes the settings of `verl-like RECIPE` (ppo, async, sft,
+reward-model or dpo; by default ppo) and prints the five fastest placements that fit, with their
+seconds per step and memory, the keys of the fastest one to add to your settings, and why others are
+slower. Keys that you set keep their values. The plan chooses the others: pools, parallel sizes,
+gradient checkpointing, offloading, tokens per pass, GPUs per engine, and generators.
 
   --gpus 16             number of GPUs; --gpus 16xH100 names their kind, too
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with

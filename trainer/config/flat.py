@@ -17,7 +17,7 @@ from verl_like.errors import ConfigError
 from verl_like.masking import masked
 
 MAYBE_A_NUMBER = tuple("+-.0123456789")
-"""First characters of texts that OmegaConf could read as numbers: it accepts more than PyYAML."""
+"""First characters of texts that OmegaConf, which accepts more than PyYAML, may read as numbers."""
 YES_AND_NO = ("y", "Y", "n", "N")
 """Texts that other readers parse as true and false."""
 NAMES_OF_A_RUN = frozenset(

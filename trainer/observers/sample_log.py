@@ -265,7 +265,7 @@ class SampleLog:
     def _tokens(self, sample: SampleKey) -> int:
         if sample not in self._open:
             raise SampleLogError(
-                f"no samples of uid {sample[0]} are open: none were made, or all are closed."
+                f"no samples of uid {sample[0]} are open: none were generated, or all are closed."
             )
         return self._open[sample].tokens
 

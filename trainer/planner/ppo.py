@@ -47,11 +47,11 @@ class PPOJob(Job):
         data, rows = self.config.data, self.rows("actor")
         per_prompt = rows.samples // rows.prompts
         return (
-            f"{data.train_batch_size:,} prompts per step, "
-            f"{per_prompt} sample{'s' * (per_prompt > 1)} each, "
-            f"{rows.prompt:g} + {rows.mean_response:g} tokens "
-            f"(at most {data.max_prompt_length:,} + {data.max_response_length:,}), "
-            f"updates of {self.config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
+            f"{data.train_batch_size:,} prompts x {per_prompt} "
+            f"sample{'s' * (per_prompt > 1)}, prompt + response of {rows.prompt:g} + "
+            f"{rows.mean_response:g} tokens on average (at most {data.max_prompt_length:,} + "
+            f"{data.max_response_length:,}); mini-batches of "
+            f"{self.config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
         )
 
     @property

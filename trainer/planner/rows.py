@@ -38,8 +38,8 @@ class RowsJob(Job):
         sides = "pairs" if self.num_sides == 2 else "rows"
         mean = sum(self.lengths) / len(self.lengths)
         return (
-            f"{self.config.data.train_batch_size:,} {sides} per step, {mean:g} tokens "
-            f"per row (at most {longest_row(self.config):,})"
+            f"{self.config.data.train_batch_size:,} {sides} of {mean:g} tokens per row on average "
+            f"(at most {longest_row(self.config):,})"
         )
 
     @functools.cached_property

@@ -113,10 +113,16 @@ class PlannedPlacement:
         return frozenset(tuple(pool.roles) for pool in self.pools)
 
     def limit(self, stages: Sequence[str]) -> str:
-        """Describe the longest stage, and the pool that it waits for."""
+        """Describe the longest stage, and the roles that it waits for."""
         number = max(range(len(stages)), key=self.seconds.__getitem__)
+        return f"{stages[number]} of {self.slowest_in(number)}"
+
+    def slowest_in(self, number: int) -> str:
+        """Return the roles that the stage with this number waits for, or `reward functions`."""
         pool = max(self.pools, key=lambda pool: pool.seconds[number])
-        return f"{stages[number]} of {' + '.join(pool.roles)}"
+        if self.least and self.least[number] > pool.seconds[number]:
+            return "reward functions"
+        return " + ".join(layout.role for layout in pool.layouts if layout.seconds[number] > 0)
 
 
 def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:

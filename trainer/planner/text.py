@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from trainer.memory import gib, memory_table
 from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
-from trainer.planner.job import Job, layout_keys
+from trainer.planner.job import Job, cluster_keys, layout_keys
 from trainer.planner.search import Layout, PlannedPlacement
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
@@ -16,8 +16,13 @@ SHOWN = 5
 MOST_LOSERS = 10
 MOST_GPUS = 4096
 ASSUMED = (
-    f"Seconds are calculated, not measured. They assume {FLOPS_REACHED:.0%} of the peak FLOPS and "
-    f"{BYTES_REACHED:.0%} of the peak memory bandwidth."
+    f"Seconds are calculated, not measured: {FLOPS_REACHED:.0%} of the GPU's peak FLOPS and "
+    f"{BYTES_REACHED:.0%} of its peak memory bandwidth are assumed."
+)
+
+STAGES = (
+    "Seconds of a step and of its stages: gen (generate), score (log-probs, values, rewards), "
+    "update, and update_weights (send them to the engine)"
 )
 
 
@@ -38,18 +43,25 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     samples = job.rows(trained).samples
     steps = job.config.trainer.total_training_steps
     if steps is None:
-        length = "set trainer.total_training_steps to estimate the duration"
+        length = "set trainer.total_training_steps to see the duration of the run"
     else:
         length = f"the run of {steps:,} steps takes {steps * first.step / 3600:,.1f} hours"
-    speed = f"Placement 1: {samples / first.step:,.1f} samples per second; {length}."
+    kind = "layout" if is_single else "placement"
+    speed = f"{kind.title()} 1: {samples / first.step:,.1f} samples per second; {length}."
+    simulated, *cluster = cluster_keys(job.device, job.num_gpus, job.per_node)
+    keys = [key for key in cluster if key.partition("=")[0] not in job.keys]
+    keys += job.overrides(first)
+    gpus = replace(devices, gpu=job.device.name)
     parts = [
-        f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.describe_rows}\n"
-        f"{ASSUMED}",
-        "\n".join([*draw_table(_table(job, best), max_columns), speed]),
-        _listed("Keys of placement 1:", job.overrides(first)),
-        memory_table(roles, replace(devices, gpu=job.device.name), max_columns),
-        _listed(f"Slower {'layouts' if is_single else 'placements'}:", losers[:MOST_LOSERS]),
-        _listed(f"Rejected {'layouts' if is_single else 'placements'}:", rejected),
+        f"GPUs: {job.num_gpus:,} x {job.device.name}, {job.per_node} per node\n"
+        f"Step: {job.describe_rows}\n{ASSUMED}",
+        "\n".join([*_table(job, best, max_columns), speed]),
+        _listed(f"Keys of {kind} 1, to add to your settings:", keys),
+        memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
+        _listed(f"Slower {kind}s:", losers[:MOST_LOSERS]),
+        _listed(f"Faster {kind}s, which a run rejects:", rejected),
+        "Next: check a run with your settings and these keys:\n"
+        f"  verl-like check {job.recipe.name} --full --gpus {simulated.partition('=')[2]} ...",
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -99,17 +111,32 @@ def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
 
 
-def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
-    lines = [("", "seconds", *job.stages, "max GiB", "limited by", "placement")]
+def _table(job: Job, best: Sequence[PlannedPlacement], max_columns: int | None) -> list[str]:
+    """Return a table of the placements, or of the layouts if there is a single role."""
+    is_single = len(job.roles) == 1
+    stages = job.stages if len(job.stages) > 1 else ()
+    shared = {key for key in layout_keys(best[0]) if all(key in layout_keys(p) for p in best)}
+    last: tuple[str, ...] = ("settings",) if is_single else ("limited by", "placement on GPUs")
+    rows = [("", "s/step", *stages, "GiB/GPU", *last)]
     for number, placement in enumerate(best, 1):
         most = max(pool.bytes for pool in placement.pools)
-        stages = [f"{seconds:.1f}" for seconds in placement.seconds]
-        words = placement.summary
-        if len(job.roles) == 1:
-            words = ", ".join([words, *layout_keys(placement)])
-        cells = f"{placement.step:.1f}", *stages, gib(most), placement.limit(job.stages), words
-        lines.append((str(number), *cells))
+        of_stages = map(seconds_text, placement.seconds) if stages else ()
+        last = placement.limit(job.stages), placement.summary
+        if is_single:
+            last = (", ".join(key for key in layout_keys(placement) if key not in shared) or "-",)
+        rows.append((str(number), seconds_text(placement.step), *of_stages, gib(most), *last))
+
+    lines = draw_table(rows, max_columns)
+    if stages:
+        lines.insert(0, STAGES)
+    if is_single and shared:
+        lines.append(f"All of them set {', '.join(sorted(shared))}.")
     return lines
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds with one decimal, or two if they are below 10."""
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:,.1f}"
 
 
 def _other_partitions(
@@ -122,10 +149,9 @@ def _other_partitions(
             pairs = zip(placement.seconds, best[0].seconds, strict=True)
             slower = [seconds - fastest for seconds, fastest in pairs]
             at = max(range(len(slower)), key=slower.__getitem__)
-            pool = max(placement.pools, key=lambda pool: pool.seconds[at])
             yield (
-                f"{placement.step:.1f} s, {placement.summary}: {job.stages[at]} of "
-                f"{' + '.join(pool.roles)} takes {slower[at]:.1f} s more"
+                f"{seconds_text(placement.step)} s, {placement.summary}: {job.stages[at]} of "
+                f"{placement.slowest_in(at)} takes {seconds_text(slower[at])} s more"
             )
 
 
@@ -141,7 +167,8 @@ def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
             continue
         fitting = [layout.total for layout in having if job.fits(layout)]
         if fitting:
-            yield f"{key}: {min(fitting):.1f} s, {min(fitting) - best[0].step:.1f} s more"
+            more = seconds_text(min(fitting) - best[0].step)
+            yield f"{key}: {seconds_text(min(fitting))} s, {more} s more"
         else:
             least = min(layout.memory.resident + layout.memory.call for layout in having)
             yield f"{key}: needs at least {gib(least)} GiB"

@@ -165,14 +165,19 @@ def edges(nodes: Sequence[CallNode]) -> dict[str, list[str]]:
     return after
 
 
+def all_waits(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, set[str]]:
+    """Map the name of each node to all nodes that must end before it begins."""
+    waits: dict[str, set[str]] = {}
+    for node in nodes:
+        waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
+    return waits
+
+
 def side_by_side(
     nodes: Sequence[CallNode], after: dict[str, list[str]]
 ) -> list[tuple[CallNode, CallNode]]:
     """Return the pairs of nodes of a stage that do not depend on each other."""
-    waits: dict[str, set[str]] = {}
-    for node in nodes:
-        waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
-
+    waits = all_waits(nodes, after)
     pairs = []
     for first, second in combinations(nodes, 2):
         if first.stage == second.stage and first.name not in waits[second.name]:
@@ -233,15 +238,19 @@ def describe(
 ) -> str:
     """Describe the graph: what each call waits for, which calls overlap, and which take turns.
 
+    A call that waits for another one also waits for everything before that, which is not repeated.
     The table is no wider than `max_columns`. `overridden` lists the methods that a subclass
     overrides. Bookkeeping columns that come with the tokens, such as the attention mask, are left
     out.
     """
     nodes = step_nodes(config)
     after = edges(nodes)
+    waits = all_waits(nodes, after)
     rows = [("stage", "call", "pool", "waits for")]
     for node in nodes:
-        rows.append((node.stage, node.name, node.pool, ", ".join(after[node.name]) or "nothing"))
+        names = after[node.name]
+        last = [name for name in names if not any(name in waits[other] for other in names)]
+        rows.append((node.stage, node.name, node.pool, ", ".join(last) or "nothing"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
     for title, shown in _describe_pairs(nodes, after).items():

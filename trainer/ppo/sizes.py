@@ -129,4 +129,4 @@ def batch_table(
     samples_each = f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt"
     title = f"{samples_each}, each up to {width:,} tokens (prompt and response)"
     title = f"{heading} ({title})" if heading else title
-    return "\n".join([title, *draw_table(lines, max_columns, flush_right=True)])
+    return "\n".join([title, *draw_table(lines, max_columns, flush_right=True, zero="-")])

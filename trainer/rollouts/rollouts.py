@@ -121,7 +121,7 @@ class Rollouts:
         num_whole = getattr(self.config.trainer, "max_rollouts_to_keep", None)
         if num_whole is None:
             return
-        if name == "rollouts":  # each step thins the one step that becomes old
+        if name == "rollouts":  # each step makes one older file old
             thin_samples(folder / f"{step - num_whole}.jsonl")
         else:
             thin_old_samples(folder, step - num_whole)

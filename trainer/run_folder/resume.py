@@ -263,7 +263,9 @@ class ResumePoint:
                 "those checkpoints. Move them away, or choose another trainer.default_local_dir."
             )
         for line in self._differing(start):
-            logger.warning("resuming with another configuration than the checkpoint: %s", line)
+            logger.warning(
+                "resuming with a configuration that differs from the checkpoint's: %s", line
+            )
         return start
 
     def _is_whole(self, step: int) -> bool:

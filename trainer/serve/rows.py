@@ -45,7 +45,7 @@ MOST_ENTRIES = 2**25
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests."""
+    """Limits on the tokens of a client's requests."""
 
     vocabulary: int
     prompt: int

@@ -421,7 +421,7 @@ class DataProto:
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new) or len(set(old)) != len(old):
             raise BatchError(
-                f"rename needs as many new names as (different) old ones: {old} to {new}."
+                f"rename needs distinct old names and equally many new ones: {old} to {new}."
             )
 
         tensors = self.columns

@@ -27,7 +27,7 @@ class ProcessInfo:
     """One process of a group. `role` and `master` are filled in inside the process."""
 
     name: str = "worker"
-    """The group: its role, or its roles joined by "+"."""
+    """Name of the group: its role, or its roles joined by "+"."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0

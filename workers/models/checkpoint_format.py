@@ -118,7 +118,7 @@ class _Conversions:
 
 
 def conversions_of(model: Any) -> tuple[_Conversions, _Conversions]:
-    """Return the conversions from and to the tensors of a checkpoint, in this order."""
+    """Return the conversions from a checkpoint's tensors to the model's weights, and back."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

@@ -55,7 +55,7 @@ class Program:
 
     code: str
     inputs: list[Any]
-    """One entry per test; `kind` says what it is."""
+    """One entry per test, of the type that `kind` names."""
     kind: str = "stdin"
     """stdin (standard input), function (its arguments), value (an expression), or assert."""
     function: str = ""

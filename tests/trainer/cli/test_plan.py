@@ -72,11 +72,12 @@ def test_the_text_has_the_keys_the_losers_and_the_hours(
     text = plan.plan([*GPUS, *settings, "trainer.total_training_steps=7200"])
     assert f"the run of 7,200 steps takes {2 * planned[1][0].step:,.1f} hours." in text
     for part in (
-        "16 x A100, 8 per node: 1,024 prompts per step, 1 sample each, 256 + 256 tokens",
-        "updates of 64 prompts",
+        "GPUs: 16 x A100, 8 per node\nStep: 1,024 prompts x 1 sample, prompt + response of 256",
+        "mini-batches of 64 prompts",
         "Seconds are calculated, not measured",
-        "Keys of placement 1:",
+        "Keys of placement 1, to add to your settings:\n  trainer.nnodes=2\n",
         "Slower placements:",
+        "verl-like check ppo --full --gpus 8x79GiB ...",
     ):
         assert part in text
 
