@@ -132,7 +132,7 @@ class ExperienceBuffer:
         nothing to do now and `waits` is false.
         """
         most = f"at most {self.settings.max_staleness} versions old"
-        room = f"room: weights of version {weights.version} may be {most}"
+        room = f"room: samples of version {weights.version} may be {most} in an update"
         with self._changed, self._activity.of(f"generator {generator}").waiting(room):
             while not (self.is_closed or self.weights > weights):
                 chunk = self._begin_next(generator, weights.version)

@@ -22,10 +22,10 @@ def plan_lines(
         max(map(config.chunks_in_parallel, range(generators))),
     )
     together = f", up to {most} calls per generator at the same time" if most > 1 else ""
-    queued = f"at most {num_open} queued or in generation"
+    queued = f"at most {num_open:,} queued or in generation"
     lines = [
         *topology.describe(max_columns).splitlines(),
-        f"Batch: {batch} prompts in {_count(batch // config.chunk_size, 'call')} of "
+        f"Batch: {batch:,} prompts in {_count(batch // config.chunk_size, 'call')} of "
         f"{_count(config.chunk_size, 'prompt')}; each call goes to one generator{together}",
         f"Staleness: {age} in an update, and generators pause when a new sample would exceed this",
         f"Samples: {queued} ({num_open / samples_per_batch(config):.3g} batches)",
@@ -62,4 +62,4 @@ def _idle_generators(config: AsyncConfig) -> int:
 
 def _count(number: int, noun: str) -> str:
     """Return words such as `1 chunk` and `2 chunks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -112,7 +112,7 @@ class WeightFeed:
         try:
             figures = deliver_weights(self._groups[sends], self._groups[role], sender=sender)
         except WeightSyncError as error:
-            error.add_note(f"It was to bring generator {generator} ({role}) to the {sends}'s.")
+            error.add_note(f"The {sends} was sending to generator {generator} ({role}).")
             raise
         if self._log is not None:
             self._log.add(generator, role, figures)
