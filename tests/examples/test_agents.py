@@ -43,7 +43,7 @@ def test_a_guesser_learns_to_follow_hints(tmp_path: Path, forked_python: Path) -
 
 @pytest.mark.example
 def test_a_caller_learns_to_answer_what_its_tool_tells(tmp_path: Path, forked_python: Path) -> None:
-    short = "trainer.total_training_steps=14"  # of 30
+    short = "trainer.total_training_steps=11"  # of 30
     scores = success(train("calculator", tmp_path, forked_python, short)[1])
     assert scores[0] < 0.2
     assert sum(scores[-5:]) / 5 > 0.6, scores
