@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
-from tests.programs import VERL_LIKE
 from trainer.run_folder.resume import TRACKIO_RUN
 
 pytestmark = pytest.mark.example
@@ -23,7 +22,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 @pytest.fixture(scope="module")
-def run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tiny_dir: Path, forked_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two steps with validations, tracked by both."""
     folder = tmp_path_factory.mktemp("run")
     remote = ["TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "WANDB_API_KEY"]
@@ -39,7 +38,7 @@ def run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"trainer.logger=[{','.join(TRACKERS)}]",
     ]
     done = subprocess.run(
-        [VERL_LIKE, "ppo", *settings],
+        [forked_python, "-m", "trainer.main_ppo", *settings],
         cwd=folder, env=environment, check=False,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
