@@ -115,7 +115,7 @@ def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> N
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("EmptySampler", "has no choose"),
+        ("EmptySampler", "does not implement choose"),
         ("AskingSampler", "missing a required argument: 'size'"),
         ("NarrowSampler", r"its choose has .*\(self\), but is called with \(self, view\)"),
         ("estimator_that_fits", "is not a sampler class"),
