@@ -323,7 +323,7 @@ class CriticConfig(ShardedConfig):
     parallel: dict[str, Any] = role_axes()
     """Parallel axes of the critic that override the run's `parallel`."""
     optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)
-    """Optimizer settings that override the actor's `optim`."""
+    """Optimizer settings that override the actor's `optim`. The default `lr` is 1e-5."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
     """Size of the critic's mini-batches in prompts; null: the actor's."""
     ppo_micro_batch_size_per_gpu: int = key(

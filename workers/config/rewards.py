@@ -111,7 +111,7 @@ class RewardConfig(Section):
     )
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
-    """Timeout per sample or request, in seconds; the timeout of a batch is 12 times longer."""
+    """Timeout per sample or request, in seconds; the timeout of a batch is 12 times as long."""
     path: str = key("", allows="a .py file, a module, or a model's folder")
     """File or module of the function, or model folder. If it is empty, the row's data_source
     names a built-in rule.
@@ -190,7 +190,7 @@ class ScoringConfig(Section):
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Timeout per sample in seconds; the timeout of a batch is 12 times longer."""
+    """Timeout per sample in seconds; the timeout of a batch is 12 times as long."""
     overlong_penalty: OverlongPenaltyConfig = key(
         factory=OverlongPenaltyConfig, verl="reward_model.reward_kwargs.overlong_buffer_cfg"
     )
