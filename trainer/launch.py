@@ -274,7 +274,10 @@ def check_trainer(cls: type[Trainer]) -> None:
     check_methods(cls, base, f"trainer.cls={cls.__module__}.{cls.__qualname__}", names)
 
 
-ALL_FOUND = "No problems found. (Some problems appear only in a run.)"
+ALL_FOUND = (
+    "No problems found. Next: start the run with the same settings. (Some problems appear only in "
+    "a run.)"
+)
 
 
 def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:

@@ -160,7 +160,9 @@ def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
     num_turns = len(played.answers) - 1
     if num_turns:
         steps = 1000 * np.array(played.seconds[1:])
-        lines.append(f"a step costs {np.median(steps):.1f} ms, the slowest {steps.max():.1f} ms")
+        lines.append(
+            f"a step takes {np.median(steps):.1f} ms (median), at most {steps.max():.1f} ms"
+        )
     if not played.problem and not played.has_ended:
         lines.append(
             f"it has not ended after {num_turns} turns. If environment.max_turns ended it "

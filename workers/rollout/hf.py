@@ -157,7 +157,7 @@ class _Decoding:
             self.cache = output.past_key_values
 
     def _note_routed(self, chosen: Tensor) -> None:
-        """Add the routers' choices for the tokens of this run."""
+        """Add the routers' choices for the tokens of this call of `generate`."""
         if not self.engine.uses_cache:  # each pass reads the whole row: use that of the last pass
             chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
         elif self.cache is not None and self.routed is not None:

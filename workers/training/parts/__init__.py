@@ -44,7 +44,7 @@ def parts_of(model: Model) -> list[ModelPart]:
     if dims.ep > 1:
         parts.append(ExpertSpread())
     if settings.replays_routing:
-        parts.append(RouterReplay())  # rows name experts of all stages
+        parts.append(RouterReplay())  # needs the layers of all stages
     if config.fp8_linear and not settings.quantization:
         from workers.training.parts.float8 import Float8
 
