@@ -161,7 +161,10 @@ def is_first_replica(tensor: DTensor) -> bool:
 
 
 def whole_tensor(tensor: DTensor, gather: Gather) -> Tensor | None:
-    """Gather the whole tensor, last split first; None on ranks where `gather` returns None."""
+    """Gather the tensor from its shards; None on ranks where `gather` returns None.
+
+    The last split is undone first.
+    """
     part = tensor.to_local()
     cuts = cuts_of(tensor)
     for number in reversed(range(len(cuts))):

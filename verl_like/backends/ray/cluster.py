@@ -177,7 +177,7 @@ def _session_folder() -> Path:
     folder, owner = Path(tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=parent)), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # and not in a fork of the process
+        if os.getpid() == owner:  # a fork of the process keeps the folder
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -331,7 +331,7 @@ def leave_if_broken() -> bool:
 
 
 def _leave_at_exit(owner: int) -> None:
-    if os.getpid() == owner:  # and not in a fork of the process
+    if os.getpid() == owner:  # a fork of the process does not leave
         _leave()
 
 

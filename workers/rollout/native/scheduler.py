@@ -300,7 +300,7 @@ class Scheduler:
     def _decode(self) -> None:
         """Sample a token for each of the slots 0..num_active-1.
 
-        The pass also computes the next slots, up to its number of rows; their results are ignored.
+        A pass may have more rows than that (`rows_of_pass`); results of further slots are ignored.
         """
         table = self.table
         rows = np.arange(min(rows_of_pass(self.num_active, self.fewest_rows), len(table.numbers)))
