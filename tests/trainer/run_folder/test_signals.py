@@ -26,7 +26,8 @@ def test_where_nothing_can_be_saved_the_first_one_is_raised() -> None:
 
 
 def test_a_third_one_does_what_it_did_before_the_run() -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler
+    outside = signal.signal(signal.SIGINT, before)  # a background job ignores SIGINT
     with StopSignals() as stop, stop.deferred():
         signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGINT) != before
@@ -36,6 +37,7 @@ def test_a_third_one_does_what_it_did_before_the_run() -> None:
             signal.raise_signal(signal.SIGINT)
         assert interrupt.type is KeyboardInterrupt
         assert signal.getsignal(signal.SIGINT) == before
+    signal.signal(signal.SIGINT, outside)
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
