@@ -59,10 +59,10 @@ class Hooks:
                 ) from error
 
     def on_init_end(self) -> None:
-        """Called when models are built and have their initial weights."""
+        """Called in each attempt, when models have their initial weights or a checkpoint's."""
 
     def on_train_begin(self) -> None:
-        """Called before the first step, and before the validation that may precede it."""
+        """Called in each attempt before its first step, and before a validation ahead of step 1."""
 
     def on_step_begin(self) -> None:
         """Called before a step, whose number is `self.global_step`."""
@@ -101,7 +101,7 @@ class Hooks:
         """Called when the checkpoint in `folder` is committed, so a resume can find it."""
 
     def on_train_end(self) -> None:
-        """Called after the last step, or after a step that failed."""
+        """Called when an attempt ends, also if it failed, even before `on_train_begin`."""
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:

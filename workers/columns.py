@@ -134,7 +134,7 @@ COLUMNS: dict[str, Column] = {
         _loaded("reward_model"),
         _loaded("extra_info"),
         _loaded("row_columns", " (if rows have further columns)"),
-        _loaded("players", " (if environments have several)"),
+        _loaded("players", " (if environments have several players)"),
     )
 }
 

@@ -334,7 +334,8 @@ class RewardModel(RowsRun):
 class DPO(RowsRun):
     """Training with DPO or another preference loss, on pairs like those of `RewardModel`.
 
-    The parameters are those of `SFT`. For example, with pairs for validation:
+    The parameters are those of `SFT`. With `loss="kto"`, rows with `prompt`, `completion` and
+    `label` also work. For example, with pairs for validation:
 
         DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
     """

@@ -137,7 +137,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return self.batch_metrics(batch) | scored | selected
 
     def sample_prompts(self, step: int) -> DataProto:
-        """Generate the samples of a step; they do not depend on when they are generated."""
+        """Generate the samples of a step, which can be done ahead: the weights do not change."""
         size = self.config.data.train_batch_size
         chosen = self.prompts.rows[(step - 1) * size : step * size]
         prompts = self.prompts.batch(chosen.tolist(), epoch=0)

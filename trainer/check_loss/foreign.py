@@ -50,8 +50,8 @@ def subject_of(target: str, kind: str | None = None, **settings: Any) -> Subject
     try:
         return (_of_trl if system == "trl" else _of_verl)(name, kind, settings)
     except ImportError as error:
-        words = f"install it next to this package: pip install {system}=={VERSIONS[system]}"
-        raise ConfigError(f"{target}: {system} cannot be imported ({error}): {words}.") from error
+        way_out = f"Install it next to this package: pip install {system}=={VERSIONS[system]}"
+        raise ConfigError(f"{target}: {system} cannot be imported ({error}). {way_out}") from error
 
 
 def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:

@@ -180,7 +180,10 @@ def subject_of(target: Any, kind: str | None = None, **settings: Any) -> Subject
     if isinstance(target, str) and ("." in target or ":" in target):
         function = load_object(target, "check-loss")
     elif isinstance(target, str):
-        words = "not FILE.py:NAME, trl:NAME or verl:NAME, and not the name of a loss or estimator:"
+        words = (
+            "not FILE.py:NAME, MODULE.NAME, trl:NAME or verl:NAME, and not the name of a loss or "
+            "estimator:"
+        )
         kind, function = look_up(target, kind, KINDS, words)
     return match(function, name, kind, settings)
 

@@ -1,9 +1,10 @@
 """usage: verl-like chat MODEL [--system TEXT] [--max-tokens N] [--temperature T]
            [--seed N]
 
-MODEL is a model folder, a run folder (its trained model), or a global_step_N in one. On a terminal
-it asks for messages (/new restarts, Ctrl-D ends) and shows the replies while they are generated.
-From a pipe the whole input is one message, and only the reply is printed:
+MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
+global_step_N in one. On a terminal it asks for messages (/new restarts, Ctrl-D ends) and shows the
+replies while they are generated. From a pipe the whole input is one message, and only the reply is
+printed:
 
   echo "What is 3 + 4?" | verl-like chat runs/sums --max-tokens 4
 

@@ -196,7 +196,7 @@ def lines_of_unused_keys(config: PPOConfig) -> list[str]:
         num_keys += len(names) - len(sections)
         if sections:
             lines.append(f"{', '.join(sections)}: {reason}")
-    return [*lines, f"and {num_keys} other keys (--cfg job lists only the keys that have one)"]
+    return [*lines, f"and {num_keys} other keys; --cfg job lists only keys with an effect"]
 
 
 def values_of_recipe(config: PPOConfig) -> dict[str, Any]:

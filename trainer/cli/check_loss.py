@@ -1,4 +1,4 @@
-"""usage: verl-like check-loss FILE.py:FUNCTION|NAME|trl:NAME|verl:NAME
+"""usage: verl-like check-loss FILE.py:FUNCTION|MODULE.FUNCTION|NAME|trl:NAME|verl:NAME
            [--kind policy|value|preference|estimator] [--set KEY=VALUE ...] [--skip RELATION ...]
 
 Calls a loss or an advantage estimator on small batches that are cut, padded, permuted and filled

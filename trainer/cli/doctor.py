@@ -237,14 +237,14 @@ def check_machine() -> Iterator[Finding]:
             if memory < LEAST_MEMORY_GB
             else ""
         )
-        yield Finding("memory", f"{memory:.1f} GB free of {total:.1f} GB", few)
+        yield Finding("memory", f"{memory:.1f} GiB free of {total:.1f} GiB", few)
     for subject, path, least, fix in (
         ("shared memory", Path("/dev/shm"), LEAST_SHARED_GB, "mount -o remount,size=4G /dev/shm"),
         ("disk", Path.cwd(), LEAST_DISK_GB, "trainer.default_local_dir=<a folder on another disk>"),
     ):
         if path.is_dir():
             free = shutil.disk_usage(path).free / GB
-            yield Finding(subject, f"{free:.1f} GB free at {path}", "" if free >= least else fix)
+            yield Finding(subject, f"{free:.1f} GiB free at {path}", "" if free >= least else fix)
 
 
 def check_network() -> Iterator[Finding]:

@@ -23,7 +23,7 @@ Wrong = tuple[str, str]
 
 
 def interfaces() -> dict[str, str]:
-    """Return network interface -> its address, IPv4 before IPv6; "" if it has none."""
+    """Return network interface -> its IPv4 address, or else its IPv6 address, or ""."""
     # addresses of global scope by interface, as Linux lists them
     lines = IPV6.read_text(encoding="utf-8").splitlines() if IPV6.is_file() else []
     rows = [line.split() for line in lines]

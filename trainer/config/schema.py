@@ -86,9 +86,9 @@ class TrainerConfig(Section):
     seed: int = key(1, at_least=0, may_change_on_resume=False)
     """Seed of data order, sampling and new heads."""
     project_name: str = key("verl_like", allows="a name")
-    """First part of the run folder's name."""
+    """Project in W&B and trackio; first part of the default run folder."""
     experiment_name: str = key("run", allows="a name")
-    """Second part of the run folder's name."""
+    """Name of the run there; second part of the default run folder."""
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
     """Folder of the run: its metrics, checkpoints, samples and report."""
     test_freq: int = key(0, at_least=-1)
@@ -180,7 +180,7 @@ class PoolResources(Section):
 
 
 HAS_FAULTS = When(
-    "a chance is above 0",
+    "a chance in `faults` is above 0",
     lambda faults, _: faults.has_faults,
     "all chances in faults are 0, so there are no faults",
 )

@@ -80,7 +80,7 @@ def encode_rows(
 ) -> tuple[list[EncodedRow], int]:
     """Encode the rows in order; also return the number of skipped rows.
 
-    The configuration's `key` names the files. Large files are read and tokenized once; `kind`
+    The configuration's `key` names the files. The tokens of large files are cached; `kind`
     distinguishes cache entries of the same files. With `on_bad_row=skip`, a bad row is left out;
     otherwise it stops the run.
     """

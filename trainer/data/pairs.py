@@ -59,7 +59,7 @@ class PairRow:
 
     @property
     def sides(self) -> dict[str, LMRow]:
-        """Both responses, by the names of their fields."""
+        """Both rows, by the names of their fields."""
         return {"chosen": self.chosen, "rejected": self.rejected}
 
 
@@ -184,7 +184,7 @@ class LabeledRow:
 
     @property
     def sides(self) -> dict[str, LMRow]:
-        """Both responses, by the names of their fields."""
+        """Both rows, by the names of their fields."""
         return {"response": self.response, "mismatched": self.mismatched}
 
 

@@ -239,7 +239,7 @@ class PromptLoader:
         if not len(self):
             raise ConfigError(
                 f"{self.prompts.story}. The remaining {len(self.prompts)} prompts do not fill a "
-                f"batch of data.train_batch_size={self._config.train_batch_size}."
+                f"batch of data.train_batch_size={self._config.train_batch_size}. Lower it."
             )
         skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
         logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")

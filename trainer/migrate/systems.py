@@ -187,7 +187,7 @@ def _finished(done: Translation) -> Translation:
         config = composed(done)
     except ConfigError as error:
         raise ConfigError(
-            f"the translated command is not complete: {error}\n\n{done.report(None)}"
+            f"the translated command is incomplete or invalid: {error}\n\n{done.report(None)}"
         ) from error
     for setting in list(done.settings):
         key = setting.removeprefix("+")

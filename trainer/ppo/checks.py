@@ -76,8 +76,8 @@ def _reject_sizes(config: PPOConfig) -> None:
     custom = config.data.custom_cls
     if custom.path and not custom.name:
         raise ConfigError(
-            f"data.custom_cls.path={custom.path} needs the name of a class. Set "
-            "data.custom_cls.name."
+            f"data.custom_cls.path={custom.path} is set, but not the name of your function or "
+            "class. Set data.custom_cls.name."
         )
 
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps

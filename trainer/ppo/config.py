@@ -105,10 +105,10 @@ class AlgorithmConfig(Section):
     """Rewards that GDPO normalizes separately."""
     gdpo_reward_weights: list[float] | None = key(
         None,
-        allows="one number per key",
+        allows="one number per entry of `gdpo_reward_keys`",
         read_when=estimator_takes("gdpo_reward_weights"),
     )
-    """Weights of the `gdpo_reward_keys`; null: 1 for each."""
+    """Weights of these rewards; null: 1 for each."""
     running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
     """Normalize by running statistics. `rewards`: the scores; `advantages`: the advantages, instead
     of whitening.

@@ -38,8 +38,7 @@ STEP_1_NOTICE = (
 )
 
 BYPASS_NOTICE = (
-    "note: the rollout's log-probs are used as old log-probs (bypass_mode): the actor does "
-    "not compute any"
+    "note: bypass_mode uses the rollout's log-probs as old log-probs, so the actor computes none"
 )
 
 CONCURRENT_TITLE = "Concurrent"

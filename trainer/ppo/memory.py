@@ -26,8 +26,9 @@ P = TypeVar("P", bound=PPOConfig)
 SHARE_OF_A_MACHINE = 0.5
 """Fraction of a machine's memory that all processes of a CPU run may use together."""
 WAYS_OUT = {
-    "activations": "set actor_rollout_ref.model.enable_gradient_checkpointing=true, or use smaller "
-    "passes (ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu)",
+    "activations": "use smaller passes (ppo_micro_batch_size_per_gpu, or "
+    "ppo_max_token_len_per_gpu), or, if it is off, set "
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     "model states": "set param_offload and optimizer_offload in the roles' fsdp_config, or use "
     "more devices",
     "KV cache": "lower actor_rollout_ref.rollout.gpu_memory_utilization or kv_cache_gb",

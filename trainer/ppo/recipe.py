@@ -10,7 +10,7 @@ Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
 Backend      trainer.backend=ray|local  ray.address=HOST:PORT
 Dry run      verl-like check key=value ... checks the run and prints its plan
 Sweep        --multirun trainer.seed=1,2   (each has a folder in the run folder)
-Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings, under your own keys
+Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings; your keys override them
              algorithm.adv_estimator=gae|grpo  algorithm.use_kl_in_reward=true
              correction=decoupled_seq_is|…  off-policy correction
 Length       trainer.total_training_steps=100  trainer.total_epochs=1

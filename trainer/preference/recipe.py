@@ -4,7 +4,8 @@ Trains a model on pairs (chosen, rejected), or on responses with a label (loss=k
 is the model before training, or ref.model.path; its log-probs are computed once.
 
   loss=dpo|ipo|hinge|kto|orpo|simpo   the loss; orpo and simpo have no reference
-  label_smoothing=0.1  reference_free=true   dpo on noisy labels (cDPO); without the reference
+  label_smoothing=0.1                      dpo for noisy labels (cDPO)
+  reference_free=true                      without the reference
   beta=0.1                                 weight of the log-ratios
   sft_coef=0                               weight of an SFT loss on the chosen responses
   verl-like dpo --cfg all                  every key with its meaning

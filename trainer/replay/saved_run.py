@@ -90,8 +90,8 @@ class SavedRun:
             wrote = read_marker(start)["versions"].get(PACKAGE, here)
             if wrote != here:  # loading warns of other packages
                 raise CheckpointError(
-                    f"{start} was written by {PACKAGE} {wrote}, and {here} is installed: its steps "
-                    f"may differ. Install {PACKAGE}=={wrote} to replay them."
+                    f"{start} was written by {PACKAGE} {wrote}, and {here} is installed: a "
+                    f"replay may differ. Install {PACKAGE}=={wrote} to replay them."
                 )
             return start
 

@@ -149,7 +149,8 @@ class ScoresInBatch:
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
     """Return the rollouts, and the roles whose class declares that weights do not change.
 
-    The declaration is `is_frozen`. A subclass must repeat it, because it may have more state.
+    The declaration is `is_frozen`. A subclass must declare it again, because it may have more
+    state.
     """
     replaceable = set()
     for role in groups:

@@ -150,7 +150,7 @@ def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
 
 
 def thin_old_samples(folder: Path, last: int) -> None:
-    """Thin out the samples of the steps up to `last`."""
+    """Thin out every file of `folder` whose step is `last` or earlier."""
     for path in folder.glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) <= last:
             thin_samples(path)

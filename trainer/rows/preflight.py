@@ -18,7 +18,7 @@ from workers.parallel.sharding import dims_of
 
 WAYS_OUT = {
     "activations": "use smaller passes (data.max_token_len_per_gpu, or "
-    "data.micro_batch_size_per_gpu and data.max_length), or set "
+    "data.micro_batch_size_per_gpu and data.max_length), or, if it is off, set "
     "model.enable_gradient_checkpointing=true",
     "model states": "set model.strategy=fsdp+offload, or use more devices",
 }

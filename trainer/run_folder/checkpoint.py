@@ -97,7 +97,7 @@ class Checkpoints:
         state: dict[str, Any],
         write_more: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Write a checkpoint's files, which `commit` completes: the state of all roles and `state`.
+        """Write a checkpoint's files: the state of all roles and `state`.
 
         `commit` completes it. The previous checkpoint is committed first. `write_more` adds files.
         """

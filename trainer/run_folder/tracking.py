@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 
 Rows = Sequence[Mapping[str, Any]]
-"""Samples like the lines of `validation/N.jsonl` or `rollouts/N.jsonl`."""
+"""Samples, with the fields of a line of `validation/N.jsonl` or `rollouts/N.jsonl`."""
 
 
 class JsonLines:
@@ -74,7 +74,7 @@ class JsonLines:
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line to the file of that name, which a resume may have replaced."""
-        numbers = {  # clocks have no more digits
+        numbers = {  # more digits of a time are noise
             name: round(value, 6) if name.startswith("timing_") else value
             for name, value in metrics.items()
         }

@@ -223,7 +223,7 @@ class TrainingOps:
         return {"path": str(path), "model_id": model.name}
 
     def snapshot(self, model: ServedModel, name: str) -> JsonObject:
-        """Copy the weights to a frozen state; older copies are moved from memory to disk."""
+        """Copy the weights to a frozen state; the oldest copies beyond a limit move to disk."""
         most = ADAPTERS_IN_MEMORY if model.rank else MODELS_IN_MEMORY
         with self._lock:
             self.trained[model.role].group.copy_state(model.name, name)

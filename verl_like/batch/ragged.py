@@ -264,7 +264,7 @@ def _places(lengths: Tensor, starts: Tensor, width: int) -> Tensor:
 
 
 def _bits(tensor: Tensor, of: Tensor | None = None) -> Tensor:
-    """View the tensor as integers, which copies bit for bit whatever the values are.
+    """View the tensor as integers, so that copies keep every bit, also of NaN.
 
     Return it unchanged if it (or `of`) has a gradient.
     """

@@ -419,7 +419,7 @@ def _note_some(error: BaseException, notes: Sequence[str]) -> None:
     for note in notes[:MOST_NOTES]:
         error.add_note(note)
     if rest := notes[MOST_NOTES:]:
-        error.add_note(f"and {len(rest)} more failures")
+        error.add_note(f"and {len(rest)} more failure{'s' * (len(rest) > 1)}")
 
 
 # -------------------------------------------------------------------------------- several futures

@@ -1,8 +1,8 @@
 """Data about a worker process, such as its rank and its log, and its environment variables.
 
-The variables are torchrun's, the number of threads, and those that users must not set
-(`PROTECTED`). The backends start processes with them, and `verl_like.process.host` sets those that
-are known only inside the process. All other packages of `verl_like` may import this module.
+The variables are torchrun's and the number of threads; users must not set those in `PROTECTED`. The
+backends start processes with them, and `verl_like.process.host` sets those that are known only
+inside the process. All other packages of `verl_like` may import this module.
 """
 
 from __future__ import annotations

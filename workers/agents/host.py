@@ -295,7 +295,7 @@ class EnvironmentHost:
             self._note_end(process)
 
     def _note_end(self, process: _Process) -> None:
-        """Report a failure a little later, when it is known if the host has ended, and why."""
+        """Report a failure a little later, when it is known whether the process ended, and why."""
         if not process.has_ended:
             self._selector.unregister(process.socket)
         process.has_ended = process.is_busy = True
@@ -316,7 +316,7 @@ class EnvironmentHost:
             return None
         process.rest += chunk
         if len(process.rest) > LONGEST_LINE:
-            self._fail(number, "its answer is incomplete")
+            self._fail(number, f"its answer has more than {LONGEST_LINE // 2**20} MiB")
             return None
         line, newline, process.rest = process.rest.partition(b"\n")
         if not newline:

@@ -227,11 +227,12 @@ class Trajectory:
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
         if part := answer.get("call_like"):
-            forms = ", ".join(forms_of(str(self.setting.chat.template))) or "any that is known"
+            forms = ", ".join(forms_of(str(self.setting.chat.template)))
+            form = f"the form of the chat template ({forms})" if forms else "a form that is known"
             warn_once(
                 f"environment: a text with {part!r:.80} looks like a call of a tool. It does not "
-                f"have the form of the chat template ({forms}), so it counts as an answer. Set "
-                "environment.call_parser if it is a call."
+                f"have {form}, so it counts as an answer. Set environment.call_parser if it is a "
+                "call."
             )
         if "request" in answer:
             self._on_request(answer)

@@ -106,8 +106,8 @@ class RolloutCorrectionConfig(Section):
         allows="a number, or lower_upper for k1",
         read_when=unless("rollout_rs"),
     )
-    """Largest allowed k2 or k3; for k1, the allowed range of exp(k1). One value for all criteria,
-    or one per criterion.
+    """Largest allowed k2 or k3; for k1, the allowed range of exp(k1), the rollout's probability
+    divided by the actor's. One value for all criteria, or one per criterion.
     """
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
     """Reject sequences with a token whose ratio is below this; null disables the veto."""
@@ -323,7 +323,7 @@ class CriticConfig(ShardedConfig):
     parallel: dict[str, Any] = role_axes()
     """Parallel axes of the critic that override the run's `parallel`."""
     optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)
-    """Optimizer settings that override the actor's `optim`. The default `lr` is 1e-5."""
+    """Optimizer settings that override the actor's `optim`, by default `{lr: 1e-5}`."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
     """Size of the critic's mini-batches in prompts; null: the actor's."""
     ppo_micro_batch_size_per_gpu: int = key(

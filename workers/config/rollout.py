@@ -43,7 +43,7 @@ TAKES_WEIGHTS_AT_ONCE = When(
 )
 ENGINE_IS_VLLM = when("name", "vllm")
 VLLM_IS_OURS = When(
-    "`name` is vllm, in process",
+    "`name` is vllm and `server_urls` is empty",
     lambda section, _: section.name == "vllm" and not section.server_urls,
     "{section}name is not vllm, or vLLM runs as a server and decides it",
 )

@@ -126,9 +126,9 @@ LEARNS_PAIRS = When(
     "the loss learns rows with a label, not pairs",
 )
 HAS_REFERENCE = When(
-    "the loss has a reference",
+    "the loss uses a reference model",
     lambda _, run: has_reference(run),
-    "the loss has no reference",
+    "the loss uses no reference model",
 )
 MAY_BE_REFERENCE_FREE = When(
     "the loss compares pairs with a reference",

@@ -79,7 +79,7 @@ class Whole:
             return states
         copy: Tensor | None = getattr(states, COPY, None)
         if copy is None:
-            # `data`, because a view and the states would reference each other
+            # `data`, not a view: a view and its base would keep each other alive
             copy = communicate(states, lambda tensor: tensor.data, self._sum)
             setattr(states, COPY, copy)
         return copy

@@ -138,7 +138,10 @@ class RemoteScorer:
             raise _TemporaryError(str(getattr(err, "reason", err)) or type(err).__name__) from err
 
         if len(answer) > LONGEST_ANSWER:
-            raise RewardServerError(f"{self._config.url} returned more than {LONGEST_ANSWER} bytes")
+            raise RewardServerError(
+                f"{self._config.url} returned more than {LONGEST_ANSWER // 2**20} MiB. Set a "
+                "smaller batch_size."
+            )
         return json.loads(answer)
 
 

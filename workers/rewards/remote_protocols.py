@@ -33,7 +33,7 @@ class RemoteProtocol(Protocol):
 
 
 class VerlLikeProtocol:
-    """`{"samples": [row, ...]}` -> `{"outcomes": [{"score": 1.0, ...} | {"error": "..."}]}`."""
+    """`{"samples": [row, ...]}`; replies `{"outcomes": [{"score": 1.0} or {"error": "..."}]}`."""
 
     largest_batch: ClassVar[int | None] = None
 

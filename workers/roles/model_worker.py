@@ -130,7 +130,9 @@ class ModelWorker(Worker):
         known = self.losses()
         if loss not in known:
             why = (
-                f"{nearest(loss, known)} Known: {', '.join(known)}." if known else " It is frozen."
+                f"{nearest(loss, known)} Known: {', '.join(known)}."
+                if known
+                else " This role is frozen."
             )
             raise ConfigError(f"{self.role}.forward_backward: there is no loss {loss!r}.{why}")
         loss_of_batch = known[loss](data)

@@ -2,9 +2,9 @@
 
     empty module -> change by parts -> shard -> load weights -> row layout -> finish parts
 
-The strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp
-without tensor parallelism, the module is plain, so a rollout engine in the same process can read it
-by reference.
+The strategies are in `workers.parallel.sharding`, the mesh in `workers.parallel.groups`. On one
+rank, and under strategy ddp without tensor parallelism, the module is plain, so a rollout engine in
+the same process can read it by reference.
 """
 
 from __future__ import annotations

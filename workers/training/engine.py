@@ -204,7 +204,7 @@ class TrainEngine(Model):
         If the norm is not finite, the gradients are cleared without a step. Returns `grad_norm`,
         `lr`, and `skipped_steps`, 1 if the step was skipped.
         """
-        assert self.optimizer is not None, "a frozen engine was asked for a step"
+        assert self.optimizer is not None, "optim_step: this engine is frozen"
         if not self.has_gradients:
             raise ConfigError("optim_step: there are no gradients. Call forward_backward first.")
         self.sum_gradients()

@@ -220,7 +220,7 @@ class FileCopies(FileWriter):
     def _result_of(self, process: subprocess.Popen[bytes], path: Path) -> dict[str, int] | None:
         """Return the fingerprint of the file; None if the process did not finish."""
         with process:
-            assert process.stdout is not None, "it was asked for"
+            assert process.stdout is not None, "the process has a pipe"
             output = process.stdout.read()
         if output:
             fingerprint: dict[str, int] = json.loads(output)
@@ -238,7 +238,7 @@ class FileCopies(FileWriter):
 
 
 class _FileCopy:
-    """A file's contents in memory, which another process can map and GPUs can copy into."""
+    """A file's contents, which another process can map and GPUs can copy into."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):

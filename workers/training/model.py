@@ -149,8 +149,8 @@ class Model:
         """Context in which the module (and the optimizer's state) is ready to compute on the
         device.
 
-        Each packed row attends only to itself. On a CPU, linear layers use oneDNN. A sharded module
-        is resharded at the end.
+        Each packed row attends only to itself. On a CPU, large linear layers use oneDNN, unless the
+        model is compiled. A sharded module is resharded at the end.
         """
         with ExitStack() as stack:
             stack.enter_context(self.resident(optimizer))

@@ -38,7 +38,7 @@ class SharedPrefixes(NamedTuple):
 
 
 class PrefixOrder(NamedTuple):
-    """An order of rows in which equal prefixes are neighbors."""
+    """An order in which rows with equal prefixes are neighbors."""
 
     rows: list[int]
     shared: list[int]

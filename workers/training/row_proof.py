@@ -303,7 +303,7 @@ def _rows_alone(model: Any) -> list[Tensor]:
     rows = zip(columns["input_ids"].rows(), reads.rows(), strict=True)
     numbers = [model(tokens[None], use_cache=False).logits[0, inside] for tokens, inside in rows]
     if not all(row.isfinite().all() for row in numbers):
-        raise ValueError("its numbers are not finite")
+        raise ValueError("its logits are not finite")
     return numbers
 
 

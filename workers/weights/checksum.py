@@ -131,7 +131,7 @@ def checksum_of(tensors: NamedTensors) -> str:
 
 
 def float32_hash(tensor: Tensor) -> Tensor:
-    """Return the `hash_on_device` of a tensor, cast to float32."""
+    """Return `hash_on_device` of the tensor's values in float32."""
     return hash_on_device(byte_view(tensor.float()))
 
 

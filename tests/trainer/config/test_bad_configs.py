@@ -133,7 +133,7 @@ SETTINGS = [
         ["overlong_penalty.len=0 tokens", "max_response_length=8"],
     ),
     ("reward.model.enable=true", ["reward.model.path", "sequence classifier"]),
-    ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs the name of a class"]),
+    ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py is set, but not the name"]),
     (
         "critic.model.path=nowhere",
         ["critic.model.path=nowhere", "there is no such folder", "verl-like make-tiny DIR"],

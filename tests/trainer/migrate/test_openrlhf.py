@@ -164,7 +164,7 @@ def test_the_command_prints_what_became_of_each_flag(
     for title in ("Renamed", defaults, "Built-in behavior", "Not supported"):
         assert f"\n{title}:\n" in printed
 
-    with pytest.raises(ConfigError, match="the translated command is not complete"):
+    with pytest.raises(ConfigError, match="the translated command is incomplete"):
         translated_whole("openrlhf", "--pretrain x --advantage_estimator rloo")
 
     monkeypatch.setattr("sys.argv", ["verl-like", "migrate", "openrlh", "--pretrain x"])

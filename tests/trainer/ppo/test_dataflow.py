@@ -104,6 +104,6 @@ def test_a_bypass_draws_no_pass_for_old_log_probs() -> None:
         config = load(*GRPO_OF_ONE_STEP, "correction=bypass_ppo_clip_geo_rs", *updates)
         assert not update_can_compute_old_log_probs(config), "they are the rollout's"
         graph, _, notice = describe(config).partition("note: ")
-        assert notice.startswith("the rollout's log-probs are used as old log-probs (bypass_mode)")
+        assert notice.startswith("bypass_mode uses the rollout's log-probs")
         assert "compute_log_prob" not in graph
         assert "rollout correction" not in graph

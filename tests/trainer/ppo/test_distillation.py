@@ -186,7 +186,7 @@ def test_graph_and_memory_show_the_teacher(tiny_dir: Path, tmp_path: Path, teach
     text = describe(config)
     assert "actor.compute_log_prob ‖ teacher.compute_teacher_log_prob" in text
     assert "gae" not in text
-    assert [line.partition(":")[0] for line in watch_lines(config)] == ["vanilla"]
+    assert [line.partition(":")[0] for line in watch_lines(config)] == ["policy loss vanilla"]
     of_teacher = {memory.role: memory for memory in role_memories(config, "cpu")}["teacher"]
     assert of_teacher.weights > 0
     assert of_teacher.moments == 0

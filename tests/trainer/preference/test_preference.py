@@ -324,7 +324,7 @@ def test_own_reference_has_a_role(tiny_dir: Path, files: dict[str, Path], tmp_pa
             "beta .*: the preference loss that loss names has no parameter",
         ),
         (["loss=kto", "sft_coef=1"], "sft_coef .*: the loss learns rows with a label, not pairs"),
-        (["loss=simpo", "ref.model.path=x"], "ref.model.path .*: the loss has no reference"),
+        (["loss=simpo", "ref.model.path=x"], "ref.model.path .*: the loss uses no reference model"),
         (["loss=kto", "reference_free=true"], "the loss compares no pairs with a reference"),
     ],
 )

@@ -75,8 +75,8 @@ def test_a_missing_column_offers_the_nearest_names(call, said):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (["ids"], ["a", "b"], "as many"),
-        (["ids", "ids"], ["a", "b"], "as many"),
+        (["ids"], ["a", "b"], "equally many"),
+        (["ids", "ids"], ["a", "b"], "equally many"),
         ("ids", "score", "the same name"),
         (None, None, "both sides"),
     ],

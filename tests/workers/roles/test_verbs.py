@@ -107,7 +107,7 @@ def test_what_a_verb_does_not_know_is_refused_with_what_it_knows(one_layer_dir: 
         actor.optim_step()
     with pytest.raises(BatchError, match="no output 'values'; it has log_probs"):
         actor.forward(make_batch(4), ("values",))
-    with pytest.raises(ConfigError, match="'policy'. It is frozen"):
+    with pytest.raises(ConfigError, match="'policy'. This role is frozen"):
         reference.forward_backward(make_batch(4), "policy")
     with pytest.raises(ConfigError, match="optim_step: the model is frozen"):
         reference.optim_step()

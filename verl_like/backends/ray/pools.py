@@ -92,7 +92,11 @@ class RayResourcePool(ResourcePool):
         """
         if self._bundles is not None and ray.is_initialized():
             groups = self.get_placement_groups()
-            within(RELEASE_S, partial(_remove, groups), f"giving back the places of {self.name}")
+            within(
+                RELEASE_S,
+                partial(_remove, groups),
+                f"releasing the placement groups of {self.name}",
+            )
         self._bundles = None
 
     def _reserve(self) -> list[Bundle]:

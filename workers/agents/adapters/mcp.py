@@ -89,7 +89,7 @@ class Server:
         self._number += 1
         with suppress(BrokenPipeError):  # the server has ended, which the loop below reports
             self._send({"id": self._number, "method": method, "params": params})
-        assert self._process.stdout is not None, "it was asked for"
+        assert self._process.stdout is not None, "the process has a pipe"
         for line in self._process.stdout:
             answer = json.loads(line)
             if "method" in answer and "id" in answer:
@@ -113,7 +113,7 @@ class Server:
         return listed
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None, "it was asked for"
+        assert self._process.stdin is not None, "the process has a pipe"
         self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
         self._process.stdin.flush()
 

@@ -61,7 +61,7 @@ def min_window(config: Any) -> int:
     """Return the smallest number of columns that a decode step attends to.
 
     On Intel CPUs, MKL uses other kernels if there are fewer keys than the head size, or no more
-    keys than query heads that share them.
+    keys than query heads that share them, and the results then differ in the last bits.
     """
     heads, groups, size = heads_of(config)
     sharing = heads // groups

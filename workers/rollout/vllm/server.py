@@ -224,12 +224,18 @@ class VllmServer:
             return response
         except HTTPError as error:
             detail = " ".join(error.read().decode(errors="replace").split())[:500]
-            raise self._error(f"replies to {path} with {error.code}: {detail}") from error
+            problem = f"replies to {path} with {error.code}: {detail}"
+            if error.code in (401, 403):
+                raise self._error(problem, "Set VLLM_API_KEY to the server's key.") from error
+            if error.code >= 500:
+                raise self._error(problem, "Its log has the cause.") from error
+            raise self._error(problem) from error
         except OSError as error:
             raise self._error(f"cannot be reached ({error})") from error
 
-    def _error(self, problem: str) -> RolloutError:
+    def _error(self, problem: str, remedy: str = "") -> RolloutError:
+        remedy = remedy or f"Start it in an environment that has this package: {self.way_out}"
         return RolloutError(
             f"rollout: the server {self.url} (actor_rollout_ref.rollout.server_urls) {problem}. "
-            f"Start it in an environment that has this package: {self.way_out}"
+            f"{remedy}"
         )
