@@ -132,7 +132,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
     )
     words = (
         r"does not fit: .* GiB per GPU, .* GiB too much \(74 of 80 GiB usable\)\. "
-        r"actor: .* in a call; rollout: .*First set .*checkpointing=true"
+        r"actor: .* in a call; rollout: .*First use smaller passes .*checkpointing=true"
     )
     with pytest.raises(ConfigError, match=words):
         check_memory(script_config(model, *more), GPU)
