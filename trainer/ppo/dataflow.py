@@ -247,8 +247,8 @@ def describe(
     waits = all_waits(nodes, after)
     rows = [("stage", "call", "pool", "waits for")]
     for node in nodes:
-        names = after[node.name]
-        last = [name for name in names if not any(name in waits[other] for other in names)]
+        before = after[node.name]
+        last = [name for name in before if not any(name in waits[other] for other in before)]
         rows.append((node.stage, node.name, node.pool, ", ".join(last) or "nothing"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
