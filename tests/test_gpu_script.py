@@ -107,8 +107,8 @@ WRITES = "from pathlib import Path; Path(r'{part}/figures.json').write_text('{\"
 
 
 def test_a_part_leaves_its_figures_and_its_log(hour: ModuleType, tmp_path: Path) -> None:
-    found = hour.run_part(part_that(hour, f"print('hello'); {WRITES}"), tmp_path / "it", None)
-    assert (found.result, found.figures) == ("ok", {"MFU": 0.5})
+    outcome = hour.run_part(part_that(hour, f"print('hello'); {WRITES}"), tmp_path / "it", None)
+    assert (outcome.result, outcome.figures) == ("ok", {"MFU": 0.5})
     assert (tmp_path / "it" / "log.txt").read_text() == "hello\n"
 
 
@@ -117,10 +117,10 @@ def test_a_part_leaves_its_figures_and_its_log(hour: ModuleType, tmp_path: Path)
     [("raise SystemExit(3)", "exit code 3"), ("pass", "its figures cannot be read")],
 )
 def test_a_part_that_fails_says_why(hour: ModuleType, code: str, why: str, tmp_path: Path) -> None:
-    found = hour.run_part(part_that(hour, code), tmp_path / "it", None)
-    assert found.result == "FAILED"
-    assert found.why.startswith(why)
-    assert found.is_bad
+    outcome = hour.run_part(part_that(hour, code), tmp_path / "it", None)
+    assert outcome.result == "FAILED"
+    assert outcome.why.startswith(why)
+    assert outcome.is_bad
 
 
 BEATS = "import time\nwhile True:\n    open(r'{part}/beat', 'a').write('.'); time.sleep(0.05)"
@@ -134,8 +134,8 @@ def has_ended(beat: Path) -> bool:
 
 
 def test_what_a_late_part_has_started_ends_with_it(hour: ModuleType, tmp_path: Path) -> None:
-    found = hour.run_part(part_that(hour, STARTS, 8), tmp_path / "it", None)
-    assert (found.result, found.why[:15], found.is_bad) == ("LATE", "not done in 8 s", True)
+    outcome = hour.run_part(part_that(hour, STARTS, 8), tmp_path / "it", None)
+    assert (outcome.result, outcome.why[:15], outcome.is_bad) == ("LATE", "not done in 8 s", True)
     assert has_ended(tmp_path / "it" / "beat")
 
 
@@ -185,14 +185,16 @@ def test_a_runs_figures_are_medians_of_its_later_steps_over_the_data_sheet(
     (tmp_path / "run").mkdir()
     lines = "\n".join(map(json.dumps, steps))
     (tmp_path / "run" / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    found = part.figures(tmp_path, DEVICES["H100"])
-    assert found["s per step"] == 25
-    assert found["MFU"] == 0.4
-    assert found["sync, times the link's own time"] == pytest.approx(0.1 * 450e9 / (14000 * 2**20))
+    outcome = part.figures(tmp_path, DEVICES["H100"])
+    assert outcome["s per step"] == 25
+    assert outcome["MFU"] == 0.4
+    assert outcome["sync, times the link's own time"] == pytest.approx(
+        0.1 * 450e9 / (14000 * 2**20)
+    )
     # 512 tokens, each of which reads 7.07e9 weights of 16 bits, and 128 rows of 640 tokens' keys
     weights = 2 * 7.07e9
     keys = 128 * 2 * 2 * 28 * 4 * 128 * 640
-    assert found["share of bandwidth"] == pytest.approx(
+    assert outcome["share of bandwidth"] == pytest.approx(
         512 * (weights + keys) / 10 / 3350e9, rel=0.01
     )
 

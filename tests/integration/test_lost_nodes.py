@@ -23,8 +23,8 @@ def lost(
 ) -> dict[str, Any]:
     """The output of `lost_nodes.py`, in a separate process."""
     folder = tmp_path_factory.mktemp("lost") / "runs"
-    found = found_by(forked_python, "tests.integration.lost_nodes", tiny_dir, folder, limit_s=600)
-    return {"folder": folder, **found}
+    report = found_by(forked_python, "tests.integration.lost_nodes", tiny_dir, folder, limit_s=600)
+    return {"folder": folder, **report}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_runs_on_two_nodes_of_a_cluster_that_was_joined(lost: dict[str, Any]) -> None:
     folder = lost["folder"] / "two_nodes" / "first"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
-    found = lost["two_nodes"]
-    assert found["critic_on"] in found["nodes"]  # which has room for no other process
+    report = lost["two_nodes"]
+    assert report["critic_on"] in report["nodes"]  # which has room for no other process
 
 
 def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(lost: dict[str, Any]) -> None:
@@ -81,13 +81,13 @@ def test_where_there_is_no_room_the_run_waits_for_a_node_while_the_rest_stays(
 def test_where_none_comes_the_run_ends_by_the_name_of_the_node_and_the_pool(
     lost: dict[str, Any], undisturbed: Path
 ) -> None:
-    found = lost["none"]
+    report = lost["none"]
     assert re.search(
         r"node \S+ \(\w{8}\) is gone: pool 'student_pool' needs 1 node\(s\).*none has room .*: "
         rf".* After \d+ s without another node \(timeouts\.placement_s={PLACEMENT_S:g}\)",
-        found["error"],
+        report["error"],
     )
-    assert found["seconds"] < 60
+    assert report["seconds"] < 60
     folder = lost["folder"] / "none"
     assert "timeouts.placement_s" in (folder / "report.html").read_text(encoding="utf-8")
     assert numbers(folder) == numbers(undisturbed)[:2]

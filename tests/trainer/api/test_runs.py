@@ -68,33 +68,33 @@ def make_ppo(tiny_dir: Path, folder: Path, **more: Any) -> PPO:
 @pytest.fixture(scope="module")
 def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PPO, RunResult]:
     """A run of three steps, and its result."""
-    own = make_ppo(tiny_dir, tmp_path_factory.mktemp("run"))
-    return own, own.fit(steps=3)
+    ppo = make_ppo(tiny_dir, tmp_path_factory.mktemp("run"))
+    return ppo, ppo.fit(steps=3)
 
 
 def test_a_run_gives_its_numbers_and_folders(made: tuple[PPO, RunResult]) -> None:
-    own, result = made
+    ppo, result = made
     assert [line["step"] for line in result.metrics] == [1, 2, 3]
     assert {"critic/score/mean", "reward/score_score/mean"} <= result.metrics[0].keys()
-    assert result.folder == own.folder
-    assert result.model_folder == own.folder / "model"
+    assert result.folder == ppo.folder
+    assert result.model_folder == ppo.folder / "model"
     assert (result.model_folder / "config.json").is_file()
 
 
 def test_the_command_line_has_the_same_configuration(
     made: tuple[PPO, RunResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    own, result = made
+    ppo, result = made
     seen: list[Any] = []
     monkeypatch.setattr("trainer.launch.run", seen.append)
     monkeypatch.chdir(tmp_path)
-    _, command, *arguments = shlex.split(own.command(steps=3).replace("steps=6", "steps=3"))
+    _, command, *arguments = shlex.split(ppo.command(steps=3).replace("steps=6", "steps=3"))
     monkeypatch.setattr(sys, "argv", ["verl-like", *arguments])
     main_ppo.main()
     assert command == "ppo"
     assert config_hash(seen[0]) == result.config_hash
 
-    saved = own.folder / "config.yaml"
+    saved = ppo.folder / "config.yaml"
     assert saved.read_text().startswith(f"# config hash {result.config_hash}\n")
     values = OmegaConf.to_container(OmegaConf.load(saved))
     keys = overrides_of(flat_settings(PPO_RECIPE.schema, values))
@@ -104,9 +104,9 @@ def test_the_command_line_has_the_same_configuration(
 
 @pytest.mark.parametrize("keys", [{"data.total_prompts": 8}])
 def test_unset_keys_cause_no_errors(tiny_dir: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
-    own = make_ppo(tiny_dir, tmp_path, **{"trainer.save_freq": -1, **keys})
-    assert "save_contents" not in own.command()
-    config = load_recipe_config(own.overrides(steps=2), PPO_RECIPE)
+    ppo = make_ppo(tiny_dir, tmp_path, **{"trainer.save_freq": -1, **keys})
+    assert "save_contents" not in ppo.command()
+    config = load_recipe_config(ppo.overrides(steps=2), PPO_RECIPE)
     assert (config.trainer.save_freq, config.trainer.backend) == (-1, "local")
     assert (config.trainer.total_training_steps, config.data.total_prompts) == (2, None)
 
@@ -116,56 +116,56 @@ def test_unset_keys_cause_no_errors(tiny_dir: Path, tmp_path: Path, keys: dict[s
 
 
 def test_two_parts_are_one_run(made: tuple[PPO, RunResult], tiny_dir: Path, tmp_path: Path) -> None:
-    own = make_ppo(tiny_dir, tmp_path)
-    assert len(own.fit(steps=1).metrics) == 1
-    assert len(own.fit(steps=2).metrics) == 3
+    ppo = make_ppo(tiny_dir, tmp_path)
+    assert len(ppo.fit(steps=1).metrics) == 1
+    assert len(ppo.fit(steps=2).metrics) == 3
     assert numbers(tmp_path) == numbers(made[0].folder)
 
 
 def test_rollouts_are_counted_and_partial_updates_trained(tiny_dir: Path, tmp_path: Path) -> None:
-    own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
-    result = own.fit(num_episodes=3, max_timesteps=3, update_timesteps=4)
+    ppo = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
+    result = ppo.fit(num_episodes=3, max_timesteps=3, update_timesteps=4)
     files = [tmp_path / "rollouts" / f"{step + 1}.jsonl" for step in range(len(result.metrics))]
     rows = [len(file.read_text().splitlines()) for file in files]
     assert rows == [8, 8, 2]
     assert all(line["actor/grad_norm"] > 0 for line in result.metrics)
 
-    again = own.fit(num_episodes=1, max_timesteps=2, update_timesteps=2)
+    again = ppo.fit(num_episodes=1, max_timesteps=2, update_timesteps=2)
     assert len(again.metrics) == 3 + 1
 
 
 def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    own = make_ppo(tiny_dir, tmp_path)
+    ppo = make_ppo(tiny_dir, tmp_path)
     with pytest.raises(ConfigError, match="steps=0: pass a number above 0"):
-        own.fit(steps=0)
+        ppo.fit(steps=0)
     with pytest.raises(ConfigError, match="max_timesteps=None: pass a number"):
-        own.fit(num_episodes=1, update_timesteps=2)
+        ppo.fit(num_episodes=1, update_timesteps=2)
     with pytest.raises(ConfigError, match="pass only one of them"):
-        own.fit(1, num_episodes=1)
+        ppo.fit(1, num_episodes=1)
     with pytest.raises(
         ConfigError, match="train_batch_size=4 is not a multiple of update_timesteps=3"
     ):
-        own.fit(num_episodes=1, max_timesteps=3, update_timesteps=3)
-    own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
+        ppo.fit(num_episodes=1, max_timesteps=3, update_timesteps=3)
+    ppo = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
     with pytest.raises(
         ConfigError, match="leaves 3 prompts for the last step .*size=2. Set data.total_prompts=6"
     ):
-        own.fit(num_episodes=1, max_timesteps=7, update_timesteps=4)
+        ppo.fit(num_episodes=1, max_timesteps=7, update_timesteps=4)
 
 
 def test_a_run_goes_on_with_its_own_rows_alone(made: tuple[PPO, RunResult], tiny_dir: Path) -> None:
-    own, _ = made
-    before = (own.folder / "inputs" / "train_files.jsonl").read_text()
+    ppo, _ = made
+    before = (ppo.folder / "inputs" / "train_files.jsonl").read_text()
     with pytest.raises(ConfigError, match=r"trained on different rows .*choose another folder"):
-        PPO(tiny_dir / "model", ["say a"] * 8, save_to=own.folder, **SMALL)
-    assert (own.folder / "inputs" / "train_files.jsonl").read_text() == before
-    assert make_ppo(tiny_dir, own.folder).steps_made() == 3
+        PPO(tiny_dir / "model", ["say a"] * 8, save_to=ppo.folder, **SMALL)
+    assert (ppo.folder / "inputs" / "train_files.jsonl").read_text() == before
+    assert make_ppo(tiny_dir, ppo.folder).steps_made() == 3
 
 
 def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
     noted = Noted()
     more = {"val_prompts": PROMPTS[:2], "trainer.test_freq": 1}
-    own = PPO(
+    ppo = PPO(
         tiny_dir / "model",
         PROMPTS,
         lambda response: len(response) / 8,
@@ -174,7 +174,7 @@ def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Pat
         **SMALL,
         **more,
     )
-    own.fit(steps=1)
+    ppo.fit(steps=1)
     assert noted.calls == [
         "on_init_end 0",
         "on_train_begin 0",
@@ -201,9 +201,9 @@ def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Pat
 
 def test_sft_trains_its_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: Path) -> None:
     noted = Noted()
-    own = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[noted], **SMALL_SFT)
+    ppo = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[noted], **SMALL_SFT)
     torch.set_num_threads(2)  # those of the session, which stay
-    result = own.fit()
+    result = ppo.fit()
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert [line["train/num_tokens"] for line in result.metrics] == [16.0, 16.0, 8.0]
@@ -214,15 +214,15 @@ def test_sft_trains_its_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: 
         *[hook.format(number) for number in (1, 2, 3) for hook in step],
         *["on_save_end 3", "on_train_end 3"],
     ]
-    _, command, *arguments = shlex.split(own.command())
+    _, command, *arguments = shlex.split(ppo.command())
     assert command == "sft"
     assert config_hash(load_config(arguments, SFT_RECIPE)) == result.config_hash
 
 
 def test_an_error_of_a_callback_names_it_and_ends_the_run(tiny_dir: Path, tmp_path: Path) -> None:
-    own = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[Failing()], **SMALL_SFT)
+    ppo = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[Failing()], **SMALL_SFT)
     with pytest.raises(CallbackError, match=r"Failing\.on_step_end failed at step 2: KeyErr") as e:
-        own.fit()
+        ppo.fit()
     assert isinstance(e.value.__cause__, KeyError)
     assert [line["step"] for line in numbers(tmp_path)] == [1]
 
@@ -277,11 +277,11 @@ def test_rewards_are_a_function_a_list_or_the_section(tiny_dir: Path) -> None:
 
 
 def test_few_prompts_are_one_batch_and_mini_batches_divide_it(tiny_dir: Path) -> None:
-    own = PPO(tiny_dir / "model", ["say a"] * 6, reward=lambda response: 1.0)
-    config = own.config()
+    ppo = PPO(tiny_dir / "model", ["say a"] * 6, reward=lambda response: 1.0)
+    config = ppo.config()
     assert config.data.train_batch_size == 6
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 6
-    assert "data.train_batch_size=6" in own.command()
+    assert "data.train_batch_size=6" in ppo.command()
     larger = PPO(tiny_dir / "model", ["say a"] * 100, data={"train_batch_size": 100}).config()
     assert larger.actor_rollout_ref.actor.ppo_mini_batch_size == 50
 

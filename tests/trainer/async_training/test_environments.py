@@ -97,13 +97,13 @@ class Ends:
 def test_a_resumed_run_has_the_numbers_of_an_unbroken_one(tiny_dir: Path, tmp_path: Path) -> None:
     """Its environments draw from every source of randomness."""
     more = ["async_training.max_staleness=0", "trainer.save_freq=1"]
-    whole = play(tiny_dir, tmp_path / "whole", game="Dice", recipe=PPO)
+    undisturbed = play(tiny_dir, tmp_path / "whole", game="Dice", recipe=PPO)
     with pytest.raises(CallbackError, match="the end"):
         play(tiny_dir, tmp_path / "broken", *more, game="Dice", callbacks=[Ends()])
     again = play(tiny_dir, tmp_path / "broken", *more, game="Dice")
     assert [line["step"] for line in lines(again)] == [1, 2]
-    assert numbers(again) == numbers(whole)
-    assert tokens_of(lines(again)) == tokens_of(lines(whole))
+    assert numbers(again) == numbers(undisturbed)
+    assert tokens_of(lines(again)) == tokens_of(lines(undisturbed))
 
 
 LOSES = "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesWithTurns"

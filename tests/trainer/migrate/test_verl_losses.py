@@ -39,7 +39,7 @@ MODES = (
 OF_ROWS = ("sapo", "geo_mean")
 """Losses that verl averages over rows, whatever the command says."""
 LOSSES = [*POLICY_LOSSES.keys() - {"luspo", "reinforce", "dro"}]
-"""Those of verl that need no argument."""
+"""Losses of verl that need no argument."""
 CASES: list[tuple[str, Settings]] = [
     *((name, {}) for name in sorted(LOSSES)),
     ("vanilla", {f"{ACTOR}.clip_ratio": 0.05}),

@@ -59,7 +59,7 @@ def test_a_separate_reference_scores_and_does_not_follow(tiny_dir: Path, tmp_pat
     models = {"actor": tiny_dir / "model", "ref": tmp_path / "other"}
     keys = dict.fromkeys(["data.max_prompt_length", "data.max_response_length"], 16)
     lora = {"actor_rollout_ref.model.lora_rank": 2, "algorithm.use_kl_in_reward": True}
-    made = PPO(
+    run = PPO(
         models,
         ["say a", "say b"],
         lambda response: 1.0,
@@ -69,8 +69,8 @@ def test_a_separate_reference_scores_and_does_not_follow(tiny_dir: Path, tmp_pat
         **lora,
         **{"data.train_batch_size": 2, "trainer.logger": []},
     )
-    assert "ref" in {memory.role for memory in role_memories(made.config(), "cpu")}
-    assert abs(made.fit(steps=1).metrics[0]["actor/reward_kl_penalty"]) > 1e-3
+    assert "ref" in {memory.role for memory in role_memories(run.config(), "cpu")}
+    assert abs(run.fit(steps=1).metrics[0]["actor/reward_kl_penalty"]) > 1e-3
 
     follows = [*EVERY_SECOND, f"actor_rollout_ref.ref.model.path={tmp_path}/other"]
     with pytest.raises(ConfigError, match="update_every=2 with .*ref.model.path=.*Leave one"):

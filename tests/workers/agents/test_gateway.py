@@ -269,12 +269,12 @@ def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys(
         assert answers[0][1]["end"]
         host.end(number)
 
-    asked = asked_by(0, 1)
+    answers = asked_by(0, 1)
     host.end(0)
     end(1)
     again = asked_by(2, 3)
-    assert again[2] == asked[1]
-    assert again[3] not in asked.values()
+    assert again[2] == answers[1]
+    assert again[3] not in answers.values()
     end(2)
     end(3)
 

@@ -45,14 +45,14 @@ def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeEngine:
 
 def starts(first: int, last: int, **row: Any) -> list[TrajectoryStart]:
     """Return the starts of samples of one prompt, each with its number in its row."""
-    found = []
+    played = []
     for number in range(first, last):
         key = noise_key(0, "uid", number)
         seeds = noise_key(0, "uid", -1), key
-        found.append(
+        played.append(
             TrajectoryStart("a", {"number": number, **row}, seeds, key, f"sample {number}")
         )
-    return found
+    return played
 
 
 @pytest.fixture
@@ -185,9 +185,9 @@ def test_a_failed_environment_is_played_again_with_the_same_noise(
 ) -> None:
     (expected,) = play("Count", num=1)
     kwargs: dict[str, Any] = {"file": str(tmp_path / "count"), "fails": 2}
-    (found,) = play("Sometimes", num=1, kwargs=kwargs, retries=2)
-    assert found.attempts == 3
-    same_bits([found], [expected])
+    (played,) = play("Sometimes", num=1, kwargs=kwargs, retries=2)
+    assert played.attempts == 3
+    same_bits([played], [expected])
 
     kwargs["file"] += "2"
     (given_up,) = play("Sometimes", num=1, kwargs=kwargs, retries=1)
@@ -198,9 +198,9 @@ def test_a_failed_environment_is_played_again_with_the_same_noise(
 
 def test_one_that_was_late_is_begun_anew_while_others_play(play: Play, tmp_path: Path) -> None:
     kwargs = {"file": str(tmp_path / "count")}
-    found = play("HangsOnce", num=2, kwargs=kwargs, retries=2)
-    assert [one.attempts for one in found] == [2, 1]
-    same_bits(found, play("Count", num=2))
+    played = play("HangsOnce", num=2, kwargs=kwargs, retries=2)
+    assert [one.attempts for one in played] == [2, 1]
+    same_bits(played, play("Count", num=2))
 
 
 def test_one_that_takes_too_long_ends_wherever_it_is(play: Play) -> None:
@@ -334,8 +334,8 @@ def test_environments_that_take_too_much_memory_together_are_played_again(
     play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their host is ended; the next host plays them, and those of later steps."""
-    found = hogs(play, tmp_path, "Hog", retries=1)
-    assert [(one.ended, one.attempts) for one in found] == [("terminated", 2)] * 4
+    played = hogs(play, tmp_path, "Hog", retries=1)
+    assert [(one.ended, one.attempts) for one in played] == [("terminated", 2)] * 4
     (said,) = [record.getMessage() for record in caplog.records if "GiB" in record.getMessage()]
     assert re.search(r"used .* GiB of memory \(memory_gb=0.4\): environment.sandbox", said)
 
@@ -433,12 +433,12 @@ def test_what_processes_share_counts_once_against_their_memory(tmp_path: Path) -
     try:
         for number in range(8):
             host.open(number, (0, number), {})
-        found: dict[int, Any] = {}
+        played: dict[int, Any] = {}
         for _ in range(2):
-            while len(found) < 8:
-                found |= dict(host.answers(1.0))
-            assert not [one for one in found.values() if "failed" in one]
-            found = {}
+            while len(played) < 8:
+                played |= dict(host.answers(1.0))
+            assert not [one for one in played.values() if "failed" in one]
+            played = {}
             for number in range(8):
                 host.say(number, "a")
     finally:

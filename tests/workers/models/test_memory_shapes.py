@@ -141,8 +141,8 @@ def test_a_token_s_keys_and_values_are_those_that_transformers_caches(case: str)
     with torch.no_grad():
         model(torch.arange(6, 16)[None], past_key_values=cache, use_cache=True)
     widths = cached_widths(model.config.get_text_config())
-    held = {(layer.keys.numel(), layer.values.numel()) for layer in cache.layers}
-    assert {sum(numbers) for numbers in held} == {10 * sum(widths)}
+    cached = {(layer.keys.numel(), layer.values.numel()) for layer in cache.layers}
+    assert {sum(numbers) for numbers in cached} == {10 * sum(widths)}
 
 
 def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -> None:
@@ -185,10 +185,10 @@ def test_a_rank_that_cuts_matrices_holds_what_the_shapes_say(small: Path) -> Non
     tokens, reads = ROWS * (PROMPT + RESPONSE), ROWS * RESPONSE
     for weights, kept in run_kept(2, held_by_a_rank, small):
         assert 4 * shapes.num_trained == weights
-        held, held_whole = (
+        cached, held_whole = (
             tokens * each.body.saved + 4 * reads * each.outputs_per_read for each in (shapes, whole)
         )
-        assert held == pytest.approx(kept, rel=0.1)
+        assert cached == pytest.approx(kept, rel=0.1)
         assert kept < 0.8 * held_whole
 
 

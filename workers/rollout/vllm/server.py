@@ -224,12 +224,11 @@ class VllmServer:
             return response
         except HTTPError as error:
             detail = " ".join(error.read().decode(errors="replace").split())[:500]
-            problem = f"replies to {path} with {error.code}: {detail}"
+            remedy = "Its log has the cause." if error.code >= 500 else ""
             if error.code in (401, 403):
-                raise self._error(problem, "Set VLLM_API_KEY to the server's key.") from error
-            if error.code >= 500:
-                raise self._error(problem, "Its log has the cause.") from error
-            raise self._error(problem) from error
+                remedy = "Set VLLM_API_KEY to the server's key."
+            problem = f"replies to {path} with {error.code}: {detail}"
+            raise self._error(problem, remedy) from error
         except OSError as error:
             raise self._error(f"cannot be reached ({error})") from error
 

@@ -109,17 +109,17 @@ def adders() -> Iterator[tuple[Any, Any]]:
 
 
 def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references(adders) -> None:
-    one, two = adders
-    gather(one.add_slowly(batch(2, seconds=1.0)), two.add_slowly(batch(2, seconds=1.0)))
-    calls = [call for group in (one, two) for call in group.transport.take_finished()]
+    first, second = adders
+    gather(first.add_slowly(batch(2, seconds=1.0)), second.add_slowly(batch(2, seconds=1.0)))
+    calls = [call for group in (first, second) for call in group.transport.take_finished()]
     calls = [call for call in calls if call.method == "add_slowly"]
     assert len(calls) == 3
     assert max(call.start for call in calls) < min(call.end for call in calls)
-    future = two.add_slowly(batch(5, seconds=0.5))
-    chained = two.add_slowly(two.add_slowly(future))
+    future = second.add_slowly(batch(5, seconds=0.5))
+    chained = second.add_slowly(second.add_slowly(future))
     assert not future.done(), "handing on a future does not wait for it"
     assert chained.get().batch["x"].tolist() == [30, 31, 32, 33, 34]
-    back = one.add_slowly(chained)
+    back = first.add_slowly(chained)
     assert back.get().batch["x"].tolist() == [31, 32, 33, 34, 35]
 
 
