@@ -766,12 +766,12 @@ def filled(name: str) -> tuple[Path, str]:
 
 
 def write_address() -> None:
-    """Write the repository's address in `pyproject.toml` into README, docs and CITATION."""
+    """Write the repository's address in `pyproject.toml` into CITATION.cff."""
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["project"]
-    for path in [DOCS.parent / "README.md", DOCS.parent / "CITATION.cff", *DOCS.glob("*.md")]:
-        text = path.read_text("utf-8")
-        address = r"https://github\.com/[\w-]+/verl-like\b"
-        path.write_text(re.sub(address, project["urls"]["Repository"], text), encoding="utf-8")
+    path = DOCS.parent / "CITATION.cff"
+    line = f"repository-code: {project['urls']['Repository']}"
+    text = re.sub(r"(?m)^repository-code: .*", line, path.read_text("utf-8"))
+    path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
