@@ -1,7 +1,8 @@
 """Write the models, rows and prompts that a call passes as objects to files of the run folder.
 
 A resumed run, the report and the command line then find them there. You can pass a function that
-returns the model; it is called once, before the run starts. Pass several models of one run by role:
+returns the model; it is called once, before the configuration is checked. Pass several models of
+one run by role:
 
     PPO(model=make_policy, ...)                                    # def make_policy(): return ...
     PPO(model={"actor": policy, "critic": value_model}, ...)
@@ -23,7 +24,7 @@ from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
 FILE_ENDINGS = (".parquet", ".csv", ".jsonl", ".json", ".gz")
-"""A list of texts with these endings names files; any other list of texts is data."""
+"""A list of texts names files if all have one of these endings; any other list is data."""
 
 
 def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
@@ -152,8 +153,8 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
     text = "".join(lines)
     if not may_differ and path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ConfigError(
-            f"{subject}: the run in {path.parents[1]} would resume from its checkpoint, but it was "
-            f"trained on different rows ({path}). Pass the same rows, or choose another folder."
+            f"{subject}: the checkpoints in {path.parents[1]} are of a run on different rows "
+            f"({path}). Pass the same rows, or choose another folder."
         )
     write_whole(path, text)
     return str(path)
@@ -166,7 +167,10 @@ def _plain(value: Any) -> Any:
 
 
 def prompt_row(item: Any, prompt_key: str) -> Row:
-    """Return a row in verl's schema for a text, a chat, or a dict, whose columns are all kept."""
+    """Return a row in verl's schema for a text, a chat, or a dict.
+
+    A dict keeps its columns, but `ground_truth` moves into a new column `reward_model`.
+    """
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
     row.setdefault("data_source", DATA_SOURCE)
     if "reward_model" not in row:

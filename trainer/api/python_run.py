@@ -104,10 +104,10 @@ class PythonRun:
         if has_places:
             self._defaults["trainer.backend"] = "ray"
         config = self.config()
-        turns = config.resource_pool_spec.keys() - config.child_pools  # pools in this process
+        inline_pools = config.resource_pool_spec.keys() - config.child_pools
         on_gpus = devices_of(config.trainer).type == "cuda"
         has_ranks = any(sum(sizes) > 1 for sizes in config.resource_pool_spec.values())
-        needs_ray = (has_places and len(turns) > 1) or (on_gpus and has_ranks)
+        needs_ray = (has_places and len(inline_pools) > 1) or (on_gpus and has_ranks)
         backend = "ray" if needs_ray else "local"
         if backend != self._defaults["trainer.backend"]:
             self._defaults["trainer.backend"] = backend
@@ -117,13 +117,12 @@ class PythonRun:
         """Return the value of `key`: the given file names, or a new file with the rows."""
         if is_file_name(rows):
             return file_names(rows)
-        subject = key
-        items = self.rows_of(rows_in_memory(rows, subject), settings)
+        items = self.rows_of(rows_in_memory(rows, key), settings)
         if key == "data.train_files":
             self._defaults |= self.defaults_for(len(items))
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
         is_new = key != "data.train_files" or not committed(self.folder)
-        return write_rows(items, subject, path, may_differ=is_new)
+        return write_rows(items, key, path, may_differ=is_new)
 
     # --------------------------------------------------------------------- for a recipe to override
 
@@ -172,8 +171,8 @@ class PythonRun:
     def fit(self, steps: int | None = None) -> RunResult:
         """Run `steps` more steps; without `steps`, run to the end that the keys set.
 
-        The run continues from the newest checkpoint of the run folder, and saves one after its last
-        step.
+        The run resumes as `trainer.resume_mode` says: by default, from the newest checkpoint in the
+        run folder. By default, it also saves a checkpoint after its last step.
         """
         return self.run_with(self._length(steps))
 

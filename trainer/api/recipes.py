@@ -88,7 +88,8 @@ class PPO(PythonRun):
     ) -> None:
         """Write the models and data in memory to the run folder, and check the configuration.
 
-        A parameter from `lr` to `logger` that is None has the configuration's default.
+        A parameter from `lr` to `logger` that is None has the default of its key, unless another
+        one is described here.
 
         Args:
             model: a folder, a name on the hub, or a model of transformers with its `tokenizer`; for
@@ -113,17 +114,19 @@ class PPO(PythonRun):
             max_new_tokens: longest response in tokens.
             temperature: sampling temperature.
             top_p: total probability of the tokens to sample from.
-            kl_loss_coef: weight of the KL in the loss.
+            kl_loss_coef: weight of the KL in the loss; 0 removes it from the loss.
             clip_ratio: clip range of the probability ratio.
             lora_rank: LoRA rank; 0 trains all weights.
             lora_alpha: adapters are scaled by lora_alpha / lora_rank.
             engine: rollout engine, such as "vllm".
-            batch_size: prompts per step.
+            batch_size: prompts per step; by default, all prompts in memory if they are fewer
+                than the key's default.
             epochs: passes over the prompts.
-            seed: seed of data order and sampling.
+            seed: seed of data order, sampling and new heads.
             devices: GPUs (or CPU processes) per node.
             save_to: the run folder; by default, a new folder in runs/verl_like.
-            save_every: steps between checkpoints.
+            save_every: steps between checkpoints; by default, only after the last step and every
+                half hour.
             validate_every: steps between validations.
             logger: loggers, such as "wandb".
             keys: keys of the configuration, or names of TRL such as `num_generations` and
@@ -152,15 +155,18 @@ class PPO(PythonRun):
         max_timesteps: int | None = None,
         update_timesteps: int | None = None,
     ) -> RunResult:
-        """Train from the newest checkpoint in the run folder, and save one after the last step.
+        """Run `steps` more steps; without arguments, run to the end that the keys set.
 
-        The last three parameters are for ColossalChat scripts; the last step may be shorter.
+        The run resumes as `trainer.resume_mode` says: by default, from the newest checkpoint in the
+        run folder. By default, it also saves a checkpoint after its last step. The last three
+        parameters are for ColossalChat scripts, which pass all three.
 
         Args:
-            steps: number of further steps; by default, train to the end that the keys set.
-            num_episodes: with `max_timesteps`, the total number of rollouts is their product.
+            steps: number of further steps.
+            num_episodes: `num_episodes` times `max_timesteps` is the number of further rollouts.
             max_timesteps: see `num_episodes`.
-            update_timesteps: rollouts per training step (`data.train_batch_size` prompts).
+            update_timesteps: rollouts per training step (`data.train_batch_size` prompts). The last
+                step may have fewer.
         """
         counts = {
             "num_episodes": num_episodes,
@@ -171,7 +177,8 @@ class PPO(PythonRun):
             return super().fit(steps)
         if steps is not None:
             raise ConfigError(
-                f"steps={steps} together with {', '.join(counts)}: pass only one of them."
+                f"steps={steps} and {', '.join(counts)} set the same length. Pass either steps or "
+                "the other three."
             )
 
         length = self._prompts_of(**require_counts(**counts))
@@ -204,7 +211,7 @@ class PPO(PythonRun):
     def defaults_for(self, num_rows: int) -> dict[str, Any]:
         """Put all prompts into one batch if they are fewer than the default batch."""
         few = num_rows < DataConfig.train_batch_size
-        return {"data.train_batch_size": num_rows} if few and num_rows else {}
+        return {"data.train_batch_size": num_rows} if few else {}
 
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
         """Enable the reward model if one is passed."""
@@ -246,8 +253,8 @@ class RowsRun(PythonRun):
     def __init__(
         self,
         model: Any = None,
-        rows: Any = None,
         /,
+        rows: Any = None,
         val_rows: Any = None,
         *,
         tokenizer: Any = None,
@@ -268,9 +275,9 @@ class RowsRun(PythonRun):
     ) -> None:
         """Write the model and rows in memory to the run folder, and check the configuration.
 
-        `model` and `rows` may be passed by name. With a positional model, `model={...}` sets keys
-        of the section `model`. A parameter from `lr` to `logger` that is None has the
-        configuration's default.
+        `model` may be passed by name. With a positional model, `model={...}` sets keys of the
+        section `model`. A parameter from `lr` to `logger` that is None has the default of its key,
+        unless another one is described here.
 
         Args:
             model: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
@@ -286,22 +293,22 @@ class RowsRun(PythonRun):
             lora_alpha: adapters are scaled by lora_alpha / lora_rank.
             batch_size: rows per optimizer step.
             epochs: passes over the rows.
-            seed: seed of the data order.
+            seed: seed of the data order and of new heads.
             devices: GPUs (or CPU processes) per node.
             save_to: the run folder; by default, a new folder in runs/verl_like.
-            save_every: steps between checkpoints.
+            save_every: steps between checkpoints; by default, only after the last step and every
+                half hour.
             validate_every: steps between validations.
             logger: loggers, such as "wandb".
             keys: keys of the configuration, or names of TRL such as `output_dir` and
                 `train_dataset`.
         """
-        arguments = named([*OF_ROWS, "val_rows", "tokenizer"], locals())
+        arguments = named([*OF_ROWS, *ROW_OBJECTS_OF_TRL.values()], locals())
         settings = renamed({**keys, **arguments}, ROW_OBJECTS_OF_TRL)
-        if rows is not None and "rows" in settings:
-            raise ConfigError("the rows are passed twice. Drop one.")
         model = settings.pop("model", None) if model is None else model
-        rows = settings.pop("rows", None) if rows is None else rows
-        val_rows, tokenizer = settings.pop("val_rows", None), settings.pop("tokenizer", None)
+        rows, val_rows, tokenizer = (
+            settings.pop(name, None) for name in ROW_OBJECTS_OF_TRL.values()
+        )
         if model is None or rows is None:
             raise ConfigError(f"{type(self).__name__}(model, rows) needs both arguments.")
         data = {"data.train_files": rows, "data.val_files": val_rows}

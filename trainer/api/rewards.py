@@ -1,4 +1,4 @@
-"""Convert the reward functions that a call passes to items of `reward.list`.
+"""Convert the rewards that a call passes as objects to items of `reward.list`.
 
 A function runs in another process, which does not have the user's session and must not start the
 user's script. A function that can be imported there is named by its file or module. Any other

@@ -4,7 +4,7 @@
 MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
 global_step_N in one. On a terminal it asks for messages (/new restarts, Ctrl-D ends) and shows the
 replies while they are generated. From a pipe the whole input is one message, and only the reply is
-printed:
+printed. A reply has at most 512 tokens, and by default it is the most likely one (temperature 0):
 
   echo "What is 3 + 4?" | verl-like chat runs/sums --max-tokens 4
 

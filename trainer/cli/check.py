@@ -6,15 +6,16 @@ Checks a run without starting it:
   verl-like check --gpus 8xH100 --full placement=split data.train_files=x ...
 
 It takes the settings of `verl-like RECIPE` (ppo, async, sft, reward-model, dpo
-or best-of-n; by default ppo), raises the errors that the run would raise, tries
-the reward on a few rows, and prints where roles run and whether they fit.
+or best-of-n; by default ppo), raises the errors that the run would raise before
+it starts a process, tries rewards on a few rows, and prints where roles run and
+whether they fit the GPUs.
 
   --gpus 8xH100        check for machines with these GPUs, also on a laptop;
                        8x80GiB names the memory of another GPU
   --full               also print the calls of a step and their overlap, batch
                        sizes, the memory of every role, metrics to watch, and
                        changed and unused keys. The plan is printed before data
-                       files are read, so they need not exist
+                       files are read, so it also appears if they are missing
   --measured RUN_DIR   with async: predict the time of a step from the seconds
                        of a PPO run (implies --full)
 """

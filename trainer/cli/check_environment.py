@@ -1,10 +1,11 @@
 """usage: verl-like check-environment FILE.py:CLASS|PREFIX:ID [--say TEXT ...] [--turns N]
            [--row JSON] [--kwargs JSON] [--tools FILE.py:FUNCTION ...] [--step-s SECONDS]
 
-Plays an environment without a model. Each TEXT is the policy's response in a turn; the last one is
-repeated. It prints the observations, the time per step, and the reward at the end or after --turns
-turns. It checks that the same seed gives the same trajectory, also when two run concurrently. If
-the environment raises, takes longer than --step-s (30) or is otherwise wrong, the exit code is 1.
+Plays an environment without a model. Each TEXT (default: 1 2 3) is the policy's response in a turn;
+the last one is repeated. It prints the observations, the time per step, and the reward at the end
+or after --turns turns (8). It checks that the same seed gives the same trajectory, also when two
+run concurrently. If the environment raises, takes longer than --step-s seconds (30) for a reply or
+is otherwise wrong, the exit code is 1.
 
   verl-like check-environment guess.py:Guess --say 5 3 8
 """
@@ -126,11 +127,11 @@ def play(
 ) -> list[Playthrough]:
     """Play these samples of one prompt, concurrently."""
     played = {number: Playthrough() for number in samples}
-    asked_at = {}
+    sent_at = {}
     for number in samples:
         host.open(number, (0, 1 + number), row)
-        asked_at[number] = time.monotonic()
-    while asked_at:
+        sent_at[number] = time.monotonic()
+    while sent_at:
         for number, answer in host.answers(1.0):
             trajectory = played[number]
             for player, of_player in answer.get("players", {"": answer}).items():
@@ -138,11 +139,11 @@ def play(
                 if player and "end" not in of_player:
                     trajectory.speakers.append(player)
             trajectory.answers.append(answer)
-            trajectory.seconds.append(time.monotonic() - asked_at.pop(number))
+            trajectory.seconds.append(time.monotonic() - sent_at.pop(number))
             if trajectory.problem or trajectory.has_ended or len(trajectory.answers) > turns:
                 host.end(number)
                 continue
-            asked_at[number] = time.monotonic()
+            sent_at[number] = time.monotonic()
             player = {"player": trajectory.speakers.pop(0)} if trajectory.speakers else {}
             host.say(number, texts[min(len(trajectory.answers), len(texts)) - 1], **player)
     return list(played.values())
@@ -187,7 +188,7 @@ def heard(answer: dict[str, Any]) -> str:
     if "players" in answer:
         return "; ".join(f"{name}: {heard(reply)}" for name, reply in answer["players"].items())
     if "text" in answer:
-        return "the prompt alone" if answer["text"] is None else repr(answer["text"])
+        return "only the prompt" if answer["text"] is None else repr(answer["text"])
     reward = f"reward {answer['reward']:g}"
     if answer.get("end"):
         return f"{'cut' if answer.get('truncated') else 'end'}, {reward}"

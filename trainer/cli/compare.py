@@ -2,8 +2,8 @@
 
 Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, the
 last and the best value of every metric (mean and deviation of runs that differ only in
-trainer.seed), the phases of a step, and the placements. The page, comparison.html here unless
---page names another, has the same tables and every curve of all runs on one axis.
+trainer.seed), the phases of a step, and the placements. The page FILE (default: comparison.html in
+the current folder) has the same tables and every curve of all runs on one axis.
 """
 
 from __future__ import annotations

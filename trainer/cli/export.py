@@ -5,7 +5,8 @@ Writes the folder OUT for `from_pretrained` and vLLM. CHECKPOINT is a run folder
 model is exported, or a global_step_N in one; LoRA is merged. It needs no GPU and no cluster,
 whatever number of ranks wrote the checkpoint, and the run need not have saved hf_model.
 
-  --role critic    the role whose model is exported; by default the policy
+  --role critic    the role whose model is exported; by default the policy, or the only trained
+                   model
   --adapter        the LoRA adapter for peft, not merged
   --average        the moving average of the weights (actor.ema_decay)
   --model BASE     the folder of the base model, if it has moved
@@ -23,12 +24,14 @@ from verl_like.errors import ConfigError
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the folder, and print which model it has."""
+    """Write the folder, and print from which checkpoint its model is."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options = _parser().parse_args(arguments)
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty. Choose a folder that does not exist yet.")
+        raise ConfigError(
+            f"{out} exists and is not empty. Choose a folder that does not exist yet."
+        )
 
     saved = find_saved_model(
         options.checkpoint,

@@ -10,7 +10,7 @@
   plan [key=value ...]          propose GPUs for every role
   bench overlap [...]           predict the speed-up of async training
   check-environment FILE:CLASS  play an environment without a model
-  check-loss FILE.py:NAME       check a loss on every split of a batch
+  check-loss FILE.py:NAME       check a loss on cut and padded batches
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
   serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward
@@ -129,7 +129,7 @@ def resolve_command(name: str) -> list[str]:
 
 
 def _run(command: str, arguments: list[str]) -> None:
-    """Run a command; an error of this project ends it with one line."""
+    """Run a command; an error of this project ends it with its message."""
     from verl_like.errors import VerlLikeError
     from verl_like.process.garbage import pause_collection
     from verl_like.registry import load_object

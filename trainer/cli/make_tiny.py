@@ -86,13 +86,13 @@ def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers:
 
 
 def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int = 1000) -> None:
-    """Train on rows of equal length, 32 per step, until their loss is below `until`."""
+    """Train on 32 rows of equal length per step, for `steps` or until the loss is below `until`."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(steps):
-        chosen = torch.arange(step * 32, (step + 1) * 32) % len(tokens)
-        loss = model(input_ids=tokens[chosen], labels=labels[chosen]).loss
+        rows = torch.arange(step * 32, (step + 1) * 32) % len(tokens)
+        loss = model(input_ids=tokens[rows], labels=labels[rows]).loss
         if loss < until:
             break
         optimizer.zero_grad()

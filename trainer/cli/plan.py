@@ -2,19 +2,21 @@ r"""usage: verl-like plan [RECIPE] --gpus 16 --device H100 [key=value ...]
 
 Proposes on which GPUs each role should run. It reads only the model's config.json and the GPUs'
 data sheets, and needs no GPU. It takes the settings of `verl-like RECIPE` (ppo, async, sft,
-reward-model or dpo; by default ppo) and prints the five fastest placements that fit, with their
-seconds per step and memory, the keys of the fastest one to add to your settings, and why others are
-slower. Keys that you set keep their values. The plan chooses the others: pools, parallel sizes,
-gradient checkpointing, offloading, tokens per pass, GPUs per engine, and generators.
+reward-model or dpo; by default ppo) and prints the five fastest placements that fit (for a single
+model, its layouts), with their seconds per step and memory, the keys of the fastest one to add to
+your settings, and why others are slower. Keys that you set keep their values. The plan chooses the
+others: pools, parallel sizes, gradient checkpointing, offloading, tokens per pass, GPUs per engine,
+and generators.
 
   --gpus 16             number of GPUs; --gpus 16xH100 names their kind, too
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with
                         --gib, --flops (per s), and --memory-bandwidth, --link-bandwidth,
                         --network-bandwidth (bytes per s)
-  --per-node 8          GPUs per node
+  --per-node 8          GPUs per node; default: 8
   --mean-prompt 200     tokens per prompt; default: half of data.max_prompt_length
   --mean-response 400   tokens per response; default: half of data.max_response_length
-  --mean-length 300     tokens per row of sft, reward-model or dpo; default: half of data.max_length
+  --mean-length 300     tokens per row of sft, reward-model or dpo; default: half of
+                        data.max_length, or of the model's limit
   --lengths FILE        tokens of responses or rows, as a JSON list, instead of a mean
   --reward-s 2.5        seconds per step that reward functions take
   --environment-s 8     seconds per sample that the environment takes
@@ -36,6 +38,7 @@ import torch
 
 from trainer.cli.main import RECIPES
 from trainer.config import compose
+from trainer.config.settings import overrides_of
 from trainer.planner.cost import NUMBERS, POINTS, device_of, spread
 from trainer.planner.job import Job, cluster_keys
 from trainer.planner.ppo import PPOJob
@@ -110,7 +113,7 @@ def job_of(arguments: Sequence[str]) -> Job:
         )
     cls, program = load_object(JOBS[recipe], "plan"), load_object(RECIPES[recipe], "plan")
     cluster = cluster_keys(device, num_gpus, per_node)
-    config = compose.load_config([*keys, *cluster], program)
+    config = compose.load_config([*keys, *overrides_of(cluster)], program)
     common = {
         "recipe": program,
         "config": config,
@@ -199,11 +202,7 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
         if not equals:
             value = next(rest, "")
         if option in (OF_ROWS if recipe in ON_SAMPLES else OF_PPO):
-            readers = [
-                known_option
-                for known_option in JOBS
-                if (known_option in ON_SAMPLES) != (recipe in ON_SAMPLES)
-            ]
+            readers = [job for job in JOBS if (job in ON_SAMPLES) != (recipe in ON_SAMPLES)]
             raise ConfigError(
                 f"{name} does not apply to {recipe}; only {', '.join(readers)} use it."
             )

@@ -3,8 +3,8 @@
        verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
 Repeats step K of the run folder RUN in a new folder, from the newest checkpoint before it: same
-samples, same numbers. It prints every metric and every saved batch that differs in any bit; the
-exit code is then 1. RUN is only read.
+samples, same numbers. It prints the metrics (except times) and the saved batches that differ in any
+bit, at most 20; the exit code is then 1. RUN is only read.
 
   --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
                      RUN; otherwise the earlier stages recompute it

@@ -60,7 +60,7 @@ class AsyncPlacement(PlannedPlacement):
         return self.pools[0].gpus, self.setup.num_generators
 
     def limit(self, stages: Sequence[str]) -> str:
-        """Return the role that limits the speed of a step most."""
+        """Return the main limit of the run's speed, as `bottleneck` names it."""
         return bottleneck(self.phases, self.setup)
 
 
@@ -136,7 +136,7 @@ class AsyncJob(PPOJob):
         )
 
     def overrides(self, placement: PlannedPlacement) -> list[str]:
-        """Return the keys of generators, trainers and their pools."""
+        """Return the keys of generators, trainers, their pools and their layouts."""
         assert isinstance(placement, AsyncPlacement), "this job finds no others"
         trainer, generator = placement.pools
         generators = placement.setup.num_generators

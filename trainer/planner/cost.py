@@ -1,13 +1,13 @@
 """Estimate the seconds of a role's calls on GPUs by arithmetic.
 
-    model = ModelCost.of(held)
+    model = ModelCost.of(role_model)
     seconds = pass_seconds(model, rows, dims, 16384, gpus, trains=True)
 
 A pass takes two operations per token for every weight that multiplies it, and the operations of
 attention. Gradients take twice as many, and recomputation adds another forward pass. FSDP gathers
-weights during the computation. A step of decoding reads all weights, and the keys and values of the
-unfinished rows. Nothing here is measured: GPUs are assumed to reach fixed fractions of the
-rates in their data sheets.
+weights during the computation. A step of decoding reads the weights that its tokens use, and the
+keys and values of the unfinished rows. Nothing is measured on the planned GPUs: they are assumed to
+reach fixed fractions of the rates in their data sheets.
 """
 
 from __future__ import annotations
@@ -267,7 +267,10 @@ def pass_seconds(
 def decode_seconds(
     model: ModelCost, rows: StepRows, gpus: Gpus, tp: int, cache_bytes: float, most_at_once: int
 ) -> float | None:
-    """Return the seconds of generation by engines of `tp` GPUs each; None if no row has room."""
+    """Return the seconds of generation by engines of `tp` GPUs each.
+
+    Return None if an engine's KV cache of `cache_bytes` cannot hold the longest row.
+    """
     device, engines = gpus.device, gpus.count // tp
     samples = -(-rows.samples // engines)
     per_token = BYTES * model.key_value_numbers / tp

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from trainer.config import compose
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
+from trainer.config.settings import overrides_of
 from trainer.launch import nominal_placement
 from trainer.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.planner.search import (
@@ -136,8 +137,8 @@ class Job(ABC):
     def best(self, num_gpus: int) -> list[PlannedPlacement]:
         """Return the placements on a number of GPUs, fastest first.
 
-        These are the fastest placements of each partition of the roles; for a single role, its
-        layouts.
+        Each partition of the roles has one placement, its fastest. A single role has a placement
+        for each layout that fits.
         """
         sizes = sizes_of(num_gpus, self.per_node)
         if len(self.roles) > 1:
@@ -187,7 +188,7 @@ class Job(ABC):
     def configured(self, placement: PlannedPlacement) -> Any:
         """Return the configuration of a run with these keys."""
         cluster = cluster_keys(self.device, self.num_gpus, self.per_node)
-        settings = [*self.settings, *cluster, *self.overrides(placement)]
+        settings = [*self.settings, *overrides_of(cluster), *self.overrides(placement)]
         config, _ = compose.checked_config(settings, self.recipe)
         return config
 
@@ -262,12 +263,12 @@ class Job(ABC):
     def _choices(self, role: str, axes: Sequence[Keys]) -> Iterator[Keys]:
         """Yield the keys of every layout to try; the user's keys keep their values."""
         model = self.models[role]
-        again = f"{model.key.removesuffix('.path')}.enable_gradient_checkpointing"
+        recompute = f"{model.key.removesuffix('.path')}.enable_gradient_checkpointing"
         fsdp = f"{model.section or model.key.removesuffix('.path')}.fsdp_config"
         offload = {f"{fsdp}.param_offload": True, f"{fsdp}.optimizer_offload": True}
         changes = [axes]
         if model.trains:
-            changes += [[{}, *self.smaller_passes(role)], [{}, {again: False}], [{}, offload]]
+            changes += [[{}, *self.smaller_passes(role)], [{}, {recompute: False}], [{}, offload]]
         free = [[keys for keys in of_kind if not self.keys & keys.keys()] for of_kind in changes]
         for combination in product(*free):
             yield {key: value for keys in combination for key, value in keys.items()}
@@ -334,18 +335,21 @@ def _per_node(num_gpus: int, per_node: int) -> list[int]:
     return [on_node] * (num_gpus // on_node)
 
 
-def cluster_keys(device: Device, num_gpus: int, per_node: int) -> list[str]:
-    """Return the overrides of a run that simulates these GPUs."""
+def cluster_keys(device: Device, num_gpus: int, per_node: int) -> dict[str, Any]:
+    """Return the settings of a run that simulates these GPUs."""
     on_node = min(num_gpus, per_node)
-    return [
-        f"trainer.simulate={on_node}x{device.gib:g}GiB",
-        f"trainer.nnodes={num_gpus // on_node}",
-        f"trainer.n_gpus_per_node={on_node}",
-    ]
+    return {
+        "trainer.simulate": f"{on_node}x{device.gib:g}GiB",
+        "trainer.nnodes": num_gpus // on_node,
+        "trainer.n_gpus_per_node": on_node,
+    }
 
 
 def sizes_of(num_gpus: int, per_node: int) -> list[int]:
-    """Return the sizes of pools to try: powers of two in a node, and whole nodes."""
+    """Return the sizes of pools to try: powers of two in a node, and whole nodes.
+
+    Of more than eight nodes, only 2^k and 3 x 2^k nodes and all nodes are tried.
+    """
     nodes = num_gpus // per_node
     of_nodes = [n for n in range(1, nodes + 1) if nodes <= 8 or n == nodes or _has_few_factors(n)]
     in_node = [n for n in (1, 2, 4, 8, 16) if n <= min(num_gpus, per_node)]

@@ -69,7 +69,7 @@ class PoolLayout:
 
     @cached_property
     def bytes(self) -> float:
-        """Maximum bytes on each GPU."""
+        """Peak bytes on each GPU."""
         roles = [replace(layout.memory, pool="") for layout in self.layouts]
         return pool_bytes(roles)[""]
 

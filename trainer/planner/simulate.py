@@ -6,7 +6,8 @@ The input is the seconds of each phase, as configured or measured in a run, and 
 asynchronous run. The simulation uses no thread and no device.
 
 - A batch is `chunks` chunks of equal size, each by one generator. Between two chunks a generator
-  takes the newest published weights, if it has older ones.
+  takes the newest published weights, if it has older ones; with `immediate_weights`, during a
+  chunk, too.
 - A chunk of batch b may begin once version b - max_staleness is published. With a limit, it may
   begin once fewer chunks than that are queued or in generation.
 - The trainer takes a batch when all its chunks have arrived, scores it, updates, and publishes a
@@ -64,13 +65,13 @@ class Setup:
     max_staleness: int = 0
     """Largest staleness in weight versions; 0 simulates the synchronous run."""
     chunks: int = 0
-    """Chunks per batch; 0: one per generator."""
+    """Chunks per batch; 0: one per generator, and the same number for every trainer rank."""
     max_inflight: int = 0
     """Chunks that may be queued or in generation together; 0: limited only by the staleness."""
     immediate_weights: bool = False
     """True if a generator takes new weights during a call, False if only between calls."""
     fixed_fraction: float = 0.0
-    """Fraction of generation time that fewer rows do not reduce: that of the longest response."""
+    """Fraction of generation time that fewer rows do not reduce, due to the longest response."""
     generators_by_rank: tuple[tuple[int, ...], ...] = ()
     """The generators of each trainer rank, if ranks have separate generators; otherwise ()."""
 
@@ -119,7 +120,7 @@ class _Generator:
     def begin(self, allowed: float, published: Sequence[float], sync: Sequence[float]) -> float:
         """Return the time when the generator starts a chunk that may start at `allowed`.
 
-        The generator takes every version as soon as it is idle and the version is published.
+        While the generator is idle, it takes each new version as soon as it is published.
         """
         now = self.free_at
         while True:
@@ -185,8 +186,8 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 def bottleneck(phases: Phases, setup: Setup) -> str:
     """Return the main limit of the run: `generators`, `trainer`, `weights` or `staleness bound`.
 
-    To find it, the run is simulated again with each part a fifth faster, or with the bound one
-    version higher.
+    To find it, the run is simulated again with a fifth less time for each part in turn, or with the
+    bound one version higher.
     """
     faster = {
         "trainer": (phases.times(train=0.8), setup),

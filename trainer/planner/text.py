@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from trainer.memory import gib, memory_table
 from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
@@ -34,10 +35,11 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     best, rejected = split_valid(job, placements)
     if not best:
         raise ConfigError(f"every placement is rejected; the fastest one is {rejected[0]}")
-    first, is_single = best[0], len(job.roles) == 1
-    losers = [
-        *(_other_layouts(job, best) if is_single else _other_partitions(job, placements, best))
-    ]
+    if len(job.roles) == 1:
+        kind, slower = "layout", _other_layouts(job, best)
+    else:
+        kind, slower = "placement", _other_partitions(job, placements, best)
+    first = best[0]
     roles, devices = job.memory(first)
     trained = next(role for role, model in job.models.items() if model.trains)
     samples = job.rows(trained).samples
@@ -46,10 +48,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         length = "set trainer.total_training_steps to see the duration of the run"
     else:
         length = f"the run of {steps:,} steps takes {steps * first.step / 3600:,.1f} hours"
-    kind = "layout" if is_single else "placement"
     speed = f"{kind.title()} 1: {samples / first.step:,.1f} samples per second; {length}."
-    simulated, *cluster = cluster_keys(job.device, job.num_gpus, job.per_node)
-    keys = [key for key in cluster if key.partition("=")[0] not in job.keys]
+    cluster = cluster_keys(job.device, job.num_gpus, job.per_node)
+    gpus_of_node = cluster.pop("trainer.simulate")
+    keys = [f"{key}={value}" for key, value in cluster.items() if key not in job.keys]
     keys += job.overrides(first)
     gpus = replace(devices, gpu=job.device.name)
     parts = [
@@ -58,10 +60,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         "\n".join([*_table(job, best, max_columns), speed]),
         _listed(f"Keys of {kind} 1, to add to your settings:", keys),
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
-        _listed(f"Slower {kind}s:", losers[:MOST_LOSERS]),
+        _listed(f"Slower {kind}s:", [*islice(slower, MOST_LOSERS)]),
         _listed(f"Faster {kind}s, which a run rejects:", rejected),
         "Next: check a run with your settings and these keys:\n"
-        f"  verl-like check {job.recipe.name} --full --gpus {simulated.partition('=')[2]} ...",
+        f"  verl-like check {job.recipe.name} --full --gpus {gpus_of_node} ...",
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -96,14 +98,18 @@ def fits_nowhere(job: Job) -> ConfigError:
     way_out = (
         f"{number:,} of these GPUs are enough"
         if number <= MOST_GPUS
-        else f"{MOST_GPUS:,} of these GPUs are not enough either: use larger ones"
+        else f"{number // 2:,} of these GPUs are not enough either: use larger ones"
     )
-    role_model = next(role_model for role_model in job.models.values() if role_model.trains)
-    model = role_model.key.removesuffix(".path")
+    trained = next(role_model for role_model in job.models.values() if role_model.trains)
+    section, smaller = trained.key.removesuffix(".path"), ["shorter rows"]
+    if trained.model.lora_rank == 0:
+        smaller.append(f"LoRA ({section}.lora_rank)")
+    if trained.model.dtype == "float32":
+        smaller.append(f"{section}.dtype=bfloat16")
     return ConfigError(
         f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
-        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. Or use shorter "
-        f"rows, LoRA ({model}.lora_rank), or {model}.dtype=bfloat16."
+        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. Or use "
+        f"{' or '.join(smaller)}."
     )
 
 
@@ -113,25 +119,23 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 
 def _table(job: Job, best: Sequence[PlannedPlacement], max_columns: int | None) -> list[str]:
     """Return a table of the placements, or of the layouts if there is a single role."""
-    is_single = len(job.roles) == 1
     stages = job.stages if len(job.stages) > 1 else ()
-    shared = {key for key in layout_keys(best[0]) if all(key in layout_keys(p) for p in best)}
-    last: tuple[str, ...] = ("settings",) if is_single else ("limited by", "placement on GPUs")
-    rows = [("", "s/step", *stages, "GiB/GPU", *last)]
-    for number, placement in enumerate(best, 1):
-        most = max(pool.bytes for pool in placement.pools)
-        of_stages = map(seconds_text, placement.seconds) if stages else ()
-        last = placement.limit(job.stages), placement.summary
-        if is_single:
-            last = (", ".join(key for key in layout_keys(placement) if key not in shared) or "-",)
-        rows.append((str(number), seconds_text(placement.step), *of_stages, gib(most), *last))
+    titles: tuple[str, ...] = ("limited by", "placement on GPUs")
+    cells: list[tuple[str, ...]] = [(p.limit(job.stages), p.summary) for p in best]
+    footer: list[str] = []
+    if len(job.roles) == 1:
+        settings = [layout_keys(placement) for placement in best]
+        shared = set(settings[0]).intersection(*settings)
+        titles = ("settings",)
+        cells = [(", ".join(key for key in keys if key not in shared) or "-",) for keys in settings]
+        footer = [f"All of them set {', '.join(sorted(shared))}."] if shared else []
 
-    lines = draw_table(rows, max_columns)
-    if stages:
-        lines.insert(0, STAGES)
-    if is_single and shared:
-        lines.append(f"All of them set {', '.join(sorted(shared))}.")
-    return lines
+    rows = [("", "s/step", *stages, "GiB/GPU", *titles)]
+    for number, placement in enumerate(best, 1):
+        seconds = (placement.step, *(placement.seconds if stages else ()))
+        most = max(pool.bytes for pool in placement.pools)
+        rows.append((str(number), *map(seconds_text, seconds), gib(most), *cells[number - 1]))
+    return [*([STAGES] if stages else []), *draw_table(rows, max_columns), *footer]
 
 
 def seconds_text(seconds: float) -> str:
@@ -162,13 +166,13 @@ def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
     for layout in job.layouts(job.roles[0], best[0].pools[0].gpus):
         for key, value in layout.keys.items():
             layouts.setdefault(f"{key}={value}", []).append(layout)
-    for key, having in layouts.items():
+    for key, with_key in layouts.items():
         if key in shown:
             continue
-        fitting = [layout.total for layout in having if job.fits(layout)]
+        fitting = [layout.total for layout in with_key if job.fits(layout)]
         if fitting:
-            more = seconds_text(min(fitting) - best[0].step)
-            yield f"{key}: {seconds_text(min(fitting))} s, {more} s more"
+            extra = seconds_text(min(fitting) - best[0].step)
+            yield f"{key}: {seconds_text(min(fitting))} s, {extra} s more"
         else:
-            least = min(layout.memory.resident + layout.memory.call for layout in having)
+            least = min(layout.memory.resident + layout.memory.call for layout in with_key)
             yield f"{key}: needs at least {gib(least)} GiB"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import plan
+from trainer.config.settings import overrides_of
 from trainer.planner.job import cluster_keys
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement
@@ -60,7 +61,7 @@ def test_a_plan_is_what_its_run_takes(planned: tuple[PPOJob, list[PlannedPlaceme
     assert len(best) == SHOWN
     for placement in best:
         cluster = cluster_keys(job.device, 16, 8)
-        config = load_config([*job.settings, *cluster, *job.overrides(placement)])
+        config = load_config([*job.settings, *overrides_of(cluster), *job.overrides(placement)])
         expected = pool_bytes(role_memories(config, "cuda", job.device.bytes))
         own = [pool.bytes for pool in placement.pools]
         assert sorted(own) == pytest.approx(sorted(expected.values()), rel=0.01)
