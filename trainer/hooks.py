@@ -1,4 +1,4 @@
-"""Hooks of a run: methods that do nothing, which a subclass of a trainer overrides.
+"""Hooks of a run: methods that do nothing until a subclass of a trainer overrides them.
 
 `trainer.cls=my_module.MyTrainer` runs the subclass. `run(config, callbacks=[...])` also calls the
 hooks of objects: each hook right after the trainer's own, with the trainer as first argument. The
@@ -34,7 +34,7 @@ from verl_like.signatures import CallSignature, call_of, check_method
 
 
 class Hooks:
-    """Hooks of a run: override them, and read `self`."""
+    """Hooks of a run: override them. `self` is the trainer, with its state."""
 
     run: Any
     """The record of the run (`trainer.record`)."""

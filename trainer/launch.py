@@ -2,8 +2,8 @@
 
 `run(config)` executes a complete run, for commands and for `trainer.api`.
 
-`check(config)` runs all checks that precede the first process, then stops (`verl-like check`). It
-reads only the first rows of large files (`trainer.data.files.row_limit`).
+`check(config)` runs all checks that precede the first process, then stops (`verl-like check`). With
+`trainer.dry_run` it reads only the first rows of large files (`trainer.data.files.row_limit`).
 """
 
 from __future__ import annotations
@@ -228,12 +228,22 @@ def describe_plan(
     axes = describe_axes(config, role_models(config))
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
     if trainer_cls.exports_model(config):
-        left = "warning: no model will be saved (trainer.save_final=false, trainer.save_freq=-1)."
         if trainer.save_final:
-            left = f"Final model: {trainer.default_local_dir}/{MODEL}"
+            place = f"Final model: {trainer.default_local_dir}/{MODEL}"
         elif trainer.save_freq > 0:
-            left = "trainer.save_final=false: the trained model is only in checkpoints."
-        parts.append(left)
+            place = "trainer.save_final=false: the trained model is only in checkpoints."
+        elif trainer.save_every_minutes is not None:
+            place = (
+                "warning: no model will be saved if the run ends within "
+                f"{trainer.save_every_minutes:g} minutes (trainer.save_every_minutes), because of "
+                "trainer.save_final=false."
+            )
+        else:
+            place = (
+                "warning: no model will be saved (trainer.save_final=false, trainer.save_freq=-1, "
+                "trainer.save_every_minutes=null)."
+            )
+        parts.append(place)
     if not full:
         parts.append("`verl-like check --full` prints the whole plan.")
     return ("\n\n" if full else "\n").join(fit(part, width) for part in parts)

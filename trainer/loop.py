@@ -65,7 +65,9 @@ class Trainer(Hooks, ABC):
     learns_from_samples: ClassVar[bool] = False
     """True if steps train on samples that they generate; the sample log tracks these."""
     origins: Any = None
-    """Data on samples from a queue, for the observers (`trainer.async_training.origins`)."""
+    """Where samples of an asynchronous run come from, for the observers
+    (`trainer.async_training.origins`).
+    """
 
     def __init__(self, run: Run) -> None:
         """Store the run; the loop loads the models."""

@@ -108,7 +108,7 @@ def memory_table(
 
 
 def gib(number: float | None) -> str:
-    """Return bytes as GiB with two significant digits."""
+    """Return bytes as GiB: with two significant digits, or from 10 GiB on without decimals."""
     if not number:
         return "?" if number is None else "0"
     return f"{number / GIB:.{max(0, 1 - math.floor(math.log10(number / GIB)))}f}"

@@ -5,9 +5,9 @@
 Every recipe has `--cfg job`, `--multirun` and `--config-dir` for the user's own YAML. `verl-like
 eval` also passes settings that the user has not set.
 
-A run that fails ends its command with one line for known errors, otherwise with a traceback
-(`exit_on_error`). Hydra, which would wrap every error in its own message, does not see them. A
-job of `--multirun` that fails does not end the others.
+A run that fails ends its command with the message of a known error, otherwise with a traceback
+(`exit_on_error`). Hydra, which would wrap every error in its own message, does not see these
+errors. A job of `--multirun` that fails does not end the other jobs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_command(
     defaults: Sequence[str] = (),
     start: Callable[[Any], RunResult] | None = None,
 ) -> None:
-    """Run with the settings among the arguments, several times for a sweep, or print the keys.
+    """Run with the settings among the arguments, once per job for a sweep, or print the keys.
 
     `defaults` are settings of lower priority, which get no notice if this run does not read them.
     `start` replaces `trainer.launch.run`.
@@ -114,7 +114,7 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
     parser = argparse.ArgumentParser(f"verl-like {recipe.name}", add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--cfg", "-c", choices=("job", "all"), help="print the keys that the run reads, or all")
-    add("--resolve", action="store_true", help="with --cfg: values in the place of references")
+    add("--resolve", action="store_true", help="with --cfg: print values instead of references")
     add("--multirun", "-m", action="store_true", help="start a run for every choice of key=a,b")
     add("--config-dir", "-cd", type=Path, help="a folder with your YAML files")
     add("--config-name", "-cn", help="the file in this folder to start from")
@@ -134,8 +134,8 @@ def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace)
     """Return the settings in the YAML of another system's command."""
     if recipe.settings_of_configuration is None:
         raise ConfigError(
-            "--config-name needs a folder. Add --config-dir=FOLDER, the folder that contains "
-            "the file."
+            f"verl-like {recipe.name} starts from your YAML only with --config-dir=FOLDER and "
+            "--config-name=NAME. Add --config-dir, the folder that contains the file."
         )
     if not options.config_name:
         raise ConfigError("--config-path needs --config-name=NAME, the file in that folder.")
@@ -213,8 +213,8 @@ def run_jobs(
 ) -> None:
     """Load and run the settings of each job, each in its own folder below the run folder.
 
-    An error that a job exits with is noted; a signal to stop ends all jobs. At the end the outcomes
-    are printed, and the jobs that trained are compared. Exit with 1 if a job failed.
+    A job that fails does not end the others; a signal to stop ends all jobs. At the end, print the
+    outcomes if a job failed, and compare the jobs that trained. Exit with 1 if a job failed.
     """
     folders, failures = [], []
     for number, job in enumerate(jobs):

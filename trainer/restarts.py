@@ -67,7 +67,7 @@ class Restarts:
     def begin(self, step: int, source: str) -> None:
         """Log that an attempt begins after `step`, with the state of `source`.
 
-        The lines of earlier attempts stay.
+        The first attempt of a run that begins at step 0 removes the file of an earlier run.
         """
         if self._count:
             again = max(self._last_failed - 1 - step, 0)
@@ -167,12 +167,13 @@ class Restarts:
 def restart_groups(
     groups: WorkerGroups, replaceable: frozenset[str], restarts: Restarts, since: float
 ) -> bool:
-    """Restore the groups with roles as at the start of the run; return False if none survives.
+    """Restore the groups with roles as at the start of the run; return whether that was possible.
 
-    Pools that have only `replaceable` roles stay unchanged. Other living pools are constructed
-    again in their processes. If such a pool shares its processes with a replaceable role, it is
-    restarted, because one process may not be able to build an engine twice. A pool whose node is
-    lost moves to another node; `since` is when the failure was noticed.
+    If not, the caller restarts all groups. Lost pools are restarted, on another node if their node
+    is lost; `since` is when the failure was noticed. Living pools that have only `replaceable`
+    roles stay unchanged. Other living pools are constructed again in their processes. If such a
+    pool shares its processes with a replaceable role, it is restarted, because one process may not
+    be able to build an engine twice.
     """
     lost, roles_of = groups.lost_pools(TURN_S), groups.roles_of_pools()
     if not lost or len(lost) == len(roles_of):

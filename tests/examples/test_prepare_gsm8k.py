@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import load
+from tests.trainer.data.prompt_rows import read_rows
 from trainer.data.config import DataConfig
-from trainer.data.files import read_rows
 from workers.rewards.functions import default_compute_score
 
 LINES = [

@@ -1,9 +1,9 @@
 """usage: verl-like best-of-n data.train_files=FILE
            actor_rollout_ref.model.path=FOLDER [key=value ...]
 
-Samples actor_rollout_ref.rollout.n responses per prompt (rejection sampling), scores them with the
-rewards of `verl-like ppo`, and saves the best ones for `verl-like sft`, or pairs of best and worst.
-The same command continues a killed run.
+The command samples actor_rollout_ref.rollout.n responses per prompt (rejection sampling), scores
+them with the rewards of `verl-like ppo`, and saves the best ones for `verl-like sft`, or pairs of
+best and worst. The same command continues a killed run.
 
   actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
   selection.format=pairs            prompt, chosen, rejected
@@ -148,10 +148,10 @@ def check(config: BestOfNConfig) -> None:
             )
 
     if has_environment(config) and (selection.format == "pairs" or config.environment.tools):
-        reason = "tools" if config.environment.tools else "selection.format=pairs"
+        name = "tools" if config.environment.tools else "selection.format=pairs"
         raise ConfigError(
-            f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, which "
-            "supports no tools and no other player. Leave this key out."
+            f"{name}: with an environment, each selected sample becomes one row of `messages` for "
+            "verl-like sft, which has neither tools nor pairs. Leave this key out."
         )
     wanted = 2 if selection.format == "pairs" else selection.top_k
     if rollout.n < wanted:

@@ -69,13 +69,13 @@ class BestOfNTrainer(SamplingOnlyTrainer):
             selected += f", from a score of {selection.min_score:g} on"
         total = num_prompts * num_samples
         return [
-            f"A step draws {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) and "
-            f"keeps {selected}."
+            f"A step generates {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) "
+            f"and keeps {selected}."
         ]
 
     @property
     def total_steps(self) -> int:
-        """Number of batches of all prompts, or fewer if configured."""
+        """Number of batches of all prompts, or `trainer.total_training_steps` if that is fewer."""
         all_prompts = -(-len(self.prompts) // self.config.data.train_batch_size)
         return min(self.config.trainer.total_training_steps or all_prompts, all_prompts)
 

@@ -44,7 +44,6 @@ class ComparedRun:
 
     @property
     def outcome(self) -> str:
-        """The run's outcome, if known."""
         if not self.data.failure:
             return "no failure"
         if self.data.failure.startswith(STOPPED):
@@ -276,7 +275,7 @@ def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
-    """Return one metric of the runs on one axis, as SVG; there are only so many colors for runs."""
+    """Return one metric of the runs on one axis, as SVG; at most one run per color is drawn."""
     lines: list[dict[str, float]] = []
     shown = [run for run in runs if run.data.series(metric)[0]][: len(COLORS)]
     for run in shown:

@@ -32,8 +32,8 @@ class DataConfig(Section):
         allows="a file, a list, or a number",
         required="set a parquet, JSONL or CSV file, or a list of files",
     )
-    """Files in verl's schema (Parquet, JSONL, CSV), or, if the environment makes its prompts,
-    the number of prompts per epoch.
+    """Files in verl's schema (Parquet, JSONL, CSV), data sets of the Hugging Face Hub, or, if the
+    environment makes its prompts, the number of prompts per epoch.
     """
     val_files: Any = key(
         "",
@@ -41,7 +41,7 @@ class DataConfig(Section):
         read_when=VALIDATION_IS_ON,
         may_change_on_resume=True,
     )
-    """Validation files; an empty value disables validation."""
+    """Validation data, like `train_files`; an empty value disables validation."""
     custom_cls: UserCodeConfig = key(factory=UserCodeConfig)
     """Function or class that yields your data set, given `data_files`, `tokenizer`, `config`."""
     prompt_key: str = key("prompt", allows="a column")
@@ -68,7 +68,9 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = key(False)
     """Drop prompts longer than `max_prompt_length`."""
     truncation: str = key("error", choices=("error", "left", "right"))
-    """Overlong prompts. `error`: reject them; `left`, `right`: truncate them on that side."""
+    """Overlong prompts, if they are not dropped. `error`: stop the run; `left`, `right`: truncate
+    them on that side.
+    """
     apply_chat_template_kwargs: dict[str, Any] = key(factory=dict, allows="variables")
     """Variables of the chat template, such as {enable_thinking: false}."""
     on_bad_row: str = key("error", choices=("error", "skip"))
@@ -82,4 +84,4 @@ class ValidatingTrainerConfig(TrainerConfig):
     test_freq: int = key(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
     """Steps between validations. 0 validates only after the last step; -1 disables that, too."""
     val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
-    """Validate before the first step."""
+    """Validate before step 1; a run that resumes after it does not."""

@@ -41,29 +41,13 @@ def row_limit(config: Any) -> int | None:
     return DRY_RUN_ROWS + getattr(config.data, "train_batch_size", 0)
 
 
-def read_rows(
-    config: DataConfig, setting: str, tokenizer: Any = None, needs_rules: bool = True
-) -> tuple[list[Row], int]:
-    """Return the prompt rows that a run would use, and the number of rows that it would skip."""
-    placed = rows_of_prompts(config, setting, tokenizer, needs_rules)
-    checked = list(
-        good_rows(
-            placed,
-            lambda _, row: prompt_row(row, config.prompt_key, needs_rules),
-            config.on_bad_row,
-        )
-    )
-    rows = [row for row in checked if row is not None]
-    return rows, len(checked) - len(rows)
-
-
 def good_rows(
     rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str
 ) -> Iterator[T | None]:
     """Yield `make(place, row)` for each row, or None for a row that is skipped.
 
-    If a row is bad, `make` raises a ValueError that says why. It stops the run unless `on_bad_row`
-    is `skip`.
+    A bad row is a ValueError in place of the row, or one that `make` raises. It stops the run
+    unless `on_bad_row` is `skip`. A ConfigError of `make` stops the run in any case.
     """
     has_warned = False
     for where, row in rows:
@@ -73,7 +57,7 @@ def good_rows(
             if not isinstance(row, dict):
                 raise ValueError(f"it is not an object with columns ({type(row).__name__})")
             result: T | None = make(where, row)
-        except ConfigError:  # the error concerns all rows, not only this one
+        except ConfigError:  # needs another setting, such as for an overlong prompt
             raise
         except ValueError as problem:
             if on_bad_row != "skip":
@@ -135,8 +119,8 @@ def rows_of_prompts(
     value, key = getattr(config, setting), f"data.{setting}"
     if config.custom_cls.path:
         return _first(_custom_rows(config, names_of(value), tokenizer), limit, key)
-    if is_num_trajectories(value):
-        return _first(_games(config, setting), limit, key)
+    if is_num_prompts(value):
+        return _first(_rows_of_environment(config, setting), limit, key)
     columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
     return rows_of_files(names_of(value), key, columns, limit)
 
@@ -180,12 +164,12 @@ def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterato
             yield from json_rows(path)
 
 
-def is_num_trajectories(files: Any) -> bool:
-    """Return whether `files` is a number of trajectories, whose prompts an environment makes."""
+def is_num_prompts(files: Any) -> bool:
+    """Return whether `files` is a number of prompts that an environment makes."""
     return type(files) is int
 
 
-def _games(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
+def _rows_of_environment(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
     number = getattr(config, setting)
     for row in range(number):
         prompt = [{"role": "user", "content": ""}]
@@ -193,7 +177,7 @@ def _games(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
 
 
 def names_of(files: str | int | Sequence[str] | None) -> list[str]:
-    """Return the file names as a list; a number of trajectories counts as one name."""
+    """Return the file names as a list; a number of prompts counts as one name."""
     if not files:
         return []
     if isinstance(files, int):
@@ -206,7 +190,7 @@ def check_files(config: DataConfig) -> None:
     if config.custom_cls.path:
         return  # the user's class decides what the names mean
     for setting in ("train_files", "val_files"):
-        if is_num_trajectories(getattr(config, setting)):
+        if is_num_prompts(getattr(config, setting)):
             continue
         for name in names_of(getattr(config, setting)):
             if not is_hub_name(name):
@@ -239,7 +223,7 @@ def _custom_rows(
     ):
         raise ConfigError(
             f"data.custom_cls: {custom.name} returned a {type(dataset).__name__}, which has no "
-            "rows to read."
+            "rows to read. Return an iterable, or an object with __len__ and __getitem__."
         )
     rows = (
         dataset

@@ -6,7 +6,7 @@ and reading continues after it if the format allows.
 Data sets of the Hugging Face Hub are loaded by name, with the library `datasets`:
 
     hub://openai/gsm8k/main:train       organization/name, a configuration or folder, a split
-    Dahoas/rm-static:test               `hub://` is optional if there is no such file
+    Dahoas/rm-static:test               `hub://` is optional unless there is a folder `Dahoas`
 
 Importing that library takes a second. Local files therefore have their own readers, which also
 report the line of a bad row and never guess a column's type.
@@ -32,13 +32,13 @@ NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<folder>(/[\w.-]+)*)(:(?P<split>
 FILE_ENDINGS = (".parquet", ".csv", ".json", ".jsonl", ".gz")
 NOT_CONFIGURED = re.compile("BuilderConfig .* not found")
 NOT_CACHED = "Couldn't find cache"
-"""Beginning of the library's error if the data set or its cache lacks the configuration."""
+"""Words of the library's error if the data set or its cache lacks the configuration."""
 PARQUET_OF_THE_HUB = "refs/convert/parquet"
 """Branch with the Hub's conversion to Parquet, for data sets that need a loading script."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether `name` has the prefix or the form of a data set of the Hub."""
+    """Return whether `name` means a data set of the Hub, not a file in an existing folder."""
     if name.startswith(SCHEME):
         return True
     is_file = name.endswith(FILE_ENDINGS) or Path(name).expanduser().parent.exists()
@@ -100,11 +100,11 @@ NO_UTF8 = re.compile("[\udc80-\udcff]")
 """Matches bytes that are not UTF-8, as read with `errors="surrogateescape"`."""
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
 DEEPEST = 100
-"""Maximum nesting depth of a row; a deeper one would exhaust the parser's stack."""
+"""Maximum nesting depth of a row, because functions that walk a row recurse."""
 
 
 def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Yield every row of the table, with few rows in memory at a time."""
+    """Yield every row of the table; pyarrow reads 65,536 rows at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -165,8 +165,8 @@ def cut_rows(
 ) -> tuple[list[EncodedRow], str]:
     """Cut sides to `max_length` tokens; return the rows, and a sentence with the counts.
 
-    A row that is left without a token in the loss is dropped. The sentence calls the rows `kind`,
-    and says that dropped rows lack tokens of `lost`.
+    A row is dropped if a side is left without a token in the loss, or if another side equals the
+    first. The sentence calls the rows `kind`, and says that dropped rows lack tokens of `lost`.
     """
     good: list[EncodedRow] = []
     num_truncated = 0
@@ -211,7 +211,7 @@ def read_lm_rows(
         encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
     rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "their loss")
     if not rows:
-        raise ConfigError(f"{story}. No row is left to train on.")
+        raise ConfigError(f"{story}. No row is left to train or validate on.")
     logger.info("%s", story)
     return [row.sides[0] for row in rows]
 

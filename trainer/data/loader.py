@@ -60,14 +60,14 @@ def _default_order(shuffles: bool, seed: int, num_prompts: int, epoch: int) -> P
 
 
 OTHER_ROWS = (
-    "Restore the data, or start a new run in another trainer.default_local_dir from the weights "
-    "that `verl-like export` writes."
+    "Restore the data and data.train_batch_size, or start a new run in another "
+    "trainer.default_local_dir from the weights that `verl-like export` writes."
 )
-"""Advice if the rows differ from those that the run has used so far."""
+"""Advice if rows or batch size differ from those that the run has used so far."""
 
 
 def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise an error if the saved position belongs to rows whose number or digest differs."""
+    """Raise an error if the saved position belongs to other rows, or to another batch size."""
     sizes = {name: size for name, size in now.items() if name not in ("num_taken", "rows")}
     differs = [
         f"{name}: saved {saved[name]}, now {size}"

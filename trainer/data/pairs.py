@@ -2,7 +2,7 @@
 
     rows = read_pairs("data.train_files", files, tokenizer, max_length=1024)
     loader = RowLoader(rows, seed, partial(pair_batch, pad_token_id=tokenizer.pad_token_id))
-    batch = loader.take(64)             # [64, 2, T] columns, as `workers.training.readings` has it
+    batch = loader.take(64)             # [64, 2, T] columns for `workers.training.readings`
 
 A row has one of these sets of columns. It may also have a `margin`, which says how much better the
 chosen response is:
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PairRow:
-    """The tokens of both sides; the tokens after their common beginning are in the loss."""
+    """The tokens of both sides, with their responses in the loss."""
 
     chosen: LMRow
     rejected: LMRow
@@ -81,7 +81,7 @@ def read_pairs(
     lost = "a response or of the difference"
     rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, lost)
     if not rows:
-        raise ConfigError(f"{story}. No pair is left to train on.")
+        raise ConfigError(f"{story}. No pair is left to train or validate on.")
     logger.info("%s", story)
     return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]
 
@@ -127,7 +127,9 @@ def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = N
         row = {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
         return encode_lm_row(row, tokenizer)
     if not isinstance(prompt, list) or not isinstance(reply, list):
-        raise ValueError("prompt and response must both be texts, or both lists of messages")
+        raise ValueError(
+            "the response must be a text, or, if the prompt is a list of messages, such a list"
+        )
     encoded = encode_lm_row({"messages": [*prompt, *reply]}, tokenizer)
     start = len(encode_prompt(prompt, tokenizer))
     return LMRow(encoded.ids, encoded.in_loss & (np.arange(len(encoded.ids)) >= start))
@@ -253,8 +255,8 @@ def encode_labeled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
     columns = [name for name in RESPONSES if row.get(name) is not None]
     if not columns or row.get("prompt") is None or row.get("label") is None:
         raise ValueError(
-            "it has neither 'prompt', 'completion' and 'label', nor 'chosen' and 'rejected'; "
-            f"columns: {filled_columns(row)}"
+            "it has neither 'prompt', 'completion' (or 'response') and 'label', nor 'chosen' and "
+            f"'rejected'; columns: {filled_columns(row)}"
         )
     response = encode_reply(row["prompt"], row[columns[0]], tokenizer, row.get("finish_reason"))
     label = row["label"]

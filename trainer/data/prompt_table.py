@@ -1,7 +1,7 @@
 """Tokenized prompts by row number, in memory or, for large files, in a cache on disk.
 
-Large files are read and tokenized once. Later runs memory-map the result, so their memory does not
-grow with the files.
+Large files are read and tokenized once. Later runs with the same files, tokenizer and settings
+memory-map the result, so the driver's memory hardly grows with the files.
 
     key = cache_key(files, tokenizer, prompt_key="prompt")
     entry = cached_rows("prompts", key, {"row": pa.string(), ...}, read, summary)
@@ -12,7 +12,6 @@ An entry is the folder `<kind>/<key>` with `rows.arrow` and `summary.json`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -46,11 +45,11 @@ from verl_like.files import write_whole
 
 logger = logging.getLogger(__name__)
 CACHED_FROM_BYTES = 64 * 2**20
-"""Smaller files are read at every start."""
+"""Files that are smaller in total are read at every start."""
 ROWS_PER_BLOCK = 1000
 """Rows in memory while an entry is written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
-"""An entry that no run has opened for this long is removed."""
+"""A new entry removes entries of its kind that no run has opened for this long."""
 FORMAT = 5
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 
@@ -109,7 +108,7 @@ def cached_rows(
             totals = {"num_bad": num_bad, **summary()}
             (unfinished / SUMMARY).write_text(json.dumps(totals), encoding="utf-8")
             shutil.rmtree(cache / key, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run was faster
+            with suppress(OSError):  # another run was faster
                 unfinished.rename(cache / key)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -148,7 +147,7 @@ def _open(folder: Path) -> Entry | None:
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         table = pa.ipc.open_file(pa.memory_map(str(folder / ROWS))).read_all()
-        with contextlib.suppress(OSError):  # the folder belongs to another user
+        with suppress(OSError):  # the folder belongs to another user
             os.utime(folder)
     except (OSError, ValueError, pa.ArrowInvalid) as error:
         logger.warning("%s is damaged and written again (%s)", folder, error)
@@ -158,7 +157,7 @@ def _open(folder: Path) -> Entry | None:
 
 def _remove_old(cache: Path) -> None:
     for entry in cache.iterdir():
-        with contextlib.suppress(OSError):  # another run removes it as well
+        with suppress(OSError):  # another run removes it as well
             if time.time() - entry.stat().st_mtime > FORGOTTEN_AFTER_S:
                 shutil.rmtree(entry)
 
@@ -197,7 +196,7 @@ class PromptTable:
     """Prompt rows and their tokens, by row number."""
 
     row: Callable[[int], Row]
-    """Returns a row, by number, as it is in its file."""
+    """Returns a row, by number, as `prompt_row` returned it."""
     tokens: Callable[[int], NDArray[np.int64]]
     """Returns the tokens of a row's prompt, by number."""
     lengths: NDArray[np.int32]

@@ -23,7 +23,7 @@ LONGEST_TEXT = 4 * 2**20
 
 
 def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
-    """Return the ids of one prompt."""
+    """Return the ids of a prompt, which is a text or a list of messages."""
     text = readable(prompt)
     is_plain = isinstance(text, str)
     if not is_plain:
@@ -58,7 +58,7 @@ def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) 
 
 
 def check_length(text: str) -> None:
-    """Raise an error for a text that would take minutes to tokenize."""
+    """Raise an error for a text of more than `LONGEST_TEXT` characters."""
     if len(text) > LONGEST_TEXT:
         raise ValueError(
             f"it has {len(text):,} characters, of which at most {LONGEST_TEXT:,} are tokenized"
@@ -66,7 +66,7 @@ def check_length(text: str) -> None:
 
 
 def check_messages(column: str, messages: Any) -> None:
-    """Raise an error if this is not a chat; templates would write a content of None as a word."""
+    """Raise an error unless this is a chat; a template would write the content None as a word."""
     if isinstance(messages, bool | int | float):
         raise ValueError(f"{column!r} is {messages!r}, neither a text nor messages")
     is_list = isinstance(messages, list | tuple) and messages

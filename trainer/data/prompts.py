@@ -117,7 +117,7 @@ class PromptSet:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the prompts in order, with the columns that their rewards read."""
+        """Hash of the prompts in order, with data_source, reward_model and `columns` of each."""
         return self._table.remembered(f"digest of rows: {self._cut}", self._digest_of_rows)
 
     @property
@@ -239,7 +239,7 @@ class PromptLoader:
         if not len(self):
             raise ConfigError(
                 f"{self.prompts.story}. The remaining {len(self.prompts)} prompts do not fill a "
-                f"batch of data.train_batch_size={self._config.train_batch_size}. Lower it."
+                f"batch of data.train_batch_size={self._config.train_batch_size}. Lower this key."
             )
         skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
         logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")
@@ -276,7 +276,7 @@ class PromptLoader:
         return self.prompts.batch(self.prompts.rows[chosen].tolist(), epoch)
 
     def num_prompts(self, number: int) -> int:
-        """Return the number of prompts in that batch; the last batch of a run may have fewer."""
+        """Return the number of prompts in a batch by its number; a run's last may have fewer."""
         size, total = self._config.train_batch_size, self._config.total_prompts
         left = size if total is None else total - number * size
         return min(left, size) if left > 0 else size

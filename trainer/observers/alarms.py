@@ -107,7 +107,7 @@ FAR_FROM_REFERENCE = (
 LARGEST: dict[str, tuple[float, str]] = {
     "actor/ppo_kl": (
         KL_JUMP,
-        f"one step moves the policy by more than {KL_JUMP:g}. Look at "
+        f"one step moves the policy by a KL of more than {KL_JUMP:g}. Look at "
         "actor_rollout_ref.actor.optim.lr and actor_rollout_ref.actor.ppo_epochs, and "
         "at training/rollout_probs_diff_mean.",
     ),

@@ -1,8 +1,8 @@
 """Repeat a step or a stage of a run from the run folder.
 
 The replay resumes from the newest checkpoint before the step, in a folder that is removed
-afterwards. A pool of one process runs in the driver's process. Pools have the same number of
-processes as in the run, because it determines the order of sums.
+afterwards. With `backend="local"`, a pool of one process runs in the driver's process. Pools have
+the same number of processes as in the run, because it determines the order of sums.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Replayed:
-    """The compared items, and the differences."""
+    """What was compared, and the differences."""
 
     start: Path | None
     num_metrics: int

@@ -80,7 +80,8 @@ class SavedRun:
     def start_of(self, step: int, may_begin: bool) -> Path | None:
         """Return the newest checkpoint before a step; None means the run's beginning.
 
-        Step 1 is replayed from the beginning; a later step is only if it `may_begin` there.
+        Without such a checkpoint, step 1 is replayed from where the run began, and so is a later
+        step if `may_begin`; otherwise raise an error.
         """
         steps = committed(self.folder)
         earlier = [number for number in steps if number < step]
@@ -91,7 +92,7 @@ class SavedRun:
             if wrote != here:  # loading warns of other packages
                 raise CheckpointError(
                     f"{start} was written by {PACKAGE} {wrote}, and {here} is installed: a "
-                    f"replay may differ. Install {PACKAGE}=={wrote} to replay them."
+                    f"replay may differ. Install {PACKAGE}=={wrote} to replay the step."
                 )
             return start
 
@@ -116,8 +117,7 @@ def _recipe_of(trainer_cls: Any, name: str) -> Recipe[Any]:
     base = next((base for base in getattr(trainer_cls, "__mro__", ()) if base in ours), None)
     if base not in owners:
         raise ConfigError(
-            f"a run of {name} cannot be replayed: its steps depend on more than a checkpoint. "
-            f"Only runs of verl-like {', '.join(recipe.name for recipe in recipes)} can be "
-            "replayed."
+            f"a run of trainer.cls={name} cannot be replayed: only steps of verl-like "
+            f"{', '.join(recipe.name for recipe in recipes)} depend on nothing but a checkpoint."
         )
     return owners[base]

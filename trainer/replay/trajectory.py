@@ -1,8 +1,8 @@
 """`verl-like replay RUN --trajectory UID/INDEX`: play trajectories of a run again.
 
 They are sampled with the weights of their step, against the observations that the run recorded, or
-the live environment. The run must have saved the input batch of `score`, and a checkpoint of an
-earlier step.
+the live environment. The run must have saved the input batch of `score`. The replay begins at a
+checkpoint of an earlier step, or at the beginning of the run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ NAMED = 5
 
 @dataclass
 class ReplayedTrajectory:
-    """A replayed trajectory."""
-
     name: str
     """uid/index."""
     num_turns: int

@@ -90,7 +90,7 @@ def seconds_by_role(metrics: MetricLines) -> dict[str, dict[str, float]]:
 def ledger_table(generators: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return a heading, a row for each generator, and a total row if there are several.
 
-    If there are very many generators, most of them share a row.
+    If there are more than `MOST_GENERATORS`, the last ones share a row.
     """
     accounts = {
         f"generator {generator}": Counter({**account, "dropped": sum(account["dropped"].values())})

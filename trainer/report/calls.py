@@ -83,7 +83,7 @@ def last_steps(calls: Sequence[TracedCall], count: int) -> list[TracedCall]:
 def without_pauses(calls: Sequence[TracedCall]) -> tuple[list[TracedCall], list[float]]:
     """Return the calls with shortened pauses between steps, and the times of these pauses.
 
-    A pause is a validation, a checkpoint, or a restart.
+    A pause may be a validation, a checkpoint or a restart, or a driver that waits.
     """
     steps = sorted({call.step for call in calls})
     spans = {step: _span([call for call in calls if call.step == step]) for step in steps}

@@ -130,13 +130,13 @@ def _trajectories(data: RunData) -> Iterator[str]:
 
 
 def _best_validations(data: RunData) -> Iterator[str]:
-    """Yield the highest and the last value of each validation metric."""
+    """Yield the best and the last value of each `val-core` metric; the best loss is the lowest."""
     for name in metric_names(data.metrics):
         steps, values = data.series(name)
         finite = [value for value in values if math.isfinite(value)]
         if not name.startswith("val-core/") or not finite:
             continue
-        best = max(finite)
+        best = min(finite) if name.endswith("loss") else max(finite)
         step = max(step for step, value in zip(steps, values, strict=True) if value == best)
         last = "" if step == steps[-1] else f", {values[-1]:.4g} at the end"
         yield f"best {name}: {best:.4g} after step {step:.0f}{last}"

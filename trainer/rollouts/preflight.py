@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from trainer.config.devices import devices_of
-from trainer.data.files import is_num_trajectories
+from trainer.data.files import is_num_prompts
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.data.prompts import PromptSet
 from trainer.groups.nodes import joined_cluster
@@ -129,7 +129,7 @@ def check_promptless_rows(config: Any) -> None:
     """Reject rows without a prompt unless an environment provides it."""
     for setting in ("train_files", "val_files"):
         files = getattr(config.data, setting)
-        if is_num_trajectories(files) and not has_environment(config):
+        if is_num_prompts(files) and not has_environment(config):
             raise ConfigError(
                 f"data.{setting}={files} is a number of trajectories, but there is no "
                 f"environment. Set environment=FILE.py:CLASS, or set data.{setting} to a file."

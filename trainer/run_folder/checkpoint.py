@@ -53,7 +53,7 @@ from workers.training.manifest import add_files
 AFTER_LOSS_S = 10.0
 """Seconds to wait for a checkpoint after a worker is lost, because it may have been a writer."""
 DROP_S = 5.0
-"""Seconds that writers may take to receive a request to hurry or to stop."""
+"""Seconds that writers may take to receive a request to hurry, or to stop."""
 POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Checkpoints:
         self.finish()
         part, roles = self._part(step), list(groups)
         save = "start_checkpoint" if self.trainer.async_save else "save_checkpoint"
-        with self._naming_failures(step):
+        with self._naming_failures(f"the checkpoint of step {step}", part):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             saves = [getattr(groups[role], save).remote(str(part / role), step) for role in roles]
@@ -118,7 +118,7 @@ class Checkpoints:
     def write_model(self, step: int, group: Any) -> Path:
         """Write the trained model of `group` to `model/` of the run folder."""
         folder, part = self.folder / MODEL, self.folder / f"{MODEL}.part"
-        with self._naming_failures(step):
+        with self._naming_failures("the final model", part):
             shutil.rmtree(part, ignore_errors=True)
             group.export_model(str(part))
             write_marker(part, step, self.resume.config, self.resume.inputs)
@@ -154,7 +154,7 @@ class Checkpoints:
             self._hurry(is_wanted=True)
         self._written = self._writing = None
         folder, part = self.folder / f"global_step_{step}", self._part(step)
-        with self._naming_failures(step):
+        with self._naming_failures(f"the checkpoint of step {step}", part):
             for role, future in writing.items():
                 for files in future.get():
                     add_files(part / role, files)
@@ -173,8 +173,8 @@ class Checkpoints:
     def close(self) -> None:
         """End the writing of a checkpoint when the run ends by an error or a signal.
 
-        The checkpoint is committed if possible, except after a second signal, which ends the run at
-        once.
+        The checkpoint is committed if possible. After a second signal, which ends the run at once,
+        this needs files that are complete already.
         """
         step, error = self._written, sys.exception()
         if step is None or self._writing is None:
@@ -185,7 +185,7 @@ class Checkpoints:
             if not self._is_all_there:
                 self._hurry(is_wanted=False)
                 self._wait(DROP_S)
-                with self._naming_failures(step):
+                with self._naming_failures(f"the checkpoint of step {step}", self._part(step)):
                     raise CheckpointError("the run ended before the checkpoint was written.")
             self.finish()
         except VerlLikeError as failure:
@@ -200,13 +200,14 @@ class Checkpoints:
         return self.folder / f"global_step_{step}.part"
 
     @contextmanager
-    def _naming_failures(self, step: int) -> Iterator[None]:
+    def _naming_failures(self, name: str, part: Path) -> Iterator[None]:
+        """Name what was not written, and remove its unfinished folder."""
         try:
             yield
         except (OSError, CheckpointError) as error:
-            shutil.rmtree(self._part(step), ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} was not written: {error} {_room_in(self.folder)} "
+                f"{name} was not written: {error} {_room_in(self.folder)} "
                 f"are free in {self.folder}; its committed checkpoints: "
                 f"{named(committed(self.folder))}."
             ) from error

@@ -5,7 +5,7 @@
   config.yaml        the configuration, resolved            (`open_run_folder`)
   starts.jsonl       commands, hosts, package versions      (`note_start`)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
-  placement.txt      the roles of every node                (trainer.launch, at start)
+  placement.txt      the roles of every node                (trainer.groups.worker_groups)
   metrics.jsonl      a line per step                        (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
   trackio_run.txt    the trackio run, if there is one       (trainer.run_folder.tracking)
@@ -17,6 +17,9 @@
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)
   batches/N/         the inputs of its stages, if saved     (trainer.observers.saved_batches)
   validation/N.jsonl samples of the validation after step N (a recipe with samples)
+  model/             the trained model, after the last step (trainer.run_folder.checkpoint)
+  report.html        the report of the run, at its end      (trainer.report.page)
+  failure.txt        the error or signal that ended it      (trainer.report.page)
 
 A checkpoint is committed by its marker `commit.json`, which covers all roles, and is written last
 and read first. Reading it returns data of the expected form, or raises an error with the reason.

@@ -76,7 +76,8 @@ def goal_message(metrics: Mapping[str, float], goals: Mapping[str, float]) -> st
     for name, goal in goals.items():
         if name not in metrics and not name.startswith("val"):
             raise ConfigError(
-                f"trainer.stop_at names {name!r}, which no step has.{nearest(name, metrics)}"
+                f"trainer.stop_at names {name!r}, which this step's metrics lack."
+                f"{nearest(name, metrics)}"
             )
         if name in metrics and metrics[name] >= goal:
             return (

@@ -1,7 +1,6 @@
 """The console of a run in a notebook: one output, which is refreshed to show the last step.
 
-This module never imports IPython itself: a notebook's kernel has imported it, and outside notebooks
-nothing of this module is used.
+IPython is imported only in a notebook, whose kernel has imported it already.
 """
 
 from __future__ import annotations

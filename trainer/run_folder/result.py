@@ -38,7 +38,7 @@ class RunResult:
     folder: Path
     """The run folder."""
     config_hash: str
-    """The first line of the folder's `config.yaml`; equal for equal configurations."""
+    """The hash in the first line of `config.yaml`; equal for equal configurations."""
     metrics: list[dict[str, float]]
     """The lines of `metrics.jsonl`: the metrics of each step, with its number as `step`."""
     model_folder: Path | None
@@ -50,9 +50,7 @@ class RunResult:
         folder = Path(config.trainer.default_local_dir)
         notes: list[str] = []
         file = folder / "metrics.jsonl"
-        metrics = (
-            read_metrics(file, notes) if file.is_file() else []
-        )  # a mere check writes no metrics
+        metrics = read_metrics(file, notes) if file.is_file() else []  # a check writes none
         for note in notes:
             logger.warning("%s", note)
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
@@ -109,8 +107,8 @@ class RunResult:
     def _model_left(self) -> Path:
         if self.model_folder is None:
             raise ConfigError(
-                f"the run in {self.folder} saved no model: trainer.save_final=false, and no "
-                "checkpoint with hf_model in its save_contents."
+                f"{self.folder} has no model. Set trainer.save_final=true, which saves the model "
+                "when a run ends, or add hf_model to checkpoint.save_contents of the trained role."
             )
         return self.model_folder
 

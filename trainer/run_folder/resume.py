@@ -5,7 +5,8 @@
     state = resume.load(groups)           # None: there is nothing to resume
 
 A checkpoint's marker has a digest of every input: data, model folders, and code of rewards with the
-user's modules that it imports. A resumed run with other contents is rejected.
+user's modules that it imports. If these contents have changed, `resume_mode=auto` rejects the run,
+and `resume_mode=resume_path` warns.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class ResumePoint:
     def load(self, groups: Any) -> dict[str, Any] | None:
         """Load every role's state of the chosen checkpoint; return the driver's state, or None.
 
-        If the checkpoint turns out to be damaged, load the newest undamaged one before it.
+        If the checkpoint turns out to be damaged, `resume_mode=auto` loads the newest undamaged one
+        before it.
         """
         while self.start is not None:
             try:
@@ -148,7 +150,7 @@ class ResumePoint:
                     raise DamagedCheckpointError(f"{error}. {self._instead()}") from error
                 self.damaged[self.start] = str(error)
                 self.start = self._newest_whole()
-                assert self.start is not None, "a folder of damaged checkpoints alone is refused"
+                assert self.start is not None, "_newest_whole raises if no checkpoint is intact"
                 self.start_step = read_marker(self.start)["step"]
                 self.discard_later_steps()
         return None
@@ -174,9 +176,10 @@ class ResumePoint:
         return state
 
     def discard_later_steps(self) -> None:
-        """Remove what an interrupted run left after the committed step.
+        """Remove what an earlier run left after the step from which this run resumes.
 
-        This covers unfinished folders, metrics and samples. Damaged checkpoints are set aside.
+        This covers unfinished folders, metrics and samples: all of them if the run does not resume
+        from its own folder. Damaged checkpoints are set aside.
         """
         for folder, why in self.damaged.items():
             self._set_aside(folder, why)
@@ -194,9 +197,7 @@ class ResumePoint:
         for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        _ = (
-            self.inputs
-        )  # compute digests now, when the run reads the files, not at the first checkpoint
+        _ = self.inputs  # computes the digests now, when the run reads the files
 
     def _set_aside(self, folder: Path, why: str) -> None:
         """Rename a damaged checkpoint so that no resume uses it."""
@@ -247,7 +248,7 @@ class ResumePoint:
 
     def _resume_path(self) -> Path:
         assert self.trainer.resume_from_path is not None, (
-            "trainer.config.checks lets resume_path through only with a path"
+            "trainer.config.checks rejects resume_mode=resume_path without a path"
         )
         start = Path(self.trainer.resume_from_path).resolve()
         try:
@@ -357,7 +358,10 @@ def _path_of(name: str) -> Path | None:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a file, or of a folder's file names and contents without hidden files."""
+    """Return a digest of a file, or of a folder's file names and contents.
+
+    Names that start with `.` or `__` are left out.
+    """
     hasher = hashlib.blake2b(digest_size=16)
     if path.is_file():
         _add(path, hasher)

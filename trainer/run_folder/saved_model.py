@@ -48,7 +48,10 @@ class SavedModel:
     """Dotted key -> value of the run that wrote it."""
 
     def export(self, out: Path, *, as_adapter: bool = False, of_average: bool = False) -> None:
-        """Write the folder `out` for `from_pretrained` or peft, as `export_checkpoint` does."""
+        """Write the folder `out` for `from_pretrained` or peft.
+
+        The options are those of `export_checkpoint`. A run's final model is copied without them.
+        """
         if self.folder.name == MODEL:
             reject_damaged(self.folder)
             for name in read_marker(self.folder)["files"]:
@@ -68,7 +71,7 @@ class SavedModel:
         )
 
     def loadable(self, scratch: Path) -> Path:
-        """Return the folder that the run exported, or export into `scratch` and return that."""
+        """Return the folder that the run exported, or `scratch` after an export into it."""
         for exported in (self.folder / EXPORT, self.folder):
             if (exported / "config.json").is_file():
                 return exported

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step is saved.
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step, and to save it.
 
     with StopSignals() as stop:  # around a run
         with stop.deferred():  # inside, the first signal is only noted
@@ -88,8 +88,8 @@ class StopSignals:
         if self._holds and not self.received:
             self.received = number
             _say(
-                f"{signal.Signals(number).name}: the run stops after this step, with a checkpoint; "
-                "a second signal stops it at once"
+                f"{signal.Signals(number).name}: the run stops after this step, and saves it if "
+                "checkpoints are enabled; a second signal stops it at once"
             )
             return
         self._has_raised = True

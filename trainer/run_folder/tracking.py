@@ -61,7 +61,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class JsonLines:
-    """`metrics.jsonl`: a line per step, which is on disk when `write` returns.
+    """`metrics.jsonl`: a line per step, which the file has when `write` returns.
 
     Numbers have full precision; times are rounded to microseconds.
     """
@@ -343,10 +343,13 @@ def make_tracking(
                     tracker = (BUILT_IN.get(name) or TRACKERS.look_up(name))(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
             except ImportError as err:
+                way_out = f"Install it with: pip install 'verl-like[{name}]'"
+                if name not in BUILT_IN:
+                    way_out = "Install the package that it imports."
                 logger.warning(
                     "trainer.logger includes %s, which is not installed (%s). The run continues "
-                    "without it. Install it with: pip install 'verl-like[%s]'",
-                    *(name, err, name),
+                    "without it. %s",
+                    *(name, err, way_out),
                 )
                 continue
             at_end.callback(tracker.close)

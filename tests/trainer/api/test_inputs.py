@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.trainer.data.prompt_rows import read_rows
 from trainer.api.inputs import (
     file_names,
     is_file_name,
@@ -20,7 +21,7 @@ from trainer.api.inputs import (
     write_rows,
 )
 from trainer.data.config import DataConfig
-from trainer.data.files import other_columns, read_rows
+from trainer.data.files import other_columns
 from verl_like.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "say a"}]

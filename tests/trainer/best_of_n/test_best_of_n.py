@@ -243,7 +243,8 @@ def test_the_plan_says_what_a_step_draws_and_keeps(
     more = ("trainer.dry_run=true", "selection.format=pairs", "selection.min_score=0.5")
     run(load_config(settings(tiny_dir, tmp_path, *more), BEST_OF_N))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "A step draws 48 samples (12 prompts, 4 each) and keeps the best and the worst" in shown
+    words = "A step generates 48 samples (12 prompts, 4 each) and keeps the best and the worst"
+    assert words in shown
     assert "from a score of 0.5 on" in shown
     assert not (tmp_path / "rollouts").exists()
 

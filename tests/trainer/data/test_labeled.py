@@ -78,7 +78,7 @@ def test_rows_of_a_prompt_share_no_responses(tokenizer: Any, tmp_path: Path) -> 
     ("change", "problem"),
     [
         ({"label": "yes"}, "'label' is 'yes', neither true nor false"),
-        ({"label": None}, "it has neither 'prompt', 'completion' and 'label', nor"),
+        ({"label": None}, "it has neither 'prompt', 'completion' (or 'response') and 'label', nor"),
         ({"chosen": "a", "rejected": "a"}, "are equal"),
     ],
 )

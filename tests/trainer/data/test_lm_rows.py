@@ -129,7 +129,7 @@ def test_long_rows_are_cut_and_those_without_a_loss_are_dropped_and_counted(
         rows = read_lm_rows("ptx.train_files", file, tokenizer, 6)
     assert [len(row.ids) for row in rows] == [4, 6]
     assert "3 rows; 2 truncated to 6 tokens; 1 dropped" in caplog.text
-    with pytest.raises(ConfigError, match="No row is left to train on"):
+    with pytest.raises(ConfigError, match="No row is left to train or validate on"):
         read_lm_rows("ptx.train_files", write(tmp_path / "p.jsonl", long_prompt), tokenizer, 6)
 
 

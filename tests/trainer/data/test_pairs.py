@@ -69,7 +69,7 @@ def test_what_the_assistant_said_in_the_prompt_is_not_in_the_loss(tokenizer: Any
         ({"rejected": "aa"}, "'chosen' and 'rejected' are equal: 'aa'"),
         ({"prompt": ""}, "'chosen': 'prompt' is empty"),
         ({"margin": float("nan")}, "'margin' is nan, not a number"),
-        ({"chosen": said("aa")}, "must both be texts, or both lists of messages"),
+        ({"chosen": said("aa")}, "the response must be a text, or, if the prompt"),
     ],
 )
 def test_a_bad_pair_is_refused(change: dict[str, Any], problem: str, tokenizer: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.data.prompt_rows import read_rows
 from trainer.data.config import DataConfig
-from trainer.data.files import read_rows, with_rule_columns
+from trainer.data.files import with_rule_columns
 from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.errors import CheckpointError, ConfigError

@@ -78,7 +78,7 @@ def test_the_page_tells_of_cuts_and_counts_trained_steps(
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     page = write_report(folder).read_text()
-    assert "Dotted lines mark a validation, a checkpoint or a restart" in page
+    assert "Dotted lines mark a pause, such as a validation, a checkpoint or a restart" in page
     assert '<span class="soft">steps</span><b>4</b>' in page
     assert {call.step for call in last_steps(read_run(folder).calls, 3)} == {2, 3, 4}
 

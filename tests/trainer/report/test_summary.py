@@ -42,6 +42,12 @@ def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Pat
     ]
 
 
+def test_the_best_loss_of_a_validation_is_the_lowest(tmp_path: Path) -> None:
+    lines = [STEP | {"val-core/rm/loss": loss} for loss in (0.7, 0.5, 0.6)]
+    last = summary(run_of(tmp_path, *lines))[-1]
+    assert last == "best val-core/rm/loss: 0.5 after step 1, 0.6 at the end"
+
+
 def test_it_says_how_reward_length_and_the_kl_that_moves_changed(tmp_path: Path) -> None:
     numbers = [
         {"critic/score/mean": score, "actor/reward_kl_penalty": 0.0, "actor/ppo_kl": score / 10}

@@ -64,7 +64,9 @@ def test_many_turns_and_trajectories_stay_a_small_file(tmp_path: Path) -> None:
     assert text.count('<div class="turn drawn">') == TRAJECTORIES_PER_STEP * MOST_TURNS / 2
     assert f"… {200 - MOST_TURNS} more" in text
     caps = (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN)
-    assert re.findall(r"\d+", text[text.index("Shown are at most") :])[:4] == [*map(str, caps)]
+    assert re.findall(r"\d+", text[text.index("This page shows at most") :])[:4] == [
+        *map(str, caps)
+    ]
     assert path.stat().st_size < 2**20
 
 

@@ -275,7 +275,7 @@ def test_best_trajectories_become_chats(played: Path, tiny_dir: Path, tmp_path: 
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     read = read_lm_rows("data.train_files", f"{tmp_path}/best/selected.jsonl", tokenizer, 99)
     assert len(read) == len(rows) > 0
-    with pytest.raises(ConfigError, match=r"selection\.format=pairs: .* no other player"):
+    with pytest.raises(ConfigError, match=r"selection\.format=pairs: .* neither tools nor pairs"):
         load_config([*settings, "selection.format=pairs"], BEST_OF_N)
     tools = "environment=tests.workers.agents.games:Counter"
     with pytest.raises(ConfigError, match=r"Counter: its methods increment are tools\..* no tools"):

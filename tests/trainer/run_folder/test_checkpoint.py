@@ -111,6 +111,19 @@ def test_a_full_disk_is_named_and_nothing_of_the_new_checkpoint_stays(tmp_path: 
     }
 
 
+def test_a_full_disk_names_the_final_model_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+
+    class FullExport:
+        def export_model(self, folder: str) -> None:
+            Path(folder).mkdir()
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="^the final model was not written: .*No space left"):
+        checkpoints(tmp_path).write_model(4, FullExport())
+    assert not list(tmp_path.glob("model*"))
+
+
 def test_another_configuration_is_rejected_but_not_a_placement(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     free = (

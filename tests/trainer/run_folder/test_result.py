@@ -94,5 +94,5 @@ def test_a_model_is_loaded_once(model: str, tiny_dir: Path, tmp_path: Path) -> N
     assert type(result.model) is type(made)
     assert result.model is result.model
     assert result.tokenizer("say a").input_ids == tokenizer("say a").input_ids
-    with pytest.raises(ConfigError, match="saved no model: trainer.save_final=false"):
+    with pytest.raises(ConfigError, match="has no model. Set trainer.save_final=true"):
         _ = result_of(tmp_path).model
