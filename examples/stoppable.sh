@@ -5,7 +5,7 @@
 stoppable() {
     local child code=0 of_child=0 interrupted=
     (
-        trap - INT # which bash has what runs in the background ignore
+        trap - INT # bash makes background jobs ignore Ctrl-C
         exec "$@"
     ) <&0 &
     child=$!
@@ -18,7 +18,7 @@ stoppable() {
         interrupted=
         of_child=0
         wait "$child" 2>/dev/null || of_child=$?
-        [ "$of_child" -eq 127 ] || code=$of_child # 127: its end is known already
+        [ "$of_child" -eq 127 ] || code=$of_child # 127: an earlier wait returned its exit code
     done
     trap - TERM HUP USR1 INT
     return "$code"

@@ -3,7 +3,9 @@
 #   bash examples/agents/run.sh guess [key=value ...]         finds a number with hints; each turn has its own advantage
 #   bash examples/agents/run.sh calculator [key=value ...]    calls a tool, then answers; GRPO
 #   bash examples/agents/run.sh agent [key=value ...]         an agent that uses OpenAI's API (pip install openai)
-# RUN_DIR=<folder> sets the run folder (default runs/agents/<which>), PYTHON the Python that has this project.
+# RUN_DIR=<folder> sets the run folder (default runs/agents/<which>), PYTHON the Python that has this project. Every call
+# starts a new run. A folder with checkpoints, such as those of a stopped run, is rejected: remove them, or set
+# trainer.resume_mode=auto to resume.
 set -euo pipefail
 which=${1:-}
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -2,7 +2,8 @@
 # The common part of the scripts in this folder: asynchronous PPO on a tiny model.
 #   bash examples/async/run.sh TOPOLOGY [key=value ...]
 # BACKEND=local runs it without Ray, RUN_DIR=<folder> sets the run folder (default runs/async/TOPOLOGY), PYTHON the
-# Python that has this project. A run that is already in the folder is started again from the beginning.
+# Python that has this project. Every call starts a new run. A folder with checkpoints, such as those of a stopped run, is
+# rejected: remove them, or set trainer.resume_mode=auto to resume.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 topology=${1:?a topology: 1m1t, 2m1t, 1m2t, 2m2t}

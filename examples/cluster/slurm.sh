@@ -21,17 +21,17 @@ gpus=${SLURM_GPUS_ON_NODE:-0}
 wait_s=${WAIT_S:-180} # for all nodes
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-on() { # a node, a command there; in a subshell, which srun replaces: a signal then reaches it, and it the node
+on() { # NODE COMMAND: runs COMMAND on NODE. Call it in a subshell, which srun replaces, so that signals reach the node.
     local node=$1
     shift
     # --overlap: the driver is in the same allocation
     exec srun --nodes=1 --ntasks=1 --nodelist="$node" --cpus-per-task="$cpus" --overlap "$@"
 }
 
-# Ray accepts connections with the token. Ports differ between jobs, because several jobs can share a node.
+# Ray accepts only connections with the token. The port depends on the job, because several jobs can share a node.
 RAY_AUTH_TOKEN=$("$py" -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-address_of() { # its first one, or that of the interface which gloo is told to take
+address_of() { # NODE: its first address, or the address of the interface GLOO_SOCKET_IFNAME
     local dev=${GLOO_SOCKET_IFNAME:-}
     { if [ -n "$dev" ]; then on "$1" ip -4 -o address show dev "$dev"; else on "$1" hostname -I; fi; } |
         grep -oE '([0-9]+\.){3}[0-9]+' | head -n 1

@@ -19,9 +19,9 @@ verl_like=("$py" -c "from trainer.cli.main import main; main()") # the command v
 
 mkdir -p "$run_dir"
 JUDGE_TOKEN=$("$py" -c "import secrets; print(secrets.token_hex(16))")
-export JUDGE_TOKEN # a server that others can reach needs such a secret; on this machine alone it may be left out
+export JUDGE_TOKEN # a server that other machines can reach needs such a secret; one on this machine works without it
 
-: >"$run_dir/server.log" # the address of an earlier server goes before this one starts
+: >"$run_dir/server.log" # removes the address of an earlier server
 "${verl_like[@]}" serve-reward --function "$here/judge.py:share_of_letter" --port 0 --token-env JUDGE_TOKEN >>"$run_dir/server.log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null && wait "$server" || true' EXIT # also after an error and after a signal

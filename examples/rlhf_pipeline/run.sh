@@ -23,7 +23,7 @@ of_rows=(data.train_batch_size=64 data.max_length=64 optim.lr_scheduler_type=cos
 step() { # <step> <command and settings>: run it, unless its model is there already
     echo
     if [ -e "$run_dir/$1/model/config.json" ]; then
-        echo "== $1: done before, in $run_dir/$1; remove that folder to do it again"
+        echo "== $1: skipped, because $run_dir/$1 has its model; remove that folder to repeat the step"
         return
     fi
     echo "== $1"

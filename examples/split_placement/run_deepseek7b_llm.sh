@@ -62,7 +62,7 @@ missing() {
     [ "$cards" -ge "$wanted" ] || echo "- $wanted GPUs: this machine has $cards. Fewer: trainer.n_gpus_per_node=<number>; a cluster: ray.address=<address>"
     [ "$engine" != vllm ] || has vllm || echo "- vLLM: $py has none. $py -m pip install 'vllm>=0.32,<0.33', or actor_rollout_ref.rollout.name=native"
     "$py" -P -c "import sys; from workers.models.folder import model_folder as at; sys.exit(not (at(sys.argv[1], weights=False) / 'config.json').is_file())" "$MODEL" 2>/dev/null ||
-        echo "- the model: $MODEL is neither a folder with a config.json nor to be had from the Hugging Face hub. Set MODEL=<its folder>"
+        echo "- the model: $MODEL is neither a folder with a config.json nor available from the Hugging Face Hub. Set MODEL=<its folder>"
     [ -f "$DATA/train.parquet" ] || echo "- the data: no $DATA/train.parquet. From GSM8K's JSONL files: python examples/data/prepare_gsm8k.py $DATA train.jsonl test.jsonl, or set DATA=<its folder>"
 }
 
@@ -73,7 +73,7 @@ fi
 if [ "${TINY:-0}" != 1 ]; then
     lacks=$(missing "$@")
     if [ -n "$lacks" ]; then
-        printf 'This run needs what is not here:\n%s\nThe same dataflow, small, on this machine: TINY=1 bash %s\n' "$lacks" "$0" >&2
+        printf 'This run lacks:\n%s\nThe same dataflow, small, on this machine: TINY=1 bash %s\n' "$lacks" "$0" >&2
         exit 1
     fi
     exec "$py" -m trainer.main_ppo "${settings[@]}" "$@"
@@ -81,7 +81,7 @@ fi
 
 run_dir=${RUN_DIR:-runs/split_placement/tiny}
 split=$run_dir/split colocate=$run_dir/colocate devices=2
-others=(trainer.resume_mode=disable)   # and the given settings, except for folder and placement, which the colocated run sets itself
+others=(trainer.resume_mode=disable)   # and the user's settings, except folder and placement, which the colocated run sets
 for setting in "$@"; do
     case $setting in
         trainer.default_local_dir=*) split=${setting#*=} colocate=${setting#*=}-colocate ;;
@@ -122,11 +122,11 @@ for change in "${changes[@]}"; do
 done
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 source "$root/examples/stoppable.sh"
-echo "A tiny chat model, fine-tuned until it gives a third of the sums:"
+echo "Make a tiny chat model, fine-tuned until it solves about a third of the sums:"
 "$py" "$root/examples/tiny/make_gsm8k.py" "$run_dir/data" 2>/dev/null
 "$py" "$root/examples/data/prepare_gsm8k.py" "$run_dir/data" "$run_dir/data/train.jsonl" "$run_dir/data/test.jsonl"
 stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
-echo "Now the first steps again with the roles on one pool, in turns: what actor and critic take alone, and that the numbers are the same:"
+echo "Repeat the first steps with all roles on one pool, to measure actor and critic one after the other, and to compare the numbers:"
 stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate trainer.total_training_steps=5 \
     trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}"
 "$py" "$here/compare.py" "$split" "$colocate"

@@ -47,4 +47,4 @@ def test_each_step_of_the_pipeline_improves_what_it_is_for(
     idle.write_text("#!/bin/sh\n")
     idle.chmod(0o755)
     again = bash(PIPELINE, RUN_DIR=tmp_path, PYTHON=idle)
-    assert again.stdout.count("done before") == 3, again.stdout + again.stderr
+    assert again.stdout.count("skipped, because") == 3, again.stdout + again.stderr
