@@ -50,18 +50,22 @@ class Free(Environment):
 
     def reset(self, row: Any, rng: Any) -> str:
         """Return the first observation, which does not contain the row's number."""
-        self.said, self.is_hung = 0, row["number"] == self.hangs
+        self.num_replies, self.is_hung = 0, row["number"] == self.hangs
         self.fails = self.raises > 0 and row["number"] % self.raises == 0
         return "go"
 
     def step(self, text: str) -> Turn | TrajectoryEnd:
         """Return an observation of a few tokens, or end the trajectory."""
-        self.said += 1
+        self.num_replies += 1
         if self.is_hung:
             time.sleep(3600)
         if self.fails:
             raise RuntimeError("out of order")
-        return TrajectoryEnd(1.0) if self.said == self.turns else Turn(f"next {self.said}", 0.1)
+        return (
+            TrajectoryEnd(1.0)
+            if self.num_replies == self.turns
+            else Turn(f"next {self.num_replies}", 0.1)
+        )
 
 
 class Model:
@@ -146,7 +150,7 @@ class Trajectories:
 
     def run(self, round_: int) -> int:
         """Run one round; return the number of sampled tokens."""
-        return sum(int((one.sample.versions >= 0).sum()) for one in self.play(round_))
+        return sum(int((result.sample.versions >= 0).sum()) for result in self.play(round_))
 
 
 def by_generate(model: Model, rows: int) -> Side:
@@ -162,11 +166,11 @@ def by_generate(model: Model, rows: int) -> Side:
         environments = [Free(TURNS) for _ in range(rows)]
         for row, env in enumerate(environments):
             first = env.reset({"number": row}, None)
-            asked = f"{model.prompt(round_, row)}\n{first}"
-            texts.append(tokenizer.decode(chat.prompt([{"role": "user", "content": asked}])))
+            question = f"{model.prompt(round_, row)}\n{first}"
+            texts.append(tokenizer.decode(chat.prompt([{"role": "user", "content": question}])))
         for turn in range(TURNS):
             batch = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True)
-            made = model.module.generate(
+            generated = model.module.generate(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
                 do_sample=True,
@@ -175,9 +179,9 @@ def by_generate(model: Model, rows: int) -> Side:
                 eos_token_id=None,
                 pad_token_id=0,
             )[:, batch["input_ids"].shape[1] :]
-            for row, said in enumerate(tokenizer.batch_decode(made)):
-                answer = environments[row].step(said)
-                texts[row] += said
+            for row, text in enumerate(tokenizer.batch_decode(generated)):
+                answer = environments[row].step(text)
+                texts[row] += text
                 if turn + 1 < TURNS:
                     message = {"role": "user", "content": answer.text}
                     texts[row] += tokenizer.decode(chat.between(None, [message]))
@@ -201,8 +205,8 @@ def by_barrier(model: Model, rows: int) -> Side:
         samples = []
         for row, env in enumerate(environments):
             first = env.reset({"number": row}, None)
-            asked = f"{model.prompt(round_, row)}\n{first}"
-            ids = chat.prompt([{"role": "user", "content": asked}])
+            question = f"{model.prompt(round_, row)}\n{first}"
+            ids = chat.prompt([{"role": "user", "content": question}])
             samples.append(Sample(ids, 100000 * round_ + row, end_at=TOKENS))
         sampling = SamplingParams(max_tokens=TURNS * (TOKENS + 16), stop_token_ids=())
         for turn in range(TURNS):
@@ -245,15 +249,17 @@ def compare(sides: dict[str, Side], rounds: int) -> dict[str, Any]:
     first = times[next(iter(sides))]
     for name, all_rounds in times.items():
         ratios = [
-            (one[0] / base[0], one[1] / base[1])
-            for one, base in zip(all_rounds, first, strict=True)
+            (timing[0] / base[0], timing[1] / base[1])
+            for timing, base in zip(all_rounds, first, strict=True)
         ]
         results[name] = {
-            "s": round(statistics.median(one[0] for one in all_rounds), 3),
-            "cpu_s": round(statistics.median(one[1] for one in all_rounds), 3),
-            "tokens_per_s": round(statistics.median(one[2] / one[0] for one in all_rounds)),
-            "times_the_first": [round(one[0], 2) for one in ratios],
-            "times_the_first_cpu": [round(one[1], 2) for one in ratios],
+            "s": round(statistics.median(timing[0] for timing in all_rounds), 3),
+            "cpu_s": round(statistics.median(timing[1] for timing in all_rounds), 3),
+            "tokens_per_s": round(
+                statistics.median(timing[2] / timing[0] for timing in all_rounds)
+            ),
+            "times_the_first": [round(ratio[0], 2) for ratio in ratios],
+            "times_the_first_cpu": [round(ratio[1], 2) for ratio in ratios],
         }
     return results
 
@@ -291,10 +297,10 @@ def overhead(rounds: int) -> dict[str, Any]:
             sampling = SamplingParams(max_tokens=tokens, stop_token_ids=())
             samples = []
             for number in range(256):
-                asked = f"{model.prompt(round_, number)}\ngo"
-                ids = chat.prompt([{"role": "user", "content": asked}])
+                question = f"{model.prompt(round_, number)}\ngo"
+                ids = chat.prompt([{"role": "user", "content": question}])
                 samples.append(Sample(ids, 100000 * round_ + number))
-            return sum(len(one.tokens) for one in engine.generate(samples, sampling))
+            return sum(len(sample.tokens) for sample in engine.generate(samples, sampling))
 
         return run
 
@@ -361,7 +367,7 @@ def hang(rounds: int) -> dict[str, Any]:
     hung = Trajectories(model, 256, 4, 16, step_s=5.0, hangs=7)
     try:
         results = compare({"none hangs": plain.run, "one hangs": hung.run}, rounds)
-        ended = {one.ended for one in hung.play(99)}
+        ended = {trajectory.ended for trajectory in hung.play(99)}
     finally:
         plain.host.close()
         hung.host.close()
@@ -402,8 +408,12 @@ def handles() -> int:
     import psutil
 
     me = psutil.Process()
-    lasting = [me, *me.children(), *(one for child in me.children() for one in child.children())]
-    return sum(one.num_fds() for one in lasting)
+    lasting = [
+        me,
+        *me.children(),
+        *(process for child in me.children() for process in child.children()),
+    ]
+    return sum(process.num_fds() for process in lasting)
 
 
 def cpu_seconds() -> float:

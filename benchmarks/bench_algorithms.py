@@ -81,18 +81,18 @@ def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {"a copy": columns["values"].clone}
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
         arguments = arguments_of(estimator, columns)
-        calls[f"estimator {name}"] = lambda f=estimator, given=arguments: f(**given)
+        calls[f"estimator {name}"] = lambda f=estimator, columns=arguments: f(**columns)
 
     for name, loss in POLICY_LOSSES.items():
         arguments = arguments_of(loss, columns)
         choose = traits_of(loss).choose_tokens
         if choose is not None:
             wanted = arguments_of(choose, columns)
-            calls[f"choice {name}"] = lambda f=choose, given=wanted: f(**given)
+            calls[f"choice {name}"] = lambda f=choose, columns=wanted: f(**columns)
             arguments["chosen_tokens"] = choose(**wanted)
-        calls[f"loss {name}"] = lambda f=loss, given=arguments: f(**given)
-        calls[f"loss {name}, with gradient"] = lambda f=loss, given=arguments: gradient_of(
-            f, given, "log_prob"
+        calls[f"loss {name}"] = lambda f=loss, columns=arguments: f(**columns)
+        calls[f"loss {name}, with gradient"] = lambda f=loss, columns=arguments: gradient_of(
+            f, columns, "log_prob"
         )
     of_values = arguments_of(compute_value_loss, columns)
     calls["value loss"] = lambda: compute_value_loss(**of_values)
@@ -117,8 +117,8 @@ def calls_of_correction(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]
     }
 
     def correct(correction: RolloutCorrection) -> list[Tensor]:
-        weights, kept = correction(new, old, mask, correction.gauge())
-        return [kept] if weights is None else [weights, kept]
+        weights, remaining = correction(new, old, mask, correction.gauge())
+        return [remaining] if weights is None else [weights, remaining]
 
     def measure() -> list[Tensor]:
         gauge = MismatchGauge(mask.shape[1])
@@ -142,12 +142,12 @@ def gradient_of(loss: Callable[..., Any], arguments: dict[str, Any], leaf: str) 
 
 def seconds_of(call: Callable[[], Any]) -> float:
     """Return CPU seconds, the best of a few calls."""
-    found = []
+    times = []
     for _ in range(ROUNDS):
         began = time.process_time()
         call()
-        found.append(time.process_time() - began)
-    return min(found)
+        times.append(time.process_time() - began)
+    return min(times)
 
 
 def extra_bytes(call: Callable[[], Any]) -> int:
@@ -161,17 +161,17 @@ def storages_of(results: Any) -> dict[int, Any]:
     if isinstance(results, Tensor):
         storage = results.untyped_storage()
         return {storage.data_ptr(): storage}
-    found: dict[int, Any] = {}
+    storages: dict[int, Any] = {}
     for part in results.values() if isinstance(results, dict) else results:
-        found |= storages_of(part)
-    return found
+        storages |= storages_of(part)
+    return storages
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="16 rows of 256 tokens")
-    parser.add_argument("--only", default="", help="a part of the names to measure")
+    parser.add_argument("--only", default="", help="measure names with this part")
     options = parser.parse_args()
     torch.set_num_threads(1)
 

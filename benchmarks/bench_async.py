@@ -138,7 +138,7 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
     for side in sides.values():
         side.close()
     if len(shares) < 2:
-        sys.exit("hardly a round was quiet enough: --most-stolen says which are.")
+        sys.exit("fewer than two rounds were quiet enough. Raise --most-stolen or --rounds.")
 
     results = {"rounds that count": float(len(shares))}
     results |= {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
@@ -216,16 +216,16 @@ def driver(folder: str, rounds: int) -> dict[str, float]:
 def slow(folder: str) -> dict[str, float]:
     """Compare twenty steps with a slow send and a slow update: overlapped and sequential."""
     results = {}
-    for what in ("samples", "weights"):
+    for payload in ("samples", "weights"):
         seconds = []
         for staleness in (0, 1):
-            ended = answer(start(f"slow_{what}_{staleness}", folder, "local", "21"))["ended"]
+            ended = answer(start(f"slow_{payload}_{staleness}", folder, "local", "21"))["ended"]
             seconds.append(ended[-1] - ended[0])
         serial, overlapped = seconds
         results |= {
-            f"20 steps one after the other, slow {what}, s": serial,
-            f"20 steps overlapped, slow {what}, s": overlapped,
-            f"slow {what} and update over serial": overlapped / serial,
+            f"20 steps one after the other, slow {payload}, s": serial,
+            f"20 steps overlapped, slow {payload}, s": overlapped,
+            f"slow {payload} and update over serial": overlapped / serial,
         }
     return results
 
@@ -299,13 +299,13 @@ def main() -> None:
         "--most-stolen",
         type=float,
         default=1.0,
-        help="of the cores, by others, in a round that counts",
+        help="largest fraction of the cores that other machines take in a valid round",
     )
-    parser.add_argument("--window", type=int, default=10, help="steps of a side that count a round")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
-    parser.add_argument("--layers", type=int, default=2, help="of the policy")
-    parser.add_argument("--critic-layers", type=int, help="of the critic; as many unless said")
-    parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
+    parser.add_argument("--window", type=int, default=10, help="steps of a side per round")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="prompts per step")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the policy")
+    parser.add_argument("--critic-layers", type=int, help="layers of the critic; default: --layers")
+    parser.add_argument("--learning", action="store_true", help="measure only rewards, over seeds")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--learning-steps", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -318,7 +318,7 @@ def main() -> None:
         layers = options.layers, options.critic_layers or options.layers
         answer_of_make = start("make", folder, *map(str, layers))
         if answer_of_make.wait():
-            sys.exit("the tiny model could not be written: the error stands above.")
+            sys.exit("the tiny model could not be written: the error is above.")
         sections = ["learning"] if options.learning else options.only.split(",")
         for section in sections:
             if section in ("speed", "ray"):
@@ -331,7 +331,7 @@ def main() -> None:
             elif section == "learning":
                 results = learning(f"{folder}/letters", options.seeds, options.learning_steps)
             else:
-                sys.exit(f"--only {section}: there are speed, ray, driver, slow.")
+                sys.exit(f"--only {section}: choose speed, ray, driver or slow.")
             results = {f"{section}: {key}": value for key, value in results.items()}
             show(results, judge(results))
             figures |= results

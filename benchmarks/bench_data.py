@@ -110,17 +110,17 @@ def main() -> None:
         print(json.dumps(parse(folder) if side == "parse" else read(folder, side)))
         return
 
-    with tempfile.TemporaryDirectory() as made:
-        make(Path(made), options.mb)
-        env = ENV | {"PYTHONPATH": str(HERE.parent), "XDG_CACHE_HOME": f"{made}/cache"}
+    with tempfile.TemporaryDirectory() as scratch:
+        make(Path(scratch), options.mb)
+        env = ENV | {"PYTHONPATH": str(HERE.parent), "XDG_CACHE_HOME": f"{scratch}/cache"}
         print(f"{options.mb} MiB of rows")
         starts = [(when, kind) for kind in ("prompts", "rows") for when in ("first start", "later")]
         for name, side in (("JSON alone", "parse"), *starts):
-            command = [sys.executable, __file__, "--side", side, "--folder", made]
+            command = [sys.executable, __file__, "--side", side, "--folder", scratch]
             output = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
             facts = json.loads(output.stdout.splitlines()[-1])
             print(
-                f"  {name:12}", ", ".join(f"{value:,.1f} {what}" for what, value in facts.items())
+                f"  {name:12}", ", ".join(f"{value:,.1f} {unit}" for unit, value in facts.items())
             )
 
 

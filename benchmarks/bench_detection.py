@@ -138,8 +138,8 @@ def hit(groups: Any, worker: str, fault: str) -> None:
     role, _, where = worker.partition("@")
     group = groups[role]
     if where == "sync":
-        own = None if fault == "left" else OF_ITSELF[fault]
-        group.execute_func_rank_zero.remote(partial(hit_before_the_vote, own))
+        action = None if fault == "left" else OF_ITSELF[fault]
+        group.execute_func_rank_zero.remote(partial(hit_before_the_vote, action))
     elif fault in ("kill", "freeze"):
         number = signal.SIGKILL if fault == "kill" else signal.SIGSTOP
         os.kill(group.transport.pid_here(group.world_size - 1), number)
@@ -274,15 +274,15 @@ def print_table(cells: list[Cell]) -> None:
     results = {(cell.backend, cell.worker, cell.fault): cell.seconds for cell in cells}
     for backend, worker in dict.fromkeys((cell.backend, cell.worker) for cell in cells):
         seconds = (results.get((backend, worker, fault), float("nan")) for fault in HEADS)
-        shown = (f"{each:.1f}" if each == each else "-" for each in seconds)
+        shown = (f"{number:.1f}" if number == number else "-" for number in seconds)
         print(f"| {backend} | {LABELS.get(worker, worker)} |", " | ".join(shown), "|")
 
 
-def cells_of(asked: argparse.Namespace) -> list[Cell]:
+def cells_of(options: argparse.Namespace) -> list[Cell]:
     """Return all selected cells, in the order in which they run."""
-    if asked.cells:
-        return [Cell(*cell.split("/")) for cell in asked.cells.split(",")]
-    parts = (asked.backends.split(","), asked.workers.split(","), asked.faults.split(","))
+    if options.cells:
+        return [Cell(*cell.split("/")) for cell in options.cells.split(",")]
+    parts = (options.backends.split(","), options.workers.split(","), options.faults.split(","))
     return [Cell(*cell) for cell in product(*parts)]
 
 

@@ -74,8 +74,8 @@ class Answering(Simulated):
         if call.method.startswith("update"):
             return None, {"metrics": METRICS, "returned": form.METRICS}
         if call.method.startswith("score"):
-            given, payload = parts[0], DataProto.from_dict({"values": self.scores})
-            return batch_answer(payload, given, form.BATCH)
+            batch, payload = parts[0], DataProto.from_dict({"values": self.scores})
+            return batch_answer(payload, batch, form.BATCH)
         return None, {}
 
 
@@ -97,14 +97,14 @@ def calls_of(num_ranks: int) -> dict[str, Callable[[], Any]]:
     def group() -> WorkerGroup:
         return WorkerGroup(Answering(num_ranks), {"trained": Trained}, prefixed=())
 
-    one, other = group(), group()
+    first, second = group(), group()
     whole, eighth = (make_batch(ROWS_OF_A_RANK * n) for n in (num_ranks, num_ranks // 8))
     return {
-        "one_to_all": lambda: one.one_to_all(1),
-        "update nd1": lambda: one.update_nd1(whole),
-        "update nd8": lambda: one.update_nd8(eighth),
-        "score nd8": lambda: one.score_nd8(eighth),
-        "passed nd1": lambda: other.update_nd1(one.score_nd1.remote(whole)),
+        "one_to_all": lambda: first.one_to_all(1),
+        "update nd1": lambda: first.update_nd1(whole),
+        "update nd8": lambda: first.update_nd8(eighth),
+        "score nd8": lambda: first.score_nd8(eighth),
+        "passed nd1": lambda: second.update_nd1(first.score_nd1.remote(whole)),
     }
 
 
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--profile", help="a call of which to print the profile")
+    parser.add_argument("--profile", help="a call; print its profile")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, list[float]] = {}
@@ -142,7 +142,7 @@ def main() -> None:
             results.setdefault(name, []).append(driver_us)
     if chosen.profile:
         return
-    print("microseconds a rank and call, driver alone")
+    print("microseconds per rank and call, driver alone")
     print(f"{'ranks':<12}" + "".join(f"{num:>9}" for num in chosen.ranks))
     for name, row in results.items():
         print(f"{name:<12}" + "".join(f"{number:>9.1f}" for number in row))

@@ -46,17 +46,17 @@ RECORD = "bench.json"
 def job(arguments: Sequence[str]) -> None:
     """Run the job, print its row, and write its JSON."""
     settings = [argument for argument in arguments if is_setting(argument)]
-    options = _options([each for each in arguments if each not in settings])
+    options = _options([argument for argument in arguments if argument not in settings])
     length = STEPS if options.steps is None else options.steps
     check_steps(length)
     survive_broken_pipes()
-    given = [
+    defaults = [
         "trainer.save_final=false",
         "trainer.max_restarts=0",
         f"trainer.default_local_dir=runs/bench/{datetime.now():%Y%m%d-%H%M%S}",
         f"{LENGTH}={length}",
     ]
-    config = load_or_exit(PPO, settings, given)
+    config = load_or_exit(PPO, settings, defaults)
     _check(config, options.steps, settings)
     folder = run_or_exit(config).folder
 
@@ -65,7 +65,7 @@ def job(arguments: Sequence[str]) -> None:
     out = Path(options.out or folder / RECORD)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, json.dumps(record, indent=1) + "\n")
-    print("", *table(record), "", f"all of it: {out}", sep="\n", flush=True)
+    print("", *table(record), "", f"all results: {out}", sep="\n", flush=True)
 
 
 def record_of(config: PPOConfig, run: RunData) -> dict[str, Any]:

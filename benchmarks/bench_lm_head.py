@@ -155,7 +155,9 @@ def compare(size: str, num_rounds: int) -> dict[str, float]:
     report = {"logits_mib": vocabulary * length * count * 4 / 2**20}
     for side, figures in results.items():
         for name in ("score_s", "score_peak_mib", "update_s", "score_and_update_peak_mib"):
-            report[f"{side}, {name}"] = statistics.median(one[name] for one in figures)
+            report[f"{side}, {name}"] = statistics.median(
+                round_figures[name] for round_figures in figures
+            )
     for name in ("log_prob_sum", "entropy", "grad_norm"):
         chunked, whole = (results[side][0][name] for side in ("chunks", "whole"))
         report[f"{name}, apart"] = abs(chunked - whole) / abs(whole)
@@ -168,7 +170,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="try it out in some seconds")
+    parser.add_argument("--small", action="store_true", help="small sizes, for a test")
     for name in ("--folder", "--size", "--side"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()

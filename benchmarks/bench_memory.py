@@ -38,7 +38,7 @@ def largest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run the cases one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="a part of the names to run")
+    parser.add_argument("--only", default="", help="run names with this part")
     options = parser.parse_args()
     result: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -46,12 +46,12 @@ def main() -> None:
         for name, case in CASES.items():
             if options.only in name:
                 result[name] = largest(ask_ranks(case.num_ranks, str(SIDE), folder, name))
-                said = (
+                outcome = (
                     f"{part} {result[name][part]['measured'] / 2**20:7.1f} MiB, "
                     f"predicted {result[name][part]['ratio']:.2f}"
                     for part in PARTS
                 )
-                print(f"{name:40} {'; '.join(said)}", file=sys.stderr, flush=True)
+                print(f"{name:40} {'; '.join(outcome)}", file=sys.stderr, flush=True)
     missed = {
         f"{name}: {part}": results[part]["ratio"]
         for name, results in result.items()

@@ -67,11 +67,11 @@ def main() -> None:
             for run, (figure, arguments) in runs.items():
                 if run == PASS and axis == "sp":
                     continue
-                own = str(Path(folder) / ("many words" if run == PASS else "few words"))
+                model = str(Path(folder) / ("many words" if run == PASS else "few words"))
                 ratios, alone, ranks = [], {}, {}
                 for _ in range(options.rounds):
-                    alone = measured(own, "", arguments)
-                    ranks = measured(own, AXES[axis], arguments)
+                    alone = measured(model, "", arguments)
+                    ranks = measured(model, AXES[axis], arguments)
                     ratios.append(ranks[figure] / alone[figure])
                 results = {"alone": alone[figure], "two ranks": ranks[figure]}
                 results["ratio"] = statistics.median(ratios)

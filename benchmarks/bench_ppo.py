@@ -101,10 +101,10 @@ def advantages() -> dict[str, float]:
         }
         for name, call in calls.items():
             began = time.perf_counter()
-            made = call()
+            result = call()
             times[name].append(time.perf_counter() - began)
-            assert all(bool(tensor.isfinite().all()) for tensor in made), f"{name}: not finite"
-            del made  # otherwise the next call's time would include freeing this memory
+            assert all(bool(tensor.isfinite().all()) for tensor in result), f"{name}: not finite"
+            del result  # otherwise the next call's time would include freeing this memory
     return {name: statistics.median(of) for name, of in times.items()}
 
 

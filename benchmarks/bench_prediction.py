@@ -132,10 +132,10 @@ def measured_and_predicted(
 
 def measure(folder: Path) -> list[dict[str, Any]]:
     """Return a row for every topology."""
-    made = make_tiny.make(folder / "tiny")
+    tiny = make_tiny.make(folder / "tiny")
     tiny = [
-        f"actor_rollout_ref.model.path={made}/model",
-        f"data.train_files={made}/train.parquet",
+        f"actor_rollout_ref.model.path={tiny}/model",
+        f"data.train_files={tiny}/train.parquet",
     ]
     phases = phases_of_synchronous(tiny, folder / "synchronous")
     rows = []
@@ -150,7 +150,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--longer", type=float, default=4, help="times as long a sleep")
+    parser.add_argument("--longer", type=float, default=4, help="factor for all sleeps")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     os.environ[LONGER] = str(arguments.longer)

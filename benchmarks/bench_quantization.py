@@ -170,7 +170,7 @@ def main() -> None:
     )
     for name, default in (("--hidden", 1024), ("--layers", 8), ("--rows", 32)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--small", action="store_true", help="try it out in some seconds")
+    parser.add_argument("--small", action="store_true", help="small sizes, for a test")
     for name in ("--folder", "--side"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()

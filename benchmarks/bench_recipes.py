@@ -45,9 +45,9 @@ Answer = dict[str, dict[str, Any]]
 """Kind of rows -> `step_s`, `cpu_s`, `losses`."""
 
 
-def losses_apart(one: Answer, other: Answer, kind: str) -> float:
+def losses_apart(first: Answer, second: Answer, kind: str) -> float:
     """Return the largest difference between the losses of a step."""
-    pairs = zip(one[kind]["losses"], other[kind]["losses"], strict=True)
+    pairs = zip(first[kind]["losses"], second[kind]["losses"], strict=True)
     return max(abs(left - right) for left, right in pairs)
 
 

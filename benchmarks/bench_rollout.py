@@ -74,7 +74,7 @@ def main() -> None:
     for side in sides:
         starts |= side["start_s"]
         for name, rounds in side["runs"].items():
-            rates[name] = statistics.median(one["tokens"] / one["s"] for one in rounds)
+            rates[name] = statistics.median(figures["tokens"] / figures["s"] for figures in rounds)
     peak = sides[0]["matmul_gflops"]
     shares = {name: 2 * PARAMETERS * rate / (peak * 1e9) for name, rate in rates.items()}
     results = {

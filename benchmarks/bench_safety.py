@@ -207,8 +207,8 @@ def ratio_in_a_round(on: Sequence[float], off: Sequence[float]) -> tuple[float, 
         for first in range(0, len(on), counted)
     )
     cut = len(ratios) // 10
-    kept = ratios[cut : len(ratios) - cut]
-    return statistics.mean(kept), statistics.pstdev(kept) / len(kept) ** 0.5
+    middle = ratios[cut : len(ratios) - cut]
+    return statistics.mean(middle), statistics.pstdev(middle) / len(middle) ** 0.5
 
 
 def lower_quartile(values: Sequence[float]) -> float:
@@ -248,14 +248,14 @@ def main() -> None:
             return frozenset({"actor_pool", "rollout_pool"})
 
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder)
-        make_tiny(made)
+        scratch = Path(folder)
+        make_tiny(scratch)
         meter = Meter(modes, options.rounds)
         overrides = [
-            f"actor_rollout_ref.model.path={made}/model",
-            f"data.train_files={made}/train.parquet",
+            f"actor_rollout_ref.model.path={scratch}/model",
+            f"data.train_files={scratch}/train.parquet",
             *("trainer.backend=local", "trainer.device=cpu", "placement=standalone"),
-            *("trainer.n_gpus_per_node=2", f"trainer.default_local_dir={made}/run"),
+            *("trainer.n_gpus_per_node=2", f"trainer.default_local_dir={scratch}/run"),
             *("data.train_batch_size=8", "data.max_prompt_length=16", "data.max_response_length=8"),
             *("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2"),
             *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
@@ -264,7 +264,7 @@ def main() -> None:
         recipe = replace(PPO, schema=ChildConfig)
         run(load_config(overrides, recipe), callbacks=[meter])
         report(meter.counted())
-        print(f"lock of the run folder, once a run: {ms_of_lock(made):.2f} ms")
+        print(f"lock of the run folder, once per run: {ms_of_lock(scratch):.2f} ms")
 
 
 if __name__ == "__main__":

@@ -57,13 +57,13 @@ def main() -> None:
             print(side.pop("profile"))
         results[num_ranks] = side
 
-    print(f"{chosen.recipe}, tp={chosen.tp}, {chosen.samples} samples a rank")
+    print(f"{chosen.recipe}, tp={chosen.tp}, {chosen.samples} samples per rank")
     print(f"{'ranks':<18}" + "".join(f"{num:>10,}" for num in results))
     for name in next(iter(results.values())):
         print(f"{name:<18}" + "".join(f"{side[name]:>10,.4g}" for side in results.values()))
     if 1024 in results:
         driver_s = results[1024]["driver s"]
-        print(f"driver at 1,024 ranks: {driver_s:.2f} s a step, limit {LIMIT_S:g}")
+        print(f"driver at 1,024 ranks: {driver_s:.2f} s per step, limit {LIMIT_S:g}")
         sys.exit(driver_s > LIMIT_S)
 
 

@@ -151,7 +151,7 @@ def time_sdk(url: str, model: str, rounds: int) -> dict[str, float]:
         return time.perf_counter() - begin
 
     times = [(sample(ROWS), sample(1)) for _ in range(rounds + 1)][1:]
-    return {"many": min(many for many, _ in times), "one": min(one for _, one in times)}
+    return {"many": min(many for many, _ in times), "one": min(single for _, single in times)}
 
 
 @contextlib.contextmanager

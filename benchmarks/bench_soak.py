@@ -61,11 +61,11 @@ class Gauge:
         calls = trainer.groups["actor"].transport
         workers = [psutil.Process(calls.pid_here(rank)) for rank in range(calls.world_size)]
         checkpoints = set(trainer.folder.glob("global_step_*/**/*"))
-        kept = [f for f in trainer.folder.rglob("*") if f.is_file() and f not in checkpoints]
+        files = [f for f in trainer.folder.rglob("*") if f.is_file() and f not in checkpoints]
         self.readings[trainer.global_step] = {
             "driver MiB": driver.memory_info().rss / 2**20,
             **{f"worker {n} MiB": w.memory_info().rss / 2**20 for n, w in enumerate(workers)},
-            "folder kB a step": sum(file.stat().st_size for file in kept)
+            "folder kB a step": sum(file.stat().st_size for file in files)
             / 1e3
             / trainer.global_step,
         }
@@ -151,9 +151,9 @@ def report(folders: dict[str, Path], sides: dict[str, dict[str, Any]], steps: in
         for step, reading in facts["readings"].items():
             print(f"  step {step}:", ", ".join(f"{k} {v:.1f}" for k, v in reading.items()))
         if facts["restarts"]:
-            each = " ".join(f"{seconds:.1f}" for seconds in facts["restarts"])
+            times = " ".join(f"{seconds:.1f}" for seconds in facts["restarts"])
             print(
-                f"  {len(facts['restarts'])} restarts, from the failure to the next step: {each} s"
+                f"  {len(facts['restarts'])} restarts, from the failure to the next step: {times} s"
             )
     faults = (folders["killed"] / "faults.jsonl").read_text().splitlines()
     print("faults and ledger:", *faults, sep="\n  ")
@@ -184,8 +184,8 @@ def main() -> None:
 
     from trainer.cli.make_tiny import make as make_tiny
 
-    with tempfile.TemporaryDirectory() as made:
-        folder = options.folder or Path(made)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.folder or Path(scratch)
         make_judge(make_tiny(folder / "tiny"))
         sides = {}
         for name in ("undisturbed", "killed"):

@@ -1,6 +1,6 @@
 """Measure a run's time before its first step, compared with Python, torch and Ray alone.
 
-    python benchmarks/bench_start.py [--rounds 3] [--only help,local,ray,quickstart]
+    python benchmarks/bench_start.py [--rounds 3] [--only import,help,local,ray,quickstart]
 
 The script prints JSON. Every value comes from a new process, alternating with the bare process that
 it is compared with (for Ray, one with two actors that import torch and transformers). Values are
@@ -153,7 +153,7 @@ def in_turn(
         for side, measure in sides.items():
             taken[side].append(measure())
     return {
-        side: {name: statistics.median(one[name] for one in of) for name in of[0]}
+        side: {name: statistics.median(measurement[name] for measurement in of) for name in of[0]}
         for side, of in taken.items()
     }
 
@@ -170,8 +170,8 @@ def figures_of(only: Sequence[str], tiny: Path, rounds: int) -> dict[str, float]
         "ray": until_ready("ray", tiny),
     }
     against = {"import": "python", "help": "python", "local": "libraries", "ray": "bare_ray"}
-    asked = [side for side in against if side in only]
-    wanted = {*asked, *(against[side] for side in asked)}
+    sides = [side for side in against if side in only]
+    wanted = {*sides, *(against[side] for side in sides)}
     results = in_turn({side: sides[side] for side in sides if side in wanted}, rounds)
     if "quickstart" in only:
         results["quickstart"] = quickstart()
@@ -179,7 +179,7 @@ def figures_of(only: Sequence[str], tiny: Path, rounds: int) -> dict[str, float]
     figures = {
         f"{side}.{name}": value for side, of in results.items() for name, value in of.items()
     }
-    for side in asked:
+    for side in sides:
         ratio = results[side]["cpu"] / results[against[side]]["cpu"]
         figures[f"{side}.cpu over {against[side]}"] = ratio
     return figures

@@ -80,7 +80,7 @@ def on_ranks(folder: str, world_size: int, strategy: str) -> dict[str, float]:
 def compare_ranks(folder: str) -> dict[str, float]:
     """Compare one rank, two ranks of FSDP and two of ddp, one after the other."""
     sides = {"1 ranks": (1, "fsdp"), "2 ranks": (2, "fsdp"), "2 ranks of ddp": (2, "ddp")}
-    answers = {side: on_ranks(folder, *how) for side, how in sides.items()}
+    answers = {side: on_ranks(folder, *arguments) for side, arguments in sides.items()}
     results = {}
     for side, figures in answers.items():
         results |= {f"{side}, {name}": value for name, value in figures.items()}
@@ -126,9 +126,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trl-python", help="the Python of an environment with TRL 1.16")
-    parser.add_argument(
-        "--ranks-only", action="store_true", help="compare numbers of ranks, nothing else"
-    )
+    parser.add_argument("--ranks-only", action="store_true", help="only compare one and two ranks")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
 

@@ -135,9 +135,9 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
 
         def group(role: str, cls: type, own_processes: bool) -> Any:
             recipe = create_colocated_worker_cls({role: ClassWithInitArgs(cls, size)})
-            made = LocalWorkerGroup(ResourcePool([1]), recipe, own_processes=own_processes)
-            stack.callback(made.shutdown)
-            return made.spawn([role])[role]
+            group = LocalWorkerGroup(ResourcePool([1]), recipe, own_processes=own_processes)
+            stack.callback(group.shutdown)
+            return group.spawn([role])[role]
 
         trainer = group("trainer", Trainer, own_processes=False)
         numbers = range(max(NUMBERS_OF_GENERATORS))
@@ -146,8 +146,8 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
         ]
         results = {}
         for sync in ("full", "changed"):
-            for each in (trainer, *generators):
-                each.begin(sync)
+            for worker in (trainer, *generators):
+                worker.begin(sync)
             results[sync] = figures_of(trainer, generators, rounds)
     return results
 

@@ -40,8 +40,8 @@ def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
     """Return four int64 and five float32 columns: 109 MB at 1024 x 2048."""
     ids = ("input_ids", "attention_mask", "position_ids", "responses")
     floats = ("old_log_probs", "values", "advantages", "returns", "token_level_scores")
-    made = {name: torch.arange(rows * width).reshape(rows, width) % 997 for name in ids}
-    return made | {name: torch.rand(rows, width) for name in floats}
+    integers = {name: torch.arange(rows * width).reshape(rows, width) % 997 for name in ids}
+    return integers | {name: torch.rand(rows, width) for name in floats}
 
 
 def padded_columns(rows: int, width: int, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -78,11 +78,11 @@ def median_of_fresh(make: Callable[[int], Any], work: Callable[[Any], Any], repe
     """Return the median seconds for new data in every run; the first run does not count."""
     times = []
     for turn in range(repeats + 1):
-        given = make(turn)
+        batch = make(turn)
         began = time.perf_counter()
-        result = work(given)
+        result = work(batch)
         times.append(time.perf_counter() - began)
-        del given, result
+        del batch, result
     return statistics.median(times[1:])
 
 
@@ -99,10 +99,12 @@ def seconds_of_padded_echo(side: str, api: SimpleNamespace, group: Any) -> float
 
     def make(turn: int) -> Any:
         if side == "ours":
-            own = {name: column.with_values(column.values + turn) for name, column in base.items()}
+            columns = {
+                name: column.with_values(column.values + turn) for name, column in base.items()
+            }
         else:
-            own = {name: column + turn for name, column in base.items()}
-        return api.DataProto.from_dict(own)
+            columns = {name: column + turn for name, column in base.items()}
+        return api.DataProto.from_dict(columns)
 
     back = group.echo(make(1))
     assert all(torch.equal(back.batch[n], c) for n, c in make(1).batch.items()), "not what was sent"
@@ -204,8 +206,8 @@ def grouped(side: str) -> dict[str, float]:
     batch = api.DataProto.from_dict(base)
     megabytes = sum(t.nbytes for t in base.values()) / 1e6
     tiny = api.DataProto.from_dict(columns(8, 16))
-    made = columns(SMALL_ROWS, SMALL_WIDTH)
-    small = api.DataProto.from_dict({name: made[name] for name in SMALL_COLUMNS})
+    whole = columns(SMALL_ROWS, SMALL_WIDTH)
+    small = api.DataProto.from_dict({name: whole[name] for name in SMALL_COLUMNS})
     figures = {"batch_mb": megabytes, "start_2_workers_s": statistics.median(starts)}
     figures["echo_mb_per_s"] = megabytes / median_of_fresh(large, a.echo_changed, ECHOES)
     figures["padded_echo_ms"] = seconds_of_padded_echo(side, api, a) * 1e3
@@ -247,7 +249,7 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
         name: np.array([f"{name}-{row}" for row in range(64)], dtype=object)
         for name in ("uid", "data_source")
     }
-    one = batch_cls.from_dict(dict(list(small.items())[:half]), non_tensors=dict(objects))
+    half_batch = batch_cls.from_dict(dict(list(small.items())[:half]), non_tensors=dict(objects))
     other = batch_cls.from_dict(dict(list(small.items())[half:]))
     whole = batch_cls.from_dict(small, non_tensors=dict(objects))
     names = list(small)[:3]
@@ -259,10 +261,10 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
         )
 
     def unite() -> Any:
-        return batch_cls(batch=one.batch.copy(), non_tensor_batch=dict(objects)).union(other)
+        return batch_cls(batch=half_batch.batch.copy(), non_tensor_batch=dict(objects)).union(other)
 
     copying = seconds_per_call(
-        lambda: batch_cls(batch=one.batch.copy(), non_tensor_batch=dict(objects)), 200
+        lambda: batch_cls(batch=half_batch.batch.copy(), non_tensor_batch=dict(objects)), 200
     )
     return {
         "dumps_loads_54mb_s": median_of(round_trip),
@@ -286,9 +288,9 @@ class BareEcho:
 
     def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return a private copy of every array, and change one of them."""
-        own = {name: array.copy() for name, array in arrays.items()}
-        own[CHANGED] += 1.0
-        return own
+        copies = {name: array.copy() for name, array in arrays.items()}
+        copies[CHANGED] += 1.0
+        return copies
 
     def nothing(self) -> None:
         """Do nothing."""
@@ -312,8 +314,8 @@ def bare() -> dict[str, float]:
 
     base = {name: column.numpy() for name, column in columns(ROWS, WIDTH).items()}
     tiny = {name: column.numpy() for name, column in columns(8, 16).items()}
-    made = columns(SMALL_ROWS, SMALL_WIDTH)
-    small = {name: made[name].numpy() for name in SMALL_COLUMNS}
+    whole = columns(SMALL_ROWS, SMALL_WIDTH)
+    small = {name: whole[name].numpy() for name in SMALL_COLUMNS}
     megabytes = sum(array.nbytes for array in base.values()) / 1e6
     return {
         "echo_mb_per_s": megabytes / median_of_fresh(large, echo, ECHOES),

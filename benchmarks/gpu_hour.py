@@ -201,17 +201,19 @@ def run_parts(
             if not why and left < SHORTEST_S:
                 why = f"only {max(left, 0):.0f} s were left"
             print(f"== {part.name}: {'' if why else f'at most {part.limit_s} s'}", flush=True)
-            own = Path(folder) / "parts" / re.sub(r"\W+", "_", part.name)
-            outcome = Outcome(part.name, "skipped", why=why) if why else run_part(part, own, gpu)
+            part_folder = Path(folder) / "parts" / re.sub(r"\W+", "_", part.name)
+            outcome = (
+                Outcome(part.name, "skipped", why=why) if why else run_part(part, part_folder, gpu)
+            )
             outcomes.append(outcome)
             if not why:
-                log = (own / "log.txt").read_text("utf-8", errors="replace")
+                log = (part_folder / "log.txt").read_text("utf-8", errors="replace")
                 with (out / "gpu.log").open("a", encoding="utf-8") as whole:
                     whole.write(f"== {part.name}\n{log}\n")
                 if outcome.is_bad:
                     print(*log.splitlines()[-SHOWN_LINES:], sep="\n")
             print(f"-- {outcome.result}, {outcome.seconds:.0f} s: {outcome.text}", flush=True)
-            record = {"title": title, "parts": [vars(one) for one in outcomes]}
+            record = {"title": title, "parts": [vars(outcome) for outcome in outcomes]}
             write_whole(out / "gpu.json", json.dumps(record, indent=1) + "\n")
             write_whole(out / "gpu.md", report(title, outcomes))
     return outcomes
@@ -221,13 +223,19 @@ def main() -> None:
     """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--gpus", type=int, default=1, help="8 by gpu_node.sh")
+    add("--gpus", type=int, default=1, help="number of GPUs (gpu_node.sh: 8)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="sizes of a trial")
-    add("--backend", choices=("ray", "local"), help="Ray for several GPUs where it is installed")
-    add("--only", action="append", default=[], metavar="PART", help="a part, by its name")
-    add("--seconds", type=float, default=1200, help="time for all parts together")
-    add("--patience", type=float, default=1, help="deadlines times this, on a busy machine")
+    add("--tiny", action="store_true", help="small sizes, for a trial")
+    add(
+        "--backend",
+        choices=("ray", "local"),
+        help="default: Ray for several GPUs if it is installed",
+    )
+    add(
+        "--only", action="append", default=[], metavar="PART", help="run this part; may be repeated"
+    )
+    add("--seconds", type=float, default=1200, help="begin no part after this time")
+    add("--patience", type=float, default=1, help="factor for all deadlines, for a busy machine")
     add("--dry-run", metavar="GPU", help="check every run as on GPUs of this name, and stop")
     add("--out", type=Path, help="a folder; runs/gpu/<time> by default")
     options = parser.parse_args()

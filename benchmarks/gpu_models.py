@@ -54,8 +54,8 @@ def write_configs(folder: Path, tiny: bool) -> None:
 
     from trainer.cli.make_tiny import CHARACTERS, SPECIAL, make_tokenizer
 
-    more = min(VOCABULARY[tiny], MOST_WORDS) - len(SPECIAL) - len(CHARACTERS)
-    tokenizer = make_tokenizer((*CHARACTERS, *(f" w{number}" for number in range(more))))
+    num_words = min(VOCABULARY[tiny], MOST_WORDS) - len(SPECIAL) - len(CHARACTERS)
+    tokenizer = make_tokenizer((*CHARACTERS, *(f" w{number}" for number in range(num_words))))
     for size in QWEN2:
         config = config_of(size, tiny)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

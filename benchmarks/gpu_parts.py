@@ -269,13 +269,13 @@ class Makes:
     machine: Machine
     models: Path
 
-    def side(self, name: str, limit_s: int, part: str, **more: Any) -> Part:
+    def side(self, name: str, limit_s: int, part: str, **fields: Any) -> Part:
         """Return a part of `gpu_side.py`."""
         command = (
             str(HERE / "gpu_side.py"), part, "--device", self.machine.device,
             *(["--tiny"] if self.machine.is_tiny else []), "--out", "{part}/figures.json",
         )  # fmt: skip
-        return Part(name, limit_s, command, written_figures, **more)
+        return Part(name, limit_s, command, written_figures, **fields)
 
     def tests(self, limit_s: int) -> Part:
         """Return a part with the tests that have the marker `gpu` and need no Ray."""
@@ -294,12 +294,12 @@ class Makes:
         return Part(MODELS, 20 * len(sizes), command, no_figures)
 
     def run(
-        self, name: str, limit_s: int, size: str, settings: tuple[str, ...], **more: Any
+        self, name: str, limit_s: int, size: str, settings: tuple[str, ...], **fields: Any
     ) -> Part:
         """Return a run of `verl-like ppo`, or of another recipe."""
-        of_part = {key: more.pop(key) for key in ("needs", "needs_gpu") if key in more}
-        of_part["needs_models"] = more.get("reads_weights", True)
-        own = {
+        of_part = {key: fields.pop(key) for key in ("needs", "needs_gpu") if key in fields}
+        of_part["needs_models"] = fields.get("reads_weights", True)
+        of_run = {
             "recipe": "ppo",
             "prompts": 64,
             "samples": 8,
@@ -308,7 +308,7 @@ class Makes:
             "model": self.models / size,
             "settings": settings,
         }
-        run = Run(**own | more)
+        run = Run(**of_run | fields)
         if self.machine.is_tiny:
             run = replace(run, prompts=8, samples=2, prompt=16, response=8)
         folder = "trainer.default_local_dir={part}/run"

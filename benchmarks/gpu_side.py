@@ -87,11 +87,11 @@ def weights_from_a_seed() -> Iterator[None]:
         materialize(module, device)
         torch.manual_seed(0)
         for name, weight in module.named_parameters():
-            own = local_part(weight)  # a DTensor would draw other numbers than a plain tensor
+            shard = local_part(weight)  # a DTensor would draw other numbers than a plain tensor
             if weight.dim() > 1:
-                own.normal_(0, 0.02)
+                shard.normal_(0, 0.02)
             else:
-                own.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                shard.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
     with patch("workers.training.build.load_weights", draw):
         yield
@@ -458,10 +458,10 @@ def micro(trial: Trial) -> Iterator[Figure]:
     from workers.rollout.sampling import sample_tokens
     from workers.weights.checksum import float32_hash
 
-    one = torch.ones(2**20 if trial.tiny else 2**28, device=trial.device, dtype=torch.bfloat16)
+    tensor = torch.ones(2**20 if trial.tiny else 2**28, device=trial.device, dtype=torch.bfloat16)
     repeats = 1 if trial.tiny else 28
-    seconds = trial.seconds(lambda: [float32_hash(one) for _ in range(repeats)], 1)
-    yield "hash of bfloat16 weights, GB/s", repeats * one.nbytes / seconds / 1e9
+    seconds = trial.seconds(lambda: [float32_hash(tensor) for _ in range(repeats)], 1)
+    yield "hash of bfloat16 weights, GB/s", repeats * tensor.nbytes / seconds / 1e9
 
     num_rows, vocabulary = (8, 512) if trial.tiny else (256, 151936)
     logits = torch.randn(num_rows, vocabulary, device=trial.device)

@@ -221,8 +221,8 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
 def distance(weights: Any, others: Any) -> float:
     """Return the Euclidean distance between two lists of tensors."""
     squares = 0.0
-    for one, other in zip(weights, others, strict=True):
-        squares += float((one.detach() - other).square().sum())
+    for weight, expected in zip(weights, others, strict=True):
+        squares += float((weight.detach() - expected).square().sum())
     return squares**0.5
 
 
@@ -231,13 +231,13 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    what, folder = sys.argv[1], Path(sys.argv[2])
-    if what == "make":
+    command, folder = sys.argv[1], Path(sys.argv[2])
+    if command == "make":
         folder.mkdir(parents=True, exist_ok=True)
         make(folder)
         return
     compiled = partial(ours, compiles="on")
-    side: Any = {"ours": ours, "compiled": compiled, "trl": trl, "replay": replay}[what]
+    side: Any = {"ours": ours, "compiled": compiled, "trl": trl, "replay": replay}[command]
     print(json.dumps(side(folder, sys.argv[3], *map(int, sys.argv[4:]))))
 
 

@@ -167,9 +167,9 @@ def our_step_and_module(our_step: Any, folder: Path, rows: Any) -> tuple[Work, A
     engines: list[Any] = []
     build = TrainEngine.build
 
-    def noting_build(self: Any, *args: Any, **more: Any) -> None:
+    def noting_build(self: Any, *args: Any, **kwargs: Any) -> None:
         engines.append(self)
-        build(self, *args, **more)
+        build(self, *args, **kwargs)
 
     TrainEngine.build = noting_build  # type: ignore[method-assign]
     step = our_step("sft", folder, rows)
@@ -375,7 +375,7 @@ def main() -> None:
         RECORD.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
         return
     if loaded := [row["name"] for row in rows if row["verdict"] == "LOADED"]:
-        print(f"warning: this machine is too loaded to tell: {', '.join(loaded)}")
+        print(f"warning: this machine is too loaded for a verdict on: {', '.join(loaded)}")
     if slower := [row["name"] for row in rows if row["verdict"] == "SLOWER"]:
         sys.exit(f"slower than {TOLERANCE} times the record: {', '.join(slower)}")
 

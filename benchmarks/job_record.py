@@ -66,12 +66,12 @@ def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any)
     Raise if a step of the run is missing, or if none was measured.
     """
     check_steps(job.steps)
-    found = [step.step for step in steps]
-    if found != list(range(1, job.steps + 1)):
-        last = f"the last of them step {found[-1]}" if found else "none at all"
+    numbers = [step.step for step in steps]
+    if numbers != list(range(1, job.steps + 1)):
+        last = f"the last of them step {numbers[-1]}" if numbers else "none at all"
         raise ConfigError(
-            f"the run was to take {job.steps} steps and has written down {len(found)}, {last}. It "
-            "ended early, or its data did: nothing is reported of a part of a job."
+            f"the run was to take {job.steps} steps and recorded {len(numbers)}, {last}. It "
+            "ended early, or its data did, so there is no report."
         )
     measured = steps[WARM_UP:]
     seconds = sum(step.seconds for step in measured)
@@ -105,8 +105,8 @@ def job_record(package: str, job: Job, steps: Sequence[JobStep], **details: Any)
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that affect speed."""
-    found = {name: _version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **{name: v for name, v in found.items() if v}}
+    versions = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **{name: v for name, v in versions.items() if v}}
 
 
 def check_steps(steps: int) -> None:
@@ -197,10 +197,10 @@ def commit_of(package: str) -> str:
         source = {}
     if installed := source.get("vcs_info", {}).get("commit_id"):
         return str(installed)[:12]
-    found = find_spec(package.replace("-", "_"))
-    if found is None or found.origin is None:
+    spec = find_spec(package.replace("-", "_"))
+    if spec is None or spec.origin is None:
         return "-"
-    file = Path(found.origin).resolve()
+    file = Path(spec.origin).resolve()
     # a repository that does not belong to this package
     if not _git(file.parent, "ls-files", file.name):
         return "-"

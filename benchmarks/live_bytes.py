@@ -15,7 +15,7 @@ def live_bytes() -> int:
     """Return the bytes of all tensors that Python references."""
     gc.collect()
     tensors = (
-        each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
+        item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)
     )
     storages = {
         storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors)

@@ -102,8 +102,8 @@ def make_models(folder: Path) -> None:
     torch.manual_seed(0)
     kinds: dict[str, Any] = {"model": LlamaForCausalLM, "scorer": LlamaForSequenceClassification}
     for name, kind in kinds.items():
-        own = {"num_labels": 1} if name == "scorer" else {}
-        kind(LlamaConfig(**SIZES, **own, pad_token_id=0)).save_pretrained(folder / name)
+        labels = {"num_labels": 1} if name == "scorer" else {}
+        kind(LlamaConfig(**SIZES, **labels, pad_token_id=0)).save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
 
 
@@ -207,10 +207,10 @@ def row_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
     return SFTWorker, RowWorkerConfig(**settings), ["update_model", "compute_log_prob"]
 
 
-def plain_attention(query: Any, key: Any, value: Any, _: Any, how: Any) -> Any:
+def plain_attention(query: Any, key: Any, value: Any, _: Any, settings: Any) -> Any:
     """Compute attention of full rows, in their own dtype."""
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=how.scale, enable_gqa=True
+        query, key, value, is_causal=True, scale=settings.scale, enable_gqa=True
     )
 
 

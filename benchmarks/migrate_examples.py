@@ -227,10 +227,10 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
         if pairs[f"{section}.optim.lr_warmup_steps"] == (-1, 0) and not share:
             del pairs[f"{section}.optim.lr_warmup_steps"]  # absent in both
     for side in ("low", "high"):
-        bounds = [value_of(each, f"{ACTOR}.clip_ratio_{side}") for each in (theirs, ours)]
-        either = [value_of(each, f"{ACTOR}.clip_ratio") for each in (theirs, ours)]
+        bounds = [value_of(config, f"{ACTOR}.clip_ratio_{side}") for config in (theirs, ours)]
+        either = [value_of(config, f"{ACTOR}.clip_ratio") for config in (theirs, ours)]
         there, here = (
-            whole if one is None else one for one, whole in zip(bounds, either, strict=True)
+            whole if bound is None else bound for bound, whole in zip(bounds, either, strict=True)
         )
         pairs[f"{ACTOR}.clip_ratio ({side})"] = there, here
     there = pairs[f"{ACTOR}.policy_loss.loss_mode"][0]

@@ -53,7 +53,7 @@ def answer(process: subprocess.Popen[str]) -> Any:
         sys.exit(f"{process.args} has not ended in 600 s: is the machine busy?")
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
-        sys.exit(f"{process.args} failed: its error stands above.")
+        sys.exit(f"{process.args} failed: its error is above.")
     return json.loads(lines[-1])
 
 
@@ -84,7 +84,7 @@ class PausedSide:
         while self._num_asked:
             line = self._process.stdout.readline()
             if not line:
-                sys.exit(f"{self._name} failed: its error stands above.")
+                sys.exit(f"{self._name} failed: its error is above.")
             if line.startswith("{"):
                 self._num_asked -= 1
                 for key, values in json.loads(line).items():
@@ -112,7 +112,7 @@ def cluster_for_all() -> Iterator[str]:
     answered = (line for line in process.stdout if line.startswith("{"))
     answer_of_cluster = next(answered, None)
     if answer_of_cluster is None:
-        sys.exit("no Ray cluster started: its error stands above.")
+        sys.exit("no Ray cluster started: its error is above.")
     yield json.loads(answer_of_cluster)["address"]
     process.communicate()
 

@@ -28,7 +28,7 @@ NUM_STEPS = 20
 """Steps of a run. The first two do not count, because they touch memory the first time."""
 
 
-def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
+def overrides(folder: Path, run_folder: str, *settings: str) -> list[str]:
     """Return the settings of PPO with a critic of the policy's size and 4 samples per prompt."""
     return [
         "trainer.device=cpu",
@@ -41,19 +41,19 @@ def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
         "data.max_response_length=32",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
         "actor_rollout_ref.rollout.n=4",
-        *more,
+        *settings,
     ]
 
 
 def steps_of(
-    folder: Path, num_steps: int, *more: str
+    folder: Path, num_steps: int, *settings: str
 ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Return the metrics of all steps except the first two, and all calls in the trace."""
     from trainer import load_config, run
 
     with tempfile.TemporaryDirectory() as run_folder:
         length = f"trainer.total_training_steps={num_steps}"
-        run(load_config(overrides(folder, run_folder, length, *more)))
+        run(load_config(overrides(folder, run_folder, length, *settings)))
         lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
         events = json.loads((Path(run_folder) / "timeline.json").read_text())["traceEvents"]
     calls = [event for event in events if event["ph"] == "X"]
@@ -104,13 +104,17 @@ def passes(folder: Path) -> dict[str, float]:
         def on_step_end(self, metrics: Metrics) -> None:
             ends.append(time.process_time())
 
-    one = ("trainer.backend=local", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=6")
+    in_process = (
+        "trainer.backend=local",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=6",
+    )
     steps: dict[str, list[float]] = {"tokens": [], "rows": []}
     for cut in ("tokens", "rows") * 2:
         ends.clear()
-        more = (BY_ROWS,) if cut == "rows" else ()
+        cut_settings = (BY_ROWS,) if cut == "rows" else ()
         with tempfile.TemporaryDirectory() as run_folder:
-            run(load_config(overrides(folder, run_folder, *one, *more)), Metered)
+            run(load_config(overrides(folder, run_folder, *in_process, *cut_settings)), Metered)
         steps[cut] += [after - before for before, after in pairwise(ends)][1:]
     by_tokens, by_rows = (statistics.median(steps[cut]) for cut in ("tokens", "rows"))
     return {
@@ -129,8 +133,8 @@ def driver(folder: Path) -> dict[str, float]:
         busy: dict[int, float] = defaultdict(float)
         for event in events:
             busy[event["args"].get("step", 0)] += event["dur"] / 1e6
-        own = [1 - busy[int(line["step"])] / line["timing_s/step"] for line in lines]
-        shares[f"driver_share_{backend}"] = statistics.median(own)
+        driver_shares = [1 - busy[int(line["step"])] / line["timing_s/step"] for line in lines]
+        shares[f"driver_share_{backend}"] = statistics.median(driver_shares)
     return shares
 
 
@@ -154,8 +158,8 @@ def memory(folder: Path) -> dict[str, float]:
         "trainer.n_gpus_per_node=1",
     )
     with tempfile.TemporaryDirectory() as run_folder:
-        more = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=200", *small)
-        run(load_config(overrides(folder, run_folder, *more)), Metered)
+        settings = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=200", *small)
+        run(load_config(overrides(folder, run_folder, *settings)), Metered)
     return {
         "rss_50_mib": resident[50],
         "rss_200_mib": resident[200],
@@ -210,7 +214,7 @@ def calls(folder: Path) -> dict[str, float]:
         pool.release()
         actors = [bare_class.remote() for _ in range(num_workers)]
         figures[f"bare_ms_{num_workers}"] = milliseconds(
-            lambda a=actors: ray.get([one.nothing.remote() for one in a])
+            lambda a=actors: ray.get([actor.nothing.remote() for actor in a])
         )
         for actor in actors:
             ray.kill(actor)

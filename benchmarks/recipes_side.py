@@ -48,11 +48,11 @@ def make(folder: Path) -> None:
     tokenizer = make_tokenizer()
     while len(tokenizer) < MODEL["vocab_size"]:
         tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
-    for name, model, more in (
+    for name, model, fields in (
         ("policy", Qwen2ForCausalLM, {}),
         ("scorer", Qwen2ForSequenceClassification, {"num_labels": 1}),
     ):
-        model(Qwen2Config(**MODEL, pad_token_id=0, **more)).save_pretrained(folder / name)
+        model(Qwen2Config(**MODEL, pad_token_id=0, **fields)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
     count = NUM_ROWS * NUM_STEPS

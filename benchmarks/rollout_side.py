@@ -100,7 +100,7 @@ def generate_by_hf(model: Any, max_tokens: int, stop: tuple[int, ...], round_: i
     """Run transformers' `generate` on all prompts; return the number of tokens."""
     torch.manual_seed(round_)
     ids = torch.tensor(prompts(round_))
-    made = model.generate(
+    generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=True,
@@ -109,7 +109,7 @@ def generate_by_hf(model: Any, max_tokens: int, stop: tuple[int, ...], round_: i
         eos_token_id=list(stop) or None,
         pad_token_id=0,
     )[:, PROMPT:]
-    ends = torch.isin(made, torch.tensor(stop or (-1,)))
+    ends = torch.isin(generated, torch.tensor(stop or (-1,)))
     is_before_the_end = ends.int().cumsum(1) - ends.int() == 0
     return int(is_before_the_end.sum())
 
@@ -157,8 +157,8 @@ def generate_by_vllm(
             settings |= {"logprobs": 0, "seed": 1000 * round_ + index}
         params.append(SamplingParams(ignore_eos=True, detokenize=False, **settings))
 
-    asked = [{"prompt_token_ids": ids} for ids in prompts(round_)]
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    requests = [{"prompt_token_ids": ids} for ids in prompts(round_)]
+    outputs = llm.generate(requests, params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 

@@ -55,8 +55,10 @@ class SimulatedPools(worker_groups.PoolStarter):
     far_ends: ClassVar[FarEnds]
 
     def start(self, plan: PoolPlan, classes: Mapping[str, type]) -> WorkerGroup:
-        made = {role: ClassWithInitArgs(cls, self.config) for role, cls in classes.items()}
-        recipe = create_colocated_worker_cls(made)
+        classes_of_roles = {
+            role: ClassWithInitArgs(cls, self.config) for role, cls in classes.items()
+        }
+        recipe = create_colocated_worker_cls(classes_of_roles)
         facts = ResourcePool(plan.process_on_nodes).process_infos("+".join(classes))
         places = [(rank // self.tp, rank % self.tp == 0) for rank in range(len(facts))]
         meshes = [
@@ -81,8 +83,12 @@ class Gauge:
 
     def now(self) -> dict[str, float]:
         """Return what the driver has used and sent so far."""
-        own = time.process_time() - Workers.cpu_s - self._far_ends.cpu_s - self._cpu_s
-        return {"driver s": own, "MB out": Workers.bytes_out / 1e6, "MB in": Workers.bytes_in / 1e6}
+        driver_s = time.process_time() - Workers.cpu_s - self._far_ends.cpu_s - self._cpu_s
+        return {
+            "driver s": driver_s,
+            "MB out": Workers.bytes_out / 1e6,
+            "MB in": Workers.bytes_in / 1e6,
+        }
 
     def _look(self) -> None:
         while not self._ended.wait(0.2):
@@ -120,8 +126,8 @@ class Measured(Trainer):
         before = self.gauge.now()["driver s"]
         with super().clock(stage):
             yield
-        own = self.gauge.now()["driver s"] - before
-        self.cpu_of.setdefault(stage, []).append(own)
+        driver_s = self.gauge.now()["driver s"] - before
+        self.cpu_of.setdefault(stage, []).append(driver_s)
 
 
 class MeasuredLoop(Loop):
@@ -239,9 +245,9 @@ def run(
         MeasuredLoop(cls(run, *inputs)).run()
     results = gauge.end()
     stages = {
-        f"{stage} s": statistics.median(own[1:])
-        for stage, own in Measured.cpu_of.items()
-        if own[1:]
+        f"{stage} s": statistics.median(cpu_s[1:])
+        for stage, cpu_s in Measured.cpu_of.items()
+        if cpu_s[1:]
     }
     saved = Measured.cpu_of["save_checkpoint"][-1] + Measured.cpu_of["commit"][-1]
     return results | stages | {"checkpoint s": saved, "MiB": rss_mib() - before_mib}
@@ -260,12 +266,12 @@ def main() -> None:
     torch.set_num_threads(1)
     # wall time, because reading a CPU clock takes longer than what it would measure
     profile = cProfile.Profile()
-    with tempfile.TemporaryDirectory() as own:
-        tiny = make_inputs(Path(own), 2 * num_prompts)
+    with tempfile.TemporaryDirectory() as scratch:
+        tiny = make_inputs(Path(scratch), 2 * num_prompts)
         if profiles:
             profile.enable()
         results: dict[str, Any] = run(
-            recipe, num_ranks, tp, num_prompts, steps, Path(folder or f"{own}/run"), tiny
+            recipe, num_ranks, tp, num_prompts, steps, Path(folder or f"{scratch}/run"), tiny
         )
     if profiles:
         profile.disable()

@@ -94,10 +94,10 @@ def ask_ranks(num_ranks: int, script: str, *arguments: str) -> list[Any]:
         common |= {"WORLD_SIZE": str(num_ranks)}
     processes = []
     for rank in range(num_ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
         command = [sys.executable, script, *arguments]
         processes.append(
-            subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, env=common | ranks, stdout=subprocess.PIPE, text=True)
         )
     results = []
     for process in processes:

@@ -47,8 +47,8 @@ class Simulated(ProcessTransport):
         """Take the facts about the processes, and the meshes of each rank."""
         super().__init__(facts, Deadlines())
         self.started = [
-            _header(one.name, "__init__", one.rank, mesh_layout=places)
-            for one, places in zip(facts, meshes, strict=True)
+            _header(process.name, "__init__", process.rank, mesh_layout=places)
+            for process, places in zip(facts, meshes, strict=True)
         ]
         self._free_at = [0.0] * len(facts)
 
@@ -61,7 +61,7 @@ class Simulated(ProcessTransport):
         return 0.0
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        payload, about = self.answer(rank, call, parts)
+        payload, fields = self.answer(rank, call, parts)
         began = time.time()
         if seconds := self.seconds_of(rank, call):
             now = time.monotonic()
@@ -69,7 +69,7 @@ class Simulated(ProcessTransport):
             began += at - seconds - now
         else:
             at = self._free_at[rank]
-        packed = _header(call.role, call.method, rank, began, seconds, **about).packed()
+        packed = _header(call.role, call.method, rank, began, seconds, **fields).packed()
         return Pending(
             rank, Later(payload if call.counts else None, at), Later(packed, at), call.role
         )
@@ -104,18 +104,18 @@ def filled(call: Call, parts: Sequence[Any]) -> list[Any]:
     return [parts[value.part] if isinstance(value, Slot) else value for value in call.args]
 
 
-def batch_answer(payload: DataProto, given: DataProto, form: str, **about: Any) -> Answer:
+def batch_answer(payload: DataProto, batch: DataProto, form: str, **fields: Any) -> Answer:
     """Return an answer with a batch that a rank computed from a chunk."""
-    payload.shard = given.shard
+    payload.shard = batch.shard
     keys = *payload.columns, *payload.non_tensor_batch
-    is_padding = given.shard is not None and given.shard.rows == 0
-    rows = given.num_real_rows
+    is_padding = batch.shard is not None and batch.shard.rows == 0
+    rows = batch.num_real_rows
     return payload, {
         "returned": form,
         "rows": rows,
         "keys": keys,
         "only_padding": is_padding,
-    } | about
+    } | fields
 
 
 def _header(
@@ -124,10 +124,10 @@ def _header(
     rank: int,
     start: float | None = None,
     seconds: float = 0.0,
-    **about: Any,
+    **fields: Any,
 ) -> Header:
     start = time.time() if start is None else start
-    return Header(role, method, rank, 1000 + rank, start, start + seconds, seconds, **about)
+    return Header(role, method, rank, 1000 + rank, start, start + seconds, seconds, **fields)
 
 
 class FarEnds:

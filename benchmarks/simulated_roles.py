@@ -155,11 +155,11 @@ class Workers(Simulated):
         making, now = self._making[rank], time.monotonic()
         first = min(done_at for done_at, _ in making)
         self._take_s = min(max(0.0, first - now), seconds)
-        given = [data for done_at, data in making if done_at <= now + self._take_s]
-        if not given:
+        finished = [data for done_at, data in making if done_at <= now + self._take_s]
+        if not finished:
             return None
         self._making[rank] = [(at, data) for at, data in making if at > now + self._take_s]
-        data = DataProto.concat(given)
+        data = DataProto.concat(finished)
         payload, _ = sampled(data, self.version)
         return payload.union(DataProto.from_dict({REQUEST: data.padded(REQUEST)}))
 
@@ -179,8 +179,8 @@ def scored(data: DataProto, names: Sequence[str]) -> Answer:
     assert isinstance(mask, Ragged)
     numbers = torch.linspace(-1.0, -0.1, len(mask.values))
     payload = DataProto.from_dict({name: mask.with_values(numbers) for name in names})
-    about = {"metrics": {"perf/mfu/actor_infer": 0.4}} if len(names) > 1 else {}
-    return batch_answer(payload, data, form.BOTH if about else form.BATCH, **about)
+    fields = {"metrics": {"perf/mfu/actor_infer": 0.4}} if len(names) > 1 else {}
+    return batch_answer(payload, data, form.BOTH if fields else form.BATCH, **fields)
 
 
 def sampled(data: DataProto, version: int) -> Answer:

@@ -60,9 +60,9 @@ def make(folder: Path) -> None:
         "tailed": tailed.clamp(1, WIDTHS["tailed"]),
         "ragged": torch.randint(1, 145, (ROWS,)),
     }
-    for kind, own in lengths.items():
+    for kind, lengths_of_kind in lengths.items():
         width = WIDTHS[kind]
-        mask = (torch.arange(width) < own[:, None]).long()
+        mask = (torch.arange(width) < lengths_of_kind[:, None]).long()
         ids = torch.randint(1, MODEL["vocab_size"], (ROWS, PROMPT + width))
         rows = {"ids": ids, "response_mask": mask, "advantages": torch.randn(ROWS)}
         torch.save(rows, folder / f"{kind}.pt")
@@ -219,7 +219,7 @@ def rate(folder: Path) -> dict[str, float]:
     for name, model in (("float32", {}), ("bfloat16", {"dtype": "bfloat16"})):
         update, batch = updater(folder, **model), batch_of(folder, "full")
         dtype = getattr(torch, name)
-        one, other = left.to(dtype), right.to(dtype)
+        first, second = left.to(dtype), right.to(dtype)
         num_weights = sum(p.numel() for p in update.__self__.engine.parameters())
         flops = 6 * num_weights * ROWS * (PROMPT + WIDTHS["full"])
         update(batch)
@@ -227,16 +227,16 @@ def rate(folder: Path) -> dict[str, float]:
         for _ in range(REPEATS):
             began = time.perf_counter()
             for _ in range(20):
-                one @ other
+                first @ second
             product = 20 * 2 * 10240 * 128 * 512 / (time.perf_counter() - began)
 
             began = time.perf_counter()
             update(batch)
-            own = flops / (time.perf_counter() - began)
+            rate_of_update = flops / (time.perf_counter() - began)
 
             result.setdefault(f"{name}_product_gflops", []).append(product / 1e9)
-            result.setdefault(f"{name}_update_gflops", []).append(own / 1e9)
-            result.setdefault(f"{name}_share", []).append(own / product)
+            result.setdefault(f"{name}_update_gflops", []).append(rate_of_update / 1e9)
+            result.setdefault(f"{name}_share", []).append(rate_of_update / product)
     return {name: statistics.median(values) for name, values in result.items()}
 
 
@@ -250,14 +250,14 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
     worker = update.__self__
     batch = split_rows(batch_of(folder, "full"), worker.world_size)[worker.rank]
     time_of_update = seconds(lambda: update(batch))
-    held = list(worker.engine.parameters())
+    tensors = list(worker.engine.parameters())
     for state in worker.engine.optimizer.state.values():
-        held += state.values()
-    held = [getattr(tensor, "_local_tensor", tensor) for tensor in held]
+        tensors += state.values()
+    tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     dist.destroy_process_group()
     return {
         "update_s": time_of_update,
-        "state_mib": sum(t.numel() * t.element_size() for t in held) / 2**20,
+        "state_mib": sum(t.numel() * t.element_size() for t in tensors) / 2**20,
     }
 
 

@@ -93,7 +93,7 @@ def test_the_parameters_are_those_that_a_loaded_model_has(
 
 def test_the_json_has_every_step_by_phase_and_all_settings(job_done: tuple[Path, str]) -> None:
     folder, said = job_done
-    assert said.splitlines()[-1] == "all of it: made/job.json"
+    assert said.splitlines()[-1] == "all results: made/job.json"
     record = json.loads((folder / "made" / "job.json").read_text(encoding="utf-8"))
     assert record["warm_up_steps"] == 1
     for step, line in zip(record["steps"], lines(folder / "run"), strict=True):
@@ -158,8 +158,8 @@ def test_the_seconds_are_of_1024_prompts_whatever_a_step_has(tiny_dir: Path) -> 
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ([1, 2], "written down 2, the last of them step 2"),
-        ([1, 3, 3], "written down 3, the last of them step 3"),
+        ([1, 2], "recorded 2, the last of them step 2"),
+        ([1, 3, 3], "recorded 3, the last of them step 3"),
     ],
 )
 def test_steps_that_are_missing_or_twice_there_are_refused(

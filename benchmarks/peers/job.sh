@@ -12,10 +12,10 @@ export BATCH=${BATCH:-1024} MINI_BATCH=${MINI_BATCH:-256} SAMPLES=${SAMPLES:-4} 
 export MAX_PROMPT=${MAX_PROMPT:-512} MAX_RESPONSE=${MAX_RESPONSE:-1024}
 export LR=${LR:-1e-6} SEED=${SEED:-1}
 export GPUS=${GPUS:-8} DEVICE=${DEVICE:-cuda}
-PASS_TOKENS=${PASS_TOKENS:-16384} # of a pass over the model on a card, where passes are cut by tokens
-PASS_SAMPLES=${PASS_SAMPLES:-8}   # where passes are limited by samples (TRL)
-ENGINE_MEMORY=${ENGINE_MEMORY:-0.5} # share of a card's memory that vLLM takes
-PYTHON=${PYTHON:-python3}           # of the environment with the framework
+PASS_TOKENS=${PASS_TOKENS:-16384} # tokens per pass and GPU, where a framework limits tokens
+PASS_SAMPLES=${PASS_SAMPLES:-8}   # samples per pass and GPU, where it limits samples (TRL)
+ENGINE_MEMORY=${ENGINE_MEMORY:-0.5} # fraction of a GPU's memory that vLLM takes
+PYTHON=${PYTHON:-python3}           # the Python with the framework
 out=$(realpath -m "${OUT:-runs/bench/$framework}")
 [ -n "${PRINT:-}" ] || mkdir -p "$out"
 

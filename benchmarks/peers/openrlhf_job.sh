@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/job.sh"
 
 flat_rows
-export RAY_DEDUP_LOGS=0 # steps are read from the log, and Ray would leave lines out that are alike
+export RAY_DEDUP_LOGS=0 # steps are read from the log, and Ray would leave out similar lines
 run "$PYTHON" -m openrlhf.cli.train_ppo_ray \
     --algo.advantage.estimator group_norm \
     --algo.kl.init_coef 0 \

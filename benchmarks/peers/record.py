@@ -104,28 +104,28 @@ def flat_rows(prompts: str, num_rows: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Parse the command line, and run the benchmark."""
-    what, *files = sys.argv[1:]
+    command, *files = sys.argv[1:]
     job = job_of(os.environ)
     try:
         check_steps(job.steps)
-        if what == "rows":
+        if command == "rows":
             rows = flat_rows(os.environ["PROMPTS"], job.prompts_per_step * job.steps)
             text = "".join(json.dumps(row) + "\n" for row in rows)
             Path(files[0]).write_text(text, encoding="utf-8")
             return
         try:
-            steps = STEPS[what](Path(files[0]).read_text(encoding="utf-8"), job)
+            steps = STEPS[command](Path(files[0]).read_text(encoding="utf-8"), job)
         except KeyError as missing:
             raise ConfigError(
-                f"{files[0]}: a step has no {missing}. {what} is of a version that writes its "
+                f"{files[0]}: a step has no {missing}. {command} is of a version that writes its "
                 "steps down otherwise; the head of its script names those that are read."
             ) from missing
         command = Path(files[1]).with_name("command.txt").read_text(encoding="utf-8")
-        record = job_record(what, job, steps, command=command.strip())
+        record = job_record(command, job, steps, command=command.strip())
     except ConfigError as err:
         sys.exit(f"error: {err}")
     Path(files[1]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("", *table(record), "", f"all of it: {files[1]}", sep="\n")
+    print("", *table(record), "", f"all results: {files[1]}", sep="\n")
 
 
 if __name__ == "__main__":

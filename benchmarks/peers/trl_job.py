@@ -16,10 +16,10 @@ from typing import Any
 from reward import reward_of_chats
 
 
-def whole(number: int, parts: int, what: str) -> int:
+def whole(number: int, parts: int, name: str) -> int:
     """Return the quotient; raise if the division leaves a remainder."""
     if number % parts:
-        sys.exit(f"{what}: {number} is no multiple of {parts}")
+        sys.exit(f"{name}: {number} is not a multiple of {parts}")
     return number // parts
 
 
