@@ -189,10 +189,10 @@ def worker_of(rank: int, store: dist.TCPStore) -> Any:
             "gloo", store=dist.PrefixStore("actor", store), rank=rank, world_size=2
         )
         worker = WeightSender()
-        worker.rank, worker.engine = rank, Trainer()
+        worker.role, worker.rank, worker.engine = "actor", rank, Trainer()
     else:
         worker = WeightReceiver()
-        worker.rank, worker.world_size, worker.engine = 0, 1, Engine()
+        worker.role, worker.rank, worker.world_size, worker.engine = "rollout", 0, 1, Engine()
     worker.device = torch.device("cpu")
     return worker
 

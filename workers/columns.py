@@ -1,10 +1,12 @@
-"""The table of the batch's columns: name, shape, dtype, writer, and the methods that read them.
+"""The table of the batch's columns: name, shape, dtype and writer.
+
+The methods of the roles declare which columns they read (`batch_columns`).
 
 Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. These
 are the widths of padded tensors (rectangles), which have verl's layout: prompts are padded on the
-left, responses on the right. In memory, token columns are ragged, without padding. A response mask
-is 1 at the tokens that the policy sampled. It may have gaps: other tokens, such as tool outputs,
-which are in no loss.
+left, responses on the right. Token columns from the rollout are ragged, without padding. A response
+mask is 1 at the tokens that the policy sampled, unless a stage has removed them from the loss. It
+has gaps at other tokens, such as tool outputs, which are in no loss.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
 
     None means that they are unknown, so that the method gets all columns. The attribute `READS` of
     the class (method name -> columns) takes precedence over the declaration of the method
-    (`batch_columns`). A method that overrides another needs its own declaration.
+    (`batch_columns`). A method does not inherit the declaration of the method that it overrides.
     """
     declared: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
     declaration: MethodColumns | None = getattr(
@@ -192,7 +194,10 @@ def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
 
 
 def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto:
-    """Return a batch with only the columns that the method reads, without a copy."""
+    """Return a batch with only the columns that the method reads, without a copy.
+
+    If they are unknown, return the whole batch.
+    """
     names = reads_of(worker_class, method)
     if names is None:
         return batch
@@ -237,7 +242,7 @@ def _missing(name: str, present: set[str]) -> str:
 
 
 def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
-    """Convert a rectangle [rows, R] to the format of the batch's responses: ragged or padded."""
+    """Convert a rectangle [rows, R] to the format of the response mask: ragged or padded."""
     return format_like(batch.column("response_mask"), rectangle)
 
 
@@ -302,7 +307,7 @@ def sampled_log_probs_column(columns: Any) -> str:
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
     """Return the batch with these columns added or replaced.
 
-    Columns of the responses' shape are converted to the responses' format: ragged or padded.
+    Columns with the shape of the response mask are converted to its format: ragged or padded.
     """
     responses = batch.columns.get("response_mask")
     shape = None if responses is None else responses.shape

@@ -7,7 +7,7 @@
     memory = memory_of(model, role, pool, ranks, device_type, LargestPass(tokens, reads))
 
 Roles of a pool share its devices. The memory that they use between calls is added up. Their calls
-run one at a time, so of the memory that only calls use, the largest call counts. It includes
+run one at a time, so only the largest call is added to that sum. The memory of a call includes
 gathered layers, activations, logits, and weights that are offloaded or asleep between calls.
 """
 
@@ -205,7 +205,7 @@ class LargestPass:
 
     tokens: int
     reads: int
-    alone: LargestPass | None = None
+    without_gradients: LargestPass | None = None
     """For a trained role, the size of its largest pass without gradients."""
 
 
@@ -298,8 +298,8 @@ class _Rank:
     def _largest_moment(self, largest: LargestPass) -> tuple[float, float | None]:
         """Return the bytes of gathered weights and of activations when their sum is largest."""
         passes = [(largest, self.role_model.trains)]
-        if self.role_model.trains and largest.alone is not None:
-            passes.append((largest.alone, False))
+        if self.role_model.trains and largest.without_gradients is not None:
+            passes.append((largest.without_gradients, False))
         moments: list[tuple[float, float | None]] = []
         for size, trains in passes:
             head = self._head(size, trains)
@@ -314,12 +314,12 @@ class _Rank:
     def _whole(self, trains: bool) -> Moments:
         """Return the bytes of gathered weights and their unsharded gradients, at head and in layer.
 
-        Without sharding, a rank has a copy of all weights in the dtype of passes. With FSDP, the
-        weights outside the layers stay gathered. While a layer runs, two layers are gathered (one
-        is prefetched), each with a gradient. While the head runs, only the buffer of the last layer
-        remains. Under shard_grad_op, or in a small model, all layers stay gathered. The gradient of
-        embeddings does not count, because it is computed after the activations are freed. A rank
-        gathers only its own experts.
+        Without sharding, a rank has a copy of all weights in the dtype of passes, if it differs
+        from their own. With FSDP, the weights outside the layers stay gathered. While a layer runs,
+        two layers are gathered (one is prefetched), each with a gradient. While the head runs, only
+        the buffer of the last layer remains. Under shard_grad_op, or in a small model, all layers
+        stay gathered. The gradient of embeddings does not count, because it is computed after the
+        activations are freed. A rank gathers only its own experts.
         """
         shapes = self.shapes
         if self.shards == 1:
@@ -415,7 +415,7 @@ def rollout_memory(
     """Return the memory of a rollout engine for rows of `width` tokens: its weights and its cache.
 
     vLLM takes a fixed fraction of a GPU. `ranks_of_actor` is the number of ranks of an actor on the
-    same pool, and `actor_axes` are its parallel axes.
+    same pool (None without one), and `actor_axes` are its parallel axes.
     """
     rollout = policy.rollout
     dtype = rollout_dtype(policy, device_type)

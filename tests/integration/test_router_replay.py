@@ -75,7 +75,7 @@ def test_two_ranks_that_share_experts_or_layers_follow_one_process(
         ([R3], "router_replay.mode=R3: LlamaForCausalLM has no routed experts"),
         (
             [R3, f"{POLICY}.rollout.name=vllm", f"{POLICY}.rollout.server_urls=[http://here:8000]"],
-            "a server of vLLM's does not record",
+            "a vLLM server does not record",
         ),
         (
             [R3.replace("R3", "R2")],

@@ -71,6 +71,8 @@ class PlainEngine:
 
 
 class Sender(WeightSender):
+    role = "actor"
+
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.device, self.engine = rank, CPU, PlainTrainer(0)
 

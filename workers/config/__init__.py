@@ -77,7 +77,7 @@ class WorkersConfig(ScoringSections):
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
     """A teacher's log-probs as token rewards."""
     data: Any
-    """Workers read the maximum lengths, and the variables of the chat template."""
+    """Workers read the maximum lengths of prompt and response, and `apply_chat_template_kwargs`."""
     trainer: Any
     """Workers read `seed` and `device`."""
     algorithm: Any
@@ -120,7 +120,9 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
 def rewards_of(config: ScoringSections) -> list[RewardConfig]:
     """Return `reward.list`, or the rewards of `reward.function` and `reward.model`.
 
-    If there is an environment, its reward is added.
+    If `environment.path` or `environment.paths` is set, the environment's reward is added. Without
+    any of these keys, each row's data_source names a built-in rule, unless no reward is needed
+    (`has_no_reward`).
     """
     rewards = []
     if config.environment.path or config.environment.paths:
@@ -169,11 +171,11 @@ def model_rewards(config: ScoringSections) -> dict[str, RewardConfig]:
 
 
 LARGEST_PASS = 16384
-"""Default limit on the tokens of a pass, unless a single row is longer."""
+"""Default limit on the tokens of a pass; a longer row raises it to its own length."""
 
 
 def fewest_tokens_per_pass(config: WorkersConfig) -> int:
-    """Return the length of the longest row that a pass must fit: a sample, or a text of PTX."""
+    """Return the length of the longest row that a pass must fit: a sample, or a PTX row."""
     sample: int = config.data.max_prompt_length + config.data.max_response_length
     text = config.ptx.max_length if config.ptx.train_files else None
     return max(sample, text or 0)

@@ -14,7 +14,10 @@ from verl_like.registry import registry_of
 
 ACTOR = "actor_rollout_ref.actor"
 SAVE_EVERY_MINUTES = 30.0
-"""Default of `trainer.save_every_minutes`; at most this much work can be lost."""
+"""Default of `trainer.save_every_minutes`.
+
+A checkpoint is written after the first step that ends this long after the last checkpoint.
+"""
 
 
 def _asks_for_validations(_: Any, run: Any) -> bool:
@@ -59,7 +62,7 @@ def policy_loss_of(run: Any) -> str:
 def loss_reads(name: str) -> When:
     """Return the condition that the policy loss reads this key of the actor.
 
-    A policy loss of your own may read any key.
+    It also holds for a policy loss that does not declare which keys it reads.
     """
 
     def holds(_: Any, run: Any) -> bool:
@@ -78,7 +81,8 @@ def loss_reads(name: str) -> When:
 HAS_CRITIC = When(
     "there is a critic",
     lambda _, run: "critic" in run.role_mapping,
-    "this run has no critic, because algorithm.adv_estimator needs no value function",
+    "this run has no critic, because algorithm.adv_estimator needs no value function, or only a "
+    "teacher provides advantages",
 )
 HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(
@@ -110,8 +114,9 @@ SAVES = When(
     ),
     "trainer.save_freq and trainer.save_every_minutes are not set",
 )
-"""True if you have set that the run saves checkpoints; the default of `save_every_minutes`, a
-safeguard, does not count.
+"""True if you have set that the run saves checkpoints.
+
+The default of `save_every_minutes`, a safeguard, does not count.
 """
 VALIDATES_OR_SAVES = When(
     "the run validates, or writes checkpoints",

@@ -31,7 +31,7 @@ HAS_CLASS = When(
 
 @dataclass(kw_only=True)
 class EnvironmentConfig(Section):
-    """The environment of a policy, with a separate process for each trajectory."""
+    """The environment of a policy; each running trajectory has its own process."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
     """Environment class, or an agent's function; in short `environment=...`."""

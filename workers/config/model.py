@@ -114,7 +114,7 @@ class OptimConfig(Section):
     eps: float = key(1e-8, at_least=0, read_when=optimizer_takes("eps"))
     """Adam's epsilon, which is added to the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
-    """Decoupled weight decay; 0 disables it."""
+    """Weight decay (decoupled in AdamW); 0 disables it."""
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
     """Learning-rate schedule after the warm-up."""
     min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
@@ -208,8 +208,8 @@ class ModelConfig(Section):
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """Attention kernel. `auto`: on GPUs, the newest installed FlashAttention, or torch's; otherwise
-    sdpa (eager if sdpa is wrong for the model).
+    """Attention kernel. `auto`: for 16-bit passes on GPUs, the newest installed FlashAttention, or
+    torch's; otherwise sdpa (eager if sdpa is wrong for the model).
     """
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Pack rows without padding if the model supports it."""
@@ -249,6 +249,6 @@ class CheckpointConfig(Section):
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """Contents of a checkpoint. A resume needs the first three; `hf_model` is a Hugging Face
-    folder.
+    """Contents of a checkpoint. A resume needs `model`, and to continue with the same numbers also
+    `optimizer` and `extra` (the random state). `hf_model` is a Hugging Face folder.
     """

@@ -157,7 +157,9 @@ class ActorConfig(ShardedConfig):
         read_when=SPLIT_BY_TOKENS,
         may_change_on_resume=True,
     )
-    """Tokens per micro-batch and rank; null: as many as fit in memory, at most 16,384."""
+    """Tokens per micro-batch and rank; null: as many as fit in memory, at most 16,384 (or one row,
+    if it is longer).
+    """
     ppo_epochs: int = key(1, above=0)
     """Epochs over the batch in each update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
@@ -231,7 +233,10 @@ class RefModelConfig(Section):
 
 @dataclass(kw_only=True)
 class RefConfig(FrozenModelConfig):
-    """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
+    """The reference policy: the actor's initial weights, or `model.path`.
+
+    It is frozen unless `update_every` is set.
+    """
 
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True

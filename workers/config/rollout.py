@@ -12,7 +12,7 @@ from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
 ENGINES: Registry[Any] = Registry("rollout engine")
-"""Names for `rollout.name`: the built-in engines, and a class by its dotted path."""
+"""Names for `rollout.name`: the built-in engines; a dotted path names your own class."""
 AUTO = "auto"
 for _built_in in (AUTO, "native", "hf", "vllm"):
     ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
@@ -88,7 +88,7 @@ class RolloutConfig(Section):
     """Generation of samples: engine, sampling, memory and weight sync."""
 
     name: str = key(AUTO, registry="rollout engine")
-    """Engine. `auto`: vllm on GPUs if it is installed, otherwise native."""
+    """Engine. `auto`: vllm on GPUs if a supported version is installed, otherwise native."""
     dtype: str | None = key(None, choices=DTYPES)
     """Dtype of the engine's weights; null: the trainer's `model.compute_dtype`."""
     quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
@@ -108,7 +108,9 @@ class RolloutConfig(Section):
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
     """Samples that a rank decodes together; with vLLM on GPUs, the default is 1024."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
-    """GiB of KV cache per rank, for native and for vllm on CPUs."""
+    """GiB of KV cache per rank, for native and for vllm on CPUs (rounded to whole GiB). Native may
+    store as much again between the turns of trajectories.
+    """
     keep_kv_cache: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
     """Keep the KV cache when weights arrive during generation; false recomputes it."""
     max_new_tokens_per_call: int | None = key(
@@ -125,7 +127,7 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: float = key(
         16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )
-    """Size of the buckets in which weights are sent; on GPUs the default is 512."""
+    """Size in MiB of the buckets in which weights are sent; on GPUs the default is 512."""
     weight_sync: str = key(
         "full", choices=WEIGHT_SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )
@@ -142,7 +144,9 @@ class RolloutConfig(Section):
     )
     """Running vLLM servers to use; empty: engines in the rollout's processes."""
     engine_kwargs: dict[str, Any] = key(
-        factory=dict, allows="any argument of vLLM's LLM", read_when=VLLM_IS_OURS
+        factory=dict,
+        allows="arguments of vLLM's LLM that no other key sets",
+        read_when=VLLM_IS_OURS,
     )
     """Further arguments for vLLM's `LLM` class."""
     tensor_model_parallel_size: int = key(
@@ -152,11 +156,11 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = key(
         0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """Fraction of device memory that vLLM uses."""
+    """Fraction of a GPU's memory that vLLM uses; without effect on CPUs (see `kv_cache_gb`)."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per forward pass and rank when old log-probs are computed."""
+    """Samples per forward pass and rank when the old log-probs, or a teacher's, are computed."""
     val_kwargs: dict[str, Any] = key(
         factory=dict,
         options=ValidationSamplingConfig,

@@ -70,7 +70,7 @@ class TrainedModelConfig(ModelConfig, ShardedConfig):
 
 @dataclass(kw_only=True)
 class RowWorkerConfig(Section):
-    """Sections of the configuration that the worker reads."""
+    """Sections that the workers of supervised recipes read."""
 
     model: TrainedModelConfig = key(factory=TrainedModelConfig)
     """The model, its adapter and its precision."""
@@ -87,7 +87,7 @@ class RowWorkerConfig(Section):
 
 
 SCORE_AT = ("last_token", "legacy_mean")
-"""Positions at which a row's score may be read."""
+"""How a row's score is computed: from its last token, or as the mean over its tokens."""
 
 
 @dataclass(kw_only=True)
@@ -158,7 +158,7 @@ class ReferenceConfig(Section):
 
 @dataclass(kw_only=True)
 class PreferenceWorkerConfig(RowWorkerConfig):
-    """Sections of the configuration that the workers read."""
+    """Sections that the workers of preference training read."""
 
     loss: str = key("dpo", registry="preference loss")
     """Preference loss, or the dotted path of your own."""

@@ -1,6 +1,7 @@
 """The interface of a rollout engine, its sampling parameters and its limits.
 
-The engines are `rollout.hf`, `rollout.native.engine` and `rollout.vllm.engine`.
+The engines are in `workers.rollout.hf`, `workers.rollout.native.engine` and
+`workers.rollout.vllm.engine`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
-from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample, ends_with_stop_string
+from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample
 from workers.weights.checksum import checksum_of
 
 
@@ -40,13 +41,13 @@ class SamplingParams:
     max_tokens: int
     """Maximum tokens of a response."""
     min_tokens: int = 0
-    """Tokens of a response before which it cannot stop."""
+    """Minimum tokens of a response: before, no stop token is sampled, and no stop string counts."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response, and are its last token."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a response."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and a number that is added to its logit."""
+    """Pairs of a token id and the number that is added to its logit."""
     truncated_log_probs: bool = False
     """Also return log-probs under the truncated distribution that was sampled from."""
     routed_experts: bool = False
@@ -83,16 +84,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The sizes that an engine must support."""
+    """The sizes that an engine must support, and its memory."""
 
     prompt_width: int
     """Maximum tokens of a prompt."""
     response_width: int
     """Maximum tokens of a response."""
     max_num_seqs: int = 256
-    """Maximum number of samples that decode at the same time."""
+    """Maximum number of samples that decode at the same time; hf decodes one at a time."""
     kv_cache_gb: float = 4.0
-    """Size of the KV cache in GiB."""
+    """Size of the KV cache in GiB, for native and for vllm on CPUs."""
     keep_kv_cache: bool = False
     """True if unfinished samples keep their KV cache when new weights arrive."""
 
@@ -122,7 +123,7 @@ class TakeBudget:
 
 
 class RolloutEngine(ABC):
-    """Base class of rollout engines: generate samples from token ids, with their log-probs.
+    """Base class of rollout engines, which generate samples from token ids, with their log-probs.
 
     A rollout worker calls an engine like this:
 
@@ -135,7 +136,7 @@ class RolloutEngine(ABC):
                 done = engine.take(seconds=1.0) # and load newer weights
             engine.sleep()                      # frees memory for training
 
-    A sample's tokens do not depend on the other running samples. An engine that shares the
+    A sample's noise does not depend on the other running samples. An engine that shares the
     trainer's module needs no `load_weights`.
     """
 
@@ -211,11 +212,11 @@ class RolloutEngine(ABC):
         """Generate, and return the finished samples by number.
 
         This returns once all samples are finished, or earlier if one of the limits is reached. It
-        makes at least one decode step.
+        makes at least one decode step, except with a vLLM server, which decodes on its own.
 
         Args:
             max_tokens: return once a sample has this many new tokens.
-            seconds: return after this time.
+            seconds: return after this time; hf first finishes the sample that it is decoding.
             until_one: return once a sample is finished.
         """
         if not self._running:
@@ -265,9 +266,11 @@ class RolloutEngine(ABC):
         return [finished[number] for number in numbers]
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite every weight; names and shapes must equal those of the model.
+        """Overwrite every weight (or the LoRA adapter, if vLLM has loaded the base model).
 
-        The engine is stale until `commit`. Then running samples continue with the new weights.
+        Names and shapes must equal those of the model.
+
+        The engine is stale until `commit`. After it, running samples continue with the new weights.
         """
         self.version = None
         self.wake_up()
@@ -311,7 +314,7 @@ class RolloutEngine(ABC):
         raise RolloutError("rollout: this engine has only one rank, so no rank follows.")
 
     def weights_checksum(self) -> str:
-        """Return a hash of the full weights, comparable with the trainer's."""
+        """Return a hash of the full weights, to compare with the trainer's."""
         return checksum_of(self.named_weights())
 
     def no_choices(self) -> Tensor | None:
@@ -374,7 +377,11 @@ class RolloutEngine(ABC):
         strings, decode = (*sampling.stop_strings, *sample.stop_strings), self.decode
         if not strings or decode is None or len(tokens) < sampling.min_tokens:
             return False
-        return ends_with_stop_string(tokens, strings, decode)
+        # Enough tokens for the longest string: a character has at most four bytes, and so at most
+        # four tokens.
+        window = list(tokens[-(4 * max(map(len, strings)) + 4) :])
+        after, before = decode(window), decode(window[:-1])
+        return any(after.count(text) > before.count(text) for text in strings)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.max_tokens > self.limits.response_width:
@@ -384,7 +391,9 @@ class RolloutEngine(ABC):
             )
         if sampling.stop_strings and self.decode is None:
             raise ConfigError(
-                "sampling: stop strings need the tokenizer, and this engine was built without one."
+                "sampling: stop strings need the tokenizer, and this engine was built without one. "
+                "Set actor_rollout_ref.rollout.sampling_kwargs.stop_strings, or pass the engine "
+                "decode=tokenizer.decode."
             )
         if sampling.routed_experts and self.no_choices() is None:
             raise ConfigError(
@@ -395,8 +404,8 @@ class RolloutEngine(ABC):
         outside = [token for token, _ in sampling.logit_bias if not 0 <= token < self.vocab_size]
         if outside:
             raise ConfigError(
-                f"sampling: logit_bias names token {outside[0]}, outside the vocabulary of "
-                f"{self.vocab_size}."
+                f"sampling: logit_bias has token id {outside[0]}, outside the vocabulary of "
+                f"{self.vocab_size} tokens. Remove it from the bias."
             )
 
 

@@ -1,9 +1,10 @@
 """Convert prompt rows to samples for an engine, and samples to rows of a batch.
 
 Each row has a hash of the tokens that the engine read and sampled (`sample_hash`). The trainer
-checks it before the update (`check_sample_hashes`), so no tokenizer, stage or hook can change a
-sample unnoticed. The hash covers the prompt, the response, the weight version of each token (which
-also marks observed tokens), and where segments start.
+checks it before the update (`check_sample_hashes`), so no tokenizer, stage or hook can change these
+tokens unnoticed. The hash covers the prompt, the response, the weight version of each token (which
+also marks observed tokens), and where segments start. It does not cover other columns, such as
+log-probs.
 """
 
 from __future__ import annotations
@@ -99,9 +100,8 @@ def batch_of(
         "sample_hash": torch.tensor([sample_hash(sample) for sample in samples]),
     }
     if truncated:
-        sampled_log_probs_column = [sample.truncated_log_probs for sample in samples]
-        known = [log_probs for log_probs in sampled_log_probs_column if log_probs is not None]
-        columns[TRUNCATED] = responses.with_values(torch.cat([torch.empty(0), *known]))
+        log_probs = [s.truncated_log_probs for s in samples if s.truncated_log_probs is not None]
+        columns[TRUNCATED] = responses.with_values(torch.cat([torch.empty(0), *log_probs]))
     if no_choices is not None:
         chosen = [_choices(sample, no_choices) for sample in samples]
         columns[ROUTED] = ids.with_values(torch.cat([no_choices, *chosen]))
@@ -109,7 +109,7 @@ def batch_of(
 
 
 def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
-    """Return the expert choices [tokens, layers, choices] of the prompt and the response.
+    """Return the expert choices [tokens, layers, choices] for the prompt and the response.
 
     They are zero for tokens that the engine did not read, such as the last one.
     """
@@ -131,7 +131,7 @@ NAMED = 3
 
 
 def sample_hash(sample: Sample) -> int:
-    """Return the hash of a sample's inputs and sampled tokens."""
+    """Return the hash of a sample's prompt, response, weight versions and segments."""
     prompt, versions = np.asarray(sample.prompt), sample.versions.numpy()
     return _hash(prompt, sample.tokens.numpy(), versions, sample.segments)
 

@@ -1,7 +1,7 @@
 """Build this rank's rollout engine from the configuration.
 
-native, hf    one engine per rank; native decodes with the actor's module if this process has
-              all of its weights, in the dtype `rollout.dtype`
+native, hf    one engine per rank; native without quantization decodes with the actor's module if
+              this process has all of its weights, in the dtype `rollout.dtype`
 vllm          one engine per `tensor_model_parallel_size` ranks, over which the model is sharded
 your class    one engine per rank, built by `YourEngine(module, limits, decode=...)`
 """
@@ -36,7 +36,7 @@ SECTION = "actor_rollout_ref.rollout"
 
 
 def engine_for(rollout: RolloutConfig, device_type: str) -> str:
-    """Return the name of the configured engine; "auto" is resolved by the device."""
+    """Return the configured engine; "auto" is vllm on GPUs if a supported version is installed."""
     if rollout.name != AUTO:
         return rollout.name
     if device_type != "cuda":
@@ -61,13 +61,13 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
         return []
     return [
         "note: this run generates with the native engine, which is slow on GPUs: it has no CUDA "
-        f"graphs and no paged KV cache. {SECTION}.name=auto chooses vLLM if it is installed "
-        '(pip install -e ".[vllm]")'
+        f"graphs and no paged KV cache. {SECTION}.name=auto chooses vLLM if a supported version is "
+        'installed (pip install -e ".[vllm]")'
     ]
 
 
 def check_engine(config: WorkersConfig, world_size: int) -> None:
-    """Reject an unknown engine name, and tensor parallelism that does not fit the pool."""
+    """Reject an unknown engine, and settings that do not fit it or the number of processes."""
     rollout = config.actor_rollout_ref.rollout
     user_engine(rollout.name)
     check_options(rollout.engine_kwargs)
@@ -131,10 +131,10 @@ def check_notes_routing(rollout: RolloutConfig) -> None:
     """Reject an engine that does not record which experts its model chooses."""
     custom = user_engine(rollout.name)
     if rollout.server_urls or (custom and custom.no_choices is RolloutEngine.no_choices):
-        engine = "a server of vLLM's" if rollout.server_urls else rollout.name
+        engine = "a vLLM server" if rollout.server_urls else rollout.name
         raise ConfigError(
             f"{ROUTING_KEY} with {SECTION}.name={rollout.name}: {engine} does not record which "
-            f"experts its routers choose. Set {SECTION}.name=native, or leave out the replay."
+            f"experts its routers choose. Set {SECTION}.name=native, or leave out {ROUTING_KEY}."
         )
 
 
@@ -202,7 +202,7 @@ def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
 
 
 def tokenizer_of(path: str) -> Any:
-    """Return the tokenizer of a model's folder."""
+    """Return the tokenizer of a model's folder, or of a model on the Hugging Face hub."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False)

@@ -6,10 +6,10 @@
         for submission in client.take(seconds=0.5):   # the submissions that are complete
             samples = submission.samples()
 
-Decoding runs no collectives, so each rank generates its samples independently. Between two takes,
-you can sync weights and submit more rows. A sample depends neither on its rank nor on the rest of
-the batch. So if a group is lost, its replacement generates the unfinished samples again from their
-prompts, with the same result.
+Engines run independently of each other. Between two takes, you can sync weights and submit more
+rows. A sample's noise depends neither on its rank nor on the rest of the batch. So if a group is
+lost, its replacement generates the unfinished samples again from their prompts and the same noise.
+In float32 on a CPU, native and hf then sample the same tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROW_BITS = 32
 
 
 class Submission:
-    """Rows for which to generate samples, and the samples that have arrived."""
+    """Rows for which samples are generated, and the samples that have arrived."""
 
     def __init__(self, rows: DataProto) -> None:
         self.rows = rows
@@ -59,7 +59,7 @@ class Submission:
 
     def samples(self) -> DataProto:
         """Return all samples in the order of the rows; none may be missing."""
-        assert not self.missing, "a submission is taken when it is whole"
+        assert not self.missing, "`take` returns only complete submissions"
         samples = self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
         if self._numbers == list(range(len(self.rows))):
             return samples
@@ -67,7 +67,7 @@ class Submission:
 
 
 Replace = Callable[[LostSamplesError, Submission], Any]
-"""A function that returns a new group instead of the lost one, or raises the error."""
+"""A function that returns a new group to use instead of the lost one, or raises the error."""
 
 
 class RolloutClient:
@@ -134,9 +134,10 @@ class RolloutClient:
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
-        """Let every rank generate, like an engine's `take`; return the complete submissions.
+        """Let every rank with unfinished samples generate; return the complete submissions.
 
-        If a rank is lost, raise `WorkerDiedError`; the group's submissions are lost with it.
+        The limits are those of an engine's `take`. If a rank is lost, raise `WorkerDiedError`; all
+        submissions of the group are then lost.
         """
         ranks = [rank for rank, number in self._num_open.items() if number]
         calls = {rank: self._ask("take", rank, max_tokens, seconds) for rank in ranks}
@@ -209,5 +210,6 @@ def lost_samples(
     names = [f"{uid}/{index}" for uid, index in zip(uids, indices, strict=True)]
     return LostSamplesError(
         f"rollout: {error} Of {len(submission.rows)} samples {len(names)} (uid/index) were not "
-        f"finished: {', '.join(names)}. Generating them again gives the same samples."
+        f"finished: {', '.join(names)}. Generate them again: the noise is the same, so native and "
+        "hf sample the same tokens in float32 on a CPU."
     )

@@ -1,9 +1,9 @@
 """The reference engine: transformers' `generate`, one sample at a time.
 
-It is for comparison, not for speed. Its loop, cache and attention are transformers'. It shares only
-the choice of a token (`rollout.sampling`) with the native engine, so that a seed gives the same
-noise in both. If the test of a model class's cache fails (`cache_problem`), the engine decodes
-without a cache, by a pass over the whole row for each token.
+It is for comparison, not for speed. Its loop, cache and attention are transformers'. As in the
+native engine, `workers.rollout.sampling` chooses each token, so a seed gives the same noise in both
+engines. If the cache of a model's class fails a test (`cache_problem`), the engine decodes without
+a cache, by a pass over the whole row for each token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class HFEngine(ModuleEngine):
         if reason:
             logger.warning(
                 "actor_rollout_ref.rollout.name=hf decodes model type %s without a cache, by a "
-                "pass over the whole row for each token, which is slow: with its cache %s.",
+                "pass over the whole row for each token, which is slow, because its cache is not "
+                "known to be correct: %s.",
                 module.config.model_type,
                 reason,
             )
@@ -198,15 +199,15 @@ class _Decoding:
 PROMPTS, NUM_STEPS = (24, 3, 1), 24
 """Lengths of the test prompts, which are decoded one after the other, and of their responses.
 
-The prompt of one token finds classes that store their state in their modules: they take it for the
-next token of the previous row.
+The prompt of one token finds classes that store their state in their modules. They take this token
+for the next token of the previous row.
 """
 LARGEST_ERROR = 2e-5
 """Largest relative error of logits that counts as rounding. If it is larger, no cache is used."""
 
 
 def cache_problem(config: Any, longest: int) -> str:
-    """Return why models with this config cannot be decoded with a cache, or "" if they can.
+    """Return why models with this config are not decoded with a cache, or "" if they are.
 
     Each class has its own cache, and some are wrong: the state of a linear attention differs from
     that of the whole row (minimax), or positions restart. So a tiny model of the class decodes a
@@ -232,7 +233,9 @@ def generation_with_cache(model: Any) -> str:
 
     plain = [_greedy_logits(model, length, use_cache=False) for length in PROMPTS]
     worst = max(map(relative_error, cached, plain))
-    return "" if worst <= LARGEST_ERROR else f"a small model of its class is off by {worst:.0e}"
+    if worst <= LARGEST_ERROR:
+        return ""
+    return f"with it, the logits of a small model of its class are off by {worst:.0e}"
 
 
 def _prompt_of(length: int) -> Tensor:

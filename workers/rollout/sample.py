@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,10 @@ UNFINISHED = "abort"
 OBSERVED = -1
 """The version of a token that was observed, not sampled."""
 LONG_OBSERVATION = 128
-"""Longer runs of observed tokens are read in one pass, shorter ones token by token."""
+"""The native engine reads longer runs of observed tokens in one pass.
+
+It reads shorter runs token by token, unless `num_read_at_once` includes them.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class Sample:
     name: str = "sample"
     """The sample's name in messages."""
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    """Token ids of the response so far, with its stop token."""
+    """Token ids of the response so far, including the stop token, if it has stopped at one."""
     log_probs: Tensor = field(default_factory=lambda: torch.empty(0))
     """One log-prob per token of the response."""
     versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
@@ -73,7 +75,7 @@ class Sample:
     end_at: int | None = None
     """Maximum response tokens of this sample; None uses the limit of the sampling parameters."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end this sample, in addition to those of the sampling parameters."""
+    """Texts that end this response, in addition to those of the sampling parameters."""
     segments: tuple[int, ...] = ()
     """Positions in the response at which new segments begin.
 
@@ -120,7 +122,7 @@ class Sample:
 
     @property
     def stop_token(self) -> int | None:
-        """The last token of a response that stopped; None if it was truncated or is unfinished."""
+        """The last token of a response that stopped, also at a stop string; otherwise None."""
         return int(self.tokens[-1]) if self.finish_reason == "stop" else None
 
     def with_observed(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> Sample:
@@ -215,11 +217,11 @@ def noise_key(
 
 
 def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
-    """Count the tokens of a response up to the last one that another version sampled.
+    """Count the tokens up to the last one that was observed or that another version sampled.
 
-    They are read in one pass with the prompt, as when `version` arrived. The later tokens are read
-    one by one, as when they were sampled. So a continued response has the same bits as an
-    uninterrupted one.
+    The hf engine reads them in one pass with the prompt, as when `version` arrived or the turn
+    began. It reads the later tokens one by one, as when they were sampled. So a continued response
+    has the same bits as an uninterrupted one.
     """
     for count in range(len(versions), 0, -1):
         if versions[count - 1] != version:
@@ -228,7 +230,7 @@ def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
 
 
 def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
-    """Count the response tokens that are read in one pass with the prompt.
+    """Count the response tokens that the native engine reads in one pass with the prompt.
 
     They are the tokens up to the last one that older weights sampled or that belongs to a long
     observation, and the observed tokens right after it. Observed tokens at the start of the
@@ -243,16 +245,3 @@ def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
     while end < len(versions) and versions[end] < 0:
         end += 1
     return end
-
-
-def ends_with_stop_string(
-    tokens: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Any], str]
-) -> bool:
-    """Return True if the newest token completes a stop string.
-
-    Only the last tokens are decoded, with and without the newest: a character has at most four
-    bytes, and so at most four tokens.
-    """
-    window = list(tokens[-(4 * max(map(len, stop_strings)) + 4) :])
-    after, before = decode(window), decode(window[:-1])
-    return any(after.count(text) > before.count(text) for text in stop_strings)

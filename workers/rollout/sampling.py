@@ -1,9 +1,9 @@
-"""Parse sampling settings, and sample tokens that never depend on the rest of the batch.
+"""Parse sampling settings, and sample tokens with noise that does not depend on the batch.
 
 The noise is counter-based: each sample has a 64-bit key (`noise_key`), and each pair of key and
 token position has one uniform number (`uniforms`). So placement, ranks, other samples and restarts
-cannot change it. The token is the one at which the cumulative distribution, in float64, exceeds
-that number (`sample_tokens`).
+cannot change the number. The sampled token is the one at which the cumulative distribution, in
+float64, exceeds the number (`sample_tokens`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a uniform number in [0, 1) per pair (key, position), by splitmix64 with that seed."""
+    """Return a uniform number in [0, 1) per pair (key, position): splitmix64, seeded by the key."""
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
@@ -80,7 +80,8 @@ def sample_tokens(
     bias, minimum length, top-k, top-p and min-p. The second, if requested, is under the
     distribution after all of them, which for greedy decoding has only one token.
 
-    Rows are computed in chunks, so the memory does not grow with their number.
+    Rows are computed in chunks, so the memory of intermediate results does not grow with their
+    number.
     """
     num_rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
     parts = logits.split(num_rows)
@@ -126,22 +127,20 @@ def _choose(
 
 def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor | None) -> Tensor:
     """Return log-probs after the bias, without stop tokens before the minimum length."""
-    drawn = log_probs
+    logits = log_probs
     if sampling.logit_bias:
         tokens, values = zip(*sampling.logit_bias, strict=True)
-        bias = torch.tensor(values, device=drawn.device) / sampling.log_prob_temperature
-        index = torch.tensor(tokens, device=drawn.device)
-        drawn = drawn.index_add(1, index, bias.expand(len(drawn), -1))
+        bias = torch.tensor(values, device=logits.device) / sampling.log_prob_temperature
+        index = torch.tensor(tokens, device=logits.device)
+        logits = logits.index_add(1, index, bias.expand(len(logits), -1))
 
     if sampling.min_tokens and positions is not None:
-        early = (positions < sampling.min_tokens).to(drawn.device)
-        stops = torch.zeros(drawn.shape[1], dtype=torch.bool, device=drawn.device)
+        early = (positions < sampling.min_tokens).to(logits.device)
+        stops = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
         stops[[token for token in sampling.stop_token_ids if 0 <= token < len(stops)]] = True
-        drawn = drawn.masked_fill(early[:, None] & stops, -torch.inf)
+        logits = logits.masked_fill(early[:, None] & stops, -torch.inf)
 
-    if drawn is log_probs:
-        return drawn
-    return torch.log_softmax(drawn, dim=-1)
+    return log_probs if logits is log_probs else torch.log_softmax(logits, dim=-1)
 
 
 def _is_plain(sampling: SamplingParams) -> bool:
@@ -161,7 +160,7 @@ _BLOCK = 256
 
 
 def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
-    """Compute `_inverse` in two stages: blocks of tokens, then tokens of one block.
+    """Compute `_inverse` in two stages: first the block of tokens, then the token in the block.
 
     So a large vocabulary is read only once.
     """
@@ -256,8 +255,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Parse sampling settings from the configuration and `meta_info`.
 
-    Stop ids in the settings are added to `stop_token_ids`, the model's. The settings have lists and
-    a table of the bias; the result has tuples.
+    Stop ids in the settings are added to `stop_token_ids`. The settings may have lists, and a dict
+    as the bias; the result has tuples.
     """
     settings = {"max_tokens": max_tokens, **settings}
     for name, (is_valid, rule) in KINDS.items():

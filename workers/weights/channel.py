@@ -4,8 +4,8 @@ If every rank has its own GPU, buckets are hashed, sent over NCCL and verified o
 Otherwise they are in host memory and travel over gloo. Gloo also carries everything else. The
 default process group is not used.
 
-Tensors are sent whole and without a cast, in buckets of limited size (a larger tensor gets its own
-bucket). A header precedes each bucket. It contains the bucket's size and number, and the name,
+Tensors are sent whole and in their own dtype, in buckets of limited size (a larger tensor gets its
+own bucket). A header precedes each bucket. It contains the bucket's size and number, and the name,
 dtype, shape and hash of every tensor. It is signed with the secret of this sync, so nobody else can
 impersonate the sender. While one bucket is in transfer, the sender gathers the next one, and the
 receivers verify and load the previous one. So each side needs memory for two buckets, and a sync
@@ -62,7 +62,7 @@ _LENGTHS = Struct("<qq")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One rank's result of a sync: its error, the bytes it transferred, the time it hashed."""
+    """One rank's result of a sync: its error, the bytes and the time of hashing."""
 
     error: str | None = None
     num_bytes: int = 0

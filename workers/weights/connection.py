@@ -177,7 +177,7 @@ class Connections:
         self, address: Address, store: SignedStore, num_receivers: int, device: torch.device
     ) -> Iterator[Connection]:
         """Open the sender's end of the groups, once all receivers are connected."""
-        with name_errors("who has come is not known"):
+        with name_errors("cannot read which receivers are connected"):
             others = wait_for_receivers(store, num_receivers)
         receivers = str(others[0]["name"])
         existing = self._by_receivers.pop(receivers, None)
@@ -294,7 +294,7 @@ def form_groups(
 def _gloo_devices(host: str) -> list[Any]:
     """Return the interfaces of GLOO_SOCKET_IFNAME, or the interface that reaches the store's host.
 
-    That variable may be `lo` although the run sends weights to a server on another machine. Torch's
+    The variable may be `lo` although the run sends weights to a server on another machine. Torch's
     default device is not used: it ignores the variable and takes the address of this machine's host
     name, which is often loopback.
     """
@@ -362,7 +362,7 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
 
 
 def _who(rank: int) -> str:
-    return f"rollout rank {rank - 1}" if rank else "the sender (actor rank 0)"
+    return f"receiving rank {rank - 1}" if rank else "the sender"
 
 
 @contextmanager

@@ -72,8 +72,10 @@ class HostCopy:
                 self.tensors[name] = stored = torch.empty_like(tensor, device=HOST)
             stored.copy_(tensor)
         if not channel.summary and not channel.corrupt:
-            missing = "the missing summary of all weights (does the actor send changes?)"
-            channel.corrupt.append(missing)
+            channel.corrupt.append(
+                "the missing summary of all weights. Set the same "
+                "actor_rollout_ref.rollout.weight_sync=changed for actor and rollout"
+            )
         if channel.corrupt:
             self.manifest = {}
             raise WeightSyncError(describe_problems("transfer", corrupt=channel.corrupt))

@@ -27,11 +27,12 @@ class _ReceivingEngine(Protocol):
 
 
 class WeightReceiver:
-    """Mixin of workers that receive weights: needs `rank`, `world_size`, `device` and `engine`.
+    """Mixin of workers that receive weights: it needs the attributes below, except `copy`.
 
-    If the actor sends only changes, `copy` stores the received weights outside the engine.
+    If the sender sends only changes, `copy` stores the received weights outside the engine.
     """
 
+    role: str
     rank: int
     world_size: int
     device: torch.device
@@ -47,7 +48,7 @@ class WeightReceiver:
     def receive_weights(self, address: str, version: int) -> SyncReport:
         """Load the weights from the sender; commit the version if all ranks verified theirs."""
         problems: list[str] = []
-        who = self.rank + 1, self.world_size, self.device, str(getattr(self, "role", ""))
+        who = self.rank + 1, self.world_size, self.device, self.role
         try:
             with receiving(self.connections, Address.read(address), *who) as channel:
                 problems += self._load(channel)
@@ -55,9 +56,9 @@ class WeightReceiver:
                     self.engine.commit(version)
         except WeightSyncError as problem:
             words = " ".join(problems) or problem
-            return SyncReport(f"rollout rank {self.rank}: {words}", voted=False)
+            return SyncReport(f"{self.role} rank {self.rank}: {words}", voted=False)
 
-        error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
+        error = f"{self.role} rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.watch.seconds)
 
     def commit_if_all_loaded(self, version: int, error: str | None) -> None:

@@ -62,13 +62,14 @@ class _SendingEngine(Protocol):
 
 
 class WeightSender:
-    """Mixin of workers that send weights: needs `rank`, `device` and `engine`.
+    """Mixin of workers that send weights: it needs `role`, `rank`, `device` and `engine`.
 
     sent_dtype       weights are cast to it, if set, before they are hashed and sent
     sends_changed    only changed numbers are sent; adapters are sent apart from their base weights
     sends_adapter    only adapters are sent
     """
 
+    role: str
     rank: int
     device: torch.device
     engine: _SendingEngine
@@ -118,7 +119,7 @@ class WeightSender:
     def send_weights(
         self, address: str, num_receivers: int, bucket_mb: float, as_trained: bool = False
     ) -> SyncReport:
-        """Gather the weights tensor by tensor on all actor ranks; rank 0 sends them.
+        """Gather the weights tensor by tensor on all ranks of this role; rank 0 sends them.
 
         A rollout gets weights in its own dtype. With `as_trained`, for a reference, all weights are
         sent in the dtype of training, with adapters merged.
@@ -139,14 +140,14 @@ class WeightSender:
                 return SyncReport()
             return self._send_through(address, num_receivers, self.device, send)
         finally:
-            # The other actor ranks run the same collectives: finish them.
+            # every rank must run all collectives of the gathering, even after an error
             deque(tensors, maxlen=0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(
         self, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
     ) -> PublishReport:
-        """Copy the full weights to host memory on the ranks `senders`, in the rollout's dtype.
+        """Copy the weights to host memory on the ranks `senders`, in the rollout's dtype.
 
         Only the newest version can be delivered. A delivery in progress finishes its own version.
         """
@@ -166,8 +167,9 @@ class WeightSender:
         """
         if "snapshots" not in vars(self):
             raise WeightSyncError(
-                f"actor rank {self.rank} has published no version of its weights, so it cannot "
-                f"deliver any. Call actor.publish_weights(version, senders=[{self.rank}])."
+                f"{self.role} rank {self.rank} has published no version of its weights, so it "
+                f"cannot deliver any. Call publish_weights({self.role}_group, version, "
+                f"senders=[{self.rank}])."
             )
         address = str(self.connections.new_address())
         return address, self.snapshots.hold(version, address).version
@@ -243,8 +245,8 @@ class WeightSender:
                 if not agreed:
                     channel.connection.manifest = {}
         except WeightSyncError as error:
-            return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
-        problem = None if agreed else "a rollout rank rejected the weights"
+            return SyncReport(f"{self.role} rank {self.rank}: {error}", voted=False)
+        problem = None if agreed else "a receiving rank rejected the weights"
         return SyncReport(problem, channel.num_bytes, channel.watch.seconds)
 
 
@@ -395,9 +397,8 @@ class Snapshots:
                     else f"the published version is {newest}"
                 )
                 raise WeightSyncError(
-                    f"version {version} cannot be delivered: {available}. Call "
-                    "actor.publish_weights(version) to publish a version, which replaces the "
-                    "previous one."
+                    f"version {version} cannot be delivered: {available}. Only the newest "
+                    "version can be delivered; publish_weights(actor_group, version) publishes it."
                 )
             sends_changes = self.newest.merging is not None
             self.by_address[address] = self.newest, self._previous if sends_changes else Snapshot()

@@ -43,11 +43,11 @@ def sync_weights(
     bucket_mb: float = 16.0,
     as_trained: bool = False,
 ) -> dict[str, float]:
-    """Copy the actor's weights to every rollout engine, verify them, and number them `version`.
+    """Bring the actor's weights to every rollout engine, verify them, and number them `version`.
 
-    The weights are sent in the rollout's dtype, or with `as_trained` in the dtype of training. If a
-    rank rejects them, they are sent once more. Raises `WeightSyncError` if that fails, or if a rank
-    is missing.
+    An engine that decodes with the actor's module gets no copy. Other engines get the weights in
+    the rollout's dtype, or with `as_trained` in the dtype of training. If a rank rejects them, they
+    are sent once more. Raises `WeightSyncError` if that fails, or if a rank is missing.
     """
 
     def sync() -> dict[str, float]:
@@ -93,9 +93,8 @@ def deliver_weights(
 ) -> dict[str, float]:
     """Send the published `version` to one rollout group, and verify it; call it from any thread.
 
-    The default version is the newest; the metric `training/weight_version` reports it.
-
-    The actor keeps working meanwhile. The rollout group receives the weights between two of its
+    The default version is the newest; the metric `training/weight_version` reports it. The actor
+    keeps working meanwhile. The rollout group receives the weights between two of its
     calls, even if samples are in progress. If a rank rejects the weights, they are sent once more.
     Raises `WeightSyncError` with the errors of both sides if the delivery fails on any rank, and
     `WorkerDiedError` if a process of either side died.
@@ -106,8 +105,8 @@ def deliver_weights(
         if rollout_group.shares_processes_with(actor_group):
             raise WeightSyncError(
                 "weights cannot be delivered to a rollout in the actor's own processes. Call "
-                "sync_weights(actor_group, rollout_group, version), which shares them by "
-                "reference."
+                "sync_weights(actor_group, rollout_group, version), which shares or copies them "
+                "within each process."
             )
         address, sent_version = actor_group.open_delivery.remote_on(sender, version).get()[0]
         arguments = sender, address, rollout_group.world_size

@@ -75,7 +75,8 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
         (
             [*GRPO, "critic.optim.lr=1e-5"],
             "critic.optim.lr has no effect: this run has no critic, because "
-            "algorithm.adv_estimator needs no value function",
+            "algorithm.adv_estimator needs no value function, or only a teacher provides "
+            "advantages",
         ),
         (
             ["algorithm.bootstrap_truncated=true", NO_CRITIC],

@@ -131,7 +131,7 @@ def test_an_engine_that_does_not_note_them_is_refused() -> None:
     with pytest.raises(ConfigError, match="PlainEngine does not record which experts"):
         check_notes_routing(own)
     server = RolloutConfig(name="vllm", server_urls=["http://here:8000"])
-    with pytest.raises(ConfigError, match="a server of vLLM's does not record which experts"):
+    with pytest.raises(ConfigError, match="a vLLM server does not record which experts"):
         check_notes_routing(server)
     for name in ("native", "hf", "vllm", "workers.rollout.hf.HFEngine"):
         check_notes_routing(RolloutConfig(name=name))

@@ -138,5 +138,5 @@ def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
             give_up(late, 2)  # the others have waited as long, and were a little sooner
 
     monkeypatch.setattr(late, "wait", in_vain)
-    with pytest.raises(WeightSyncError, match="rollout rank 1 did not connect within"):
+    with pytest.raises(WeightSyncError, match="receiving rank 1 did not connect within"):
         wait_for_receivers(late, 2)

@@ -132,7 +132,7 @@ def test_a_rank_that_does_not_come_is_named_and_not_waited_for(
     fail_next_sync(groups, role, "does not come")
     actor, rollout = groups["actor"], groups["rollout"]
     publish_weights(actor, 1)
-    absent = {"actor": "the sender .actor rank 0.", "rollout": "rollout rank 0"}[role]
+    absent = {"actor": "the sender", "rollout": "receiving rank 0"}[role]
     began = time.monotonic()
     for bring in (sync_weights, deliver_weights):
         with pytest.raises(WeightSyncError, match=f"{absent} did not connect within 2 s") as caught:

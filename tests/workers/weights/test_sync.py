@@ -263,7 +263,7 @@ def test_an_engine_that_never_joins_is_named(actor: Group, monkeypatch: pytest.M
     monkeypatch.setattr(connection, "JOIN_TIMEOUT", timedelta(seconds=1))
     rollout = Group([Receiver(0, 2)])
     rollout.world_size = 2
-    with pytest.raises(WeightSyncError, match="rollout rank 1 did not connect") as caught:
+    with pytest.raises(WeightSyncError, match="receiving rank 1 did not connect") as caught:
         sync_weights(actor, rollout, 0)
     assert type(caught.value) is WeightSyncError, "it is not waited for once more"
     assert versions(rollout) == [None]

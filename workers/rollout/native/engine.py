@@ -6,11 +6,11 @@ engine decodes the model's class correctly.
     waiting prompts --prefill, in groups--> slots of the KV cache
     slots           --decode, one token per pass--> finished samples leave, waiting prompts enter
 
-In float32, a sample's tokens and log-probs have the same bits in any batch, for four reasons. A
-pass has at least `direct_forward.fewest_rows` rows, because the bits of a linear layer differ with
-fewer rows. It runs on one CPU thread, because several threads would split the rows in a way that
-depends on their number. Attention covers whole blocks of columns (`native.kv_cache`). The noise is
-keyed by the sample (`rollout.sampling`).
+In float32 on a CPU, a sample's tokens and log-probs have the same bits in any batch, for four
+reasons. A pass has at least `direct_forward.fewest_rows` rows, because the bits of a linear layer
+differ with fewer rows. It runs on one CPU thread, because several threads would split the rows in a
+way that depends on their number. Attention covers whole blocks of columns (`native.kv_cache`). The
+noise is keyed by the sample (`rollout.sampling`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NativeEngine(ModuleEngine):
         check_decoding(self.config, width)
         self.owns_weights = owns_weights
         self.direct_agrees: bool | None = None
-        """True if `DirectForward` agrees with the module; None if they are not yet compared."""
+        """True if `DirectForward` agrees with the module; None before they are compared."""
 
         first_weight = next(module.parameters())
         if first_weight.device.type == "cpu":
@@ -101,7 +101,7 @@ class NativeEngine(ModuleEngine):
 
     def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
         scheduler = self._scheduler
-        assert scheduler is not None, "made with the first sample"
+        assert scheduler is not None, "`_submit` creates it"
         is_direct = scheduler.forward_class is DirectForward
         with _inference(self.module), torch.inference_mode() if is_direct else nullcontext():
             scheduler.run(budget)

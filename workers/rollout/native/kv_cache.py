@@ -2,14 +2,15 @@
 
 A slot's columns 1..n contain the keys and values of the sample's n tokens so far. Column 0 is never
 attended to. Samples of different lengths decode together, and each writes its own next column. All
-slots have the width that the longest running sample needs, and are copied when it changes. So a
-decode step reads memory in one stream, twice as fast as if it skipped unused columns.
+slots have the same width, at most twice what the longest running sample needs, and are copied when
+it changes. So a decode step reads memory in one stream, twice as fast as if it skipped unused
+columns.
 
-Four facts make the bits of a row independent of the other rows. A pass attends to a number of
-columns that is a multiple of `BLOCK`, so sums over columns are grouped in the same way (masked
-columns add zeros). It attends to at least `min_window` columns, because fewer would use another
-kernel. Prompts are padded to multiples of `BLOCK`, too. Because column 0 is always masked, no mask
-is all ones, which transformers would drop in some batches and not in others.
+On a CPU, four facts make the bits of a row independent of the other rows. A pass attends to a
+number of columns that is a multiple of `BLOCK`, so sums over columns are grouped in the same way
+(masked columns add zeros). It attends to at least `min_window` columns, because fewer would use
+another kernel. Prompts are padded to multiples of `BLOCK`, too. Because column 0 is always masked,
+no mask is all ones, which transformers would drop in some batches and not in others.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def prefill_width(longest: int, prompt_width: int) -> int:
 
 
 def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
-    """Return the number of slots that fit into `limit_gb`; raise if it is less than `least`."""
+    """Return the number of slots that fit into `limit_gb` GiB; raise if it is less than `least`."""
     keys, values = cached_widths(config)
     per_token = (config.num_hidden_layers + 1) * (keys + values)  # `resize` copies one layer
     slot_bytes = per_token * width * dtype.itemsize

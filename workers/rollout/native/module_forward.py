@@ -127,7 +127,7 @@ def grouped_attention(
 
 
 def grouped_mask(*args: Any, q_length: int, **kwargs: Any) -> Tensor | None:
-    """Return the mask, which all layers share: additive for one query, otherwise that of "sdpa"."""
+    """Return the mask that all layers share: additive for one query, otherwise sdpa's mask."""
     mask: Tensor | None = sdpa_mask(*args, **(kwargs | {"q_length": q_length}))
     if q_length > 1 or mask is None:
         return mask
@@ -156,18 +156,18 @@ LARGEST_ERROR = 3e-4
 
 
 def check_decoding(config: Any, longest: int) -> None:
-    """Reject a model whose class this engine decodes incorrectly on rows of `longest` tokens."""
+    """Reject a model whose class fails the test of decoding on rows of up to `longest` tokens."""
     reason = native_problem(config, longest)
     if reason:
         raise ConfigError(
-            "actor_rollout_ref.rollout.name=native does not decode model type "
-            f"{config.model_type!r} as transformers computes it: {reason}. Set "
-            "actor_rollout_ref.rollout.name=hf or vllm."
+            "actor_rollout_ref.rollout.name=native is not known to decode model type "
+            f"{config.model_type!r} correctly: {reason}. Set actor_rollout_ref.rollout.name=hf or "
+            "vllm."
         )
 
 
 def native_problem(config: Any, longest: int) -> str:
-    """Return how this engine decodes models with this config incorrectly; "" if it does not."""
+    """Return what is wrong with this engine's decoding of models with this config, or ""."""
     return Support.of(config).why_not(slot_cache_decoding, longest)
 
 
@@ -229,9 +229,10 @@ def check_model(config: Any, width: int) -> None:
     has_window = getattr(config, "use_sliding_window", True)
     window = getattr(config, "sliding_window", None) if has_window else None
     if kinds - {"full_attention", "sliding_attention"} or (window is not None and window < width):
+        with_window = "" if window is None else f" and a sliding window of {window} tokens"
         raise ConfigError(
             "actor_rollout_ref.rollout.name=native decodes only full attention, but model type "
-            f"{config.model_type!r} has layers {', '.join(sorted(kinds))} and a sliding window of "
-            f"{window} (this run is {width} tokens wide). Set actor_rollout_ref.rollout.name=hf "
+            f"{config.model_type!r} has layers of kind {', '.join(sorted(kinds))}{with_window} "
+            f"(rows of this run have up to {width} tokens). Set actor_rollout_ref.rollout.name=hf "
             "or vllm."
         )

@@ -40,7 +40,14 @@ from workers.rollout.native.kv_cache import (
 )
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.slot_table import SlotTable
-from workers.rollout.sample import CachedStates, Sample, States, num_read_at_once
+from workers.rollout.sample import (
+    LENGTH_LIMIT,
+    UNFINISHED,
+    CachedStates,
+    Sample,
+    States,
+    num_read_at_once,
+)
 from workers.rollout.sampling import sample_tokens, uniforms
 
 ROWS_STEP = 16
@@ -128,7 +135,11 @@ class Scheduler:
         return not self.num_active and not self.waiting
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """Queue these samples, by number, for a slot; samples with response tokens come first."""
+        """Queue these samples, by number, for a slot.
+
+        Samples with stored keys and values go to the front of the queue. Of the others, those with
+        response tokens to read at once come first.
+        """
         added = []
         for number, sample in samples.items():
             at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
@@ -151,12 +162,12 @@ class Scheduler:
         return cached if at_once <= num_read and text == cached.read else None
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
-        """Remove these samples; return their current state."""
+        """Remove these samples; return them as unfinished, with their tokens so far."""
         slots = np.flatnonzero(np.isin(self.table.numbers[: self.num_active], list(numbers)))
-        removed = self._take_out(slots, ["abort"] * len(slots))
+        removed = self._take_out(slots, [UNFINISHED] * len(slots))
         for entry in self.waiting:
             if entry.number in numbers:
-                removed[entry.number] = replace(entry.sample, finish_reason="abort")
+                removed[entry.number] = replace(entry.sample, finish_reason=UNFINISHED)
         self.waiting = deque(entry for entry in self.waiting if entry.number not in numbers)
         return removed
 
@@ -213,7 +224,7 @@ class Scheduler:
         self.version, self._forward = self.engine.version, None
         if self.engine.limits.keep_kv_cache:
             return
-        active = self._take_out(np.arange(self.num_active), ["abort"] * self.num_active)
+        active = self._take_out(np.arange(self.num_active), [UNFINISHED] * self.num_active)
         unread = active | {entry.number: entry.sample for entry in self.waiting}
         self.waiting = deque(_Waiting(n, s, len(s.tokens)) for n, s in unread.items())
 
@@ -248,7 +259,10 @@ class Scheduler:
             self.num_active += len(together)
 
     def _next_group(self) -> list[_Waiting]:
-        """Return the next samples to prefill; none as long as fewer than `MIN_ROWS` would fit."""
+        """Return the next samples to prefill; none while slots for `MIN_ROWS` of them are missing.
+
+        If fewer samples wait, or fewer can be active, fewer slots suffice.
+        """
         count = min(len(self.waiting), self.max_active - self.num_active)
         if not self.waiting or count < min(MIN_ROWS, len(self.waiting), self.max_active):
             return []
@@ -353,7 +367,7 @@ class Scheduler:
             stopped |= np.asarray(ends) & new
         is_finished = stopped | (steps + 1 == table.longest[slots])
         if is_finished.any():
-            reasons = np.where(stopped, "stop", "length")[is_finished]
+            reasons = np.where(stopped, "stop", LENGTH_LIMIT)[is_finished]
             self._finished |= self._take_out(slots[is_finished], reasons.tolist())
 
     def _take_out(self, emptied: NDArray[np.int64], reasons: Sequence[str]) -> dict[int, Sample]:
@@ -361,7 +375,7 @@ class Scheduler:
 
         The last active samples move into the gaps.
         """
-        table, cached = self.table, self._copied_states(emptied[np.asarray(reasons) != "abort"])
+        table, cached = self.table, self._copied_states(emptied[np.asarray(reasons) != UNFINISHED])
         taken = {
             int(table.numbers[slot]): table.sample(slot, reason, cached.get(slot))
             for slot, reason in zip(emptied.tolist(), reasons, strict=True)
@@ -400,7 +414,10 @@ class Scheduler:
 
 
 def rows_of_pass(count: int, least: int) -> int:
-    """Return the number of rows of a pass over `count` samples, rounded up; at least `least`."""
+    """Return the number of rows of a pass over `count` samples, rounded up; at least `least`.
+
+    Up to `ROWS_STEP`, they are rounded up to a power of two.
+    """
     if count <= ROWS_STEP:
         return max(least, 1 << (count - 1).bit_length())
     return -(-count // ROWS_STEP) * ROWS_STEP

@@ -49,7 +49,10 @@ class _Request:
 
 
 class VllmEngine(RolloutEngine):
-    """A vLLM engine that starts with random weights; the first sync loads the real weights."""
+    """A vLLM engine, which cannot generate before the first sync.
+
+    It starts with random weights, or with the base model if syncs send only a LoRA adapter.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,8 @@ class VllmEngine(RolloutEngine):
         if quantization and set(methods) <= UNQUANTIZED:
             raise ConfigError(
                 f"rollout: vLLM ignored quantization={quantization!r} on {settings.device_type}: "
-                f"every layer is {', '.join(methods)}. Leave out the quantization, or use a "
-                "checkpoint and device that support it."
+                f"no layer is quantized ({', '.join(methods)}). Leave out the quantization, or use "
+                "a checkpoint and device that support it."
             )
         self._no_choices: Tensor | None = None
         if settings.notes_routing:
@@ -94,7 +97,7 @@ class VllmEngine(RolloutEngine):
         """Number of rows in the table of log-probs that vLLM's workers fill."""
 
     def weights_checksum(self) -> str:
-        """Return a hash of the weights before vLLM fuses and packs them."""
+        """Return a hash of the received weights, or adapter, before vLLM fuses and packs them."""
         return self._checksum
 
     def no_choices(self) -> Tensor | None:
@@ -164,7 +167,7 @@ class VllmEngine(RolloutEngine):
         self.vllm.begin(asdict(sampling), self._num_rows, requests)
 
     def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
-        assert self._sampling is not None, "set with the first sample"
+        assert self._sampling is not None, "`submit` sets it"
         start = {number: len(request.tokens) for number, request in self._requests.items()}
         finished: list[int] = []
         while len(finished) < len(start):
@@ -245,7 +248,7 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError(str(error)) from error
 
     def _free(self) -> None:
-        """Free the weights and the cache; the next sync sends the weights again."""
+        """Free the weights and the cache on GPUs; the next sync sends the weights again."""
         self.vllm.sleep()
 
     def _allocate(self) -> None:

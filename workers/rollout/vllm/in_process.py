@@ -25,7 +25,7 @@ from workers.rollout.vllm.setup import (
 
 
 class InProcessVllm:
-    """A vLLM that starts without weights, with our `WorkerExtension` in its workers."""
+    """A vLLM in this process, with our `WorkerExtension` in its workers."""
 
     def __init__(
         self, settings: VllmSettings, limits: EngineLimits, lockstep: Lockstep | None
@@ -86,9 +86,12 @@ class InProcessVllm:
                 )
         except (ValueError, RuntimeError, NotImplementedError) as error:
             num_tokens = limits.prompt_width + limits.response_width
+            memory = f"kv_cache_gb={limits.kv_cache_gb:g}"
+            if settings.device_type == "cuda":
+                memory = f"gpu_memory_utilization={settings.gpu_memory_utilization:g}"
             raise RolloutError(
                 f"rollout: vLLM cannot start for {settings.model_path}: "
-                f"{' '.join(str(error).split())[:500]} (kv_cache_gb={limits.kv_cache_gb:g}, "
+                f"{' '.join(str(error).split())[:500]} (actor_rollout_ref.rollout.{memory}, "
                 f"{num_tokens} tokens per sample).{merge_hint(settings)}"
             ) from error
 
@@ -183,9 +186,10 @@ class InProcessVllm:
         return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
 
     def sleep(self) -> None:
-        """Free the memory. Level 2 drops the weights, and level 1 copies them to host memory.
+        """Free the memory of a GPU. Level 2 drops the weights; level 1 copies them to the host.
 
-        With an adapter, the base model needs level 1, because syncs never send it again.
+        With an adapter, the base model needs level 1, because syncs never send it. On a CPU, do
+        nothing.
         """
         if self.settings.device_type == "cuda":
             self.wake_cache()  # vLLM's `sleep` does nothing if the cache is asleep
@@ -193,7 +197,7 @@ class InProcessVllm:
             self.llm.sleep(level=2 if self.settings.adapter is None else 1)
 
     def wake_weights(self) -> None:
-        """Allocate only the weights, because the trainer still needs memory to gather its own."""
+        """Allocate a GPU's weights, not the cache, because the trainer needs memory to gather."""
         if self.settings.device_type == "cuda":
             torch.cuda.empty_cache()  # vLLM allocates outside torch's cache
             self.llm.wake_up(tags=["weights"])

@@ -1,6 +1,7 @@
 """A vLLM server as the backend of `rollout.vllm.engine`, over HTTP.
 
-You start the server by the command that `serve_command` returns. Its workers contain this package's
+You start the server with the command that `serve_command` returns; errors about the server contain
+it. Its workers contain this package's
 `WorkerExtension`, whose sampler draws each token from the sample's noise, and records log-probs and
 versions. Prompts and sampled tokens are exchanged as token ids (`/inference/v1/generate`). While
 the server's scheduler is paused, weights are sent to its ranks like those of an actor to a rollout
@@ -40,7 +41,7 @@ from workers.weights.channel import pack, sending
 from workers.weights.connection import Connections, call_in_thread
 
 ANSWER_S = 600.0
-"""Time limit for one reply of the server, including the load of its weights."""
+"""Time limit for one reply of the server, such as the end of a load, and between two tokens."""
 LOOK_S = 10.0
 """After this many seconds without a token, the server's health is checked."""
 ABORTED_S = 0.1

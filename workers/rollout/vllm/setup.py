@@ -48,7 +48,7 @@ FIXED = (
     "enable_lora",
     "max_lora_rank",
 )
-"""Arguments of vLLM's LLM class that the engine sets to fixed values, on which it relies."""
+"""Arguments of vLLM's LLM class that the engine sets itself, because it relies on their values."""
 
 
 def check_options(options: Mapping[str, object]) -> None:
@@ -107,7 +107,10 @@ EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 
 @contextmanager
 def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1) -> Iterator[None]:
-    """Context with the environment variables that an engine needs; variables that you set stay."""
+    """Set the environment variables that an engine needs, except those that are already set.
+
+    They stay set after the context, which restores only torch's number of threads.
+    """
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -145,6 +148,7 @@ class VllmSettings:
     adapter: ModelConfig | None = None
     """If set, vLLM loads the base model from `model_path`, and syncs send an adapter like this."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `LLM` class."""
 
 
 def merge_hint(settings: VllmSettings) -> str:

@@ -31,7 +31,7 @@ from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
 
 STEPS_BEHIND = 32
-"""The tables are written this many steps later, so that no step waits for its own results."""
+"""The tables are written at least this many steps later, so that no step waits for its results."""
 
 
 class NoiseSampler(nn.Module):
@@ -73,8 +73,8 @@ class NoiseSampler(nn.Module):
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample the next token of every row of the runner's batch.
 
-        Outside our generations, use vLLM's sampler. Nothing here waits for the device, which may be
-        one step behind.
+        Outside our generations, use vLLM's sampler. Only the recording of expert choices waits for
+        the results of this step; the device may be one step behind.
         """
         if self.sampling is None:
             return self.original(logits, sampling_metadata, *args, **kwargs)
