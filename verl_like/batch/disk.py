@@ -3,8 +3,9 @@ executed.
 
 Tensors are stored as they are, ragged columns as values, lengths and starts, numeric and text
 arrays as bytes. One JSON document, stored as a tensor of bytes, holds object columns, `meta_info`
-and the order of all entries. JSON's own types are stored as they are. Tuples, numpy scalars and
-dicts that contain the tag get a tag: `{"!": "tuple", "value": [...]}`. Any other type is rejected.
+and the order of all entries. JSON's own types are stored as they are. Tuples, numpy's real numbers
+and strings, and dicts that contain the tag get a tag: `{"!": "tuple", "value": [...]}`. Any other
+type is rejected.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def load(
     path: str | os.PathLike[str],
     build: Callable[[int | None, dict[str, Column], dict[str, Array], dict[str, Any]], T],
 ) -> T:
-    """Read what `save` wrote and build a batch from it; raise `BatchError` for other files."""
+    """Read a file of `save` and build a batch from it; raise `BatchError` for any other file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no batch file at {os.fspath(path)!r}.")
     try:

@@ -3,8 +3,8 @@
 Fresh memory costs more than the copy into it, because the kernel has to find and clear every page.
 When a column is freed, the next column of about the same size therefore reuses its block.
 Rectangles have the same sizes in every step, so up to `KEPT_BYTES` of unused blocks are cached. The
-values of ragged columns vary in size and are a tenth as large: their blocks return to the system at
-once, unlike memory from malloc.
+values of ragged columns vary in size and are smaller: their blocks return to the system at once,
+unlike memory from malloc.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEP_BYTES = 1 << 21
 """Block sizes are multiples of this, so that columns of nearly the same size fit the same
 blocks."""
 MOST_SLACK = 1.25
-"""A block is reused for a column of at least its size divided by this."""
+"""A block is reused for a column of at least its size divided by this, or minus `STEP_BYTES`."""
 Block = NDArray[np.uint8]
 
 
@@ -84,7 +84,7 @@ _blocks = BlockCache()
 
 
 def copy_of(column: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a column in new memory."""
+    """Return a copy of a column in memory that nothing else uses."""
     if column.nbytes < LARGE_BYTES or not _is_plain(column):
         return column.clone()
     return _room(column.shape, column.dtype).copy_(column)

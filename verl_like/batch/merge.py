@@ -1,7 +1,6 @@
 """Columns of several batches: their comparison, union and concatenation.
 
-NaN equals NaN throughout. Nothing here changes its arguments, and every error names its column or
-key of `meta_info`.
+NaN equals NaN throughout. Nothing here changes its arguments.
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         same_shape = type(left) is type(right) and len(left) == len(right)
         return same_shape and all(map(same, left, right))
-    if isinstance(left, float) and isinstance(right, float) and left != left and right != right:
-        return True
+    numbers = (float, complex, np.generic)
+    if isinstance(left, numbers) and isinstance(right, numbers) and left != left:
+        return bool(right != right)
     try:
         return bool(left == right)
     except (TypeError, ValueError, RuntimeError):
@@ -90,7 +90,7 @@ def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
     if not _same_layout(left, right):
         raise BatchError(
             f"union: column {name!r} is in both batches, with {shapes}, dtypes {left.dtype} and "
-            f"{right.dtype}."
+            f"{right.dtype}. Drop one with pop()."
         )
     if same_value(left, right):
         return
@@ -98,7 +98,7 @@ def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
     differs = next(row for row in one_row if not same_value(left[row], right[row]))
     raise BatchError(
         f"union: column {name!r} is in both batches ({shapes}) and differs, first in row "
-        f"{differs.start}."
+        f"{differs.start}. Drop one with pop()."
     )
 
 

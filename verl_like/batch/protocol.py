@@ -4,7 +4,7 @@ Its three parts are aligned by rows: tensor columns, `non_tensor_batch` (numpy a
 objects) and `meta_info` (a dict about all rows):
 
     data = DataProto.from_dict({"input_ids": ids}, {"uid": ["0-0", "1-0"]}, {"temperature": 1.0})
-    data.union(rollout.generate_sequences(data.select(["input_ids"])))
+    data.union(workers.compute_scores(data))    # adds the columns that the workers return
     for mini_batch in data.split(64): ...
 
 A tensor column is dense, or `Ragged`: rows of different lengths without their padding.
@@ -16,9 +16,9 @@ A tensor column is dense, or `Ragged`: rows of different lengths without their p
 
 `union`, `rename`, `reorder`, `padding`, `set_columns` and `to` change the batch in place and return
 it. `pop` also changes it, and returns what it removed. All other methods change neither the batch
-nor the caller's containers. Selecting rows copies them: if a slice shared memory with its parent, a
-write into a mini-batch would change the batch, and one row would keep a whole batch alive.
-Selecting columns shares them.
+nor the caller's containers. Selecting rows copies them, except in `views`: if a slice shared memory
+with its parent, a write into a mini-batch would change the batch, and one row would keep a whole
+batch alive. Selecting columns shares them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DataProto:
         ragged: Mapping[str, Ragged] | None = None,
         shard: Shard | None = None,
     ) -> None:
-        """Copy the dicts, and check that all columns have the same number of rows.
+        """Take these columns, which stay shared, and check that they have equally many rows.
 
         Args:
             batch: the dense tensor columns.
@@ -197,8 +197,8 @@ class DataProto:
         """
         if num_batch_dims != 1:
             raise BatchError(
-                f"a batch has one batch dim, not {num_batch_dims}. Flatten it with "
-                "unfold_batch_dim()."
+                f"a batch has one batch dim, not {num_batch_dims}. Leave out num_batch_dims, and "
+                "flatten the dims with unfold_batch_dim(data)."
             )
         arrays = {
             name: columns.as_array(name, column) for name, column in (non_tensors or {}).items()
@@ -449,7 +449,7 @@ class DataProto:
             )
         tensors = merge.union_columns(self.columns, other.columns)
         arrays = merge.union_columns(self.non_tensor_batch, other.non_tensor_batch)
-        meta = merge.union_meta(self.meta_info, other.meta_info, "Union")
+        meta = merge.union_meta(self.meta_info, other.meta_info, "union")
         if self._dense is None and other._dense is not None:
             self._dense = other._dense.copy()
         self._dense, self._ragged = self._parts(tensors, len(self))
@@ -677,7 +677,7 @@ class DataProto:
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a batch that shares nothing; tensors stay on their device."""
+        """Return a copy, objects included; tensors stay on their device."""
         copied = self.writable_copy()
         copied.non_tensor_batch = copy.deepcopy(self.non_tensor_batch, memo)
         copied.meta_info = copy.deepcopy(self.meta_info, memo)
@@ -686,7 +686,7 @@ class DataProto:
     def writable_copy(self) -> Self:
         """Return a copy of the batch with private memory under every column, and with its shard.
 
-        Objects stay shared.
+        Objects, and the lengths and starts of ragged columns, stay shared.
         """
         copied = self.map_columns(
             len(self),

@@ -1,8 +1,9 @@
 """Split the rows of a `DataProto` into one chunk per worker, and join chunks again.
 
-A batch of N rows over n workers becomes n contiguous chunks of ceil(N / n) rows. If N does not
-divide, the last chunks are filled with copies of the first rows. `Shard` marks these copies, the
-last rows of a chunk, and the engines give them no weight. The caller's batch is never changed.
+A batch of N rows over n workers becomes n contiguous chunks of ceil(N / n) rows. If n does not
+divide N, the last chunks are filled with copies of the batch's first rows. `Shard` marks these
+copies, the last rows of a chunk, and the engines give them no weight. The caller's batch is never
+changed.
 
 Methods take and return TensorDicts if the driver passes them. In transit a TensorDict is a
 `TensorDictRows`, a batch that can be turned back; no method of a worker ever sees it. Its nested
@@ -56,7 +57,7 @@ def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
 def place_chunk(chunk: DataProto, index: int, rows_of_all: Sequence[int]) -> DataProto:
     """Give a chunk that came straight from another group its `Shard`.
 
-    The chunk is padded to the length of the longest chunk.
+    The chunk is padded with copies of its own rows to the length of the longest chunk.
     """
     rows, longest = rows_of_all[index], max(rows_of_all)
     if len(chunk) >= longest:

@@ -28,8 +28,8 @@ def merge_parts(
     for name, array in arrays.items():
         if name in merged:
             raise BatchError(
-                f"to_tensordict: {name!r} is a tensor and a non-tensor column. Rename one "
-                "with rename()."
+                f"to_tensordict: {name!r} is a tensor and a non-tensor column. Rename the tensor "
+                "column with rename()."
             )
         # tensordict cannot stack zero rows, so one row is added and cut off again
         merged[name] = NonTensorStack(*map(NonTensorData, array), NonTensorData(None))[:rows]
@@ -37,8 +37,8 @@ def merge_parts(
     for key, value in meta.items():
         if key in merged:
             raise BatchError(
-                f"to_tensordict: {key!r} is a column and a key of meta_info. Rename the "
-                "column with rename()."
+                f"to_tensordict: {key!r} is a column and a key of meta_info. Drop one of them with "
+                "pop()."
             )
         merged[key] = NonTensorData(value, batch_size=[rows])
     return TensorDict(merged, batch_size=[rows])

@@ -130,7 +130,7 @@ def rearrange_micro_batches(
     """Return micro-batches of at most `max_token_len` tokens, and the row numbers of each.
 
     Tokens are counted by `attention_mask`, or by nested `input_ids`. No micro-batch is empty, and
-    their token counts are as even as possible.
+    their token counts are nearly equal.
 
     Args:
         batch: a TensorDict with one batch dim.
@@ -154,8 +154,10 @@ def rearrange_micro_batches(
         range(first, first + force_group_size) for first in range(0, len(lengths), force_group_size)
     ]
     tokens = [sum(lengths[row] for row in group) for group in groups]
-    heaviest = max(tokens, default=0)
-    if heaviest > max_token_len or not tokens:
+    if not tokens:
+        raise BatchError("a batch without rows cannot be split into micro-batches.")
+    heaviest = max(tokens)
+    if heaviest > max_token_len:
         raise BatchError(
             f"max_token_len={max_token_len} is below the {heaviest} tokens of the longest row (or "
             f"group of {force_group_size}) of {len(lengths)} rows. Use {heaviest} or more."
@@ -179,9 +181,7 @@ def prepare_dynamic_batch(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], Partitions]:
-    """Split a `DataProto` into micro-batches, and return them and the row numbers of each.
-
-    A micro-batch has at most `max_token_len` tokens.
+    """Return micro-batches of at most `max_token_len` tokens, and the row numbers of each.
 
     Tokens are counted by `attention_mask`. Micro-batches have all columns and meta entries of the
     batch. For the arguments see `rearrange_micro_batches`.
@@ -235,7 +235,9 @@ def _token_counts(columns: dict[str, Column]) -> list[int]:
 def _partition(
     tokens: list[int], limit: int, least: int, multiple: int, group: dist.ProcessGroup | None
 ) -> Partitions:
-    """Return as few sets as the limit allows on every rank; all ranks get the same number."""
+    """Return balanced sets within the limit; their number, small and equal on all ranks, grows
+    from `least`.
+    """
     wanted = least
     while True:
         count = -(-_maximum(wanted, group) // multiple) * multiple

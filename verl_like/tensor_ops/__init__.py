@@ -1,4 +1,4 @@
-"""Tensor arithmetic on padded batches with verl's names: only torch, no state, no communication."""
+"""Functions on padded batches: sums inside masks, log-probs of logits, balanced row lengths."""
 
 from verl_like.tensor_ops.balance import (
     get_group_balanced_partitions,

@@ -1,7 +1,7 @@
 """Sum and mean of the values inside a mask.
 
-A mask may have any dtype; non-zero means inside. Values outside, NaN included, never affect a
-result, and an empty mask gives zero.
+A mask may have any dtype; non-zero means inside (`last_places` needs a mask of zeros and ones).
+Values outside, NaN included, never affect a result, and an empty mask gives zero.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""Losses of actor and critic: pure functions of tensors and a mask.
+"""Losses: pure functions of tensors and a mask.
 
 A policy loss is one file (`vanilla.py`, `gspo.py`, …), registered by name in
 `workers.losses.registry.POLICY_LOSSES`. Every file in this folder is imported here, so you add a
-loss by adding a file. The policy losses share `token_loss` (turns a function of tokens into a
-policy loss), `aggregate` (reduces token losses to one number), `importance_ratio` and `covariance`.
-Other files are `value`, `kl`, `correction` and `rejection` (which weight or reject tokens that
-another policy sampled), and `mismatch` (which measures the difference from that policy).
+loss by adding a file. The policy losses use `token_loss` (turns a function of tokens into a policy
+loss), `aggregate` (reduces token losses to one number), `importance_ratio` and `covariance`.
+`correction` and `rejection` weight or reject tokens that another policy sampled, and `mismatch`
+measures the difference from that policy. The critic's loss is in `value`, the KL to the reference
+in `kl`, the losses of other recipes in `lm`, `pairwise` and `preference`, and those of a server's
+clients in `token_sums`.
 
-Tensors are [rows, response tokens]. **Sums over micro-batches are exact.** A worker sees one
-micro-batch of a global mini-batch. It passes the denominators of the mini-batch to the loss, so the
-losses, gradients and metrics of all micro-batches on all ranks *add up* to the values of the whole
-mini-batch. Without denominators, a call treats its rows as a whole mini-batch. (`clip_cov` and
-`kl_cov` compare the tokens of a mini-batch with each other, so the driver chooses their tokens
-beforehand.) Values outside the mask never affect a loss or a gradient, and with an empty mask both
-are zero.
+Tensors of a policy loss are [rows, response tokens]. **Sums over micro-batches are exact.** A
+worker sees one micro-batch of a global mini-batch. It passes the denominators of the mini-batch to
+the loss, so the losses, gradients and metrics of all micro-batches on all ranks *add up* to the
+values of the whole mini-batch. Without denominators, a call treats its rows as a whole mini-batch.
+(`clip_cov` and `kl_cov` compare the tokens of a mini-batch with each other, so the driver chooses
+their tokens beforehand.) Values outside the mask never affect a policy loss or its gradient, and
+with an empty mask both are zero.
 """
 
 import importlib

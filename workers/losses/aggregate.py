@@ -42,7 +42,7 @@ class Denominators(TypedDict, total=False):
     """Denominators for `agg_loss`. The counts are those of the global mini-batch."""
 
     batch_num_tokens: int | float | Tensor | None
-    """Tokens inside the mask; used by token-mean and by every metric."""
+    """Tokens inside the mask; used by token-mean and by the metrics of `agg_policy_loss`."""
     global_batch_size: int | float | Tensor | None
     """Rows with at least one token inside the mask; used by the three seq-mean modes."""
     loss_scale_factor: int | float | None
@@ -65,7 +65,8 @@ def agg_loss(
         loss_mask: marks the tokens in the loss, such as `response_mask`.
         loss_agg_mode: a key of `AGGREGATIONS`, such as "token-mean".
         batch_num_tokens: tokens of the global mini-batch; None counts the tokens of these rows.
-        global_batch_size: rows of the global mini-batch; None counts these rows.
+        global_batch_size: rows of the global mini-batch that have a token inside the mask; None
+            counts such rows among these.
         loss_scale_factor: the divisor in "seq-mean-token-sum-norm"; None is R.
     """
     if loss_agg_mode not in AGGREGATIONS:
@@ -108,7 +109,7 @@ def agg_policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the aggregated loss, with weights if given, and the token means of `per_token`.
 
-    Metrics use the same denominators as the loss, so they add up in the same way.
+    The token means are over the global mini-batch, so they add up like the loss.
     """
     if rollout_is_weights is not None:
         losses = losses * zero_outside(rollout_is_weights.detach(), response_mask)
@@ -126,7 +127,7 @@ def agg_policy_loss(
 def share_of_tokens(
     where: Tensor, response_mask: Tensor, **denominators: Unpack[Denominators]
 ) -> Tensor:
-    """Return the fraction of the tokens inside the mask for which `where` is true."""
+    """Return these rows' contribution to the fraction of tokens for which `where` is true."""
     mask = response_mask.bool()
     num_tokens = denominators.get("batch_num_tokens")
     if num_tokens is None:

@@ -1,8 +1,8 @@
 """Losses of large batches, computed in blocks of rows that fit in the cache.
 
-A batch of more than `BLOCK_TOKENS` tokens is computed block by block, and the gradient of each
-block is computed immediately. Apart from the inputs, only the gradient has the size of the batch. A
-smaller batch is one block.
+A batch of more than `BLOCK_TOKENS` positions, padding included, is computed block by block, and the
+gradient of each block is computed immediately. Apart from the inputs, only the gradient has the
+size of the batch. A smaller batch is one block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from workers.losses.aggregate import Denominators
 
 BLOCK_TOKENS = 2**18
-"""Tokens per block (at least one row); one float32 column of a block takes 1 MiB."""
+"""Positions per block, at least one row; a float32 column of this many takes 1 MiB."""
 
 Numbers = tuple[Tensor, ...]
 Share = Callable[[Tensor, slice, Denominators], tuple[Tensor, dict[str, Tensor]]]
@@ -55,7 +55,9 @@ def sum_over_blocks(
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """Sum the results of `compute(leaf, rows)` over blocks; only the first one has a gradient."""
+    """Sum the results of `compute(leaf, rows)` over blocks; only the first result, the loss, has a
+    gradient.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO without the gradient of a few tokens that would reduce the entropy most."""
+"""Clip-Cov: PPO without the gradient of a few tokens that would reduce the entropy strongly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _choose_tokens(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """Choose the tokens whose gradient is zeroed: a few tokens with high covariance."""
+    """Choose the tokens whose gradient is zeroed: a random few of those with high covariance."""
     mask = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, mask)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
@@ -54,8 +54,9 @@ def compute_policy_loss_clip_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped loss, set to 0 for a few tokens whose A and log p have a high covariance.
 
-    A fraction `clip_cov_ratio` of the tokens in the mini-batch, at least one, is sampled from the
-    tokens whose covariance under the old policy is between `clip_cov_lb` and `clip_cov_ub`.
+    They are sampled from the tokens whose covariance under the old policy is between `clip_cov_lb`
+    and `clip_cov_ub`: a fraction `clip_cov_ratio` of all tokens in the mini-batch, at least one, or
+    fewer if the range has fewer.
 
     Watch: If `actor/entropy` falls as with `vanilla` while `actor/pg_clipfrac` is 0, widen the
     range, or use `kl_cov`.

@@ -61,8 +61,8 @@ def importance_weights(
 def normalized(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, float]:
     """Return the weights divided by their mean, and the mean.
 
-    The mean is over tokens (`level` "token"), or over rows that have tokens. Weights that are all
-    zero are returned unchanged.
+    The mean is over tokens (`level` "token"), or over rows that have tokens. Weights whose mean is
+    (almost) zero are returned unchanged, with 1 instead of the mean.
     """
     if level == "token":
         mean = masked_mean(weights, mask).item()

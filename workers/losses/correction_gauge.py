@@ -47,8 +47,8 @@ class Spread(Gauge):
     def __init__(self, bounds: Bounds, ideal: float) -> None:
         """Count values outside `bounds` as high or low; `ideal` is the value for equal policies.
 
-        For the standard deviation, values are clamped to the upper bound, and to the lower bound or
-        zero, whichever is less.
+        For the standard deviation and the effective sample size, values are clamped to the upper
+        bound, and to the lower bound or zero, whichever is less.
         """
         super().__init__()
         self.bounds = bounds
@@ -128,7 +128,10 @@ class CorrectionGauge(Gauge):
     """Accumulates the metrics of a correction. Each counter is a pair (part, whole)."""
 
     def __init__(self, weights: Bounds | None, criteria: dict[str, Bounds]) -> None:
-        """Take the bounds of the importance weights, and those of each criterion by name."""
+        """Take the bounds of the importance weights, and those of each criterion by name.
+
+        Truncated weights have no lower bound; weights below 1 / upper count as low.
+        """
         super().__init__()
         self.spreads: dict[str, Spread] = {}
         if weights is not None:

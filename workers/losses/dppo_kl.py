@@ -1,4 +1,7 @@
-"""DPPO-Binary-KL: a token has no gradient if the KL of "this token or another" is too large."""
+"""DPPO-Binary-KL: a token has no gradient if updates have moved its probability too far.
+
+The distance is the KL of the distribution over "this token or another".
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ def compute_policy_loss_dppo_kl(
     out if p fell and the KL is above `clip_ratio_low`.
 
     Watch: If `actor/pg_clipfrac`, the fraction of tokens left out, is 0, lower `clip_ratio_low` and
-    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the fraction of ratios above `clip_ratio_c`, is
-    more than a few percent, raise `clip_ratio_c`.
+    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the fraction of tokens whose ratio is
+    truncated at `clip_ratio_c`, is more than a few percent, raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

@@ -1,4 +1,4 @@
-"""DPPO-Binary-TV: a token has no gradient if its probability has moved too far."""
+"""DPPO-Binary-TV: a token has no gradient if updates have moved its probability too far."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def compute_policy_loss_dppo_tv(
     the probability, not the ratio. The paper sets `clip_ratio_c` to 20.
 
     Watch: If `actor/pg_clipfrac`, the fraction of tokens left out, is 0, lower `clip_ratio_low` and
-    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the fraction of ratios above `clip_ratio_c`, is
-    more than a few percent, raise `clip_ratio_c`.
+    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the fraction of tokens whose ratio is
+    truncated at `clip_ratio_c`, is more than a few percent, raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

@@ -29,8 +29,9 @@ def compute_policy_loss_geo_mean(
     """The geometric mean s of the sequence's ratios, each clipped on one side: `-A * s`.
 
     A is the mean of the sequence's advantages. log r is at most `clip_ratio_high` where the
-    advantage is positive, and at least `-clip_ratio_low` where it is negative. Every token gets the
-    loss of its sequence. The paper uses `seq-mean-token-mean` and clips at 0.4.
+    advantage is positive, and at least `-clip_ratio_low` where it is negative; it counts as 0 where
+    the advantage is 0. Every token gets the loss of its sequence. The paper uses
+    `seq-mean-token-mean` and clips at 0.4.
 
     Watch: If `actor/pg_clipfrac` or `actor/pg_clipfrac_lower` (fractions of tokens clipped at the
     upper or lower bound) is above a few percent, lower the learning rate, or use fewer mini-batches

@@ -18,7 +18,10 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Return log(policy / old policy), clamped; zero and without gradient outside the mask."""
+    """Return log(policy / old policy), clamped; outside the mask it is zero.
+
+    Clamped values, and values outside the mask, have no gradient.
+    """
     log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, mask)  # type: ignore[no-untyped-call]
     return log_r
 

@@ -29,7 +29,7 @@ def absolute(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """Half the square of the log-ratio; its gradient is an unbiased gradient of the KL.
+    """Half the square of the log-ratio; its gradient estimates the KL's gradient without bias.
 
     Source: Schulman, joschu.net/blog/kl-approx.html, 2020
     """
@@ -48,7 +48,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 def k3_swapped(log_ratio: Tensor) -> Tensor:
     """exp(x) - 1 - x: k3 with policy and reference swapped; clamped to 10.
 
-    Its mean over samples of the policy is larger than the KL. Use it only to match ColossalChat.
+    Its mean over samples of the policy is the chi-squared divergence minus the KL, not the KL. Use
+    it only to match ColossalChat.
 
     Source: ColossalChat's `compute_approx_kl`, which does not clamp
     """

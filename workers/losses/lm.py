@@ -12,7 +12,7 @@ from workers.losses.aggregate import Denominators, agg_loss
 def compute_lm_loss(
     log_probs: Tensor, mask: Tensor, **denominators: Unpack[Denominators]
 ) -> Tensor:
-    """Return these rows' contribution to the mini-batch mean of -log_prob over masked tokens.
+    """Return these rows' contribution to the mini-batch mean of -log_prob inside the mask.
 
     Source: PTX is the extra term of PPO in InstructGPT, arXiv 2203.02155, equation 2
     """

@@ -1,7 +1,7 @@
 """Measure the gap between the rollout's and the trainer's log-probs of the same tokens.
 
 The gap is measured at every step: by the driver if the batch has old log-probs, otherwise by the
-actor in the forward pass of the update. The names are verl's.
+actor in the forward passes of the update. The names are verl's, except for `gap_from_token_…`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Gauge
 from workers.losses.blocks import row_blocks
+from workers.losses.correction_gauge import MaskedRows
+from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 
 SAMPLE_MEANS = (
     "training_ppl",
@@ -25,9 +27,6 @@ SAMPLE_MEANS = (
     "ppl_ratio",
 )
 """Metrics that are means over samples. `ppl` is the perplexity of a response."""
-
-LARGEST = 20.0
-"""Log-ratios are clamped to ± this before `exp`."""
 
 
 class MismatchGauge(Gauge):
@@ -49,14 +48,14 @@ class MismatchGauge(Gauge):
             self._add_rows(*(column[rows].cpu() for column in columns))
 
     def _add_rows(self, rollout: Tensor, trained: Tensor, mask: Tensor) -> None:
-        if not bool(mask.any()):
+        part = MaskedRows(mask)
+        if not part.num_tokens:
             return
 
         rollout = zero_outside(rollout, mask).double()
         trained = zero_outside(trained, mask).double()
-        places = mask.flatten().nonzero().squeeze(-1)
-        self._add_tokens(*(c.flatten().index_select(0, places) for c in (rollout, trained)))
-        self._add_samples(rollout.sum(dim=1), trained.sum(dim=1), mask.sum(dim=1))
+        self._add_tokens(part.tokens(rollout), part.tokens(trained))
+        self._add_samples(rollout.sum(dim=1), trained.sum(dim=1), part.lengths)
 
         gaps = rollout.sub_(trained).abs_().sum(dim=0)
         counts = mask.sum(dim=0).double()
@@ -67,7 +66,7 @@ class MismatchGauge(Gauge):
 
     def _add_tokens(self, rollout: Tensor, trained: Tensor) -> None:
         """Add tokens (1-D). p is a token's probability in the rollout engine, q in the trainer."""
-        log_ratio = (trained - rollout).clamp_(-LARGEST, LARGEST)
+        log_ratio = (trained - rollout).clamp_(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         p, q = rollout.exp(), trained.exp()
         diff = (p - q).abs_()
         ratio_less_1 = torch.expm1(log_ratio)
@@ -95,8 +94,8 @@ class MismatchGauge(Gauge):
         filled = lengths > 0
         rollout, trained, lengths = rollout[filled], trained[filled], lengths[filled]
         of_rollout, of_trainer = -rollout / lengths, -trained / lengths
-        diff = (of_trainer - of_rollout).clamp(-LARGEST, LARGEST)
-        log_ratio = (trained - rollout).clamp(-LARGEST, LARGEST)
+        diff = (of_trainer - of_rollout).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        log_ratio = (trained - rollout).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         columns = (
             *(of_trainer.exp(), of_trainer, of_rollout.exp(), of_rollout),
             *(diff, diff.abs(), diff.exp()),
@@ -135,7 +134,7 @@ class MismatchGauge(Gauge):
 
 
 def _pearson(total: dict[str, float], tokens: float) -> float:
-    """Return the correlation of the two probabilities; 1 if neither varies."""
+    """Return the correlation of the two probabilities; 1 if one of them does not vary."""
     covariance = total["pq"] - total["p"] * total["q"] / tokens
     spread_p = total["p_square"] - total["p"] ** 2 / tokens
     spread_q = total["q_square"] - total["q"] ** 2 / tokens

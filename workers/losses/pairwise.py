@@ -66,6 +66,6 @@ def compute_reward_loss(
 
 
 def rank_accuracy(scores: Tensor) -> Tensor:
-    """Return 1 per pair if the chosen response has the higher score, one half if both are equal."""
+    """Return 1 for each pair with a higher score of the chosen response, 0.5 for a tie, else 0."""
     gap = scores[:, 0] - scores[:, 1]
     return (gap > 0).to(scores.dtype) + 0.5 * (gap == 0)

@@ -45,12 +45,13 @@ AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 class LossTraits:
     """Properties of a policy loss, which configuration checks use.
 
-    A loss of your own can declare only the first two fields. A loss with `choose_tokens` must
-    accept `chosen_tokens`; without this argument, it chooses among the tokens of the call.
+    `verl_like.extend` has decorators for the first two fields: `declare_loss_keys` and
+    `chooses_tokens`. A loss with `choose_tokens` must accept `chosen_tokens`; without this
+    argument, it chooses among the tokens of the call.
     """
 
     keys_read: tuple[str, ...] | None = None
-    """Keys of policy losses that this loss reads; None means that it may read any of them."""
+    """Loss keys of the actor that this loss reads; None means that it may read any of them."""
     choose_tokens: TokenChooser | None = None
     """Function that chooses the specially treated tokens from a whole mini-batch."""
     has_ratio: bool = True

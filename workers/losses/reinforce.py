@@ -23,11 +23,11 @@ def compute_policy_loss_reinforce(
     """The policy gradient, without ratio or clipping: `-A * log p`.
 
     GPG has the same loss. With `rollout_correction.rollout_is`, the gradient of each token is
-    weighted by the ratio of the trainer's to the rollout's probability. This ratio is bounded and
-    has no gradient.
+    weighted by the ratio of the trainer's to the rollout's probability, of the token or of its
+    sequence. This ratio is bounded and has no gradient.
 
-    Watch: If `actor/ppo_kl` is not 0, later mini-batches are off-policy: set
-    `actor.ppo_mini_batch_size` to the whole batch, or use `vanilla`.
+    Watch: If `actor/ppo_kl` is not about 0, later mini-batches are off-policy: set
+    `actor.ppo_mini_batch_size` to the whole batch and `actor.ppo_epochs` to 1, or use `vanilla`.
 
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """

@@ -8,8 +8,7 @@ estimate KL(rollout || trainer). A criterion bounds the estimate of each token (
 sum (`seq_sum_k1`), mean (`seq_mean_k1`) or maximum (`seq_max_k2`) over a sequence. The names are
 verl's.
 
-`algorithm.rollout_correction` writes a threshold as one number ("2.0") or as "lower_upper"
-("0.5_2.0").
+In `algorithm.rollout_correction`, a threshold is one number ("2.0") or "lower_upper" ("0.5_2.0").
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Criterion:
 
     name: str
     bounds: Bounds
-    """For k1, these are the logarithms of the ratios in the configuration."""
+    """For k1, these are the logarithms of the thresholds, which are ratios 1 / r."""
 
     @property
     def judges_tokens(self) -> bool:
@@ -131,7 +130,10 @@ class Bounds:
 
 
 def weight_bounds(text: str) -> Bounds:
-    """Parse `rollout_is_threshold`: one number (1 or more) truncates weights, two mask them."""
+    """Parse `rollout_is_threshold`: one number, 1 or more, truncates weights.
+
+    With two numbers, weights outside this range are set to zero.
+    """
     key = f"{SECTION}.rollout_is_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is not None:
@@ -145,7 +147,7 @@ def weight_bounds(text: str) -> Bounds:
 
 
 def ratio_bounds(text: str) -> tuple[float, float]:
-    """Parse a ratio in `rollout_rs_threshold`: (lower, upper); a single u means 1/u to u."""
+    """Parse the range of 1 / r in `rollout_rs_threshold`; a single u means 1/u to u."""
     key = f"{SECTION}.rollout_rs_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is None and bounds.upper <= 1:
@@ -190,7 +192,7 @@ def _require_order(key: str, text: str, lower: float, upper: float) -> None:
 
 
 def _misread(number: float) -> str:
-    """Return a hint about "0.5_5" on the command line, which is parsed as 0.55."""
+    """Return a hint about "0.5_5", which YAML and the command line parse as 0.55."""
     if not 0 < number < 1:
         return ""
     return " (0.5_5 is read as the number 0.55. Write both bounds with a decimal point: 0.5_5.0.)"

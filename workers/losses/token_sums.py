@@ -2,9 +2,10 @@
 
     losses = TOKEN_SUMS["ppo"].of_tokens(log_probs, columns, settings)     # [rows, R]; add them up
 
-Nothing is averaged and nothing is masked: a token with weight or advantage 0 adds nothing. The
-formulas are those of the Tinker protocol: p is the log-prob under the model in training, q the
-log-prob under the policy that sampled (`logprobs`), A the advantage, r = exp(p - q).
+Nothing is averaged and nothing is masked. A token with weight or advantage 0 adds nothing, except
+in `dro`, whose penalty counts every token. The formulas are those of the Tinker protocol: p is the
+log-prob under the model in training, q the log-prob under the policy that sampled (`logprobs`), A
+the advantage, r = exp(p - q).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run work on all ranks together: an error on one rank is raised on all, with the rank's number."""
+"""Run file work on all ranks together: an error on one rank is raised on all, with its number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ CAUGHT = (OSError, RuntimeError, ValueError, LookupError, TypeError, SafetensorE
 
 
 class Ranks:
-    """The ranks of a process group (None: only this rank); every error begins with `subject`."""
+    """The ranks of a process group (None: only this rank).
+
+    An error of `CAUGHT` on any rank is raised on all ranks, as a `CheckpointError` that begins with
+    `subject`.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, subject: str) -> None:
         self.group = group

@@ -8,8 +8,9 @@
 
 Along tp, rank numbers are consecutive; pp is the slowest axis. Rows of a batch are divided over
 replicate x shard. Ranks that differ only along pp, sp or tp have the same rows and form one model
-group. For experts, the axes shard x sp x tp are divided differently: groups of ep consecutive ranks
-have different experts, and FSDP shards each expert over the efsdp ranks that have it.
+group. For experts, the axes shard x sp are divided differently (tp is then 1): groups of ep
+consecutive ranks have different experts, and FSDP shards each expert over the efsdp ranks that have
+it.
 """
 
 from __future__ import annotations

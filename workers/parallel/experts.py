@@ -2,7 +2,7 @@
 
     spread_experts(module, mesh)        # mesh has one axis, "ep"
 
-Every rank has different rows. A layer sorts its (token, expert) choices by expert and sends each
+Every rank has different tokens. A layer sorts its (token, expert) choices by expert and sends each
 token to the rank of the expert (one exchange of counts, one of tokens). The experts' class computes
 its outputs as usual. Another exchange returns the outputs, which are weighted and summed on the
 rank of the token. A rank that receives no token still takes part in the forward and the backward
@@ -58,8 +58,9 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
             or len(arguments) != NUM_ARGUMENTS + 1
         ):
             raise ConfigError(
-                f"{key}={size}: {name} is a {type(experts).__name__}, which does not store all "
-                f"experts in one tensor. Leave {key} at 1."
+                f"{key}={size}: {name} is a {type(experts).__name__}, which is not supported: each "
+                "weight must have the experts as its first dim, and the forward pass must take "
+                f"{NUM_ARGUMENTS} arguments (states, chosen experts, weights). Leave {key} at 1."
             )
         if count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)

@@ -41,14 +41,14 @@ def shard(
     """Shard with FSDP2: one unit per decoder layer and one for the rest, or one for everything.
 
     With shard_grad_op, layers stay gathered from one pass to the next, like the unit of the rest.
-    Experts that are spread over ranks form a separate unit on `efsdp_mesh`. Each layer prefetches
-    the weights of the next layer.
+    Experts that are spread over ranks form a separate unit on `efsdp_mesh`. In the forward pass,
+    each layer prefetches the weights of the next layer, if the rank has all layers.
 
     Return True if the model is one unit. Small models are, because the latency of collectives
     dominates their time. The unit of the rest is used at the beginning and the end of a pass, so it
     stays gathered until `reshard`. Gradients are summed, not averaged. If no token of a rank
     reaches a weight (such as an expert's), its gradient there is zero; otherwise the collectives of
-    the ranks would not match.
+    the ranks would not match. (torch 2.11 does not support this.)
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
     one_unit = is_one_unit(num_elements)

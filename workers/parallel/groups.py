@@ -39,7 +39,9 @@ class RankGroups:
         self.tp = self._along(("tp",))
         self.pp = self._along(("pp",))
         self.batch = self._along(("pp", *DATA))
-        """The first rank of every stage in every model group; the last stage has the metrics."""
+        """Ranks with the same place along sp and tp: all stages of all model groups. The last stage
+        has the metrics.
+        """
 
     def _along(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         sizes = self.dims.axes()

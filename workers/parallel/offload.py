@@ -1,4 +1,4 @@
-"""Offload weights and moments to host memory between calls, each in one page-locked block."""
+"""Offload weights, gradients and moments to host memory between calls, in page-locked blocks."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class HostBlocks:
     """The host blocks of one engine."""
 
     weights: HostBlock = field(default_factory=HostBlock)
+    """Weights, their gradients, and buffers."""
     moments: HostBlock = field(default_factory=HostBlock)
 
 
@@ -99,7 +100,7 @@ def _move(
     weight: Callable[[Tensor], Tensor],
     state: Callable[[Tensor], Tensor],
 ) -> None:
-    """Replace each weight and each optimizer state by the result of the given function for it."""
+    """Replace weights by `weight(tensor)`, and optimizer states by `state(tensor)`."""
     if module is not None:
         module._apply(weight)
     for states in optimizer.state.values() if optimizer is not None else ():

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_like.errors import ConfigError
 from workers.parallel.communicate import communicate, exchange
 
 AttendRows = Callable[..., Tensor]
@@ -86,7 +87,10 @@ class SequenceRanks:
             return attend(query, key, value, sinks, places[self.group.rank()])
 
         if num_heads % self.size:
-            raise ValueError(f"a layer's {num_heads} heads do not divide among {self.size} ranks")
+            raise ConfigError(
+                f"parallel.sp={self.size} does not divide the {num_heads} heads of a layer. Set "
+                f"parallel.sp to a divisor of {num_heads}."
+            )
         repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
         if repeats > 1:
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -120,7 +124,7 @@ class Split:
     places: Tensor
     """Positions of this rank's tokens in the row."""
     reads: Tensor
-    """Indices of this rank's tokens that are read."""
+    """Indices, among this rank's tokens, of those at which the head is read."""
     numbers: Tensor
     """Index in the order of the row for every position read, listed in rank order."""
     counts: list[int]

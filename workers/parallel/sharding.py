@@ -145,9 +145,9 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
         )
     if strategy in ("single", "ddp"):
         raise ConfigError(
-            f"{key} distributes the experts over ranks, but strategy={strategy} (int8 weights, "
-            "too) keeps the whole model on every rank. Set strategy=fsdp, or leave parallel.ep at "
-            "1."
+            f"{key} distributes the experts over ranks, but strategy={strategy} (which int8 "
+            "weights imply) keeps the whole model on every rank. Set strategy=fsdp, or leave "
+            "parallel.ep at 1."
         )
     size = dims.shard * dims.sp
     if size % dims.ep:

@@ -7,8 +7,8 @@
         states = module(**inputs)               # in the last stage, the model's outputs
 
 Names and numbers of layers are those of the whole model. Parts of other stages return their inputs
-unchanged, and embeddings return the states that the previous stage sent. This is first tested on a
-small model of the class (`workers.training.parts.pipeline`).
+unchanged, and embeddings return the states that the previous stage sent. Whether this works for a
+class is first tested on a small model of it (`workers.training.parts.pipeline`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from workers.config import LARGEST_PASS
 from workers.parallel.experts import experts_of
 
 LARGEST_LOGITS = 256 * 2**20
-"""Maximum size of the float32 logits of one chunk of positions, in bytes."""
+"""Bytes of the float32 logits of one chunk of positions (`workers.training.lm_head`); on a GPU,
+chunks of a large vocabulary are larger.
+"""
 TRAINED, FROZEN = 4, 1
 """Numbers stored per weight: with a gradient and two moments, and without."""
 
@@ -116,7 +118,7 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     num_chosen = getattr(config, "num_experts_per_tok", None) or 1
 
     def of_pass(layer: nn.Module) -> int:
-        """Count the inputs and outputs of a layer's matrices, for the experts that a token uses."""
+        """Count the inputs and outputs of a layer's matrices, only for experts that tokens use."""
         matrices = [weight.shape for weight in layer.parameters() if weight.ndim > 1]
         per_token = sum(sum(s[-2:]) * (num_chosen if len(s) == 3 else 1) for s in matrices)
         return num_tokens * per_token * trains
@@ -247,7 +249,10 @@ class Stages:
 
     @contextmanager
     def computing(self, stage: int, received: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Context in which the module computes the stage; only the last does not return states."""
+        """Context in which the module computes the stage.
+
+        The module returns the states for the next stage, or in the last stage its outputs.
+        """
         before = [place.owner._modules[place.name] for place in self.places]
         for place in self.places:
             if stage not in place.used:

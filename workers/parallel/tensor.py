@@ -12,8 +12,8 @@ these as inputs and sums its outputs over the ranks: Shoeybi et al., "Megatron-L
 1909.08053).
 
 Every parameter becomes a DTensor. Layers compute with the local shards, so they use the same
-kernels as in a plain module. Embeddings and head are always split along the vocabulary, whatever
-the plan says, and logits stay split (`workers.parallel.vocabulary`).
+kernels as in a plain module. Embeddings and head, if they are plain layers, are split along the
+vocabulary, whatever the plan says, and logits stay split (`workers.parallel.vocabulary`).
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def _check_plan(module: Any, plan: Mapping[str, str]) -> None:
         raise NoSplit(f"transformers has no tensor parallel plan for {model_type}")
     has_convolution = any(isinstance(layer, nn.Conv1d) for layer in module.modules())
     if has_convolution or model_type.startswith(USE_OTHERS):
-        raise NoSplit(f"layers of {model_type} compute with weights of other layers")
+        raise NoSplit(f"layers of {model_type} use the weights of other layers")
 
 
 def _rule_for(name: str) -> str:

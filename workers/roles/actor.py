@@ -104,8 +104,8 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     def compute_log_prob(self, data: DataProto) -> CallResult:
         """Return `old_log_probs` and `entropys` of the responses under the current policy.
 
-        If `meta_info["sum_pi_squared"]` is set, it also returns the column of this name, which some
-        advantage estimators need.
+        If `meta_info["sum_pi_squared"]` is true, it also returns the column of this name, which
+        some advantage estimators need.
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
@@ -132,7 +132,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         The batch needs no `old_log_probs` in two cases. With `meta_info["on_policy"]`, the samples
         come from the current policy, and the forward pass of the update computes them. Under
         `bypass_mode`, the rollout's log-probs replace them. `meta_info["entropy_coeff"]` overrides
-        the configured coefficient of the entropy bonus.
+        `actor.entropy_coeff`, unless that is 0.
         """
         objective = self.objective(data)
         if objective.on_policy:

@@ -44,8 +44,6 @@ SETTINGS = (str, Sequence, Mapping, OptimStepSettings, type(None))
 
 
 def _dispatch_verb(target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Split batches over the ranks, and send settings to all of them."""
-
     def by_rank(value: Any) -> Any:
         dispatch = dispatch_one_to_all if isinstance(value, SETTINGS) else TRAIN.dispatch_fn
         (values,), _ = dispatch(target, value)
@@ -77,7 +75,7 @@ class ModelWorker(Worker):
     def engine_of(
         self, model: RoleModelSpec, engine_class: Callable[..., EngineT], **settings: Any
     ) -> EngineT:
-        """Return a training engine of the role's model, and split the role's calls to match it."""
+        """Return an engine of the role's model, and split the role's calls to match it."""
         engine = model.engine(engine_class, **settings)
         self.split_calls_by(engine)
         return engine

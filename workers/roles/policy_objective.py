@@ -2,7 +2,7 @@
 
 Example:
 
-    objective = PolicyObjective(worker.settings, data)
+    objective = PolicyObjective(settings, data)         # `PolicySettings`
     update(engine, data, objective.loss, ...)
     metrics |= objective.metrics(engine.groups.batch)
 """

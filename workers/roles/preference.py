@@ -1,7 +1,7 @@
 """Roles of preference training: the trained model, and a reference from another model folder.
 
-Both get pairs or labeled rows. The update reads the reference's log-probs from a column that is
-computed before the first step.
+Both get pairs or labeled rows. The update reads the reference's log-probs from a column that the
+driver computes once, before training.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ class ComputesReference(ModelWorker):
     """Computes the reference's log-probs with this role's model, without its adapters.
 
     If the model is trained without adapters, these are the reference's log-probs only before the
-    first optimizer step.
+    first optimizer step, and before a checkpoint is loaded.
     """
 
     engine: TrainEngine
-    budget: MicroBatchBudget
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -54,7 +53,7 @@ class ComputesReference(ModelWorker):
 
 
 class PreferenceWorker(RowWorker, ComputesReference):
-    """Trains on pairs or labeled rows; before training it also computes reference log-probs."""
+    """Trains on pairs or labeled rows, and computes the reference's log-probs before training."""
 
     loss_name = "preference"
     config: PreferenceWorkerConfig

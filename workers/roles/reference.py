@@ -123,8 +123,8 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
             return
         if not any(Path(path).glob("*.safetensors")):
             raise CheckpointError(
-                f"{path} holds no weights: the reference of this run did not change. Leave out "
-                "actor_rollout_ref.ref.update_every, or start a new run."
+                f"{path} holds no weights: the run that saved it did not update its reference. "
+                "Leave out actor_rollout_ref.ref.update_every, or start a new run."
             )
         self.engine.load(Path(path))
 

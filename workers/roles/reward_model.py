@@ -1,7 +1,7 @@
 """The reward model: a sequence classifier that scores samples.
 
-The driver computes rule rewards (`workers.rewards.manager`). If both kinds of reward are
-configured, it adds them.
+The driver computes function rewards (`workers.rewards.manager`), and adds up all configured rewards
+by weight.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the frozen classifier; reject it if its tokenizer differs from the actor's."""
+        """Load the frozen classifier; reject it if its tokenizer differs from the actor's.
+
+        A folder without a tokenizer is accepted.
+        """
         check_same_tokenizer(self.config.path, self.policy_path, self.role)
         super().init_model(total_steps)
 

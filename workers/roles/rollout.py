@@ -3,8 +3,9 @@
 Where its weights are:
 
     with the actor, whole        the native engine decodes with the actor's module, by reference
-    with the actor, sharded      one unsharded copy per version, gathered tensor by tensor; also
-                                 if `rollout.dtype` differs from the dtype of the weights
+    with the actor, otherwise    one copy per version, filled tensor by tensor: if the actor is
+                                 sharded, or for another engine, a quantization, or a
+                                 `rollout.dtype` other than the dtype of the weights
     in a separate pool           a copy that the actor fills through `workers.weights.channel`
 
 Engines run no collectives over all ranks, because each decodes a different number of steps. Ranks
@@ -73,7 +74,8 @@ ASK = replace(SPLIT, collect_fn=collect_list, returns_batch=False, collecting_ra
 class RolloutWorker(WeightReceiver, Worker):
     """Generates samples, which do not depend on the rank that generates them.
 
-    The random numbers of a sample are keyed by seed, uid and sample index.
+    The random numbers of a sample are keyed by seed, uid, sample index and attempt, and by whether
+    it is for training or validation.
     """
 
     engine: RolloutEngine
@@ -191,7 +193,8 @@ class RolloutWorker(WeightReceiver, Worker):
         pad, sampling = data.meta_info.get("pad_token_id"), self.sampling_of(data)
         if pad is None:
             raise RolloutError(
-                "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
+                "rollout: meta_info has no pad_token_id. Set it to the tokenizer's pad token, or "
+                "to its eos if it has none, as the trainer's data loader does."
             )
         if self.players is None:
             numbers = self.engine.submit(self.requests_of(data), sampling)
@@ -229,8 +232,8 @@ class RolloutWorker(WeightReceiver, Worker):
         if not stop:
             raise RolloutError(
                 "rollout: meta_info has no eos_token_id and the model's "
-                "generation_config.json has none either, so no response could end. "
-                "Check that the tokenizer has an end token."
+                "generation_config.json has none either, so every response would have the maximum "
+                "length. Check that the tokenizer has an end token."
             )
 
         names = ("temperature", "top_k", "top_p", "do_sample")
@@ -297,7 +300,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Free memory for training; an engine with its own copy of the weights discards it."""
+        """Free memory for training; most engines with their own copy of the weights discard it."""
         self.engine.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

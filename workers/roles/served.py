@@ -28,7 +28,7 @@ from verl_like.calls.result import CallMetrics
 from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError, nearest
 from workers.config import ActorConfig
-from workers.losses.registry import POLICY_LOSSES, get_policy_loss
+from workers.losses.registry import POLICY_LOSSES, get_policy_loss, traits_of
 from workers.losses.token_sums import POLICY, TOKEN_SUMS, WEIGHTS, LossInputs, TokenSum
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -93,7 +93,8 @@ class TrainsStates(ModelWorker):
     ) -> None:
         """Add a state with the model's initial weights.
 
-        Its parameters in `frozen` are not trained: any of "mlp", "attn" and "unembed".
+        Its parameters in `frozen` are not trained: any of "attn", "unembed" and "mlp", which is
+        everything else.
         """
         names = [n for n in self.states.parameters if _part_of(n) in frozen]
         self.states.add(name, rank, seed, frozenset(names))
@@ -241,13 +242,15 @@ def policy_settings(
     name: str, config: ActorConfig, client_settings: Mapping[str, Any]
 ) -> tuple[ActorConfig, dict[str, Any]]:
     """Apply a client's settings to the actor's config and to the loss's arguments; return both."""
-    takes = {**arguments_of(get_policy_loss(name))}
+    policy_loss = get_policy_loss(name)
+    takes = {**arguments_of(policy_loss)}
     keys = {key.name for key in fields(config)}
     for setting in client_settings:
         if setting not in keys and setting not in takes:
-            known = [*takes, "loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"]
+            known = [*takes, "loss_agg_mode", *(traits_of(policy_loss).keys_read or ())]
             raise ConfigError(
-                f"the loss {OURS}{name} has no setting {setting!r}.{nearest(setting, known)}"
+                f"the loss {OURS}{name} has no setting {setting!r}; it has {', '.join(known)}."
+                f"{nearest(setting, known)}"
             )
     arguments = {key: value for key, value in client_settings.items() if key in takes}
     changes = {key: value for key, value in client_settings.items() if key not in takes}

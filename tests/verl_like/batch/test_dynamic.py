@@ -87,6 +87,11 @@ def test_what_cannot_be_is_refused(limit: int, options: dict[str, int], words: s
         rearrange_micro_batches(padded(), limit, **options)
 
 
+def test_a_batch_without_rows_is_refused() -> None:
+    with pytest.raises(BatchError, match="a batch without rows cannot be split"):
+        rearrange_micro_batches(padded()[:0], 26)
+
+
 def test_a_batch_without_lengths_is_refused() -> None:
     with pytest.raises(MissingColumnError, match="need the column 'attention_mask'.*has: x"):
         rearrange_micro_batches(padded().exclude("attention_mask"), 26)

@@ -111,7 +111,7 @@ def test_nan_equals_nan_in_tensors_arrays_objects_and_meta():
             {"a": torch.tensor([1.0, float("nan")])},
             {
                 "n": np.array([np.nan, 1.0]),
-                "o": [float("nan"), {"x": [float("nan"), torch.tensor(float("nan"))]}],
+                "o": [np.float32("nan"), {"x": [float("nan"), torch.tensor(float("nan"))]}],
             },
             {"t": float("nan")},
         )

@@ -21,8 +21,8 @@ from workers.losses.preference.registry import (
 )
 
 LABELED_COLUMNS = ("desirable", "mismatched_kl", "label_share")
-"""Columns that labeled rows have in addition to log-probs. `label_share` is the fraction of the
-batch's rows with the same label as the row.
+"""Columns that only labeled rows have. `label_share` is the fraction of the batch's rows with the
+same label as the row.
 """
 
 

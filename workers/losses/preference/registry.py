@@ -4,7 +4,7 @@
     def compute_my_loss(log_probs, ref_log_probs, beta): ...         # [pairs, 2] -> [pairs]
 
 A loss with the parameter `desirable` learns from labeled rows, [rows]; any other loss learns from
-pairs. A loss with `ref_log_probs` needs a reference.
+pairs. A loss with `ref_log_probs` needs a reference, unless `reference_free` sets them to 0.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COLUMNS: Mapping[str, str] = {
     "log_probs": "log-probs of the responses: sums over their tokens",
     "ref_log_probs": "the same under the reference",
     "num_tokens": "tokens of the responses",
-    "margin": "of a pair: the least by which its file wants the chosen one to be better, or 0",
-    "desirable": "whether the response of a row is a good one",
+    "margin": "the margin of a pair in its file, or 0",
+    "desirable": "true if the response of a row is good",
     "mismatched_kl": "KTO's estimate of the KL to the reference, the same in every row",
 }
 """Columns that a loss may read: [pairs, 2] (chosen, rejected) or [rows]; margins are [pairs]."""
@@ -55,7 +55,7 @@ def per_token(log_probs: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """Return -log sigmoid(logits), assuming that some pairs (`label_smoothing`) are swapped."""
+    """Return -log sigmoid(logits) if a fraction `label_smoothing` of the pairs is swapped."""
     right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
     return (1 - label_smoothing) * right + label_smoothing * wrong
 
