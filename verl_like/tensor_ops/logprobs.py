@@ -196,8 +196,8 @@ def logprobs_and_entropy_from_logits(
 
     The logits are divided by the temperature. The results are at least fp32. At most 40 MiB, or 160
     MiB on a GPU, are allocated besides the logits and their gradient. `inplace_backward` overwrites
-    the logits with the gradient, for a caller that does not read them again. `fused` needs a
-    compiler; on a GPU it takes a sixth of the time.
+    the logits with the gradient, for a caller that does not read them again. `fused` compiles the
+    computation (torch.compile), which on a GPU takes a sixth of the time.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     options = temperature, inplace_backward, fused

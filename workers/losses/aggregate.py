@@ -31,7 +31,7 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
         "GRPO, arXiv 2402.03300",
     ),
     "seq-mean-token-sum-norm": (
-        "seq-mean-token-sum, divided by `loss_scale_factor`, by default the response's width.",
+        "seq-mean-token-sum, divided by `loss_scale_factor` (default: `data.max_response_length`).",
         "Dr. GRPO, arXiv 2503.20783",
     ),
 }

@@ -92,11 +92,11 @@ def _prefetch_layers(module: Any) -> None:
 
     Otherwise a prefetched layer that does not run would return outdated weights to a later pass.
     """
-    for several in module.modules():
-        units = [child for child in several.children() if isinstance(child, FSDPModule)]
+    for parent in module.modules():
+        units = [child for child in parent.children() if isinstance(child, FSDPModule)]
         is_all = len(units) == module.config.get_text_config().num_hidden_layers
-        for unit, following in itertools.pairwise(units if is_all else []):
-            unit.set_modules_to_forward_prefetch([following])
+        for unit, next_unit in itertools.pairwise(units if is_all else []):
+            unit.set_modules_to_forward_prefetch([next_unit])
 
 
 def begin_pass(

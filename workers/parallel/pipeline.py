@@ -212,11 +212,11 @@ def exchange_sum(gradient: Tensor, line: dist.ProcessGroup) -> Tensor:
     """Return the sum over the first and the last rank of a line, bit-identical on both."""
     other = torch.empty_like(gradient)
     peer = line.size() - 1 - line.rank()
-    ways = [
+    operations = [
         dist.P2POp(op, tensor, group=line, group_peer=peer)
         for op, tensor in ((dist.isend, gradient.contiguous()), (dist.irecv, other))
     ]
-    for work in dist.batch_isend_irecv(ways):
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
     return gradient + other
 

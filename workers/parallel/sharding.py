@@ -65,9 +65,11 @@ def settle(
             )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
-        raise ConfigError(f"{name}={size} and parallel.shard={shard} set the same size. Drop one.")
+        raise ConfigError(
+            f"{name}={size} and {axes_key(section)}.shard={shard} set the same size. Drop one."
+        )
     if size == -1 and shard != -1:
-        size, name = shard, "parallel.shard"
+        size, name = shard, f"{axes_key(section)}.shard"
     if quantization and size not in (-1, 1):
         raise ConfigError(
             f"quantization={quantization} keeps the whole model, a quarter of its float32 size, "

@@ -2,7 +2,7 @@
 
     ranges = stage_ranges(module, num_stages)   # the layers of every stage, from shapes
     stages = Stages(module, ranges)
-    stages.keep(own)                            # drops other stages' parts, before loading weights
+    stages.keep(numbers)                        # drops other stages' parts, before loading weights
     with stages.computing(stage, received):     # received: states of the previous stage, if any
         states = module(**inputs)               # in the last stage, the model's outputs
 
@@ -79,7 +79,7 @@ class StageParts:
         for part, unit in units:
             for weight in unit.parameters():
                 owners.setdefault(id(weight), set()).add(part)
-        shared = {frozenset(those) for those in owners.values() if len(those) > 1}
+        shared = {frozenset(names) for names in owners.values() if len(names) > 1}
         is_tied = frozenset(("embeddings", "end")) in shared
         if len(shared) > is_tied:
             raise NoStages("its layers share weights")

@@ -476,9 +476,9 @@ def _reject_unused(module: Any, plan: Mapping[str, str], layers: Mapping[str, La
     prefix = f"{module.base_model_prefix}."
     for rule in [rule for rule in plan if rule.startswith(prefix) and rule not in used]:
         place = rule
-        while "*" in place and not (there := _matching(place, paths)):
+        while "*" in place and not (matches := _matching(place, paths)):
             place = place.rpartition(".")[0]
-        is_other = "*" in place and all(any(f"{p}." in cut for cut in layers) for p in there)
+        is_other = "*" in place and all(any(f"{p}." in cut for cut in layers) for p in matches)
         if not is_other:
             raise NoSplit(f"the plan's rule {rule} matches no layer of {type(module).__name__}")
 

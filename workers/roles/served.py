@@ -93,8 +93,8 @@ class TrainsStates(ModelWorker):
     ) -> None:
         """Add a state with the model's initial weights.
 
-        Its parameters in `frozen` are not trained: any of "attn", "unembed" and "mlp", which is
-        everything else.
+        `rank` is the LoRA rank of its adapters; 0 trains all weights. Its parameters in `frozen`
+        are not trained: any of "attn", "unembed" and "mlp", which is everything else.
         """
         names = [n for n in self.states.parameters if _part_of(n) in frozen]
         self.states.add(name, rank, seed, frozenset(names))
