@@ -38,8 +38,8 @@ def compute_policy_loss_gspo(
 
     This is the paper's token-level form: the value is that of the sequence ratio, and each token
     contributes its own gradient. The paper uses `seq-mean-token-mean` and clips at 3e-4 and 4e-4.
-    With `loss_agg_mode=seq-mean-token-sum`, which the name `luspo` does not set, it is LUSPO, which
-    weights each sequence by its number of tokens.
+    LUSPO, registered as `luspo`, is the same loss with `loss_agg_mode=seq-mean-token-sum`, which
+    weights each sequence by its number of tokens. Set this key as well.
 
     Watch: `actor/pg_clipfrac` is usually 0.1 or more. If it is 0, the clip range is too wide for
     sequence ratios: set `clip_ratio_low` and `clip_ratio_high`.
