@@ -88,6 +88,16 @@ def test_the_pages_of_the_interface_have_every_name(module: str) -> None:
     assert {f"{module}.{name}" for name in find(module).__all__} - documented() == set()
 
 
+def test_names_for_code_of_verl_can_be_imported_and_are_not_listed() -> None:
+    page = (ROOT / "docs/api_verl_like.md").read_text("utf-8")
+    section = page.partition("## Names for code of verl\n")[2].partition("\n## ")[0]
+    names = set(re.findall(r"^::: verl_like\.(\w+)$", section, re.M))
+    assert len(names) == 23
+    module = find("verl_like")
+    assert [name for name in names if not hasattr(module, name)] == []
+    assert names & {*module.__all__, *dir(module)} == set()
+
+
 def test_each_name_is_in_one_of_the_public_modules() -> None:
     users, authors = (set(find(module).__all__) for module in PUBLIC)
     assert users & authors == set()

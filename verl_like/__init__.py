@@ -177,14 +177,14 @@ _VERL = {
         "get_seqlen_balanced_partitions",
     ),
 }
-"""Names that only code for verl's single controller needs."""
+"""Names for code of verl's single controller: importable, but not in `__all__`."""
 _MODULE_OF = {
     name: module
     for group in (_RUNS, _DRIVERS, _VERL)
     for module, names in group.items()
     for name in names
 }
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted(_MODULE_OF.keys() - {name for names in _VERL.values() for name in names})
 
 
 def __getattr__(name: str) -> Any:
@@ -192,3 +192,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'verl_like' has no attribute '{name}'")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion and the error about a misspelled name suggest."""
+    return __all__

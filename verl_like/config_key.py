@@ -101,9 +101,9 @@ class When:
 
 
 def when(name: str, *values: Any, otherwise: str = "") -> When:
-    """Return the condition that the key `name` has one of these values, or is true.
+    """Return the condition that a key has one of these values, or without values, that it is true.
 
-    A name with dots is a key of the whole configuration, any other name a key of the same section.
+    A `name` with dots is a key of the whole configuration, any other a key of the same section.
     """
     values = values or (True,)
     words = " or ".join(map(str, values))
@@ -120,7 +120,7 @@ def when(name: str, *values: Any, otherwise: str = "") -> When:
 
 
 def unless(name: str, value: Any = None, otherwise: str = "") -> When:
-    """Return the condition that `name` has another value, or without a value, that it is set.
+    """Return the condition that a key has another value, or without a value, that it is set.
 
     Names are as in `when`.
     """
@@ -133,7 +133,7 @@ def unless(name: str, value: Any = None, otherwise: str = "") -> When:
 
 
 def entry_takes(parameter: str, kind: str, name: str) -> When:
-    """Return the condition that the registered entry which `name` names has this parameter."""
+    """Return the condition that a registry's entry, which the key `name` names, has a parameter."""
 
     def holds(section: Any, run: Any) -> bool:
         entry = registry_of(kind).look_up(_value(section, run, name))
@@ -173,14 +173,15 @@ class KeyRules:
     registry: str = ""
     """The kind of the registry in which the value, or each item of a list, is looked up.
 
-    A dotted path names the user's own code.
+    A path (`my_module.name`, `file.py:name`) names the user's own code.
     """
     options: type | None = None
     """The dataclass whose fields are the valid names of a dict, with their types and rules."""
     arguments_of: str = ""
     """The key in the same section that names an entry of a registry.
 
-    The dict then has arguments of the entry (`arguments_of`) that are no keys of the section.
+    The value is a dict of the entry's arguments (see the function `arguments_of`), except those
+    that are keys of the section.
     """
     allows: str = ""
     """The values in words, if neither type, range nor choices describe them."""
@@ -241,7 +242,7 @@ def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
 
 
 def arguments_for(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that this registry entry takes."""
+    """Return those of the arguments that this registry entry takes."""
     return {name: arguments[name] for name in arguments_of(entry) if name in arguments}
 
 

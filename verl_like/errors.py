@@ -6,11 +6,11 @@ VerlLikeError
 ├── DispatchError (TypeError)          a call that a group cannot split or collect
 ├── ConfigError (ValueError)           a setting that cannot work
 ├── PlacementError (ValueError)        pools, roles and devices that do not fit together
-│   └── InsufficientResourcesError the available nodes lack resources for a pool
+│   └── InsufficientResourcesError     the available nodes lack resources for a pool
 ├── WorkerError (RuntimeError)         something went wrong in or around a worker process
-│   ├── WorkerDiedError                the process is gone
-│   └── WaitTimeoutError (TimeoutError) a wait passed its deadline
-├── RewardError (RuntimeError)         a reward failed too often, or its scores are NaN
+│   ├── WorkerDiedError                the process is gone, or was stopped
+│   └── WaitTimeoutError (TimeoutError)  a wait passed its deadline
+├── RewardError (RuntimeError)         a reward failed too often, or a score is NaN or infinite
 ├── CallbackError (RuntimeError)       a user's callback raised an exception
 ├── RolloutError (RuntimeError)        generation was rejected or failed
 │   └── LostSamplesError               also a WorkerDiedError: samples were unfinished
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 
 
 class VerlLikeError(Exception):
-    """Root of all errors that this project raises on purpose."""
+    """Base class of this project's errors: catch it to handle all of them."""
 
 
 class BatchError(VerlLikeError, ValueError):
@@ -55,7 +55,7 @@ class PlacementError(VerlLikeError, ValueError):
 
 
 class InsufficientResourcesError(PlacementError):
-    """The available nodes lack resources for a pool; another node would help."""
+    """The available nodes lack resources for a pool; more or larger nodes would help."""
 
 
 class WorkerError(VerlLikeError, RuntimeError):
@@ -63,15 +63,15 @@ class WorkerError(VerlLikeError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process is gone: its calls can never finish."""
+    """A worker process is gone or stopped, so its calls cannot finish."""
 
 
 class WaitTimeoutError(WorkerError, TimeoutError):
-    """A wait passed its deadline; the message names who waited for whom."""
+    """A wait passed its deadline; for a call, the message explains who waits for whom."""
 
 
 class RewardError(VerlLikeError, RuntimeError):
-    """A reward failed more often than its settings allow, or its scores are NaN or infinite."""
+    """A reward failed more often than its settings allow, or a score is NaN or infinite."""
 
 
 class CallbackError(VerlLikeError, RuntimeError):

@@ -1,6 +1,6 @@
 """Atomic writes: files and folders that appear whole or not at all, and their checksums.
 
-Checkpoints are written and checked with these. Reading JSON yields a value or an error in words,
+Checkpoints are written and checked with these. Reading JSON returns a value or raises ValueError,
 whatever the file contains, and every string survives a round trip.
 """
 
@@ -62,7 +62,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_folder(part: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name, and only then remove an older folder there."""
+    """Rename a finished folder to its final name.
+
+    An older folder of that name is moved to `<name>.old`, and removed after the rename.
+    """
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -99,7 +102,7 @@ def file_fault(path: Path, expected: dict[str, int], reads: bool = True) -> str:
 def check_form(manifest: Mapping[str, Any], form: Mapping[str, type]) -> None:
     """Raise ValueError unless `manifest` has each name in `form`, with a value of its type.
 
-    A value `files` must also consist of fingerprints.
+    Its `files` must be fingerprints by name (`check_fingerprints`).
     """
     for name, kind in form.items():
         if type(manifest.get(name)) is not kind:
@@ -137,7 +140,7 @@ def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = Non
 def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a text file, which end only with newlines.
 
-    Bytes that are not UTF-8 are escaped.
+    Bytes that are not UTF-8 become the replacement character U+FFFD.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
@@ -155,7 +158,7 @@ def parse_json(text: str | bytes) -> Any:
 def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]:
     """Return the objects of a JSONL file whose line contains `text`, and the number of bad lines.
 
-    A killed process leaves half a line. A file that does not exist has no lines.
+    For example, a killed process leaves half a line. A file that does not exist has no lines.
     """
     objects, num_broken = [], 0
     for line in lines_of(path) if path.is_file() else ():
@@ -173,7 +176,7 @@ def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or raise a ValueError that says why there is none."""
+    """Return the object in a JSON file; raise ValueError if the file holds anything else."""
     value = parse_json(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError(f"it holds {value!r:.40}, not a JSON object")

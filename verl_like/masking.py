@@ -3,9 +3,9 @@
     masked({"env_vars": {"HF_TOKEN": "hf_abc..."}})     # {"env_vars": {"HF_TOKEN": "***"}}
     mask_text("refused: hf_abc...")                      # "refused: ***"
 
-A value in the configuration or the environment is a secret if its name looks like one. `mask_text`
-knows the secrets of this process's environment and those that `masked` has seen: in the driver a
-run's configuration, in a worker the arguments of its roles.
+A value in the configuration or the environment is a secret if its name looks like one, and so is a
+password in a URL. `mask_text` knows the secrets of this process's environment and those that
+`masked` has seen: in the driver a run's configuration, in a worker the arguments of its roles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MASK = "***"
 SHORTEST = 8
 """Minimum length of a secret that is masked in text; shorter ones may be ordinary words."""
 SHORTEST_NAMED = 4
-"""Minimum length of a variable's value that messages replace by the variable's name."""
+"""Minimum length of a value that `mask_text` replaces by the name of its variable."""
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(secret|password|passwd|credentials?|(api|access|private|secret)_?key)$"
     r"|(^|_)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!mask_)token$",
@@ -63,7 +63,10 @@ def _masked_value(name: str, value: Any) -> Any:
 
 
 def mask_with_name(value: str, name: str) -> None:
-    """Make `mask_text` replace the value of a variable, which a configuration read, by its name."""
+    """Make `mask_text` show `name` instead of the value of an environment variable.
+
+    Values under `SHORTEST_NAMED` characters stay, because they may be ordinary words.
+    """
     if len(value) >= SHORTEST_NAMED:
         _by_name()[value] = name
 
@@ -89,5 +92,5 @@ def _without_passwords(text: str) -> str:
 
 @cache
 def _known() -> MutableSet[str]:
-    """Return the secrets of this process."""
+    """Return the secrets that this process knows, at first those of its environment."""
     return {value for name, value in os.environ.items() if value and is_secret_name(name)}

@@ -123,7 +123,8 @@ def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
     if path.endswith(".py"):
         module = _module_of_file(Path(path), path_subject)
     else:
-        module = _module(path, path_subject, "Use a file that ends in .py, or a module's name.")
+        way_out = "Use a file that ends in .py, or a module that can be imported on every node."
+        module = _module(path, path_subject, way_out)
     if not hasattr(module, name):
         names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
         raise ConfigError(f"{name_subject}: {path} has no such name, only {names}.")
@@ -140,7 +141,8 @@ def _imported(path: str, subject: str) -> Any:
         raise ConfigError(
             f"{subject} is not the path of an object, such as my_module.MyClass or file.py:MyClass."
         )
-    module = _module(module_name, subject, "Check that its folder is on PYTHONPATH on every node.")
+    way_out = "Check that its folder is on PYTHONPATH and its imports are installed on every node."
+    module = _module(module_name, subject, way_out)
     if not hasattr(module, name):
         raise ConfigError(
             f"{subject} cannot be imported (module {module_name!r} has no {name!r})."
@@ -161,7 +163,7 @@ def _module(name: str, subject: str, way_out: str) -> ModuleType:
 
 
 def check_file(path: Path, subject: str) -> None:
-    """Raise if a file does not exist; the message begins with `subject`."""
+    """Raise ConfigError if a file does not exist; the message begins with `subject`."""
     if not path.is_file():
         raise ConfigError(f"{subject}: there is no such file (looked for {path.resolve()}).")
 
@@ -185,7 +187,7 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"{subject} cannot be imported ({type(error).__name__}: {error}). Install its "
-            "imports on every node."
+            "imports on every node, or add their folder to PYTHONPATH."
         ) from error
     vars(module)["_loaded_from"] = state
     return module

@@ -4,8 +4,8 @@
     check_call(my_loss, "policy loss 'my_module.my_loss'", LOSS)
     check_methods(MyEngine, RolloutEngine, "rollout.name=my_module.MyEngine")
 
-Registries use such checks (`verl_like.registry`). Functions that are written in C have no known
-signature, and are accepted.
+Registries use such checks (`verl_like.registry`). A function whose signature is not known, as of
+some that are written in C, is accepted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CallSignature:
 
 
 def check_call(function: Any, subject: str, call: CallSignature) -> None:
-    """Reject an object that is not a function or does not accept this call."""
+    """Reject an object that is not callable or does not accept this call."""
     if not callable(function):
         raise ConfigError(
             f"{subject} is a {type(function).__name__}, which cannot be called. Use a function or "
@@ -54,7 +54,7 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
 
 
 def check_by_name(function: Any, subject: str) -> None:
-    """Reject an object that is not a function or has a parameter that cannot be passed by name."""
+    """Reject an object that is not callable, or that requires an argument without a name."""
     signature = signature_of(function) if callable(function) else None
     names = signature.parameters.values() if signature else ()
     check_call(
@@ -69,8 +69,8 @@ def check_methods(
 ) -> None:
     """Reject a subclass that lacks a required method or has a method that does not fit.
 
-    A user's method must accept the arguments of the method of `base`. If `names` is set, only these
-    methods are checked.
+    A user's method must accept the required arguments of the method of `base`. If `names` is set,
+    only these methods are checked.
     """
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise ConfigError(
@@ -107,7 +107,7 @@ def call_of(method: Any) -> CallSignature:
 
 
 def signature_of(function: Any) -> inspect.Signature | None:
-    """Return the signature of a function, or None if it has none."""
+    """Return the signature of a function, or None if it is not known."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

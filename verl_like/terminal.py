@@ -31,7 +31,7 @@ def exit_on_broken_pipe() -> None:
 
 
 def survive_broken_pipes() -> None:
-    """Keep prints of this process from failing: output that its console cannot show is dropped.
+    """Keep prints of this process from failing: output that cannot be written is dropped.
 
     A standard stream that other code has replaced is not changed.
     """

@@ -1,7 +1,7 @@
 """HTTP routes of the Tinker protocol.
 
-Every POST is answered at once. Longer work goes into the `WorkQueue`, and the response has the id
-of a pending result, which the client gets with `retrieve_future`.
+Longer work goes into the `WorkQueue`. Its POST is answered at once, with a pending result's id. The
+client gets the result with `retrieve_future`, the only route that waits.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Api:
         return JSON_OBJECT.validate_json(await self._body(request) or b"{}")
 
     def _skip_turn(self, fields: JsonObject) -> None:
-        """Count a rejected request as done, because the client continues with the next number."""
+        """Count the `seq_id` of a rejected request as used: the client continues with the next."""
         seq_id, model_id = fields.get("seq_id"), str(fields.get("model_id"))
         session = self.sessions.of(model_id)
         if type(seq_id) is int and session is not None and model_id in session.models:
@@ -259,8 +259,8 @@ class Api:
         is_taken = any(opened.role == model.role for opened in self.sessions.all_models())
         if model.rank == 0 and is_taken:
             raise RequestError(
-                f"this server trains all weights of the {model.role}, for one client at a time, "
-                "and another client has a model open. Try again when its session has ended."
+                f"this server trains all weights of the {model.role}, for one model at a time, "
+                "and a model is open. Try again when the session of that model has ended."
             )
         session.models[model.name] = model
         pending = self.pending_results.new(session_id)
@@ -280,7 +280,7 @@ class Api:
         }
 
     async def forward_backward(self, request: Request) -> Response:
-        """Handle the only request with a protobuf body; forward passes use it, too."""
+        """Handle training passes and forward-only passes, the only requests in protobuf."""
         body = await self._body(request)
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise RequestError(f"forward_backward accepts only bodies of type {PROTOBUF}.", 415)
@@ -369,7 +369,7 @@ class Api:
         base_model: str | None = None,
         user_metadata: b.Metadata = None,
     ) -> JsonObject:
-        """Load a checkpoint into a new model of a session, or into a model just created."""
+        """Load a checkpoint into a new model of a session, or as the first request of a model."""
         saved = SavedPath.parse(path)
         metadata = self.checkpoints.metadata(saved)
         if model_id is not None:
@@ -453,7 +453,7 @@ class Api:
         return {"request_id": sampling.pending.request_id, "sample_sequence_ids": names}
 
     async def not_supported(self, request: Request) -> Response:
-        """Reject all other routes; a numbered request counts as done."""
+        """Reject a request of any other route; its `seq_id` counts as used."""
         self._skip_turn(await self._fields(request))
         route = f"{request.method} {request.url.path}"
         raise RequestError(f"this server does not support {route}.", 404)

@@ -1,4 +1,4 @@
-"""Bodies of requests as the protocol defines them; other fields are ignored.
+"""Bodies of requests as the protocol defines them; unknown fields are ignored, except in `Adam`.
 
 The fields of a body come from the JSON object, the query and the path.
 """
@@ -20,7 +20,7 @@ Stop = list[Natural] | list[Annotated[str, Field(min_length=1)]]
 
 
 class Body(BaseModel):
-    """A request without fields."""
+    """Base class of the bodies; alone, a request without fields."""
 
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
 
@@ -36,7 +36,7 @@ class LoraBody(Body):
 
 
 class Optimizer(Body):
-    """The optimizer of a model."""
+    """The optimizer of a model: always AdamW."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -67,7 +67,7 @@ class Save(Body):
 
 
 class TextChunk(Body):
-    """Text of a prompt."""
+    """A part of a prompt, as tokens."""
 
     tokens: list[int]
 

@@ -56,7 +56,7 @@ class Sessions:
         return session
 
     def of(self, name: str) -> ClientSession | None:
-        """Return the open session that has this id, or a model or sampler of this name, if any."""
+        """Return the open session whose id this name is or begins with, or None."""
         session_id = str(name).partition(":")[0]  # bytes in damaged protobuf
         return self.find(session_id) if session_id in self.open else None
 
@@ -65,8 +65,8 @@ class Sessions:
         session = self.of(model_id)
         if session is None or model_id not in session.models:
             raise RequestError(
-                f"there is no open model {model_id!r}: it was unloaded, or its session ended. "
-                "Create it again.",
+                f"there is no open model {model_id!r}: its session ended, or it was never "
+                "created. Create it again.",
                 404,
             )
         return session.models[model_id]

@@ -35,7 +35,7 @@ MOST_READ = 256
 
 
 class RequestError(VerlLikeError):
-    """Rejects a request at once, with an HTTP status."""
+    """Rejects a request, with this HTTP status if the request is not in the queue yet."""
 
     def __init__(self, text: str, status: int = 400) -> None:
         super().__init__(text)
@@ -89,7 +89,9 @@ class PendingResults:
         pending = self._open.get(request_id) or self._read.get(request_id)
         if pending is None:
             raise RequestError(
-                f"the request {request_id!r} is not known, or its result was already read.", 410
+                f"there is no result of the request {request_id!r}: it was read before, or its "
+                "session has ended.",
+                410,
             )
         return pending
 
@@ -101,7 +103,7 @@ class PendingResults:
             del self._read[next(iter(self._read))]
 
     def end_session(self, session: str) -> None:
-        """Fail the pending results of a session, and forget all its results."""
+        """Fail the pending results of a session, and forget its results that nobody has read."""
         for request_id in [name for name in self._open if name.startswith(f"{session}:")]:
             error = RequestError(f"the session {session} has ended.")
             self._open.pop(request_id).fail(error)
@@ -113,7 +115,8 @@ class Turns:
     def __init__(self) -> None:
         self.next = 1
         self._waiting: dict[int, tuple[PendingResult, Callable[[], None]]] = {}
-        self._waits_since = time.monotonic()
+        self._waits_since = 0.0
+        """Time since when requests wait and none has started."""
 
     def check(self, seq_id: int) -> None:
         """Reject a request whose turn has passed."""
@@ -124,6 +127,8 @@ class Turns:
 
     def submit(self, seq_id: int, pending: PendingResult, start: Callable[[], None]) -> None:
         """Queue a request until its turn."""
+        if not self._waiting:
+            self._waits_since = time.monotonic()
         self._waiting[seq_id] = pending, start
         while self.next in self._waiting:
             _, start = self._waiting.pop(self.next)
@@ -132,7 +137,7 @@ class Turns:
             start()
 
     def skip(self, seq_id: int) -> None:
-        """Count a rejected request as done, because the client goes on to the next number."""
+        """Count the `seq_id` of a rejected request as used: the client continues with the next."""
         if seq_id >= self.next and seq_id not in self._waiting:
             self.submit(seq_id, PendingResult(""), lambda: None)
 

@@ -1,4 +1,4 @@
-"""The configuration of a server: a run's keys for placement, models and engines.
+"""The configuration of a server, which is a run's; `never_read` lists the keys without effect.
 
 `load_config(overrides, SERVE)` returns it.
 """

@@ -44,7 +44,7 @@ NO_SAMPLE: tuple[ArrayLike, ArrayLike, str] = (), (), "length"
 
 @dataclass
 class ServedSampler:
-    """A frozen snapshot from which a client samples: a state, and where it is saved."""
+    """A frozen snapshot from which a client samples: a state, and where it can be loaded from."""
 
     sampler_id: str
     state: str
@@ -138,7 +138,7 @@ class SampleRequest:
 
 
 class Batch(Submission):
-    """Requests that start together; each gets its result once it has all its samples."""
+    """Requests that start together; each gets its result when all its samples are done."""
 
     def __init__(self, requests: Sequence[SampleRequest], width: int, pad: int):
         self.requests = requests

@@ -1,4 +1,4 @@
-"""Run a server: the API in its own thread, and work on the worker groups in the main thread."""
+"""Run a server: the API in its own thread, and the `WorkQueue` in the main thread."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, s
         if work_queue.notice:
             print(f"note: {work_queue.notice}", flush=True)
         work_queue.run()
-        print(f"stopped; saved states are in {work_queue.checkpoints.folder}", flush=True)
+        print(f"stopped; checkpoints are in {work_queue.checkpoints.folder}", flush=True)

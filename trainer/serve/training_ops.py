@@ -119,7 +119,7 @@ class TrainingOps:
         return {"model_id": model.name}
 
     def drop(self, states: Iterable[str]) -> None:
-        """Delete states."""
+        """Delete states from memory, and with a model's state its snapshots on disk."""
         with self._lock:
             for state in self.states.keys() & states:
                 self.trained[self.states.pop(state)].group.drop_state(state)
@@ -193,7 +193,7 @@ class TrainingOps:
     def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> JsonObject:
         """Load a checkpoint's weights into a model, and its optimizer state on request.
 
-        A model without a state gets one. Its base model and rank must equal those of the
+        A model without a state gets one. Its role, base model and rank must equal those of the
         checkpoint.
         """
         metadata, base = self.checkpoints.metadata(path), self.trained[model.role].model.path
@@ -240,7 +240,7 @@ class TrainingOps:
         return SavedPath(model, SPILLED, snapshot.rpartition(":")[2])
 
     def restore_state(self, state: str, path: SavedPath) -> None:
-        """Load a sampler's state from its checkpoint if it is not in memory."""
+        """Load a sampler's state from its checkpoint unless it is in memory."""
         with self._lock:
             if state not in self.states:
                 metadata = self.checkpoints.metadata(path)

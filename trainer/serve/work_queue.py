@@ -3,9 +3,10 @@
     requests ──> api (event loop's thread) ──> queue ──> this thread: actor      (training)
                                                     └──> rollout                 (samples)
 
-The main thread runs every request that needs the actor, one after the other. If rollout and actor
-share processes, samples run in the main thread between these requests. Otherwise samples run in
-their own thread, at the same time as training.
+The main thread runs the requests that train, save or load, one after the other. If rollout and
+actor share processes, samples run in the main thread between these requests. Otherwise samples run
+in their own thread, at the same time as training; when they need the actor, the two take turns
+(`TrainingOps.using`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The local backend: worker groups without a cluster. Its results equal those of Ray bit for bit.
+"""The local backend: worker groups without Ray. Its results equal those of Ray bit for bit.
 
 A pool of one process runs in the caller's own thread (`InlineTransport`), so `breakpoint()` works
 in a worker. Larger pools, and pools with `own_processes`, are child processes (`ChildTransport`).
@@ -188,7 +188,7 @@ class InlineTransport(_LocalTransport):
         return {0: self.host.stacks()}
 
     def place(self, rank: int) -> str:
-        """Return "the caller's thread", for messages."""
+        """Return "in the caller's thread", for messages."""
         return "in the caller's thread"
 
     def shutdown(self) -> None:
@@ -252,12 +252,12 @@ class ChildTransport(_LocalTransport, ProcessTransport):
         super().__init__(processes, deadlines)
         pickled, variables = pack_recipes(recipes), {**ONE_THREAD, **env}
         self.requests = self.children = [
-            _Child(f"{f.name} rank {f.rank}", *start_child("verl_like.backends.rpc", env=variables))
-            for f in processes
+            _Child(f"{p.name} rank {p.rank}", *start_child("verl_like.backends.rpc", env=variables))
+            for p in processes
         ]
         try:
-            for child, fact in zip(self.children, processes, strict=True):
-                child.ask_in_turn("host", pickled, fact)
+            for child, process_info in zip(self.children, processes, strict=True):
+                child.ask_in_turn("host", pickled, process_info)
             master = self.children[0].ask_in_turn("open_store", "127.0.0.1", master_port)
             starting = [child.ask_in_turn("start", master) for child in self.children]
             self.started = wait_for_start(self, starting)

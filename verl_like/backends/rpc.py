@@ -1,9 +1,9 @@
 """Requests from a driver to a worker process over one connection, and their answers.
 
-    requests = Requests(connection, describe_exit)          # at the driver
-    stacks = requests.ask("stacks").result()               # any thread may ask
+    requests = Requests(connection, describe_exit)     # in the driver
+    stacks = requests.ask("stacks").result()           # any thread may ask
 
-    RequestServer(connection, host).run(in_turn)               # in the process, in its own thread
+    RequestServer(connection, host).run(in_turn)       # in the process, in its own thread
 
 Each request of `URGENT_REQUESTS` is answered in its own thread while the process computes. If one
 end dies, the connection breaks, and the other end notices. A process that the driver did not start
@@ -375,5 +375,5 @@ class ProcessTransport(Transport):
         return now - self._stopped_since.setdefault(pid, now) >= STOPPED_S
 
     def kill(self, rank: int) -> None:
-        """Ask the process to kill itself, and wait until its connection breaks."""
+        """Ask the process to kill itself, and wait at most 5 s until its connection breaks."""
         wait_futures([self.requests[rank].ask("kill")], KEY_S)

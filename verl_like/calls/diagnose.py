@@ -1,14 +1,14 @@
 """Diagnosis of waits: deadlines, usual times, stacks, and who waits for whom.
 
 `Deadlines` are the limits of a group, `WaitClock` is the clock of one wait, and `CallTimes` knows
-how long the calls of a method usually take. While a call is waited for, a `HangWatch` reads the
-Python stacks of its pool every 5 s. If the ranks show the same stacks twice, and are in a
-collective or at a lock, a warning explains who waits for whom. `describe_late_call` explains a
-call that has passed its deadline.
+how long the calls of a method usually take. While the driver waits for a call that takes longer
+than usual, a `HangWatch` reads the Python stacks of its pool every 5 s. If the ranks show the same
+stacks twice, and are in a collective, at a lock, or silent, a warning explains who waits for whom.
+`describe_late_call` explains a call that has passed its deadline.
 
 `stacks_of_calls` runs in a worker, past its queue of calls. If native code holds the interpreter,
-the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it, and
-`stack_by_signal` sends it to processes of this machine.
+the process's `faulthandler` still answers a signal, which `stack_by_signal` sends to a process of
+this machine. It is armed in processes with a log (`verl_like.process.host`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NAMED_SPANS = 16
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Limits of each kind of wait, in seconds."""
+    """Limits of each kind of wait, in seconds; all but `grace_s` are keys in `timeouts`."""
 
     connect_s: float = 120.0
     """Until Ray's cluster is joined, or started here."""
@@ -71,12 +71,12 @@ class Deadlines:
     collective_s: float = 1800.0
     """For each GPU collective, from when its first rank enters; then NCCL ends the process."""
     min_call_s: float = 60.0
-    """Lower bound of the limit for a method's later calls, which is otherwise ten times the median
-    duration of its earlier calls."""
+    """Lower bound of the limit for a method's later calls. The limit is ten times the median
+    duration of its last calls, and more for a call of more rows."""
     warn_s: float = 60.0
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0
-    """Seconds in which the other ranks may still finish after one has failed."""
+    """Seconds in which the other ranks may still finish after one has failed; 1 s after a death."""
 
     @classmethod
     def settings(cls) -> dict[str, float]:
@@ -111,10 +111,10 @@ class WaitClock:
         """Seconds since the wait began."""
         return time.monotonic() - self.began
 
-    def remaining(self, slice_s: float = 1.0) -> float:
-        """Return the seconds to wait before the next look; 0 when the deadline has passed."""
+    def remaining(self) -> float:
+        """Return the seconds to wait before the next look, at most 1; 0 after the deadline."""
         until_warning = max(self.next_warning_s - self.age_s, 0.01)
-        return max(0.0, min(slice_s, self.limit_s - self.age_s, until_warning))
+        return max(0.0, min(1.0, self.limit_s - self.age_s, until_warning))
 
     def is_over(self) -> bool:
         """Return whether the deadline has passed."""
@@ -217,7 +217,10 @@ def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
 
 
 def stack_by_signal(pid: int, file: Path) -> str | None:
-    """Send the signal to a process on this machine, and return what it writes to its crash log."""
+    """Send the signal to a process on this machine, and return the stacks that it writes to `file`.
+
+    Return None if it writes nothing within a second.
+    """
     before = file.stat().st_size if file.exists() else 0
     with contextlib.suppress(OSError):
         os.kill(pid, SIGNAL)
@@ -260,7 +263,7 @@ _LOCK_LINE = re.compile(r"\.(acquire|wait)\(|^with [\w.]+:")
 
 
 def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
-    """Explain who of these ranks waits for whom, by the stacks of a pool; "" if none waits."""
+    """Explain who of these ranks waits for whom, by the stacks of their pool; "" if none waits."""
     silent = [rank for rank in ranks if rank not in stacks]
     if silent:
         return (
@@ -361,7 +364,10 @@ class Pool(Protocol):
 
 
 def describe_late_call(summary: str, cause: str, stacks: Mapping[int, str], transport: Pool) -> str:
-    """Describe a wait that hangs: what is late, the likely cause, and the stacks of all ranks."""
+    """Describe a wait that hangs: summary, likely cause, and the stacks of the ranks.
+
+    At most `SHOWN_STACKS` different stacks are shown.
+    """
     lines = [summary, cause]
     shown = {rank: stacks.get(rank, "no answer") for rank in range(transport.world_size)}
     alike = ranks_alike(shown)
@@ -377,8 +383,8 @@ def describe_late_call(summary: str, cause: str, stacks: Mapping[int, str], tran
 class HangWatch:
     """Explains why the calls on one pool do not end, while the driver waits for them.
 
-    Ranks are stuck if they show the same stacks in two looks, 5 s apart. If one of them is in a
-    collective, waits for a lock, or does not respond, a warning explains who waits for whom, with
+    A pool is stuck if its ranks show the same stacks in two looks, 5 s apart. If a late rank is in
+    a collective, waits for a lock, or does not respond, a warning explains who waits for whom, with
     the stacks. Ranks that only compute cause no warning. Each look has its own thread, so the
     driver does not wait for a process that does not respond.
     """

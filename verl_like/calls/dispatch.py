@@ -7,8 +7,8 @@ mode is a pair:
     collect_fn(target, outputs) -> result                    # outputs by rank
 
 Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or pass `{"dispatch_fn": …,
-"collect_fn": …}` to `@register`. A list is one value unless it is a `Scatter`. `target` is the
-group as this call sees it. `verl_like.batch.split` cuts the rows.
+"collect_fn": …}` to `@register`. In `ALL_TO_ALL`, a list is one value unless it is a `Scatter`.
+`target` is the group as this call sees it. `verl_like.batch.split` cuts the rows.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Execute(Enum):
 
 
 class Scatter(list[Any]):
-    """A list with one element per worker, for modes that would broadcast a plain list."""
+    """A list with one element per worker, for `ALL_TO_ALL`, which would broadcast a plain list."""
 
 
 def all_ranks(target: CallTarget) -> list[int]:
@@ -158,8 +158,8 @@ def all_ranks(target: CallTarget) -> list[int]:
 class Mode:
     """A way to split a call and to collect its results.
 
-    `returns_batch`: the workers' results are chunks of a batch. `collecting_ranks` returns the
-    positions of the workers whose results are collected.
+    With `returns_batch`, the workers' results are chunks of a batch, metrics, or both.
+    `collecting_ranks` returns the positions of the workers whose results are collected.
     """
 
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
@@ -170,7 +170,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Registration:
-    """The settings that `@register` attaches to a method."""
+    """The settings that `@register` attaches to a method; `register` explains them."""
 
     dispatch_mode: Any
     execute_mode: Execute
@@ -365,8 +365,8 @@ def register(
 ) -> Callable[[F], F]:
     """Mark a worker's method as callable through its group; an `async def` runs to its end.
 
-    If the mode splits a batch, the method's return annotation declares what it returns: a batch,
-    metrics, or both (`verl_like.calls.result`).
+    If the mode joins the results into a batch, the method's return annotation declares what the
+    method returns: a batch, metrics, or both (`verl_like.calls.result`).
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def add(self, data: DataProto) -> DataProto: ...
@@ -375,11 +375,13 @@ def register(
         dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result
             of `make_nd_compute_dataproto_dispatch_fn`. The default is `Dispatch.ALL_TO_ALL`.
         execute_mode: `Execute.ALL` (the default) or `Execute.RANK_ZERO`.
-        blocking: whether `group.method(...)` waits. `group.method.remote(...)` never does.
+        blocking: whether `group.method(...)` waits for the result; if not, it returns a future, as
+            `group.method.remote(...)` always does.
         readonly: the method does not write into its batch, so it gets no private copy.
         concurrent: the method runs at once in its own thread, next to the call that is running and
-            before those that wait, for example to stop a generation. It takes only small values
-            and must be safe to run next to another thread.
+            before those that wait, for example to stop a generation. Its arguments must be small
+            (tensors, arrays and batches below 100 kB), and it must be safe to run next to another
+            thread.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")

@@ -83,7 +83,7 @@ class WorkerFuture:
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def get(self, timeout: float | None = None) -> Any:
-        """Wait for the result, at most `timeout` seconds or until the group's own deadline."""
+        """Wait for the result, at most `timeout` seconds, by default until the call's deadline."""
         if self._outcome is None:
             for _, error in wait_for([self], timeout):
                 if error is not None:
@@ -219,7 +219,7 @@ class _Wait:
         if future._limit is not None:  # its process cannot show a stack before it has started
             self.look_from_s = math.inf
         is_first_call = median_s is None and future._limit is None and timeout is None
-        suffix = ", the first of its calls, which loads or compiles" if is_first_call else ""
+        suffix = ", the first of its calls, which may load or compile" if is_first_call else ""
         self.clock = WaitClock(f"{name}{suffix}", limit_s, limits.warn_s, since)
         self._failed_at_s: float | None = None
 
@@ -432,11 +432,12 @@ class _AbandonedError(WaitTimeoutError):
 def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = None) -> list[Any]:
     """Wait for all the futures and return their results in order.
 
-    It waits for all of them, even when one fails, for `timeout` seconds at most. With `grace_s`,
-    the wait ends that many seconds after a failure, and a second after a worker's death: use it for
-    calls of two groups that wait for each other. A failure is logged at once. In the end, the first
-    worker's death is raised, or if there is none, the first failure in order. Its attribute
-    `others` and its notes have the other failures.
+    It waits for all of them, even when one fails, for `timeout` seconds at most, by default until
+    each call's deadline. With `grace_s`, the wait ends that many seconds after a failure, and at
+    most a second after a worker's death: use it for calls of two groups that wait for each other.
+    A failure is logged at once if other calls still run. In the end, the first worker's death is
+    raised, or if there is none, the first failure in order. Its attribute `others` has the other
+    failures, and its notes name up to eight of them.
     """
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
     by_kind: dict[object, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""`WorkerGroup`, the driver's handle on workers, has each of their registered methods.
+"""`WorkerGroup`, the driver's handle on workers, has all their registered methods.
 
     with RayWorkerGroup(pool, RayClassWithInitArgs(Critic, config)) as group:
         group.init_model()                            # obeys the method's `blocking`
@@ -142,7 +142,7 @@ class BoundMethod:
         return self.remote_on(0 if self.first_rank_only else None, *args, **kwargs)
 
     def collecting_ranks(self) -> list[int]:
-        """Return the ranks whose results count: one for each chunk of a batch."""
+        """Return the ranks whose results are collected: for a batch, one per chunk."""
         target = CallTarget(self.group, self.role, self.name, self.function)
         return self.mode.collecting_ranks(target)
 
@@ -258,8 +258,8 @@ class GroupState:
             self._mesh_known_at[header.rank] = header.end
             self._layouts.clear()
             for role, meshes in header.mesh_layout.items():
-                for mesh, fact in meshes.items():
-                    self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
+                for mesh, position in meshes.items():
+                    self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = position
 
     def mesh(self, mesh_name: str, role: str, where: str) -> MeshLayout:
         """Return the layout of a mesh for a call of `role`; errors name the call by `where`.

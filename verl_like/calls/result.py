@@ -4,7 +4,7 @@
     def compute_values(self, data: DataProto) -> DataProto: ...       # get() gives a DataProto
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto) -> CallMetrics: ...  # get() gives lists by rank
+    def update_critic(self, data: DataProto) -> CallMetrics: ...  # get() gives name -> list by rank
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> CallResult: ...        # get() gives a CallResult
@@ -105,7 +105,10 @@ def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetric
 
 
 def form_of(headers: Sequence[Header], where: str) -> str:
-    """Return the form of these ranks' results; raise if one has none, or if the forms differ."""
+    """Return the form of these ranks' results: `BOTH` if any rank returned metrics with its batch.
+
+    Raise if a result has none of the forms, or if only some ranks returned metrics alone.
+    """
     forms = {header.rank: header.returned for header in headers}
     alone = [rank for rank, form in forms.items() if form == METRICS]
     if alone and len(alone) < len(forms):

@@ -3,7 +3,7 @@
 Example:
 
     pending = transport.submit(rank, call, parts)   # references to payload and header
-    ready = transport.wait(references, seconds)     # the references that are answered
+    ready = transport.wait(references, seconds)     # the references with an answer or a failure
     value = transport.fetch(reference)              # the value, or the error of a dead process
     transport.kill(rank)                            # for an injected fault
 """
@@ -106,8 +106,9 @@ class Transport(ABC):
 
     def describe(self, rank: int, role: str | None = None) -> str:
         """Describe a rank for messages: role, place, and that role's log."""
-        process = self.processes[rank]
-        place = ", ".join(part for part in (self.place(rank), process.describe_log(role)) if part)
+        process, place = self.processes[rank], self.place(rank)
+        if path := process.log_path(role):
+            place = f"{place}, log {path}"
         return f"{role or process.name} rank {rank} of {self.world_size} ({place})"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -129,7 +130,7 @@ class Transport(ABC):
     def check_idle(self, wait_name: str) -> None:
         """Raise if a rank is gone, while `wait_name` is waited for.
 
-        The loss of a pool that can be replaced is only logged, once. The next call on it fails.
+        The loss of a replaceable pool is only logged, once. The next call on it fails.
         """
         for rank, why in self.lost(range(self.world_size)).items():
             words = f"{self.describe(rank)}, idle during {wait_name}: {why}"

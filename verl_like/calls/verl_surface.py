@@ -30,14 +30,16 @@ from verl_like.process.machine import address_toward
 
 if TYPE_CHECKING:
     from verl_like.calls.future import WorkerFuture
+    from verl_like.calls.group import BoundMethod
 
 
 def scatter_lists() -> None:
     """Let `ALL_TO_ALL` scatter lists as verl does, in groups that are made from now on.
 
-    If every argument is a list with one element per worker, each worker gets its elements, also in
-    `execute_all_sync` and its variants. verl guesses: a list that has that length by chance is
-    scattered, too. Drivers that are written for this project use `Scatter`.
+    If every argument is a list with one element per worker, each worker gets its elements. That
+    holds for `execute_all_sync` and its variants, too, also in groups that exist. verl guesses: a
+    list that has that length by chance is scattered, too. Drivers that are written for this project
+    use `Scatter`.
     """
     Dispatch.ALL_TO_ALL.mode = Mode(_dispatch_lists, collect_list)
 
@@ -56,20 +58,19 @@ class VerlGroup:
     roles: dict[str, type]
     prefixed: frozenset[str]
     spawn: Callable[[Iterable[str]], dict[str, Any]]
-    bind: Callable[[str, str, Callable[..., Any], Registration], Any]
+    bind: Callable[[str, str, Callable[..., Any], Registration], BoundMethod]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name on every worker, and return their results in rank order.
 
-        The method need not be registered. It gets the arguments as they are, and its element of a
-        `Scatter`.
+        The method need not be registered. Every worker gets all arguments whole, and its element of
+        a `Scatter`.
         """
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run a method by its name on every worker, and return a future of their results."""
-        future: WorkerFuture = self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
-        return future
+        return self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name only on rank 0, and return its result."""
@@ -77,11 +78,9 @@ class VerlGroup:
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run a method by its name only on rank 0, and return a future of its result."""
-        method = self._by_name(method_name, Execute.RANK_ZERO)
-        future: WorkerFuture = method.remote(*args, **kwargs)
-        return future
+        return self._by_name(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
 
-    def _by_name(self, name: str, execute_mode: Execute) -> Any:
+    def _by_name(self, name: str, execute_mode: Execute) -> BoundMethod:
         """Return a method of the workers, which need not be registered."""
         methods = {}
         for role, cls in self.roles.items():
@@ -133,7 +132,7 @@ class VerlWorker:
     def get_available_master_addr_port(self) -> tuple[str, int]:
         """Return this node's address and a port that is free now.
 
-        Another process may take the port: prefer a bound TCPStore.
+        Another process may take the port before you use it: prefer a TCPStore, which binds it.
         """
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -143,7 +142,7 @@ class VerlWorker:
         return address_toward(self._process_info.master[0]), port
 
     def get_cuda_visible_devices(self) -> str:
-        """Return the devices that this process may see, as CUDA names them."""
+        """Return `CUDA_VISIBLE_DEVICES` of this process, or "not set"."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import DispatchError, WorkerError
 
 SHARED_BYTES = 100_000
-"""Larger values travel as parts.
+"""Larger tensors, arrays and batches travel as parts.
 
 A part that goes to several ranks is shared: a backend with an object store puts it there once.
 """
@@ -123,7 +123,7 @@ def _can_be_shown(error: object) -> bool:
 
 
 class Header(NamedTuple):
-    """The description of a finished call: who ran it, when, and its result or error.
+    """The description of a finished call: who ran it, when, the form of its result, or its error.
 
     `rows` counts the real rows of the payload; rows after them are padding. `metrics` are what the
     method returned with its batch, or instead of one. `only_padding`: the rank had no real row.
@@ -243,7 +243,7 @@ class UpstreamError(Exception):
 
 
 def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
-    """Return an argument with its slot filled, as a copy unless the method is `readonly`.
+    """Return an argument with its slot filled; copy a batch unless the method is `readonly`.
 
     Raise the error of a call that was to compute a chunk of the argument.
     """

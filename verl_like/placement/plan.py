@@ -25,14 +25,14 @@ from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
 
 NODES_ALONE = 8
-"""If a pool has more nodes than this, the printed plan joins similar nodes into one row."""
+"""If a pool has more nodes than this, `Placement.draw` joins runs of similar nodes into one row."""
 ROUNDING = 1e-9
 """Tolerance for sums of fractional resources that must not exceed a node's amount."""
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One placed pool: the node of each of its entries, and the roles in its processes."""
+    """One placed pool: its processes per node, the nodes, and the roles in each process."""
 
     name: str
     process_on_nodes: tuple[int, ...]
@@ -78,7 +78,7 @@ class Placement:
         """Choose the nodes of every pool, after all checks that need no started process.
 
         `needs` has the resources per process of a pool. By default, a process takes one device and
-        `cpus_per_process` CPUs.
+        `cpus_per_process` CPUs, or an equal share of the CPUs, at most one.
         """
         counts = {
             pool: list(ResourcePool.named(pool, per_node).store)
@@ -100,7 +100,7 @@ class Placement:
     def moved(self, pool: str, nodes: Sequence[Node]) -> Placement:
         """Return the plan after a loss of nodes; `nodes` are the living ones.
 
-        The pool moves to nodes where the other pools leave room, preferring its old nodes.
+        The pool moves to nodes where the other pools leave room, preferably to its old ones.
         """
         plan, rooms = self.pools[pool], {node.key: _Room(node) for node in nodes}
         for other in self.pools.values():
@@ -134,7 +134,7 @@ class Placement:
     ) -> str:
         """Return the plan as a table, no wider than `width` columns, with `notes` after the roles.
 
-        With `folds`, similar nodes of a large pool become one row.
+        With `folds`, runs of similar nodes become one row if a pool has more than `NODES_ALONE`.
         """
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]
         for plan in self.pools.values():
@@ -163,7 +163,7 @@ def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _describe_devices(plan: PoolPlan, node: Node, num_processes: int) -> str:
-    """Return what a pool's processes take from a node besides CPUs: `2 GPUs, 2 accel`."""
+    """Return what a pool's processes take from a node besides CPUs: "2 GPUs, 2 accel"."""
     kind, amount = node.kind, float(num_processes)
     if node.kind == "GPU":
         on_gpus = plan.gpus_per_process > 0
@@ -265,9 +265,9 @@ def _choose_nodes(
 
 
 def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
-    """Return advice for a pool that lacks resources other than devices on its best node.
+    """Return advice for a pool that lacks other resources than devices; "" if it lacks devices.
 
-    Return "" if devices are lacking.
+    `lacking` names the missing resource of every node that the pool does not use yet.
     """
     key = f"pool_resources.{pool}"
     for name in need.resources:

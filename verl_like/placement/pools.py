@@ -38,7 +38,7 @@ class ProcessNeeds:
     device: str = "auto"
     """cpu, cuda, or auto: a GPU if the node has any."""
     cpus: float | None = None
-    """None takes an equal share of the CPUs that the other pools leave."""
+    """None takes `cpus_per_process`, or an equal share of the CPUs that the other pools leave."""
     gpus: float | None = None
     """A fraction of a GPU; None takes a whole GPU."""
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +74,8 @@ class ResourcePool:
                 "a pool needs a list of process counts per node, each 1 or more, not "
                 f"{list(process_on_nodes)}."
             )
-        self._store = list(process_on_nodes)
+        self.store = list(process_on_nodes)
+        """The number of processes on each node."""
         self.max_colocate_count = max_colocate_count
         self.n_gpus_per_node = n_gpus_per_node
 
@@ -88,30 +89,25 @@ class ResourcePool:
             raise PlacementError(f"resource_pool_spec.{name}={sizes}: {error}") from None
 
     @property
-    def store(self) -> list[int]:
-        """The number of processes on each node."""
-        return self._store
-
-    @property
     def world_size(self) -> int:
         """The number of processes on all nodes together."""
-        return sum(self._store)
+        return sum(self.store)
 
     def add_node(self, process_count: int) -> None:
         """Add a node with this many processes."""
-        self._store.append(process_count)
+        self.store.append(process_count)
 
     def local_world_size_list(self) -> list[int]:
         """Return for every rank the number of ranks on its node."""
-        return [count for count in self._store for _ in range(count)]
+        return [count for count in self.store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
         """Return for every rank its rank on its node."""
-        return [local for count in self._store for local in range(count)]
+        return [local for count in self.store for local in range(count)]
 
     def node_list(self) -> list[int]:
         """Return for every rank its node's position in `store`."""
-        return [node for node, count in enumerate(self._store) for _ in range(count)]
+        return [node for node, count in enumerate(self.store) for _ in range(count)]
 
     def process_infos(
         self, name: str, deadlines: Deadlines | None = None, **settings: Any
@@ -148,7 +144,7 @@ class ResourcePool:
 
     def __repr__(self) -> str:
         """The name of the class, and the number of processes on each node."""
-        return f"{type(self).__name__}({self._store})"
+        return f"{type(self).__name__}({self.store})"
 
 
 class PoolManager:

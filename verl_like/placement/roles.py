@@ -3,7 +3,7 @@
     {"actor_rollout": "main", "critic": "critic_pool"}     # role -> pool
 
 A role is any string. An alias such as `actor_rollout` names several roles in one process. If the
-mapping also has `rollout`, that entry takes precedence for the rollout role.
+mapping also has `rollout`, that entry decides the pool of the rollout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:
-    """Return the mapping with its aliases expanded; a role's own name overrides an alias."""
+    """Return the mapping with its aliases expanded; of a role's entries, the narrowest one wins.
+
+    The role's own name is narrower than `actor_rollout`, and that than `actor_rollout_ref`.
+    """
     expanded: dict[str, str] = {}
     widths: dict[str, int] = {}
     for name, pool in role_mapping.items():

@@ -2,8 +2,8 @@
 
     process, pipe = start_child("package.program", "argument")    # there: main(pipe, "argument")
 
-The child sets this process's import path, without the current directory, before it imports the
-program.
+The child starts without the current directory on its import path, and copies this process's import
+path before it imports the program.
 """
 
 from __future__ import annotations

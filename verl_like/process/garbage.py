@@ -18,7 +18,7 @@ def ignore_old_objects() -> Iterator[None]:
     which every full collection would walk. If the process had frozen objects before, nothing
     changes, because Python can only unfreeze all objects.
     """
-    if FrozenObjects.keep_objects():
+    if gc.get_freeze_count() > OF_PYTHON:
         yield
         return
     gc.freeze()
@@ -38,15 +38,3 @@ def pause_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-class FrozenObjects:
-    """Remembers whether the process had frozen objects before the run."""
-
-    are_known = False
-
-    @classmethod
-    def keep_objects(cls) -> bool:
-        """True if the process had frozen objects; counted once, because counting takes 40 ms."""
-        cls.are_known = cls.are_known or gc.get_freeze_count() > OF_PYTHON
-        return cls.are_known

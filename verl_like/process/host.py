@@ -53,8 +53,7 @@ from verl_like.process.worker import Worker, construction, device_of
 from verl_like.registry import module_of_file
 
 Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
-
-
+"""Role -> its class and constructor arguments."""
 Outcome = tuple[Any, dict[str, Any]]
 """The payload of a result, and the fields of its header that describe it."""
 NOTHING: Outcome = None, {}
@@ -117,7 +116,7 @@ class WorkerHost:
     def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
         """Bind the group's rendezvous store on this node, and keep it so that its port stays taken.
 
-        Ranks of one node meet on the loopback interface.
+        If all processes are on one node, the store listens on the loopback interface.
         """
         if self.process_info.one_node:
             address = "127.0.0.1"
@@ -126,7 +125,8 @@ class WorkerHost:
         except (OSError, RuntimeError, dist.DistError) as error:
             raise WorkerError(
                 f"{self.process_info.name}: port {port} of {address} cannot be bound for the "
-                f"group's rendezvous: {error}. Leave out master_port to use a free port."
+                f"group's rendezvous: {error}. If you set master_port, leave it out to use a free "
+                "port."
             ) from error
         return address, self._store.port
 
@@ -152,8 +152,8 @@ class WorkerHost:
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
         """Run one method. Its header carries whatever the method raises.
 
-        A concurrent call comes in its own thread, and shares random state and log with the
-        others.
+        A concurrent call comes in its own thread. It leaves the process's random state and log as
+        they are, because another role's call may be using them.
         """
         return self._answer(call.method, lambda: self._run(call, parts), call.role)
 

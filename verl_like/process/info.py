@@ -54,15 +54,13 @@ class ProcessInfo:
     """Host and port of the store in which the ranks meet."""
 
     def log_path(self, role: str | None = None) -> Path | None:
-        """Return the log file of a role in this process, by default of the first role."""
+        """Return the log file of a role in this process, by default of its first role.
+
+        Return None if the group has no `log_dir`.
+        """
         if self.log_dir is None:
             return None
         return Path(self.log_dir) / f"{(role or self.name).split('+')[0]}-{self.rank}.log"
-
-    def describe_log(self, role: str | None = None) -> str:
-        """Return the name of the log for a message."""
-        path = self.log_path(role)
-        return f"log {path}" if path else ""
 
 
 OWN_PROCESS = "VERL_LIKE_PROCESS"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CONTAINER = Path("/sys/fs/cgroup")
-"""The folder of this process's control group."""
+"""The folder of this process's control group in a container."""
 
 
 def usable_cores() -> int:
@@ -94,7 +94,7 @@ def memory_gb(field: str) -> float | None:
 
 
 def free_memory_gb(container: Path = CONTAINER) -> float | None:
-    """Return the free memory of the machine, or of the control group at `container` if less.
+    """Return the free GiB of the machine, or of the control group at `container` if less.
 
     The group's inactive file cache counts as free.
     """

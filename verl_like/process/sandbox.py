@@ -64,7 +64,7 @@ class Sandbox:
     memory_gb: float = key(8.0, above=0)
     """GiB of memory, per process and in total."""
     cpu_s: float = key(60.0, above=0)
-    """CPU seconds per sample; a batch gets twelve times as many."""
+    """CPU seconds per sample, or per call of an environment; a batch gets twelve times as many."""
     file_gb: float = key(1.0, at_least=0)
     """GiB per file, and for the working folder."""
     processes: int = key(64, above=0)
@@ -120,10 +120,8 @@ def reject_nested_run() -> None:
     """Raise if code in a sandbox starts a run: that run would start the code again, forever."""
     if MARK in os.environ:
         raise ConfigError(
-            "the file of the reward function starts a run when it is imported, and that "
-            ""
-            "run would import the file again. Put the code that starts the run under "
-            ""
+            "the file of the reward function starts a run when it is imported, and that run would "
+            "import the file again. Put the code that starts the run under "
             "`if __name__ == '__main__':`, or move the function into a separate file."
         )
 
@@ -158,9 +156,9 @@ def restrict_writes(*places: str, extra: Iterable[str] = ()) -> None:
     """Keep this process, and those that it starts, from changing anything outside these places.
 
     It can write only below these folders and files. It cannot change modes, owners or times, attach
-    to another process, or allocate memory that outlives it. It has none of root's rights except to
-    read files. `extra` are further system calls to deny. If the kernel has no Landlock, this raises
-    after all other limits are set.
+    to another process, or allocate memory that outlives it, on machines where `deny` works. It has
+    none of root's rights except to read files. `extra` are further system calls to deny. If the
+    kernel has no Landlock, this raises after all other limits are set.
     """
     drop_capabilities()
     deny(MACHINE, METADATA, KEEPS_TO_ITSELF, extra)

@@ -81,7 +81,7 @@ def supervise(
         outputs = {ours: partial(printed.forward, number) for number, (ours, _) in pipes.items()}
         ending = watch(child, folder, sandbox, outputs, starter=starter)
     except ConfigError as err:
-        ending = f"was refused: {err}"
+        ending = f"was rejected: {err}"
     finally:
         kill_descendants()
         remove_folder(folder)
@@ -131,9 +131,7 @@ def fork_confined(
         if os.getppid() != parent:  # it died before the line above
             os._exit(code)
         os.setsid()
-        first_free = (
-            max(descriptors) + 1
-        )  # there dup2 overwrites no descriptor that it must still copy
+        first_free = max(descriptors) + 1  # above it, dup2 overwrites nothing still to be copied
         copies = {to: fcntl(ours, F_DUPFD, first_free) for to, ours in descriptors.items()}
         for to, copy in copies.items():
             os.dup2(copy, to)

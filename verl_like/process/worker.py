@@ -71,8 +71,8 @@ def _info_from_environment() -> ProcessInfo:
 def device_of(process_info: ProcessInfo) -> torch.device:
     """Return the device that a process computes on.
 
-    Each process calls this only once, because the devices that are visible to it may change while
-    an engine starts.
+    A worker process stores its index at the start (`WorkerHost`), because the devices that are
+    visible to the process may change while an engine starts.
     """
     if process_info.device_kind != "cuda":
         return torch.device("cpu")
@@ -140,7 +140,7 @@ class Worker(VerlWorker):
 
     @property
     def role(self) -> str:
-        """The name of the role on the driver."""
+        """The name of this worker's role, such as `critic`."""
         return self._process_info.role
 
     @property
@@ -246,14 +246,14 @@ class Worker(VerlWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def answer_in_turn(self) -> None:
-        """Return once all earlier calls have ended; does nothing else."""
+        """Do nothing; the call returns once all earlier calls of this process have ended."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write the state that a resume needs into the folder `path`.
 
-        By default, this saves the rank's RNG state. A role with trainable state overrides this
-        method and `load_checkpoint`.
+        By default, this saves the role's random state on this rank. A role with trainable state
+        overrides this method and `load_checkpoint`.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         save_random_state(Path(path) / f"{self.rank}.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ from tests.trainer.serve.clients import (
 )
 from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
-from trainer.serve import training_ops
-from trainer.serve.pending import RequestError, Turns
+from trainer.serve import pending, training_ops
+from trainer.serve.pending import PendingResult, RequestError, Turns
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import ConfigError
 
@@ -376,6 +377,21 @@ def test_a_gap_is_given_up() -> None:
     assert started == [3]
     with pytest.raises(RequestError, match="seq_id 2 was already used"):
         turns.check(2)
+
+
+def test_a_gap_begins_with_the_first_request_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(pending, "time", SimpleNamespace(monotonic=lambda: now))
+    result = PendingResult("")
+    turns = Turns()
+    turns.submit(1, result, lambda: None)
+    now = 1000.0  # the client pauses, then sends two requests in the wrong order
+    turns.submit(3, result, lambda: None)
+    turns.give_up(120)
+    assert turns.next == 2
+    now = 1121.0
+    turns.give_up(120)
+    assert turns.next == 4
 
 
 def test_another_key_is_rejected_and_an_open_door_needs_one(tiny_dir: Path, tmp_path: Path) -> None:

@@ -102,5 +102,7 @@ def test_the_first_call_of_a_method_is_not_said_to_be_late_while_it_is_waited_fo
         group.echo(batch)
 
     first, *_, later = [record.getMessage() for record in caplog.records]
-    assert first.startswith("modes.echo, the first of its calls, which loads or compiles: waiting")
+    assert first.startswith(
+        "modes.echo, the first of its calls, which may load or compile: waiting"
+    )
     assert later.startswith("modes.echo: waiting for modes rank 0")

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_like.process.garbage import FrozenObjects, ignore_old_objects, pause_collection
+from verl_like.process.garbage import ignore_old_objects, pause_collection
 
 
 @pytest.fixture
 def nothing_is_kept() -> Iterator[None]:
     """Start as in an unprepared process; the test process has frozen its modules."""
     gc.unfreeze()
-    FrozenObjects.are_known = False
     yield
     gc.freeze()
 

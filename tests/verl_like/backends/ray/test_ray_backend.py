@@ -194,7 +194,7 @@ def test_a_taken_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            WorkerError, match=rf"port {port} of .* cannot be bound .* Leave out master_port"
+            WorkerError, match=rf"port {port} of .* cannot be bound .* leave it out"
         ):
             RayWorkerGroup(pool, RayClassWithInitArgs(Adder), master_port=port)
     pool.release()
