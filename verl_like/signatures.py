@@ -4,8 +4,8 @@
     check_call(my_loss, "policy loss 'my_module.my_loss'", LOSS)
     check_methods(MyEngine, RolloutEngine, "rollout.name=my_module.MyEngine")
 
-Registries use such checks (`verl_like.registry`). A function whose signature is not known, as of
-some that are written in C, is accepted.
+Registries use such checks (`verl_like.registry`). Functions without a known signature, such as some
+that are written in C, are accepted.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `Deadlines` are the limits of a group, `WaitClock` is the clock of one wait, and `CallTimes` knows
 how long the calls of a method usually take. While the driver waits for a call that takes longer
 than usual, a `HangWatch` reads the Python stacks of its pool every 5 s. If the ranks show the same
-stacks twice, and are in a collective, at a lock, or silent, a warning explains who waits for whom.
+stacks twice, and are in a collective, at a lock, or do not answer, a warning explains who waits for
+whom.
 `describe_late_call` explains a call that has passed its deadline.
 
 `stacks_of_calls` runs in a worker, past its queue of calls. If native code holds the interpreter,

@@ -30,7 +30,6 @@ from verl_like.process.machine import address_toward
 
 if TYPE_CHECKING:
     from verl_like.calls.future import WorkerFuture
-    from verl_like.calls.group import BoundMethod
 
 
 def scatter_lists() -> None:
@@ -58,19 +57,20 @@ class VerlGroup:
     roles: dict[str, type]
     prefixed: frozenset[str]
     spawn: Callable[[Iterable[str]], dict[str, Any]]
-    bind: Callable[[str, str, Callable[..., Any], Registration], BoundMethod]
+    bind: Callable[[str, str, Callable[..., Any], Registration], Any]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name on every worker, and return their results in rank order.
 
-        The method need not be registered. Every worker gets all arguments whole, and its element of
-        a `Scatter`.
+        The method need not be registered. Every worker gets the whole arguments, and of a
+        `Scatter` its element.
         """
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run a method by its name on every worker, and return a future of their results."""
-        return self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
+        future: WorkerFuture = self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
+        return future
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name only on rank 0, and return its result."""
@@ -78,9 +78,11 @@ class VerlGroup:
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run a method by its name only on rank 0, and return a future of its result."""
-        return self._by_name(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
+        method = self._by_name(method_name, Execute.RANK_ZERO)
+        future: WorkerFuture = method.remote(*args, **kwargs)
+        return future
 
-    def _by_name(self, name: str, execute_mode: Execute) -> BoundMethod:
+    def _by_name(self, name: str, execute_mode: Execute) -> Any:
         """Return a method of the workers, which need not be registered."""
         methods = {}
         for role, cls in self.roles.items():

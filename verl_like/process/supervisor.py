@@ -131,7 +131,7 @@ def fork_confined(
         if os.getppid() != parent:  # it died before the line above
             os._exit(code)
         os.setsid()
-        first_free = max(descriptors) + 1  # above it, dup2 overwrites nothing still to be copied
+        first_free = max(descriptors) + 1  # dup2 below does not overwrite copies from here on
         copies = {to: fcntl(ours, F_DUPFD, first_free) for to, ours in descriptors.items()}
         for to, copy in copies.items():
             os.dup2(copy, to)
