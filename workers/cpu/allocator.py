@@ -38,8 +38,8 @@ def settings_of_user() -> list[str]:
 def keep_freed_memory() -> bool:
     """Make the allocator reuse freed memory for the next tensor; return True on success.
 
-    It returns False if the user configured the allocator (GLIBC_TUNABLES, MALLOC_…), or if it is
-    not glibc's.
+    Return False if the user configured the allocator (GLIBC_TUNABLES, MALLOC_…), or if it is not
+    glibc's or rejects the setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if settings_of_user() or mallopt is None:

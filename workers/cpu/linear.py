@@ -1,4 +1,4 @@
-"""Linear layers that use oneDNN in training, in the forward and the backward pass.
+"""Linear layers that use oneDNN in an engine's passes, forward and backward.
 
 Only layer instances inside the given module are changed, never a class or another package.
 """
@@ -74,7 +74,7 @@ _linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _OnednnFunction.app
 
 @contextmanager
 def onednn_linears(module: nn.Module) -> Iterator[None]:
-    """Context in which linear layers of the module use oneDNN; run the backward pass inside, too.
+    """Context in which large float32 linear layers use oneDNN; run the backward pass inside, too.
 
     Each layer gets a `forward` attribute that hides its class's method and is removed at the end.
     """

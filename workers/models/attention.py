@@ -1,8 +1,8 @@
 """Choose the attention implementation that a model is built with: sdpa or eager.
 
-FlashAttention is not an implementation here but a kernel for packed rows: a model with sdpa uses it
-where it is available (`workers.training.varlen`). A model with padded rows, and a rollout that
-decodes with the same module, use sdpa.
+FlashAttention is not an implementation here but a kernel for packed rows in training, which models
+use where it is available (`workers.training.varlen`). Passes over padded rows, and a rollout that
+decodes with the same module, use the implementation that is chosen here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def soft_cap(hf_config: Any) -> float | None:
 
 
 def head_size(hf_config: Any) -> int:
-    """Return the larger of the query and value sizes of a head; 64 for a model without heads."""
+    """Return the larger of the query and value sizes of a head; 64 if the config has neither."""
     text = hf_config.get_text_config()
     parts = (getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
     if latent := sum(parts):
@@ -81,7 +81,7 @@ def head_size(hf_config: Any) -> int:
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
-    """Return (query heads, key-value heads, head size); the numbers are 0 without attention."""
+    """Return (query heads, key-value heads, head size); without attention, there are 0 heads."""
     heads: int = getattr(config, "num_attention_heads", None) or 0
     size: int = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     return heads, getattr(config, "num_key_value_heads", None) or heads, size
@@ -98,7 +98,7 @@ def has_sinks(module: Any) -> bool:
 
 
 def kernel_blocker(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why no FlashAttention kernel runs on this machine; "" if a kernel runs."""
+    """Return why no FlashAttention kernel can run in this dtype on this device; "" if one may."""
     if device.type != "cuda":
         return f"flash-attn runs on CUDA devices, not on {device.type}"
     if dtype == torch.float32:

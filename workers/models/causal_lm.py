@@ -2,7 +2,7 @@
 
 A training engine calls `empty_model`, shards the result, and lets `workers.models.load` fill it, so
 no rank ever stores the whole model. Dropout is always off. With dropout, the log-probs of one
-policy would differ between two passes, and PPO's ratio would be noisy even before the first step.
+policy would differ between two passes, and PPO's ratio would be noisy even without an update.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
     if config.enable_gradient_checkpointing and not can_recompute:
         raise ConfigError(
             f"model type {hf_config.model_type} has no gradient checkpointing in the installed "
-            "transformers. Set enable_gradient_checkpointing=false in the model's section."
+            f"transformers. Set {config.SECTION}.enable_gradient_checkpointing=false."
         )
     if recomputes(config, device.type, can_recompute):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -164,9 +164,9 @@ class CheckpointFormat:
             if group is None or group.is_same:  # a critic's score is not a weight of the causal LM
                 yield name, tensor
                 continue
-            come = waiting.setdefault(group.names, {})
-            come[name] = tensor.clone() if len(group.names) > 1 else tensor
-            if len(come) == len(group.names):
+            arrived = waiting.setdefault(group.names, {})
+            arrived[name] = tensor.clone() if len(group.names) > 1 else tensor
+            if len(arrived) == len(group.names):
                 yield from self.to_stored.convert(waiting.pop(group.names)).items()
 
 

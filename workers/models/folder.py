@@ -25,7 +25,7 @@ LARGEST_FILE = 64 * 2**20
 
 
 def is_on_hub(path: str) -> bool:
-    """True if the path does not exist and looks like a hub name, `organization/model`."""
+    """True if the path looks like `organization/model`, and there is no folder `organization`."""
     return bool(HUB_NAME.fullmatch(path)) and not Path(path).parent.exists()
 
 
@@ -49,7 +49,7 @@ def model_folder(path: str, weights: bool = True) -> Path:
             folder_of_hub = Path(snapshot_download(path, allow_patterns=["*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(
-            f"there is no model folder {path!r}, and the Hugging Face hub does not provide a model "
+            f"there is no model folder {path!r}, and the Hugging Face hub did not provide a model "
             f"of that name: {' '.join(str(error).split())[:300]}"
         ) from error
     return folder_of_hub
@@ -96,9 +96,8 @@ LARGEST_SIZE = 10**8
 def read_hf_config(folder: str | Path) -> Any:
     """Return the transformers configuration, as a copy that the caller may change.
 
-    Code in the folder is never run. The file is parsed only once per process, because parsing takes
-    longer than building a small model, and roles, memory plan and checks usually need the same
-    configuration.
+    Code in the folder is never run. Parsed configurations are cached, because parsing takes longer
+    than building a small model, and roles, memory plan and checks usually need the same one.
     """
     return copy.deepcopy(shared_hf_config(folder))
 

@@ -3,7 +3,8 @@
 Each rank of a sharded module reads its own slices, and buffers whole, from safetensors or mapped
 `.bin` files. Weights that a checkpoint stores in a different layout
 (`workers.models.checkpoint_format`) are assembled one at a time. Unused entries and weights without
-an entry are rejected, because a model with default weights would silently compute wrong numbers.
+an entry are rejected, because a model with default weights would silently compute wrong numbers. A
+folder with only a config.json can get random weights (`random_init_seed`).
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def load_weights(
 def check_score_head(key: str, path: str) -> None:
     """Reject a reward model's folder without a score head, before any process loads it.
 
-    A model that has not been downloaded is not checked.
+    A model whose tensor names are unknown, because neither its weights nor an index are downloaded,
+    is not checked.
     """
     names = Folder(model_folder(path, weights=False), "").files
     if names and SCORE not in names:
@@ -289,7 +291,7 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
     """Fill the weights that the folder stores in a different layout, and remove them from
     `missing`.
 
-    Returns the names of the folder's tensors.
+    Returns the names of the folder's tensors from which they were converted.
     """
     groups, taken = checkpoint_format(str(source.path)).groups, set[str]()
     for name in [*missing]:

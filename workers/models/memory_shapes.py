@@ -1,13 +1,14 @@
 """Count the weights and activations that determine a model's memory, on the meta device.
 
-    shapes = model_shapes(path, head="token", compute=torch.bfloat16)
+    shapes = model_shapes(config, head="token", compute=torch.bfloat16)
     shapes.num_weights                            # exact count
-    shapes.trained_pass(num_tokens=8192, head=0, checkpointing=False)    # bytes at its peak
+    shapes.trained_pass(num_tokens=8192, head=0, checkpointing=False)    # bytes, or None
 
 Activations are traced in a pass of the model itself (`workers.models.pass_trace`), so this works
-for every architecture. The trace covers what autograd saves, and what a layer needs temporarily.
-Attention counts as a fused kernel: queries, keys, values, output, their gradients, and one number
-per token and head, but nothing that grows with the square of the length.
+for every architecture whose operations do not depend on values. The trace covers what autograd
+saves, and what a layer needs temporarily. Attention counts as a fused kernel: queries, keys,
+values, output, their gradients, and one number per token and head, but nothing that grows with the
+square of the length.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class ModelShapes:
 
 
 _known: dict[tuple[Any, ...], ModelShapes] = {}
-"""Shapes by settings, text of config.json, head, compute dtype and position of the rank.
+"""Shapes by settings, text of config.json, head, compute dtype, tp and position of the rank.
 
 Most roles of a run have the same shapes, and tracing a pass takes half a second.
 """
@@ -312,7 +313,7 @@ def meta_model(config: ModelConfig, head: Head) -> Any:
 
 
 def check_adapter(config: ModelConfig, head: Head) -> None:
-    """Raise if the model lacks the configured `target_modules`. No weights are loaded."""
+    """Raise if adapters do not fit the configured `target_modules`. No weights are loaded."""
     if config.lora_rank > 0:
         meta_model(config, head)
 

@@ -10,7 +10,7 @@ are alive; memory that a kernel uses internally does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,10 @@ class LayerTrace:
         return _most(self.unsaved, tp)
 
 
+def _total(sizes: Collection[Bytes]) -> Bytes:
+    return Bytes(sum(size.replicated for size in sizes), sum(size.cut for size in sizes))
+
+
 def _most(moments: Sequence[Bytes], tp: int) -> int:
     return max(moment.of(tp) for moment in moments)
 
@@ -114,10 +118,9 @@ def trace_pass(body: Any) -> PassTrace | None:
             hook.remove()
     if not known:
         return None
-    in_layers = [known[kind].saved for kind in kinds]
     return PassTrace(
         saved,
-        Bytes(sum(layer.replicated for layer in in_layers), sum(layer.cut for layer in in_layers)),
+        _total([known[kind].saved for kind in kinds]),
         _sum(_tensors(list(inputs[layers[0]][1].values())), hidden_size),
         max(known.values(), key=LayerTrace.most),
     )
@@ -168,8 +171,7 @@ class Alive(TorchDispatchMode):
             if is_new and tensor.shape not in self._shapes:
                 self._alive.setdefault(storage, _size(tensor, self.hidden_size))
         self._alive = {s: size for s, size in self._alive.items() if not s.expired()}
-        sizes = self._alive.values()
-        self.moments.append(Bytes(sum(s.replicated for s in sizes), sum(s.cut for s in sizes)))
+        self.moments.append(_total(self._alive.values()))
         return result
 
 
@@ -193,8 +195,7 @@ def _size(tensor: Tensor, hidden_size: int) -> Bytes:
 
 def _sum(tensors: Sequence[Tensor], hidden_size: int) -> Bytes:
     of_storages = {_storage(tensor): tensor for tensor in tensors}
-    sizes = [_size(tensor, hidden_size) for tensor in of_storages.values()]
-    return Bytes(sum(size.replicated for size in sizes), sum(size.cut for size in sizes))
+    return _total([_size(tensor, hidden_size) for tensor in of_storages.values()])
 
 
 def _saved(module: Any) -> list[Tensor]:

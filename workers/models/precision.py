@@ -1,8 +1,8 @@
 """Dtypes of the trained weights, of forward and backward passes, and of a rollout's weights.
 
 The common practice is float32 master weights and moments with bfloat16 passes, so that is the
-default on CUDA. On a CPU, everything is float32, since few processors have bfloat16 matrix
-products.
+default on CUDA. On a CPU, everything is float32 by default, since few processors have bfloat16
+matrix products.
 """
 
 from __future__ import annotations

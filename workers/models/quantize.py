@@ -232,9 +232,8 @@ def check_device(device_type: str) -> None:
     if device_type != "cpu":
         raise ConfigError(
             f"quantization=int8 works only on CPUs, and this role's device is {device_type}. "
-            "Leave out quantization and set actor_rollout_ref.rollout.dtype or "
-            "actor_rollout_ref.model.compute_dtype to bfloat16. With "
-            "actor_rollout_ref.rollout.name=vllm on GPUs, you can set "
+            "Leave out quantization: on GPUs, weights that are not trained are bfloat16 by "
+            "default. With actor_rollout_ref.rollout.name=vllm on GPUs, you can set "
             "actor_rollout_ref.rollout.quantization=fp8."
         )
     if not _is_exact():
@@ -245,7 +244,7 @@ def check_device(device_type: str) -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """True if the module has int8 weights. Two ways to compute a row then differ noticeably."""
+    """True if the module has int8 weights, so that two ways to compute a row differ noticeably."""
     return any(isinstance(weight, Int8Weight) for weight in module.parameters())
 
 

@@ -1,8 +1,8 @@
 """A model's state consists of its parameters and its persistent buffers.
 
 A router's correction bias (deepseek_v3, glm4_moe, lfm2_moe) or gemma4's `layer_scalar` is a buffer:
-no optimizer changes it, but the model needs it. All code that loads, sends, saves or compares
-weights goes through `named_state`.
+no optimizer changes it, but the model needs it. Code that loads, sends, exports or compares weights
+uses `named_state`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that checkpoints store; others, such as rotary tables, are computed."""
+    """Yield the buffers that model files store; others, such as rotary tables, are computed."""
     seen: set[int] = set()
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -34,7 +34,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert persistent buffers to the trainer's dtype, whatever the dtype of the parameters.
+    """Convert floating-point persistent buffers to `dtype`; parameters keep their dtype.
 
     A router's bias decides between experts with similar scores. If it were rounded, the router
     would choose other experts.

@@ -2,8 +2,8 @@
 
 `WeightAverage` is the policy's moving average for validation (`actor.ema_decay`).
 `MovingAverageEngine` is a frozen model that follows another one: the reference with
-`ref.update_every`, or a copy of the critic. Its weights arrive whole and by name, as for a rollout
-engine (`workers.weights.sync`), whatever the sharding on either side.
+`ref.update_every`, or a generator's copy of the critic. Its weights arrive whole and by name, as
+for a rollout engine (`workers.weights.sync`), whatever the sharding on either side.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
 
 
 class MovingAverageEngine(TrainEngine):
-    """A frozen engine whose weights move to `decay` x itself + (1 - `decay`) x the policy.
+    """A frozen engine; its weights become `decay` x weights + (1 - `decay`) x received weights.
 
     In a narrower dtype than float32, a small step would round to zero, so a float32 average is
-    stored next to each such weight. Buffers are copied from the policy.
+    stored next to each such weight unless `decay` is 0. Buffers are copied.
     """
 
     def __init__(self, *args: Any, decay: float, **settings: Any) -> None:

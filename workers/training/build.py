@@ -2,9 +2,7 @@
 
     empty module -> change by parts -> shard -> load weights -> row layout -> finish parts
 
-The strategies are in `workers.parallel.sharding`, the mesh in `workers.parallel.groups`. On one
-rank, and under strategy ddp without tensor parallelism, the module is plain, so a rollout engine in
-the same process can read it by reference.
+Strategies are interpreted in `workers.parallel.sharding`; the mesh is in `workers.parallel.groups`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Save and load the checkpoint folder of one role, which is always complete or absent.
 
     manifest.json       step, schedule, size and checksum of every file; written last
-    shards/             weights and optimizer state, each rank's shards (`shards`)
-    random/<rank>.json  random state of each rank
+    shards/             with model, optimizer: weights, optimizer state, by rank (`shards`)
+    random/<rank>.json  with extra: random state of each rank
     huggingface/        with hf_model: a folder for `from_pretrained` (`hf_export`)
     lora_adapter/       with LoRA: the adapter in peft's format
 
@@ -165,7 +165,9 @@ class CheckpointMixin(BackgroundSaves):
 
         if "optimizer" not in manifest["contents"]:
             logger.warning(
-                "%s holds no optimizer state (save_contents): the moments start from zero.", folder
+                "%s holds no optimizer state (checkpoint.save_contents lacked 'optimizer'): the "
+                "moments start from zero.",
+                folder,
             )
         if "extra" in manifest["contents"]:
             engine.scheduler.set_step(manifest["schedule_step"])
@@ -185,7 +187,7 @@ def weights(engine: TrainEngine) -> dict[str, Tensor]:
 def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
     """Return the weights of a module that a checkpoint stores, as `model.<name>`.
 
-    With an adapter only trained weights are stored, because nothing else changes.
+    Frozen parameters are not stored, and with an adapter neither are buffers: they do not change.
     """
     tensors = {}
     for name, parameter in module.named_parameters():

@@ -121,8 +121,8 @@ class TrainEngine(Model):
     ) -> RowColumns:
         """Return every row's `log_probs` (and `entropys`, `sum_pi_squared`), `values` or `scores`.
 
-        Each is [rows, R], zero outside the response mask, and ragged if the mask is. `names` are
-        further columns that the model reads.
+        `scores` is [rows]. The other columns are [rows, R], zero outside the response mask, and
+        ragged if the mask is. `names` are further columns that the model reads.
         """
         rows = self.take(data, names, self.reading.inputs)
         self.module.eval()

@@ -43,7 +43,7 @@ from workers.training import write_copy
 LEAST_BYTES = 16 * 2**20
 """Smaller files are written directly, which is faster than a copy and a separate process."""
 MOST_OF_FREE = 0.5
-"""Largest fraction of the free host memory that the copies of all ranks may take."""
+"""Largest fraction of the free host memory that the copies of one file on all ranks may take."""
 LOWEST_PRIORITY = 19
 """Niceness of the writer. It gets 1.5 % of a busy core; with SCHED_IDLE it could starve."""
 Files = dict[str, dict[str, int]]
@@ -143,9 +143,9 @@ class FileCopies(FileWriter):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "trainer.async_save: host memory has no room for a copy of the checkpoint (%.2f "
-                "GiB on each of %d ranks, %.2f GiB are free), so training waits while the "
-                "checkpoint is written.",
+                "trainer.async_save: host memory has no room for a copy of a checkpoint file (%.2f "
+                "GiB on each of %d ranks; half of the %.2f free GiB may be used), so training "
+                "waits while the file is written.",
                 *(wanted, num_here, free),
             )
         return False

@@ -4,8 +4,8 @@ The export of an actor has the configuration, tokenizer and dtype of the model f
 was loaded. Its weights are the new ones, with LoRA merged, under the names that `save_pretrained`
 writes. A buffer keeps the dtype that it has in the module, such as float32 for a router. A critic
 or reward model becomes a sequence classifier with one label: the body under its usual names and the
-head as `score.weight`. `AutoModelForSequenceClassification` loads both, `AutoModel` loads only the
-body.
+head as `score.weight`. `AutoModelForSequenceClassification` loads both if transformers has a
+classifier for the model type; `AutoModel` loads only the body.
 """
 
 from __future__ import annotations

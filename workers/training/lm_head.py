@@ -1,9 +1,10 @@
 """Log-probs and entropies from the token head, in chunks of positions if the logits are large.
 
 Every role with a token head calls `token_columns`. If the logits of a pass are larger than
-`CHUNK_BYTES`, the head runs over one chunk of positions at a time, in the forward pass and again in
-the backward pass, which accumulates the gradients of the chunks. Only the hidden states and the
-gradient of the head's weights are in memory for all positions.
+`CHUNK_BYTES` (on a GPU, also more than `ROWS_ON_GPU` positions), the head runs over one chunk of
+positions at a time, in the forward pass and again in the backward pass, which accumulates the
+gradients of the chunks. Only the hidden states and the gradient of the head's weights are in memory
+for all positions.
 
 A chunk goes through the model's own `forward`, with its hidden states instead of the body. The
 model's own code therefore computes a bias, a scale, soft-capping, tied embeddings or an adapter at
@@ -38,13 +39,13 @@ from workers.training.microbatch import Columns
 from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
 
 CHUNK_BYTES = 256 * 2**20
-"""Bytes of the float32 logits of a chunk."""
+"""Largest chunk of float32 logits, in bytes; on a GPU, `ROWS_ON_GPU` positions may be larger."""
 ROWS_ON_GPU = 1024
 """Minimum rows per chunk on a GPU: with fewer, reading the head's weight takes most of the time."""
 GRADIENT_ROWS = 16384
 """Rows that are added at a time to the gradient of a weight that is not float32."""
 LARGEST_ERROR = 1e-5
-"""Largest relative error between chunked and whole logits in float32."""
+"""Largest relative error of float32 results and gradients from chunked instead of whole logits."""
 
 
 class TokenOutputs(NamedTuple):
@@ -91,14 +92,10 @@ def columns_of_logits(
     fused: bool = False,
 ) -> Columns:
     """Return the wanted columns of logits; the backward pass writes over `logits`."""
-    columns: Columns = {}
     if vocab is not None:
         return token_stats(logits, labels, vocab, *wanted)
-    options: Any = {
-        "temperature": wanted.temperature,
-        "inplace_backward": True,
-        "fused": fused,
-    }
+    columns: Columns = {}
+    options: Any = {"temperature": wanted.temperature, "inplace_backward": True, "fused": fused}
     if wanted.entropy:
         both = logprobs_and_entropy_from_logits(logits, labels, **options)
         columns["log_probs"], columns["entropys"] = both
@@ -242,14 +239,14 @@ class _Chunks(torch.autograd.Function):
 
         for start in range(0, len(states), ctx.num_rows):
             chunk = slice(start, start + ctx.num_rows)
-            some = states[chunk].detach().requires_grad_()
+            states_here = states[chunk].detach().requires_grad_()
             linear_sums = dict(zip(names, map(local_shard, sums), strict=False))
             with torch.enable_grad(), _accumulate_into(ctx.head.layer, linear_sums):
-                outputs = [*ctx.compute(ctx.head.logits(some), labels[chunk]).values()]
+                outputs = [*ctx.compute(ctx.head.logits(states_here), labels[chunk]).values()]
             wanted = [number for number, grad in enumerate(grads) if grad is not None]
             grad_chunk, *of_others = torch.autograd.grad(
                 [outputs[number] for number in wanted],
-                [some, *others],
+                [states_here, *others],
                 [grad[chunk] for grad in grads if grad is not None],
             )
             grad_states[chunk] = grad_chunk
@@ -288,8 +285,8 @@ class _AccumulatingLinear(torch.autograd.Function):
                 total.addmm_(grad_flat.t(), flat)
             else:
                 rows = grad_flat.split(GRADIENT_ROWS, dim=1)
-                for some, grad_rows in zip(total.split(GRADIENT_ROWS), rows, strict=True):
-                    some += grad_rows.t() @ flat
+                for total_rows, grad_rows in zip(total.split(GRADIENT_ROWS), rows, strict=True):
+                    total_rows += grad_rows.t() @ flat
         if "bias" in ctx.sums:
             ctx.sums["bias"] += grad_flat.sum(dim=0, dtype=ctx.sums["bias"].dtype)
         return grad @ weight, None, None, None
@@ -354,7 +351,7 @@ def head_in_chunks(model: Any) -> str:
     for expected, actual in zip(*numbers, strict=True):
         size = expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
         errors.append(float((actual - expected).norm() / size))
-    error = max(errors)  # the largest error of values and gradients, compared with unchunked logits
+    error = max(errors)
     if error <= LARGEST_ERROR:
         return ""
-    return f"in a small model of its class they are off by {error:.0e}"
+    return f"in a small model of its class, results are off by {error:.0e}"

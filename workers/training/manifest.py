@@ -1,8 +1,4 @@
-"""Read, check and compare `manifest.json` of a role's folder in a checkpoint.
-
-A manifest that `workers.training.checkpoint` did not write in this form raises an error that says
-what is wrong with it.
-"""
+"""Write, read and check `manifest.json` of a role's folder in a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,7 +57,10 @@ def loaded_files(manifest: dict[str, Any]) -> list[str]:
 
 
 def reject_missing(folder: Path) -> None:
-    """Reject a folder with missing files or wrong sizes, without reading the files."""
+    """Reject a folder if files that a resume reads are missing or have another size.
+
+    The files are not read.
+    """
     manifest = read_manifest(folder)
     for name in loaded_files(manifest):
         if fault := file_fault(folder / name, manifest["files"][name], reads=False):

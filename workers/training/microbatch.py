@@ -6,8 +6,8 @@
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
   (`mini_batch`); `workers.training.update` permutes the rows.
 - Micro-batches are limited by rows or by tokens (`MicroBatchBudget`), longest rows first, so that
-  the rows of a pass have similar lengths. Rows in which no token is read are in no micro-batch
-  (`cut`).
+  the rows of a pass have similar lengths; rows that share prefixes are neighbors. Rows in which no
+  token is read are in no micro-batch (`cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank
   with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
 - Denominators are counts over the whole mini-batch on all ranks (`MiniBatch.num_rows`,
@@ -43,7 +43,10 @@ RowColumns = dict[str, Any]
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
-    """The maximum size of a micro-batch on one rank: in rows, or in tokens without padding."""
+    """The maximum size of a micro-batch on one rank, in rows or in tokens.
+
+    The padding of padded rows counts; packed rows have none.
+    """
 
     rows: int | None = None
     tokens: int | None = None
@@ -60,6 +63,12 @@ class MicroBatchBudget:
         rows = None if self.rows is None else self.rows // 2
         tokens = None if self.tokens is None else self.tokens // 2
         return MicroBatchBudget(rows, tokens) if rows or tokens else None
+
+    @property
+    def keys(self) -> str:
+        """The keys that set the budget of a trained model, for messages."""
+        key = "micro_batch_size_per_gpu" if self.tokens is None else "max_token_len_per_gpu"
+        return f"ppo_{key} of the actor or critic (data.{key} without PPO)"
 
     def __str__(self) -> str:
         return f"{self.rows} rows" if self.tokens is None else f"{self.tokens} tokens"
@@ -300,7 +309,7 @@ def cut(
     if limit is not None and longest > limit:
         raise ConfigError(
             f"a row of {longest} tokens exceeds the budget of {limit} tokens per micro-batch. "
-            "Raise ppo_max_token_len_per_gpu to the longest prompt plus response."
+            f"Raise {budget.keys} to the length of the longest row."
         )
 
     if single:

@@ -5,9 +5,9 @@
         ...
     for name, tensor in model.named_full_tensors(): ...
 
-The strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp
-without tensor parallelism, the module is plain, so a rollout engine in the same process can read it
-by reference.
+Strategies are applied in `workers.parallel.fsdp`. On one rank, and under strategy ddp without
+tensor and pipeline parallelism, the module has every weight as a plain tensor, so a rollout engine
+in the same process can read it by reference.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Model:
     precision: Precision
     module: Any
     whole_module: Any
-    """The module with all layers; layers of other ranks have no memory."""
+    """The module with all layers: `module`, or with pipeline stages a copy on the meta device."""
     support: Support
     """How models of its class may run."""
     is_sharded: bool
@@ -110,7 +110,7 @@ class Model:
     cast: torch.dtype | None = None
     """Dtype to which a pass casts the weights; None if FSDP casts them or no cast is needed."""
     kernel: VarlenKernel | None = None
-    """The attention kernel for packed rows."""
+    """The FlashAttention kernel for packed rows; None if none runs here."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
@@ -149,8 +149,8 @@ class Model:
         """Context in which the module (and the optimizer's state) is ready to compute on the
         device.
 
-        Each packed row attends only to itself. On a CPU, large linear layers use oneDNN, unless the
-        model is compiled. A sharded module is resharded at the end.
+        Each packed row attends only to itself. On a CPU, large float32 linear layers use oneDNN,
+        unless the model is compiled. A sharded module is resharded at the end.
         """
         with ExitStack() as stack:
             stack.enter_context(self.resident(optimizer))
@@ -192,7 +192,8 @@ class Model:
         ranks except rank 0. Parameters come first, in `dtype` or their own dtype. Persistent
         buffers follow, always in their own dtype, because passes read them in it. If `merged`, LoRA
         is merged into the base weights; otherwise base and factors come separately, in their own
-        dtypes. On a single rank, the tensors are the live weights: do not modify them.
+        dtypes. A tensor that is not gathered, merged or converted is the live weight: do not modify
+        it.
         """
         fixed_dtype = {name for name, _ in persistent_buffers(self.module)}
         if not merged:

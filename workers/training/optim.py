@@ -164,7 +164,7 @@ def guarded_step(
     groups: RankGroups | None = None,
     copies: Sequence[nn.Parameter] = (),
 ) -> float:
-    """Clip gradients by the global norm, take a step, and clear them. Return the norm.
+    """Clip gradients by the global norm, take a step, and clear them. Return the unclipped norm.
 
     If the norm is not finite, the gradients are cleared without a step. `groups` are the groups of
     the module's ranks; None means only this rank. The norm omits the gradients of `copies` here,
@@ -252,4 +252,6 @@ class NonfiniteGuard:
                 "from an earlier checkpoint."
             )
         if self.groups.is_first:
-            logger.warning("%s %d consecutive, %d in total.", fact, self.in_a_row, self.total)
+            logger.warning(
+                "%s Skipped steps: %d in a row, %d in total.", fact, self.in_a_row, self.total
+            )

@@ -270,14 +270,14 @@ def check_rows(module: Any, ids: Ragged) -> None:
     if limit is not None and longest > limit:
         raise ConfigError(
             f"a row of {longest} tokens is longer than the model's {limit} positions. Lower "
-            "data.max_prompt_length or data.max_response_length."
+            "data.max_prompt_length or data.max_response_length (data.max_length without PPO)."
         )
 
     vocabulary = config.vocab_size
     highest = int(ids.values.max())
     if highest >= vocabulary:
         raise ConfigError(
-            f"token id {highest} is outside the model's vocabulary of {vocabulary}; the rows were "
-            "tokenized with another model's tokenizer. Use a critic and a reward model with the "
-            "actor's tokenizer."
+            f"token id {highest} is outside the model's vocabulary of {vocabulary}: the tokenizer "
+            "has more tokens than the model. Use the model's own tokenizer, and in PPO a critic, "
+            "reference and reward model with the actor's tokenizer."
         )

@@ -258,10 +258,11 @@ class SmallerPasses:
             clear()
             torch.cuda.empty_cache()
             logger.warning(
-                "%s: the mini-batch is repeated in passes of %s instead of %s. Set this size, or "
-                "enable_gradient_checkpointing=true, to save the failed pass.",
+                "%s: the mini-batch is repeated in passes of %s instead of %s. To avoid the failed "
+                "pass, set %s to this size.",
                 message,
                 smaller,
                 fitting,
+                fitting.keys,
             )
             self._fitting[budget] = smaller

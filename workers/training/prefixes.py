@@ -26,7 +26,7 @@ from workers.training.attention import Copies, RowLayout
 COST_OF_COPY = 0.25
 """Cost of a copy of a shared token, in tokens of the budget: attention stores its states."""
 SMALLEST_SHARE = 0.1
-"""Prefixes are shared if this fraction of the tokens is shared; copying costs 2 % of a pass."""
+"""Prefixes are shared if that saves more than this fraction of the tokens; copying costs 2 %."""
 
 
 class SharedPrefixes(NamedTuple):

@@ -51,9 +51,9 @@ more.
 Rounding in float32 causes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
 """
 SPLITS = (
-    "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope, "
-    "or it reads neighboring rows), so the segments of a trajectory may not share one either. Set "
-    "environment.history_tokens=sampled."
+    "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope: "
+    "rotary factors depend on the length of a row), so the segments of a trajectory may not share "
+    "one either. Set environment.history_tokens=sampled."
 )
 LARGEST_SQUARE = 2048
 """Largest pass, in tokens, if attention is quadratic in them; a single row may be longer."""
@@ -84,7 +84,7 @@ class RowPasses:
 
     def lengths(self, reads: Ragged) -> list[int]:
         """Return the number of tokens per row that a pass computes."""
-        lengths: list[int] = needed_lengths(reads, whole_rows=self.border is not None).tolist()
+        lengths: list[int] = needed_lengths(reads, whole_rows=self.apart).tolist()
         return lengths
 
     def cut(self, ids: Ragged, reads: Ragged, budget: MicroBatchBudget) -> list[list[int]]:
@@ -114,12 +114,11 @@ class RowPasses:
         """Return the arguments of a pass over these rows, with each segment as a separate row."""
         if self.apart and split_segments(columns, reads) is not reads:
             raise ConfigError(SPLITS)
-        whole_rows = self.border is not None
         if self.kind == "packed":
             return packed_feed(
-                columns, reads, device, whole_rows=whole_rows, ranks=self.ranks, shares=self.shares
+                columns, reads, device, whole_rows=self.apart, ranks=self.ranks, shares=self.shares
             )
-        return padded_feed(columns, reads, device, whole_rows=whole_rows)
+        return padded_feed(columns, reads, device, whole_rows=self.apart)
 
 
 def prove_rows(
@@ -174,7 +173,7 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
     else:
         choice = "Choose a causal LM of another type for model.path."
     raise ConfigError(
-        f"model type {support.model_type} cannot be trained: its log-probs of a row "
+        f"model type {support.model_type} cannot be trained or scored: its log-probs of a row "
         f"would differ from those that transformers computes ({wrong}; it may look at "
         f"tokens that come later). {choice}"
     )

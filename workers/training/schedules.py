@@ -66,7 +66,7 @@ def linear(progress: float, min_lr_ratio: float) -> float:
 @LR_SCHEDULES.register("wsd")
 def warmup_stable_decay(progress: float, min_lr_ratio: float, wsd_decay_ratio: float) -> float:
     """The peak rate, then a straight line to `min_lr_ratio` times the peak in the last
-    `wsd_decay_ratio` of the steps.
+    `wsd_decay_ratio` of the update calls after the warm-up.
 
     Source: MiniCPM (WSD), arXiv 2404.06395; straight line: arXiv 2405.18392
     """

@@ -3,7 +3,7 @@
     states = TrainedStates(engine)
     states.add("alice", rank=8)         # new adapters; without adapters, a copy of the model
     states.use("alice")                 # passes, steps and checkpoints now belong to Alice
-    states.copy("alice", "snapshot")    # frozen: weights without gradients and moments
+    states.copy("alice", "snapshot")    # only the weights, without gradients and moments
     states.drop("alice")
 
 A state consists of weights, gradients, optimizer moments and counts. Only one state is in the
@@ -38,7 +38,7 @@ class TrainedState:
     rank: int
     weights: dict[str, Tensor]
     frozen: frozenset[str] = frozenset()
-    """Parameters that no step changes."""
+    """Names of the parameters that no step changes."""
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     moments: dict[Any, Any] = field(default_factory=dict)
     has_gradients: bool = False
@@ -78,7 +78,7 @@ class TrainedStates:
         self.states[name] = TrainedState(rank, weights, frozen)
 
     def copy(self, source: str, name: str) -> None:
-        """Copy the current weights of `source` to another name."""
+        """Store the current weights of `source` as the state `name`, which may exist already."""
         state = self._state(source)
         self.states[name] = TrainedState(state.rank, self._clones(source), state.frozen)
 

@@ -42,7 +42,7 @@ def update(
 
     With a seed, the samples are reshuffled for every epoch. Each step also adds the gradient of its
     part of each of the `extra_batches`, which have their own losses. The metrics are means over the
-    steps that were not skipped.
+    steps that were not skipped, or over all steps if all were skipped.
     """
     columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
     rows = engine.take(data, columns)

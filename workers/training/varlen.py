@@ -1,9 +1,10 @@
 """FlashAttention over packed rows: kernels that take row boundaries and compute no padding.
 
-`find_kernel` chooses the first kernel that runs here, once per engine, and every layer calls it.
+`find_kernel` chooses the first kernel that runs here, once per engine. Layers call it unless they
+have sinks, attention chunks, or a soft cap that it does not support.
 Without one, `workers.training.attention` arranges rows in rectangles.
 
-    flash-attn-4    flash_attn.cute: Hopper and Blackwell
+    flash-attn-4    flash_attn.cute: Hopper and Blackwell (not 12.x, the GeForce RTX 50 series)
     flash-attn-3    flash_attn_interface: Hopper
     flash-attn      flash_attn: Ampere and newer
     torch           torch.nn.attention.varlen.varlen_attn
@@ -25,7 +26,13 @@ import torch
 from torch import Tensor
 
 from workers.models.attention import INSTALL_FLASH, kernel_blocker, warn_once
-from workers.training.attention import Attend, RowLayout, VarlenKernel, packed_attention
+from workers.training.attention import (
+    LARGEST_HEAD,
+    Attend,
+    RowLayout,
+    VarlenKernel,
+    packed_attention,
+)
 
 LARGEST_ERROR = 0.05
 """Largest allowed error of 16-bit outputs and gradients, relative to the largest value."""
@@ -120,6 +127,10 @@ def find_kernel(
     if wanted != "auto" and wanted not in LIBRARIES:
         return None, f"model.attn_implementation={wanted}"
     reason = kernel_blocker(device, dtype)
+    if not reason and head_size > LARGEST_HEAD:
+        reason = f"FlashAttention needs heads of at most {LARGEST_HEAD}, not {head_size}"
+        if wanted != "auto":
+            warn_once(f"attention: using sdpa instead of {wanted}: {reason}.")
     if reason:
         return None, reason
 

@@ -108,7 +108,7 @@ def test_a_host_without_room_for_copies_writes_at_once_and_says_so_once(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["as large", "large"]
     assert list(copies.write()) == ["fits"]
     (said,) = caplog.messages
-    assert "0.06 GiB on each of 2 ranks, 0.25 GiB are free" in said
+    assert "0.06 GiB on each of 2 ranks; half of the 0.25 free GiB may be used" in said
 
 
 def test_a_failed_write_names_rank_and_file(one_layer_dir: Path, tmp_path: Path) -> None:

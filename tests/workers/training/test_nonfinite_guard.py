@@ -63,7 +63,10 @@ def test_the_samples_of_a_skipped_step_are_named_and_six_in_a_row_are_too_many(
     with caplog.at_level(logging.WARNING):
         assert_named(*update_twice(one_layer_dir))
     first = caplog.records[0].getMessage()
-    assert "step skipped. Samples of the mini-batch: 7-0, 9-0. 1 consecutive, 1 in total." in first
+    assert (
+        "step skipped. Samples of the mini-batch: 7-0, 9-0. Skipped steps: 1 in a row, 1 in total."
+        in first
+    )
 
 
 def test_samples_of_every_rank_are_named(one_layer_dir: Path) -> None:

@@ -212,6 +212,10 @@ def test_a_kernel_that_does_not_take_the_model_s_heads_gives_way_to_the_next(
         assert kernel is not None
         assert kernel.name == name
         assert ("is not supported on SM100" in reason) == (size == 192)
+    assert find_kernel("auto", CPU, BFLOAT16, 512) == (
+        None,
+        "FlashAttention needs heads of at most 256, not 512",
+    )
 
 
 @pytest.mark.usefixtures("on_cuda")

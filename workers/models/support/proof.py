@@ -7,7 +7,7 @@
 
 Model classes differ in masks, caches and heads, so a faster way is first tested on a small model of
 the class. The rows of the small model are longer than its windows, chunks and original length, and
-its weights differ from their defaults. Answers are cached per config.
+its weights differ from their defaults. Answers are cached.
 """
 
 from __future__ import annotations

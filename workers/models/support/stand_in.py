@@ -19,7 +19,10 @@ from typing import Any
 import torch
 
 LIMIT = 16
-"""Size of every window, chunk and original context length in a stand-in, in tokens."""
+"""Largest window, chunk and original context length in a stand-in, in tokens.
+
+Limits that no row of the run exceeds are `POSITIONS` instead.
+"""
 POSITIONS = 128
 """Number of positions of a stand-in."""
 VOCABULARY = 64
@@ -86,7 +89,7 @@ class ConfigByContent:
 
     @classmethod
     def of(cls, config: Any) -> ConfigByContent:
-        """Copy the config without its folder and the dtype of the stored weights."""
+        """Identify the config by all fields except its folder and those in `LEFT_OUT`."""
         content = config.to_dict()
         for name in ("_name_or_path", *LEFT_OUT):
             content.pop(name, None)
@@ -270,7 +273,7 @@ def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | No
 
 @torch.no_grad()
 def _leave_defaults(model: Any) -> None:
-    """Set random weights as large as a trained model's, norms other than 1, biases other than 0."""
+    """Add noise, so that weights are as large as a trained model's and norms are not 1."""
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             # so that some step sizes of a state space model reach their lower limit

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class StagePlan(ModelPart):
-    """Divides the layers into stages of equal memory."""
+    """Divides the layers into stages of similar memory."""
 
     ranges: list[range]
 
@@ -68,8 +68,8 @@ class StageSelection(ModelPart):
     def change(self, model: Model) -> None:
         """Remove the other layers; every rank must call this."""
         config, plan, cut = model.model_config, model.part(StagePlan), model.part(MatrixSplit)
-        assert plan is not None, "the stages are planned before"
-        assert model.groups.pp is not None, "there are stages where ranks share layers"
+        assert plan is not None, "StagePlan changes the model before StageSelection"
+        assert model.groups.pp is not None, "a pipeline has a process group"
         config_here = config if model.settings.trains else replace(config, lora_rank=0)
         model.whole_module = meta_model(config_here, model.head)
         stages, schedule = Stages(model.module, plan.ranges), model.sharding.pp_schedule
