@@ -39,7 +39,7 @@ class Form:
 
     opening: str
     closing: str = ""
-    """If "", the call ends where the next call begins."""
+    """If "" or missing, the call ends where the next call begins, or at the end of the text."""
     mark: str = ""
     """If a chat template contains this string, it uses this format; by default the opening."""
 
@@ -113,9 +113,9 @@ def forms_of(template: str) -> list[str]:
 def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
     """Return the calls in a text, and the rest of the text.
 
-    The first of `forms` that occurs in the text is used; empty `forms` mean all formats. A text
-    that consists only of JSON or Python calls needs no opening. If all formats are allowed, the
-    text may also end with such calls, or contain them in a code block.
+    Of the formats in `forms` (if empty, of all), the first one in `FORMS` that occurs in the text
+    is used. A text that consists only of JSON or Python calls needs no opening. If all formats are
+    allowed, the text may also end with JSON calls, or contain them in a code block.
     """
     seen = _without_thoughts(text)
     for name, form in FORMS.items():
@@ -129,7 +129,7 @@ def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
 
 
 def call_like(text: str) -> str:
-    """Return a part of the text that looks like a call in any format; "" if there is none."""
+    """Return a tag or JSON key in the text that looks like a part of a call, or ""."""
     match = IS_LIKE_A_CALL.search(_without_thoughts(text))
     return match[0] if match else ""
 
@@ -152,8 +152,8 @@ def _without_thoughts(text: str) -> str:
 def _bare(text: str, is_whole: bool) -> tuple[list[ToolCall], str]:
     """Return calls without an opening, and the rest of the text.
 
-    With `is_whole`, they must be the whole text. Otherwise they may also end it or be in a code
-    block.
+    With `is_whole`, they must be the whole text. Otherwise JSON calls may also end it or be in a
+    code block.
     """
     match = BARE.search(text)
     if match is None:
@@ -268,7 +268,7 @@ def _of_object(value: Any) -> ToolCall:
 
 
 def _with_arguments(name: str, arguments: Any) -> ToolCall:
-    """Return a call; `arguments` is an object, or as in OpenAI's API the JSON of one."""
+    """Return a call; `arguments` is an object, or its JSON as in OpenAI's API."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -1,4 +1,4 @@
-"""Render the tokens between two sampled turns; sampled ids are never re-created from text.
+"""Render the tokens between two sampled turns, so that sampled ids are not re-created from text.
 
     chat = TurnRenderer(tokenizer, tools, stop_ids)
     ids = chat.prompt(messages)                     # up to the start of the policy's turn
@@ -7,8 +7,9 @@
 
 To find the text between two turns, the template renders a short chat with a placeholder turn and
 the observations; the text after the placeholder is used. So the row has the tokens that were
-sampled and read, even if the template drops parts of older turns (such as reasoning). Alternatively
-`chat.rewritten` returns the whole chat as the template renders it now.
+sampled and read, even if the template drops parts of older turns (such as reasoning). With
+`environment.history_tokens=retokenized`, `chat.rewritten` instead returns the whole chat as the
+template renders it now, and that text is tokenized again.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ class TurnRenderer:
         return ids
 
     def after(self, before: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Return the ids of a chat, without the ids `before` if the chat begins with them.
+        """Return the ids of a chat, without the text of `before` if the chat begins with that text.
 
-        The second value is True if it does not, so that all ids are returned.
+        The second value is True if it does not, so that the ids of the whole chat are returned.
         """
         text, read = self._written(self.safe(messages), begins=True), ""
         if before:
@@ -292,7 +293,7 @@ class TurnRenderer:
 def _with_calls(
     observations: Sequence[Message], functions: Sequence[Mapping[str, Any]] | None = None
 ) -> list[Message]:
-    """Return a turn that calls the tools whose replies are in the observations, then these.
+    """Return a turn that calls the tools whose replies are in `observations`, then `observations`.
 
     The turn calls `functions`, by default each replying tool without arguments.
     """

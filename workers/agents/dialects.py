@@ -1,7 +1,6 @@
 """Convert two other APIs to and from chat completions.
 
     POST v1/messages                  Anthropic's Messages
-    POST v1/messages/count_tokens     Anthropic's estimate of a prompt's length
     POST v1/responses                 OpenAI's Responses
 
 A request body is converted to a body of chat completions, which the endpoint serves. The completion
@@ -38,9 +37,9 @@ def _text(parts: Any) -> str:
 
 
 def _for_templates(messages: Sequence[Body]) -> list[Body]:
-    """Return messages in an order that every chat template accepts.
+    """Return messages with at most one system message, at the start, as most templates require.
 
-    A system message can only come first; later ones become user messages. Consecutive system
+    Later system messages become user messages. Consecutive system
     messages are joined, and so are user messages. (Coding agents send several system messages, and
     reminders between turns.)
     """
@@ -90,7 +89,7 @@ def _from_messages(body: Body) -> Body:
     for message in body.get("messages") or ():
         messages += _from_message(message)
     chat["messages"] = _for_templates(messages)
-    # Anthropic's servers run tools without a schema
+    # tools without a schema are left out: Anthropic's servers run them
     tools = [tool for tool in body.get("tools") or () if "input_schema" in tool]
     chat["tools"] = [_function(tool, tool["input_schema"]) for tool in tools]
     if body.get("tool_choice"):
@@ -165,7 +164,7 @@ def _message_events(answer: Body) -> list[Body]:
 # --------------------------------------------------------------------------------------- OpenAI's
 
 OF_SERVER = ("include", "truncation", "background", "conversation", "client_metadata")
-"""Request fields that have no effect on sampling."""
+"""Request fields that are ignored, because they concern OpenAI's servers."""
 
 
 def _from_responses(body: Body) -> Body:
@@ -190,7 +189,7 @@ def _from_responses(body: Body) -> Body:
         elif kind != "reasoning":
             raise ValueError(f"input of the type {kind!r} is not supported")
     chat["messages"] = _for_templates(messages)
-    # tools of other types run on OpenAI's servers
+    # tools of other types are left out: OpenAI's servers run them
     tools = [tool for tool in body.get("tools") or () if tool["type"] == "function"]
     chat["tools"] = [_function(tool, tool.get("parameters")) for tool in tools]
     if body.get("tool_choice"):

@@ -10,7 +10,7 @@
                 return TrajectoryEnd(reward=1.0)
             return Turn("later" if text.strip() < self.secret else "earlier")
 
-The other public methods of the class, and the functions in `tools`, are tools that the policy can
+Other public methods of the class, and the functions in `tools`, are tools that the policy can
 call. If a class has tools but no `step`, the first response without a tool call ends the
 trajectory. Methods may be `async`. This module does not import torch, because every environment's
 process loads it.
@@ -68,9 +68,10 @@ class Environment:
         while isinstance(reply, Turn):
             reply = env.step(generate(reply.text))
 
-    Override `reset` and `step`. All other public methods of the class are tools, which the policy
-    can call. A class that has tools needs no `step`: the first response without a tool call then
-    ends the trajectory.
+    Override `reset` and `step`. Other public methods are tools, which the policy can call, except
+    `get_reward`, static methods and class methods. A class that has tools needs no `step`: the
+    first response without a tool call then ends the trajectory, and its reward is `get_reward()`,
+    or else the attribute `reward`.
     """
 
     players: ClassVar[Sequence[str]] = ()
@@ -107,13 +108,13 @@ class Environment:
 
 
 class EnvironmentAdapter(Environment):
-    """Base class of environments with an id in the setting: `environment=PREFIX:ID`.
+    """Base class of environments with an id: `environment=PREFIX:ID`, or FILE.py:CLASS:ID.
 
         class Level(EnvironmentAdapter):                   # environment=levels.py:Level:7
             def reset(self, row, rng):
                 return f"level {self.id}"
 
-    Each run gets a subclass with its `id` and `kwargs`.
+    Each configured environment is a subclass with its `id` and `kwargs`.
     """
 
     id: ClassVar[str]
@@ -129,7 +130,7 @@ class EnvironmentAdapter(Environment):
 
     @classmethod
     def prepare(cls) -> None:
-        """Reject an unknown id; called once, before processes of trajectories are forked.
+        """Reject an unknown id; called before processes of trajectories are forked.
 
         The forked processes share the modules that this method imports.
         """
@@ -156,21 +157,26 @@ class EnvironmentSpec:
     """The configured environments, from which their processes load code and tools."""
 
     path: str | Mapping[str, str] = ""
-    """FILE.py:CLASS, package.module:CLASS or PREFIX:ID, or a dict of these by name.
+    """FILE.py:NAME, package.module:NAME or PREFIX:ID of a class or agent, or a dict of these.
 
     If "", there are only tools.
     """
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the class; with several classes, a dict of arguments by name."""
+    """Arguments of the class or agent; with several environments, a dict of arguments by name."""
     tools: Sequence[str] = ()
     """Paths of functions, FILE.py:FUNCTION or package.module:FUNCTION."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     endpoint: str = ""
-    """The URL at which agents on other machines reach the policy, or ""."""
+    """ADDRESS:PORT for agents on other machines, or "". The host replaces it with its router's URL.
+    """
     reuses_replies: bool = False
     """True if an agent's repeated request gets the reply of the first one."""
     call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
+
+    def __str__(self) -> str:
+        """Return the setting that names the code, for error messages."""
+        return f"environment={self.path}" if self.path else f"tools={[*self.tools]}"
 
     def load_all(self) -> dict[str, Loaded]:
         """Load all environments, by name; a single environment has the name ""."""
@@ -182,7 +188,7 @@ class EnvironmentSpec:
         }
 
     def load(self) -> Loaded:
-        """Load the class and the functions; raise a `ConfigError` if one is not usable."""
+        """Load the class or agent and the functions; raise a `ConfigError` if one is not usable."""
         assert isinstance(self.path, str), "load_all loads several environments"
         cls, kwargs, parser = None, dict(self.kwargs), self._parser()
         functions = [
@@ -303,7 +309,7 @@ class Loaded:
 
 
 NO_TOOLS = {"reset", "step", "get_reward"}
-"""Public methods of an environment that the policy cannot call."""
+"""Public methods that the policy cannot call, except a `step` that is a tool (`_step_is_tool`)."""
 
 
 def _has_step(cls: type) -> bool:
@@ -497,7 +503,7 @@ class Episode:
         return {"players": replies}
 
     def step(self, text: str, player: str = "") -> dict[str, Any]:
-        """Return the reply to this text: messages, the text's reward, and if the trajectory ends.
+        """Return the reply to this text: messages or the trajectory's end, and the text's reward.
 
         With several players, return such replies by player.
         """

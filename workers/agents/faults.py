@@ -1,7 +1,7 @@
 """Faults injected into environments (`faults.kill_environment`, `faults.delay_environment`).
 
 The seed, the trajectory's noise key and the index of the reply determine which replies get a fault,
-independent of rank and time. Faults affect only the first attempt of a trajectory, so after a
+independently of rank and time. Faults affect only the first attempt of a trajectory, so after a
 restart it runs without faults.
 """
 

@@ -1,4 +1,4 @@
-"""Agents: programs that call the policy through OpenAI's API.
+"""Agents: programs that call the policy through OpenAI's or Anthropic's API.
 
     import openai                                   # my_agent.py
 
@@ -13,9 +13,12 @@
       +------------------------ sampled response <------step------------------------+
 
 The endpoint is in the agent's process, on a port of the loopback interface, which also exists in a
-sandbox without network. Each request is one turn, and its new messages are the observation. The
-first part of the URL's path is the session's key. After it come `v1/chat/completions`, `v1/models`,
-and `inference/v1/generate`, which accepts and returns token ids.
+sandbox without network. Each completion of a request is one turn, and the request's new messages
+are the observation. The first part of the URL's path is the session's key. After it come
+`v1/chat/completions`, `v1/models`, the paths of `workers.agents.dialects`,
+`v1/messages/count_tokens` (an estimate), and `inference/v1/generate`, which accepts and returns
+token ids. With `environment.endpoint`, agents on other machines reach a second server through
+`workers.agents.router`; its paths have no key, which is in a header.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ COUNT_TOKENS, BYTES_PER_TOKEN = "v1/messages/count_tokens", 4
 OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
 MODEL = "policy"
 """The policy's name in `v1/models`; a request may use any name unless there are several players."""
-GIVEN = ("row", "rng", "base_url", "api_key", "model")
-"""Parameters that an agent may have. A function with the first of them is an agent."""
+ARGUMENTS = ("row", "rng", "base_url", "api_key", "model")
+"""Arguments that the run passes to an agent. A function with the first of them is an agent."""
 ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
 LONGEST_BODY = 2**22
 """Maximum bytes of a request."""
@@ -74,7 +77,7 @@ KINDS: dict[str, Mapping[str, Any]] = {
     "token_ids": {"type": "array", "items": INTEGER},
     "sampling_params": {"type": "object"},
 }
-"""JSON schemas of the fields of a request body."""
+"""JSON schemas of the fields of a request body that are checked."""
 NO_MATTER = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "cache_salt", "priority"),
@@ -112,13 +115,13 @@ def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     needed = {p.name for p in parameters if p.default is p.empty} & known
-    if missing := sorted(needed - {*GIVEN, *kwargs}):
+    if missing := sorted(needed - {*ARGUMENTS, *kwargs}):
         raise ConfigError(
             f"environment={path}: the agent's parameter {missing[0]!r} cannot be filled: agents "
-            f"receive {', '.join(GIVEN)} and the names in environment.kwargs. Give the parameter "
-            f"a default, or set environment.kwargs.{missing[0]}."
+            f"receive {', '.join(ARGUMENTS)} and the names in environment.kwargs. Give the "
+            f"parameter a default, or set environment.kwargs.{missing[0]}."
         )
-    if unknown := sorted({*kwargs} - known) if not takes_all else sorted({*kwargs} & {*GIVEN}):
+    if unknown := sorted({*kwargs} - known) if not takes_all else sorted({*kwargs} & {*ARGUMENTS}):
         reason = "which the run sets itself" if takes_all else "but the agent has no such parameter"
         raise ConfigError(f"environment={path}: environment.kwargs sets {unknown[0]!r}, {reason}.")
 
@@ -143,7 +146,7 @@ class AgentEpisode:
         seed_globals(seeds[1])
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the agent; return its first request, or its end if it makes none."""
+        """Start the agent; return its first request, or raise if it ends without one."""
         session, server = self._session, endpoint()
         server.session = session
         root = f"http://127.0.0.1:{server.server_port}/{session.name}"
@@ -154,7 +157,7 @@ class AgentEpisode:
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name}
         os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": session.name}
         values = {
-            **dict(zip(GIVEN, (dict(row), self._rng, url, session.name, MODEL), strict=True)),
+            **dict(zip(ARGUMENTS, (dict(row), self._rng, url, session.name, MODEL), strict=True)),
             **self._kwargs,
         }
         names = inspect.signature(self._agent).parameters
@@ -189,7 +192,7 @@ class Request:
     with_usage: bool = False
     model: str = MODEL
     is_retry: bool = field(default=False, compare=False)
-    """True if OpenAI's client sends the request again, because the response took too long."""
+    """True if OpenAI's or Anthropic's client sends the request again, such as after a timeout."""
 
 
 Answers = list[tuple[str, dict[str, Any]]]
@@ -202,7 +205,7 @@ class AgentSession:
     def __init__(
         self, parser: Parser = parse, players: Sequence[str] = (), reuses: bool = False
     ) -> None:
-        """Create the session; with `reuses`, a repeated request gets the first one's response."""
+        """Create the session; with `reuses`, an equal request gets the first one's response."""
         self.name = secrets.token_hex(16)
         """The session's key, which is secret."""
         self.parser, self.reuses = parser, reuses
@@ -234,7 +237,7 @@ class AgentSession:
         if model not in self._conversations:
             players = ", ".join(self._conversations)
             raise RejectedRequest(
-                f"model={model!r:.80}: the players are {players}", "model", status=404
+                f"model={model!r:.80}: use the name of a player: {players}", "model", status=404
             )
         return self._conversations[model]
 
@@ -261,7 +264,7 @@ class AgentSession:
         self._put_end(ends)
 
     def fail(self, error: BaseException) -> None:
-        """End the session with the agent's error; once turns are used up, the reward is just 0."""
+        """End the session with the agent's error, or with reward 0 if tokens or turns ran out."""
         conversations = self._conversations
         if any(c.is_cut for c in conversations.values()):
             self._put_end({player: {"end": True, "reward": 0.0} for player in conversations})
@@ -285,7 +288,7 @@ class Conversation:
         self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._history: list[dict[str, Any]] = []
         self._histories: dict[str, list[dict[str, Any]]] = {}
-        """By name of a completion: the messages up to it."""
+        """By name of a completion: the messages up to it, including it."""
         self._tools: list[dict[str, Any]] = []
         self._num_turns = 0
         self._calls: dict[str, Any] = {}
@@ -320,7 +323,8 @@ class Conversation:
     def ask(self, request: Request) -> Answers:
         """Wait for the completions of a request; return their names and contents.
 
-        A request that a client repeats gets the completions of the first one.
+        A request that a client retries (or, if the session reuses replies, any equal one) gets the
+        completions of the earlier request.
         """
         with self._lock:
             known = [future for earlier, future in self._recent if earlier == request]
@@ -450,7 +454,10 @@ def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def read_request(path: str, body: Any) -> Request:
-    """Parse a request body; reject unsupported fields by name."""
+    """Parse a request body, and reject invalid fields by name.
+
+    Fields that are not known become sampling settings, which `overridden` checks later.
+    """
     if not isinstance(body, dict):
         raise RejectedRequest("the body is not a JSON object")
     is_chat = path.endswith("/chat/completions")

@@ -8,9 +8,9 @@
     host.end(7); host.close()
 
 A process runs one trajectory at a time, so trajectories do not share global state, such as Python's
-and numpy's random number generators. When a trajectory ends without an error, the next one reuses
-its process, with its own seeds. All processes run under one supervisor, in a sandbox
-(`verl_like.process.supervisor`). Answers are JSON, one per line.
+and numpy's random number generators. When a trajectory ends without an error, and nothing of it is
+still running, the next one reuses its process, with its own seeds. All processes run under one
+supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, one per line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BROKEN, LATE = "environment", "deadline"
 START_S = 60.0
 """Time limit for loading the code."""
 TO_JSON = json.JSONEncoder(default=str).encode
-"""Encodes messages as JSON; values that JSON cannot represent are sent as text."""
+"""Encodes messages as JSON; values that JSON cannot represent are sent as their `str`."""
 LONGEST_LINE = 2**22
 """Maximum bytes of an answer."""
 ENDED_S = 0.5
@@ -73,7 +73,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the code of an environment declares: tools, columns and players."""
+    """The tools, columns and players that the code of an environment declares."""
 
     tools: list[dict[str, Any]]
     """Schemas of the tools that the policy can call."""
@@ -92,8 +92,8 @@ def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
     name = "" if "" in kinds else str(row.get(COLUMN))
     if name not in kinds:
         raise ConfigError(
-            f"environment: a row names {name!r} in its column {COLUMN!r}, which does not exist. "
-            f"Choose one of {', '.join(kinds)}.{nearest(name, kinds)}"
+            f"environment: a row's column {COLUMN!r} is {row.get(COLUMN)!r}, but it must be one of "
+            f"{', '.join(kinds)} (environment.paths).{nearest(name, kinds)}"
         )
     return name
 
@@ -102,7 +102,7 @@ class EnvironmentHost:
     """Starts the environments of one rollout process, and communicates with them."""
 
     def __init__(self, spec: EnvironmentSpec, step_timeout_s: float) -> None:
-        """Start the process that loads the code.
+        """Start the process that loads the code; raise a `ConfigError` if it does not load.
 
         Each answer of an environment may take at most `step_timeout_s` seconds.
         """
@@ -149,9 +149,14 @@ class EnvironmentHost:
             with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
                 handles.append(os.pidfd_open(pid))
             problem, kinds = self._channel.receive(until)
-        except (TimeoutError, EOFError, OSError, TypeError, ValueError) as error:
-            ended = error or "its process ended"
-            problem = f"environment={self._spec.path} is not loaded: {ended}."
+        except TimeoutError:
+            problem = f"{self._spec} is not loaded: this takes more than {START_S:g} s."
+        except (EOFError, OSError):
+            problem = f"{self._spec} is not loaded: its process and its supervisor are gone."
+        except NoAnswerError as error:
+            problem = f"{self._spec} is not loaded: its process {error}. Its output is above."
+        except (TypeError, ValueError) as error:
+            problem = f"{self._spec} is not loaded: its process sent an unexpected reply: {error}."
         if problem is not None:
             self._end()
             raise ConfigError(problem)
@@ -163,10 +168,14 @@ class EnvironmentHost:
 
     def _replace_host(self) -> None:
         """Fail all open trajectories with the supervisor's message, and start a new host."""
-        words = "ended"
-        with suppress(TimeoutError, EOFError, OSError, NoAnswerError, TypeError, KeyError):
-            words = str(self._channel.receive(time.monotonic() + END_S)["ended"])
-        why = f"the process that all environments share {words}: environment.sandbox has its limits"
+        cause = "ended"
+        try:
+            self._channel.receive(time.monotonic() + END_S)
+        except NoAnswerError as error:
+            cause = str(error)
+        except (EOFError, OSError):
+            pass  # the supervisor has ended, too
+        why = f"the process that all environments share {cause}: environment.sandbox has its limits"
         for number in list(self._open):
             self._fail(number, why)
         self._end()

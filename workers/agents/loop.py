@@ -1,4 +1,4 @@
-"""Play many trajectories with one engine, so that no turn waits for another trajectory's turn.
+"""Play many trajectories with one engine, so that a slow trajectory does not delay the others.
 
     environments --observation--> samples to continue --submit--> engine
          ^                                                          |
@@ -37,7 +37,7 @@ BATCH_S = 0.005
 GATHER = 8
 """New trajectories wait until there is one per `GATHER` running ones, or for `MOST_WAITS` polls.
 
-A pass that reads few prompts costs as much as a pass that reads many.
+A pass that reads few prompts costs almost as much as a pass that reads many.
 """
 MOST_WAITS = 16
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ROW_COLUMNS = (
     "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
 )  # fmt: skip
-"""Columns that a trajectory needs, in addition to those that every sample needs."""
+"""Columns that a trajectory reads if they exist, in addition to those that every sample needs."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
 """Columns that every row has for `reset`, in addition to your own columns."""
 MOST_OPEN = 1024
@@ -39,7 +39,7 @@ MOST_OPEN = 1024
 OF_ALL = -1
 """The index of the noise that all samples of a prompt share."""
 PROCESSES = 4
-"""Maximum number of processes per environment in the sandbox."""
+"""Number of processes per environment that the sandbox allows on average."""
 
 
 def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec:
@@ -83,7 +83,7 @@ class Players:
 
     @property
     def num_running(self) -> int:
-        """Number of unfinished trajectories."""
+        """Number of trajectories that were submitted and neither taken nor aborted."""
         return 0 if self._loop is None else self._loop.num_running
 
     def submit(

@@ -39,7 +39,7 @@ WARM_UPS = 16
 PREFIX = b"(environment) "
 """Prefix of each line that environments print."""
 MOST_OUTPUT = 2**16
-"""Maximum bytes that environments may print."""
+"""Bytes that environments may print; later output is dropped."""
 REAP_S = 0.2
 """Interval for reaping ended processes."""
 
@@ -61,7 +61,7 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        end.send([f"environment={spec.path} is not loaded: {type(error).__name__}: {error}", {}])
+        end.send([f"{spec} is not loaded: {type(error).__name__}: {error}", {}])
         return
     kinds = {
         name: [

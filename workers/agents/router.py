@@ -108,5 +108,6 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             problem = error
     raise ConfigError(
-        f"environment.endpoint={host}:{port}: cannot listen on this address: {problem}"
+        f"environment.endpoint={host}:{port}: cannot listen on any port from {port} to "
+        f"{port + MOST_PORTS - 1}: {problem}"
     )

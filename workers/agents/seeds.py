@@ -1,4 +1,4 @@
-"""Seed the global random number generators that user code may use."""
+"""Seed global random number generators that user code may use."""
 
 from __future__ import annotations
 

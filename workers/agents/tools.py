@@ -29,7 +29,7 @@ from verl_like.errors import ConfigError, nearest
 from workers.agents.calls import ToolCall
 
 LONGEST_ANSWER = 100_000
-"""Maximum characters of a tool's reply."""
+"""Maximum characters of a tool's reply; the rest is cut off."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object"}
 ACCEPTS: dict[str, Any] = {
     "integer": int,
@@ -75,7 +75,8 @@ class Tool:
                 continue
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(
-                    f"{where}: a policy cannot pass the argument *{name}. Use named arguments."
+                    f"{where}: a policy cannot pass the {parameter.kind.description} argument "
+                    f"{name!r}. Use named arguments."
                 )
             if name not in hints:
                 raise ConfigError(f"{where}: the argument {name!r} has no type hint. Add one.")
@@ -166,8 +167,8 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
     if kind is Any:
         return {}
     raise ConfigError(
-        f"{where} has the type {kind}, which JSON does not have; use one of: "
-        f"{', '.join(TYPES.values())}, array."
+        f"{where} has the type {kind}, which JSON does not have. Use int, float, str, bool, dict, "
+        "list, None, Literal, or a union of these."
     )
 
 

@@ -48,9 +48,9 @@ ALWAYS = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
-"""Settings of requests that have the same value in every run."""
+"""Values of request settings that no configuration changes."""
 SERVED = {"n", "logprobs", "stop"}
-"""Settings that a request may set itself, in addition to `tool_choice="none"`."""
+"""Settings that `request_settings=serve` lets a request set, as well as `tool_choice="none"`."""
 
 
 class TrajectoryState(Enum):
@@ -66,13 +66,14 @@ class TrajectoryState(Enum):
 
 @dataclass(frozen=True)
 class TrajectoryStart:
-    """What a trajectory starts from."""
+    """The inputs of a trajectory."""
 
     prompt: Any
     """The row's prompt: a text or a chat."""
     row: Mapping[str, Any]
     """The row's columns, from which `reset` gets its arguments."""
     seeds: tuple[int, int]
+    """The prompt's seed, for all of its samples, and this sample's."""
     key: int
     """The sample's noise key (`workers.rollout.sample.noise_key`)."""
     name: str
@@ -138,14 +139,17 @@ class Trajectory:
     num_sampled_in_take: int = 0
     """Tokens that the loop's current `take` has sampled."""
     chat: list[Message] = field(default_factory=list)
-    """The messages so far, used only if the template renders the whole chat at each turn."""
+    """The messages so far; with `history_tokens=sampled`, only until the first turn."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """The position of a turn's last sampled token, and the reward there."""
     ended: str = ""
     problem: str = ""
     """The reason why it failed, or ""."""
     is_left_out: bool = False
-    """True if the trajectory is in no loss and no baseline, because it failed without a reward."""
+    """True if the trajectory is in no loss and no baseline.
+
+    The reason is a failure without a reward, or that no turn was sampled.
+    """
     request: Mapping[str, Any] | None = None
     """The agent's last request."""
     cut: str = ""
@@ -227,12 +231,12 @@ class Trajectory:
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
         if part := answer.get("call_like"):
-            forms = ", ".join(forms_of(str(self.setting.chat.template)))
-            form = f"the form of the chat template ({forms})" if forms else "a form that is known"
+            template = self.setting.chat.template
+            forms = self.setting.config.call_parser or ", ".join(forms_of(template)) or "any known"
             warn_once(
-                f"environment: a text with {part!r:.80} looks like a call of a tool. It does not "
-                f"have {form}, so it counts as an answer. Set environment.call_parser if it is a "
-                "call."
+                f"environment: a text with {part!r:.80} looks like a call of a tool, but does not "
+                f"have the expected format ({forms}), so it counts as an answer. If it is a call, "
+                "set environment.call_parser to its format."
             )
         if "request" in answer:
             self._on_request(answer)
@@ -377,9 +381,7 @@ class Trajectory:
             self._begin(ids)
         elif self.num_turns == self.setting.config.max_turns:
             self.cut = MAX_TURNS
-            raise RejectedRequest(
-                f"all environment.max_turns={self.num_turns} requests are used up"
-            )
+            raise RejectedRequest(f"all environment.max_turns={self.num_turns} turns are used up")
         elif length >= max_tokens:
             self.cut = LENGTH_LIMIT
             words = "tokens after the first request's, but data.max_response_length is"

@@ -3,7 +3,7 @@
     read_assert("assert add(1, 2) == 3")    # Check("add(1, 2)", ("3",), EQUAL)
 
 The computed side is evaluated after the program has run, in the program's process, which sends its
-value back. The expected side is evaluated and compared in a process that runs no model's code, so a
+value back. The expected side is evaluated and compared in processes that run no model's code, so a
 program can neither look it up nor fake equality. Asserts of other forms cannot be split like this.
 """
 
@@ -30,7 +30,7 @@ class Check:
     computed: str
     """The expression that needs the program."""
     expected: tuple[str, ...]
-    """The expected expression, followed by the expressions of tolerances."""
+    """The expected expression, then the expressions of tolerances; empty for the relation TRUE."""
     relation: str
     is_negated: bool = False
 
@@ -59,8 +59,8 @@ class Check:
 def read_assert(line: str) -> Check | None:
     """Split an assert into its sides; None if its expected side cannot be hidden from the program.
 
-    The result is cached, because a row's asserts are read at the start of a run and again for each
-    of its samples.
+    Text that is not a single assert also gives None. The result is cached, because a row's asserts
+    are read again for each of its samples.
     """
     try:
         statements = ast.parse(line.strip()).body

@@ -1,4 +1,4 @@
-"""Call a reward function by keyword, with those fields of a sample for which it has parameters.
+"""Call a reward function by keyword, with the fields of a sample that its parameters name.
 
     call = RewardCall.of(function, kwargs, columns)   # rejects a parameter without a value
     call(sample)                                # scores one sample
@@ -17,20 +17,17 @@ from typing import Any
 from verl_like.errors import ConfigError
 
 Sample = dict[str, Any]
-"""What a reward function can read of a sample: `SAMPLE_FIELDS` and the row's other columns."""
+"""The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
 SAMPLE_FIELDS = {
     "data_source": "the data set that the prompt is from",
     "solution_str": "the response as text",
     "ground_truth": "the row's reward_model.ground_truth",
     "extra_info": "the row's extra_info",
     "raw_prompt": "the prompt as the row has it: text, or a conversation",
-    "uid": "the prompt's row and epoch",
+    "uid": "ROW-EPOCH of the prompt",
     "num_tokens": "tokens of the response",
 }
-"""By parameter of a reward function: its meaning.
-
-Parameters in the plural get lists over the whole batch.
-"""
+"""By parameter of a reward function: its value. Plural names get lists over the whole batch."""
 TRUTH = "ground_truth"
 SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
 """By alternative name of a parameter: the field that it gets."""
@@ -40,7 +37,8 @@ BATCH_MARKS = ("solution_strs", "responses")
 COMPLETIONS = "completions"
 """The parameter that marks a reward function written for TRL.
 
-It scores a whole batch. Its columns have their own names, and completions of chats are messages.
+It scores a whole batch. Its parameters for columns have singular names, and completions of chats
+are lists of messages.
 """
 
 
@@ -72,8 +70,8 @@ class RewardCall:
         if not callable(function):
             raise ConfigError(
                 f"the reward is {function!r:.60}, an object of type {type(function).__name__}, "
-                "which cannot be called. Set reward.function.name (or `name` in reward.list) to "
-                "the name of a function in the file."
+                "which cannot be called. Set reward.function.name (`function` in reward.list, "
+                "--function=FILE.py:NAME for `verl-like serve-reward`) to a function's name."
             )
         try:
             signature = inspect.signature(function)
@@ -88,7 +86,7 @@ class RewardCall:
         if is_list and not takes_batches:
             raise ConfigError(
                 f"the reward function returns a {returned}, but it is called on one sample. "
-                "Return a number, or score a batch with the parameters solution_strs, prompts, ..."
+                "Return a number, or score a batch with the parameter responses or solution_strs."
             )
         plural = "s" if takes_batches and not of_trl else ""
         # by parameter: the entry of a sample that it gets
@@ -173,6 +171,6 @@ def _check_filled(
         raise ConfigError(
             f"the reward function has an unknown parameter {parameter.name!r}. Available: "
             f"{', '.join([*SHORT_NAMES, *SAMPLE_FIELDS])}{theirs}, and the names in its kwargs. "
-            "For a batch function, use the plural names, such as responses. Rename the parameter, "
-            "or give it a default."
+            "A function of a whole batch has plural names, such as responses. Rename the "
+            "parameter, or give it a default."
         )

@@ -23,7 +23,10 @@ _LENGTH = struct.Struct("!Q")
 
 
 class NoAnswerError(Exception):
-    """Raised if the socket delivers an invalid reply."""
+    """Raised after an invalid reply, or if the replying process has ended.
+
+    The message says what that process did, such as "ended with exit code 1".
+    """
 
 
 class DriverEnd:
@@ -37,7 +40,7 @@ class DriverEnd:
         self._rest = b""
 
     def send(self, message: Any, deadline: float) -> None:
-        """Send a message; raise TimeoutError if nobody reads, OSError if the other end is gone."""
+        """Send a message; raise TimeoutError if it is not read, OSError if nobody can read it."""
         content = pickle.dumps(message)
         self._socket.settimeout(_left(deadline))
         self._socket.sendall(_LENGTH.pack(len(content)) + content)
@@ -56,9 +59,12 @@ class DriverEnd:
 
         line = self._lines.popleft()
         try:
-            return json.loads(line)
+            reply = json.loads(line)
         except (ValueError, RecursionError) as err:
             raise NoAnswerError(f"sent an invalid reply: {line!r:.80}") from err
+        if isinstance(reply, dict):  # from its supervisor (`verl_like.process.supervisor`)
+            raise NoAnswerError(f"{reply.get('ended')!s:.1000}")
+        return reply
 
     def shut(self) -> None:
         """Stop reading and sending, from another thread; the replying process then ends."""
@@ -94,5 +100,8 @@ class FunctionEnd:
 
 
 def _left(deadline: float) -> float | None:
-    """Return the seconds until the deadline; never 0, which would make a socket non-blocking."""
+    """Return the seconds until the deadline, or None without one.
+
+    They are never 0, which would make a socket non-blocking.
+    """
     return None if deadline == float("inf") else max(0.001, deadline - time.monotonic())

@@ -1,14 +1,14 @@
 """Rewards for programs: run the last code block of a response on tests.
 
-This is the rule of the data sources codecontests, apps, codeforces and taco. `ground_truth` has the
-same format as in verl (a dict, or its JSON):
+This is the rule of the data sources codecontests, apps, codeforces and taco. `ground_truth` is a
+dict or its JSON. Its first two formats are those of verl:
 
     {"inputs": [text, ...], "outputs": [text, ...]}                    # standard input and output
     {"fn_name": name, "inputs": [arguments, ...], "outputs": [...]}    # calls of a function
     {"asserts": ["assert f(1) == 2", ...]}                             # see `asserts`
 
-Programs run in processes of `workers.rewards.program`, which never contain the expected values.
-This module does not import torch.
+Programs run in processes of `workers.rewards.program`, which do not contain the expected values,
+except with asserts that need `trust_programs`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def run_tests(
     """Run the first `num_tests` tests. `score` is the fraction that pass; `acc` is 1 if all do.
 
     Each test may take `time_s` seconds, and all tests together `total_s`, which must be less than a
-    sample's deadline. Unless `trust_programs` is set, asserts are rejected if their expected side
-    cannot be hidden from the program.
+    sample's deadline (`reward.timeout_s`). Unless `trust_programs` is set, asserts are rejected if
+    their expected side cannot be hidden from the program.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
     open_assert = find_open_assert(tests)
@@ -73,7 +73,7 @@ def run_tests(
         return {"score": 0.0, "acc": 0.0}
     results = runner.results(Program(code, inputs, kind, function, **limits))
     if kind == "value" and any(problem is None for _, problem in results.values()):
-        expected = _evaluate(runner, expected, limits)
+        expected = _evaluate(expected, limits)
     passed = 0
     for number, wanted in enumerate(expected):
         output, problem = results.get(number, ("", "was not run"))
@@ -81,17 +81,15 @@ def run_tests(
     return {"score": passed / len(expected), "acc": float(passed == len(expected))}
 
 
-def _evaluate(
-    runner: _Runner, checks: list[Check], limits: Mapping[str, Any]
-) -> list[tuple[Check, list[Any]]]:
-    """Return each check with its expected values, which are computed without the program."""
+def _evaluate(checks: list[Check], limits: Mapping[str, Any]) -> list[tuple[Check, list[Any]]]:
+    """Return each check with its expected values, from a process that never ran a program."""
     values = {}
     for source in {source for check in checks for source in check.expected}:
         with contextlib.suppress(ValueError):
             values[source] = literal(source)  # a literal, as most are, needs no process
     sources = list(dict.fromkeys(s for check in checks for s in check.expected if s not in values))
     program = Program("import math", sources, "value", **limits)
-    results = runner.results(program) if sources else {}
+    results = _evaluator.results(program) if sources else {}
     for number, source in enumerate(sources):
         text, problem = results.get(number, ("", "was not run"))
         if problem is not None:
@@ -120,8 +118,8 @@ def _read_tests(
         inputs = [read(test_input) for test_input in inputs]
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(
-            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs. Write the same "
-            "number of both, at least one."
+            f"the first {most} tests of ground_truth have {len(inputs)} inputs and {len(outputs)} "
+            "outputs. Write the same number of both, at least one."
         )
     return kind, inputs, outputs
 
@@ -153,7 +151,7 @@ def _arguments(arguments: Any) -> list[Any]:
 
 
 def code_of(response: str) -> str:
-    """Return the last code block after a response's reasoning, or all text after it if none."""
+    """Return the last Python code block after a response's reasoning, or all text after it."""
     text = response.rpartition("</think>")[2]
     blocks = _BLOCK.findall(text)
     return str(blocks[-1]) if blocks else text
@@ -222,7 +220,7 @@ class _Runner:
                     raise NoAnswerError(f"sent a result for an unknown test, {number!r:.40}")
                 results[expected] = str(output), problem
         except (NoAnswerError, EOFError, OSError, TypeError, ValueError):
-            self.stop()  # the program disturbed the process outside its fork; other tests fail
+            self.stop()  # a program disturbed it from a fork, or it is late; other tests fail
         return results
 
     def stop(self) -> None:
@@ -236,3 +234,4 @@ class _Runner:
 
 
 _runners = {network: _Runner(network) for network in (False, True)}
+_evaluator = _Runner(network=False)

@@ -15,7 +15,10 @@ from workers.rewards.manager import FAILURES, Scored
 
 
 class EnvironmentScores:
-    """Reads the rewards that the rollout recorded; failed trajectories have no score."""
+    """Reads the rewards that the rollout recorded.
+
+    Failed trajectories have no score, unless `environment.reward_on_failure` is set.
+    """
 
     def remote(self, batch: DataProto) -> Future[Scored]:
         """Return a future of the batch's scores, which is already done."""
@@ -57,7 +60,7 @@ def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def trajectory_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means and counts over trajectories, whose data are in the column `trajectory`."""
+    """Return metrics over trajectories; `infos` is the column `trajectory`."""
     count = max(len(infos), 1)
     ended = [info["ended"] for info in infos]
     metrics = {

@@ -1,7 +1,7 @@
 """Group failures of rewards by kind, so that each kind is logged once.
 
 The kind is the line of your code in which the error occurred, or the error's text if there is none.
-Thousands of samples may fail in one line, each with a different text.
+Thousands of samples may fail at one line, each with a different text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 MOST_KINDS = 10
-"""Maximum number of kinds; all later ones are combined."""
+"""Maximum number of separate kinds; later ones are combined as `OTHERS`."""
 OTHERS = "other failures"
 
 
@@ -53,7 +53,7 @@ def with_source(error: str) -> str:
 
 
 class FailureLog:
-    """Logs the first failure of each kind in a run, and the totals at the end."""
+    """Logs the first failure of each kind; at the end, the totals if some were not logged."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Failures] = {}

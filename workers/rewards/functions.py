@@ -1,7 +1,7 @@
 """Rule rewards: pure functions of strings, one per data source.
 
-This module does not import torch, so that a reward process starts fast. If the config names no
-function of yours, `default_compute_score` scores every sample. A reward function has the parameters
+This module does not import torch, so that a reward process starts fast. `default_compute_score`
+chooses the rule, for rewards without a function of yours. A rule has the parameters
 `(data_source, solution_str, ground_truth, extra_info)` and returns a float, or a dict whose
 `"score"` is the reward and whose other numbers are logged. To add a rule, write a function and add
 a line to `REWARDS`.
@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
+
+from verl_like.errors import ConfigError, nearest
 
 RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
 
@@ -94,7 +96,7 @@ def code(
     extra_info: Mapping[str, Any] | None = None,
     trust_programs: bool = False,
 ) -> dict[str, float]:
-    """Return the fraction of its tests that the program in the response passes."""
+    """Run the program in the response; `score` is the fraction of tests that it passes."""
     from workers.rewards.code import run_tests
 
     return run_tests(
@@ -120,7 +122,7 @@ PROGRAM_RULES = {
     ("workers.rewards.functions", "code"),
     ("workers.rewards.functions", "default_compute_score"),
 }
-"""Path and name of the reward functions that run a model's programs."""
+"""Module and name of the built-in functions that run a model's programs."""
 
 
 def default_compute_score(
@@ -147,9 +149,6 @@ def trust_kwargs(path: str, name: str, trust_programs: bool) -> dict[str, bool]:
 
 def check_rules(data_sources: Iterable[str]) -> None:
     """Reject data sources without a rule, or whose rule lacks its package."""
-    # imported here, so that the rules themselves load without torch
-    from verl_like.errors import ConfigError, nearest
-
     for source in sorted(set(data_sources)):
         if source not in REWARDS:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Handle of a reward process, which is started when needed and killed when it hangs.
+"""Handle of a reward process, which starts when needed and can be stopped when it hangs.
 
     process = RewardProcess(function, start_deadline)
     process.start()                                     # raises a ConfigError for a bad function
@@ -69,7 +69,11 @@ class RewardProcess:
         """The entries of a sample that are sent because the function reads them; None: all."""
 
     def start(self) -> None:
-        """Start the process if there is none; raise a ConfigError if the function is rejected."""
+        """Start the process if there is none.
+
+        Raises a ConfigError if the function is rejected or loads too slowly, and ProcessEndedError
+        or OSError if the process ends.
+        """
         if self._channel is not None:
             return
         visible = visible_environment(self._function.sandbox.env)
@@ -87,7 +91,8 @@ class RewardProcess:
             except TimeoutError as err:
                 raise ConfigError(
                     f"the reward function {self._function} did not load within "
-                    f"{self._start_deadline:g} s."
+                    f"{self._start_deadline:g} s, the timeout of a batch. Move slow work out of "
+                    "the import of its file, or raise the timeout."
                 ) from err
             except (TypeError, ValueError) as err:
                 raise ProcessEndedError(
@@ -146,16 +151,13 @@ class RewardProcess:
         """Return the next reply; raise ProcessEndedError if there is none or it is invalid."""
         assert self._channel is not None, "it has been started"
         try:
-            answer = self._channel.receive(deadline)
+            return self._channel.receive(deadline)
         except TimeoutError:
             raise
         except NoAnswerError as err:
             raise ProcessEndedError(f"the reward process {err}") from err
         except (OSError, EOFError) as err:
             raise ProcessEndedError("the reward process and its supervisor are gone") from err
-        if isinstance(answer, dict):
-            raise ProcessEndedError(f"the reward process {answer.get('ended')!s:.1000}")
-        return answer
 
     def give_up(self) -> None:
         """Kill the process, from another thread than the one that waits for its outcomes."""

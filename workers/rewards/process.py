@@ -4,9 +4,9 @@
 
 `workers.rewards.handle` starts it, and sends a `FunctionSpec` through the socket FD. The process
 then supervises (`verl_like.process.supervisor`) a child that runs the function. The child reads
-lists of (number, sample) from the socket, and replies as soon as a sample is scored. Calls of
-coroutine functions run concurrently, others one by one. This module imports nothing large, because
-the process restarts after every sample that hangs.
+lists of (number, sample) from the socket, and replies as soon as a sample is scored. A function of
+a batch gets each list in one call. Calls of coroutine functions run concurrently, others one by
+one. This module imports nothing large, because the process restarts after every sample that hangs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from workers.rewards.outcome import LATE, NO_REWARD, PLACE, Outcome, read_outcom
 MAX_SIDE_BY_SIDE = 64
 """Maximum number of concurrent calls of a coroutine function."""
 BATCH_SHARES = 12
-"""Deadline and CPU time of a batch, as a multiple of a sample's."""
+"""Timeout and CPU time of a batch, as a multiple of a sample's.
+
+One call of an `async` batch function has the timeout of a sample.
+"""
 NOT_THE_USERS = (
     "<frozen",
     *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
@@ -54,6 +57,7 @@ class FunctionSpec:
     name: str = "default_compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     deadline: float = 10.0
+    """Timeout of a sample, in seconds."""
     columns: Sequence[str] = ()
     """The data's other columns, which the function may read."""
     has_truth: bool = True
@@ -109,7 +113,7 @@ def describe_error(
         return f"SystemExit: it called sys.exit({'' if err.code is None else repr(err.code)})"
     words = f"{type(err).__name__}: {_text(err)}"
     if isinstance(err, KeyError) and err.args and err.args[0] in withheld:
-        words += f" (a variable that is withheld from it: {sandbox}.env=[{err.args[0]}])"
+        words += f" (a variable that it does not get: set {sandbox}.env=[{err.args[0]}])"
     if isinstance(err, MemoryError):
         words += f" (its limit is {sandbox}.memory_gb)"
     return words[:2000]
@@ -138,7 +142,7 @@ class Calls:
     def __init__(
         self, call: RewardCall, spec: FunctionSpec, withheld: Collection[str] = ()
     ) -> None:
-        """For `withheld` see `serve`."""
+        """Create the caller; for `withheld` see `serve`."""
         self._call, self._spec, self._withheld = call, spec, withheld
 
     def answer(self, samples: list[tuple[int, Sample]], put: Put) -> None:
@@ -217,7 +221,7 @@ def _end_when_blocked(
 ) -> None:
     """Report a coroutine that blocks all others past its deadline, and end the process.
 
-    Only this process knows which coroutine it is.
+    Only this process knows which coroutine it is. `put` sends that coroutine's outcome.
     """
     while not is_done.wait(deadline / 4):
         ticked = threading.Event()

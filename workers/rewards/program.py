@@ -4,9 +4,9 @@
 
 `workers.rewards.code` starts it and sends requests through the socket FD. Every test runs in a fork
 of this process with its own limits. As far as the machine supports this, a test cannot start
-processes, signal other processes, write outside its folder, or use the network. Except for trusted
-asserts (`kind="assert"`), the expected values never reach this process, so a program cannot look
-for them.
+processes, signal other processes, write outside its folder, or (with `off`) use the network. Except
+for trusted asserts (`kind="assert"`), the expected values never reach a process that runs programs,
+so a program cannot look for them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from workers.rewards.channel import FunctionEnd
 MOST_OUTPUT = 2**19
 """Maximum bytes that a program may print."""
 FILE_GB = 2**-6
-"""Maximum size of a file that a program may write."""
+"""Maximum size of a file that a program may write, in GiB: 16 MiB."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Program:
     total_s: float = 8.0
     """Time limit of all tests together."""
     memory_gb: float = 1.0
+    """GiB of memory of each test."""
 
 
 def main(pipe: Connection, network: str) -> None:
@@ -77,14 +78,9 @@ def main(pipe: Connection, network: str) -> None:
         try:
             isolate_network()
         except ConfigError as err:
-            words = f"warning: the model's programs can reach the network: {err}"
-            print(words, file=sys.stderr, flush=True)
+            _warn(f"can reach the network: {err}")
     if not can_restrict_writes():
-        words = (
-            "warning: the model's programs can write outside their folder, because this machine "
-        )
-        words += "has no Landlock"
-        print(words, file=sys.stderr, flush=True)
+        _warn("can write outside their folder, because this machine has no Landlock")
     while True:
         try:
             program = parent.receive()
@@ -93,6 +89,10 @@ def main(pipe: Connection, network: str) -> None:
         end = time.monotonic() + program.total_s
         for number in range(len(program.inputs)):
             parent.send([number, *run_test(program, number, end)])
+
+
+def _warn(danger: str) -> None:
+    print(f"warning: the model's programs {danger}", file=sys.stderr, flush=True)
 
 
 def run_test(program: Program, number: int, end: float) -> tuple[str, str | None]:

@@ -29,7 +29,7 @@ from workers.rewards.remote_protocols import PROTOCOLS, as_json
 MAX_CONCURRENT = 8
 """Maximum number of concurrent requests."""
 FIRST_WAIT_S = 0.25
-"""Seconds before the first retry; they double each time, up to `LONGEST_WAIT_S`."""
+"""Seconds before the first retry, ±50 %; they double each time, up to `LONGEST_WAIT_S`."""
 LONGEST_WAIT_S = 8.0
 LONGEST_ANSWER = 64 * 2**20
 """Replies with more bytes are rejected."""
@@ -58,9 +58,9 @@ class RemoteScorer:
             self._ask([], time.monotonic() + self._config.timeout_s)
         except (RewardServerError, TimeoutError) as err:
             raise ConfigError(
-                f"the test request to the reward server {self._config.url} failed: {err}. Check "
-                "that it is running (`verl-like serve-reward`) and that `url` and `protocol` "
-                "match."
+                f"reward {self._config.name!r}: the test request to the reward server "
+                f"{self._config.url} failed: {err}. Check that the server is running and that "
+                "`url`, `protocol` and `token_env` match it."
             ) from err
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
@@ -160,7 +160,7 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def check_url(url: str, name: str) -> None:
-    """Reject an invalid server address; errors have the reward's name."""
+    """Reject an invalid server address; the error has the reward's name."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
@@ -173,6 +173,6 @@ def _token(variable: str) -> str:
         return ""
     if not os.environ.get(variable):
         raise ConfigError(
-            f"token_env={variable}: there is no such environment variable, or it is empty."
+            f"token_env={variable}: the environment variable {variable} is not set, or is empty."
         )
     return os.environ[variable]

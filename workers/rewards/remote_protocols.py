@@ -23,7 +23,7 @@ class RemoteProtocol(Protocol):
     """Builds requests for one kind of server, and reads its replies."""
 
     largest_batch: ClassVar[int | None]
-    """Maximum samples per request; None means that the configuration sets it."""
+    """Maximum samples per request; None: `batch_size` of the reward."""
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """Return the request, as a JSON-compatible object."""
@@ -38,7 +38,7 @@ class VerlLikeProtocol:
     largest_batch: ClassVar[int | None] = None
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
-        """Return the samples, with the same entries that a local function would get."""
+        """Return the samples with all fields that a local function could read."""
         return {"samples": list(samples)}
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
@@ -121,7 +121,7 @@ def prompt_text(sample: Sample) -> str:
 
 
 def as_json(content: Any) -> bytes:
-    """Serialize to JSON; numpy numbers become Python numbers."""
+    """Serialize to JSON; numbers and arrays of numpy become numbers and lists."""
     return json.dumps(content, default=_plain, ensure_ascii=True).encode()
 
 

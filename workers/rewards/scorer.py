@@ -2,8 +2,7 @@
 
 Each process is a `RewardProcess` (`workers.rewards.handle`). The second and later ones start only
 if a batch takes long. A process that ends or hangs is restarted, and its remaining samples are
-requested again in smaller groups until the culprit is known: the sample that ends a process that
-was started for it.
+requested again in smaller groups, until the sample is known that ends or blocks the process.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ logger = logging.getLogger(__name__)
 MOST_PROCESSES = 8
 """Maximum number of processes for a batch, at most one per core."""
 SLOW_S = 1.0
-"""Every so many seconds, an unfinished batch gets one more process."""
+"""An unfinished batch gets one more process each time that so many seconds have passed."""
 MOST_AT_A_TIME = 64
 """Maximum samples per request, unless the process takes all samples (`takes_all`)."""
 QUICK_S = 0.05
-"""A process that replies in fewer seconds gets twice as many samples the next time."""
+"""A process that replies in fewer seconds gets twice as many samples next time, else only one."""
 
 
 class _Batch:
@@ -123,11 +122,7 @@ class Scorer:
         try:
             process.start()
         except (ConfigError, OSError, ProcessEndedError) as err:
-            logger.warning(
-                "a process of %s could not be started: %s",
-                self._function,
-                err or type(err).__name__,
-            )
+            logger.warning("a process of %s could not be started: %s", self._function, err)
             return
         size = 1
         while samples := batch.take(None if process.takes_all else size):

@@ -5,8 +5,7 @@
 
 A POST of `{"samples": [row, ...]}` to any path returns `{"outcomes": [...]}`, and OpenRLHF's
 `{"query", "prompts", "labels"}` returns `{"rewards": [...]}`. The function runs in separate
-processes, in the same way as in a training run (`workers.rewards.scorer`), so its results are the
-same.
+processes, as in a training run (`workers.rewards.scorer`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LONGEST_REQUEST = 256 * 2**20
 MOST_DROPPED = 65536
 """Maximum bytes of an unauthorized request that are read and dropped."""
 PATIENCE_S = 60.0
-"""Seconds that a client has to send its request."""
+"""Seconds without data from a client after which its connection is closed."""
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -91,7 +90,8 @@ class _RewardHandler(BaseHTTPRequestHandler):
             return
         if not length.isdecimal() or int(length) > LONGEST_REQUEST:
             self.close_connection = True  # unread bytes would be taken for the next request
-            self._answer(413, {"error": f"a request may have at most {LONGEST_REQUEST} bytes"})
+            limit = f"a request needs a Content-Length of at most {LONGEST_REQUEST} bytes"
+            self._answer(413, {"error": limit})
             return
 
         body = self.rfile.read(int(length))

@@ -1,4 +1,4 @@
-"""Compute all rewards of a run: start them together, add them up by weight, log each.
+"""Compute all rewards of a run: start them together, add them up by weight, and log each one.
 
     rewards = make_rewards(config, tokenizer, prompts)
     future = rewards.launch(batch, call_model)      # returns immediately
@@ -36,7 +36,7 @@ from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
 SKIPPED = "reward_extra/skipped"
-"""Column that is 1 if a sample is excluded from the update because one of its rewards failed."""
+"""Column that is 1 if a sample is excluded from the update because a reward failed; else 0."""
 COUNTS = ("reward/num_failed", "reward/num_timed_out")
 """Metrics that are sums over all rewards."""
 NAMED = 3
@@ -47,7 +47,7 @@ CHECK_S = 1.0
 
 
 class ScoredRows(Protocol):
-    """What rewards need to know about a run's prompts."""
+    """Facts about a run's prompts that rewards need."""
 
     @property
     def data_sources(self) -> set[str]:
@@ -96,13 +96,13 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
 
 
 def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[RewardConfig]:
-    """Remove the built-in rules if a reward model scores and no row's data source has a rule."""
+    """Remove the built-in rules if there is a reward model and no row's data source has a rule."""
     has_model = any(reward.kind == "model" for reward in rewards)
     if not has_model or not REWARDS.keys().isdisjoint(rows.data_sources):
         return rewards
     listed = [reward for reward in rewards if reward.kind != "function" or reward.path]
     if listed != rewards:
-        print("note: no row's data_source has a rule: only the reward model scores", flush=True)
+        print("note: no row's data_source has a rule, so rules do not score", flush=True)
     return listed
 
 
@@ -113,7 +113,7 @@ def _scorer(
     sandbox: Sandbox,
     trust_programs: bool,
 ) -> Scorer | RemoteScorer:
-    """Create a reward's scorer; `section` is its configuration (None: `reward.function`)."""
+    """Create a reward's scorer; `section` is its configuration key (None: `reward.function`)."""
     deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
         return RemoteScorer(config, deadline)
@@ -122,9 +122,14 @@ def _scorer(
         trust = trust_kwargs(config.path, config.function, trust_programs)
         if trust:
             _check_asserts(rows, trust_programs)
-        settings = config.path, config.function, config.kwargs | trust, config.timeout_s
         spec = FunctionSpec(
-            *settings, columns=rows.columns, has_truth=rows.has_truth, sandbox=sandbox
+            config.path,
+            config.function,
+            config.kwargs | trust,
+            config.timeout_s,
+            rows.columns,
+            rows.has_truth,
+            sandbox,
         )
         if section is not None:
             spec = replace(spec, path_key=f"{section}.path", name_key=f"{section}.function")
@@ -193,8 +198,8 @@ class Rewards:
         """Start every reward on a batch, and return a future of the weighted scores.
 
         Validation sets `normalize=False`, so that scores are not normalized. Functions and servers
-        add the responses as text to the batch. While they are scoring, `check` is called
-        repeatedly; it may raise, for example because a worker is lost.
+        add the responses as text to the batch. While the future waits for them, it calls `check`
+        repeatedly, which may raise, for example because a worker is lost.
         """
         futures = []
         for part in self.parts:
@@ -330,7 +335,7 @@ class WeightedScores:
 
 
 def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
-    """If there are several rewards, put the reward's name into the keys; rules keep theirs."""
+    """If there are several rewards, put the reward's name into the keys, except for the rule."""
     if not several or name == "rule":
         return values
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in values.items()}
@@ -340,7 +345,7 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
     """Raise if a reward failed too often; the error has the first failure of each kind."""
     config, most, count = part.config, part.max_failed_fraction, int(failed.sum())
     if config.on_failure == "fail" and count:
-        rule = ", and its on_failure is fail. Fix the reward, or set on_failure=default or skip."
+        rule = ", and its on_failure is fail. Fix the reward, or set on_failure: default or skip."
     elif count > most * len(failed):
         section = "environment" if config.kind == "environment" else "reward"
         rule = (
@@ -375,7 +380,7 @@ def normalized(raw: TermScores, mask: Tensor) -> TermScores:
 
 
 def neutralize_skipped(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
-    """Give each skipped row the mean score of its group's other rows, so that baselines stay.
+    """Give each skipped row its group's mean over the other rows, which leaves that mean unchanged.
 
     If all rows of a group are skipped, they get 0.
     """

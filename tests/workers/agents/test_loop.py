@@ -19,7 +19,7 @@ from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
-from workers.agents.host import RECORDED, EnvironmentHost, RecordedHost
+from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
@@ -275,6 +275,24 @@ def test_what_is_no_environment_is_refused_before_a_trajectory(name: str, words:
 def test_arguments_that_the_class_does_not_take_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"environment.kwargs=\{'turn': 2\}: .*'turn'"):
         EnvironmentHost(EnvironmentSpec(f"{HERE}:Count", {"turn": 2}), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os._exit(3)", "is not loaded: its process ended with exit code 3"),
+        ("import os, time; os.kill(os.getppid(), 9); time.sleep(9)", "its supervisor are gone"),
+    ],
+)
+def test_code_that_ends_its_process_is_refused(tmp_path: Path, code: str, words: str) -> None:
+    (tmp_path / "ends.py").write_text(code, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        EnvironmentHost(EnvironmentSpec(f"{tmp_path}/ends.py:Any"), 1.0)
+
+
+def test_a_row_that_names_no_environment_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="column 'environment' is None, .* one of chess, go"):
+        name_of({"chess": Kind([]), "go": Kind([])}, {})
 
 
 def test_many_trajectories_take_the_handles_of_those_that_were_open_together(play: Play) -> None:

@@ -38,6 +38,13 @@ def test_what_came_before_garbage_counts(ends: Ends) -> None:
         driver.receive(soon())
 
 
+def test_the_end_of_a_process_is_an_error(ends: Ends) -> None:
+    driver, function = ends
+    function.send({"ended": "ended with exit code 3"})
+    with pytest.raises(NoAnswerError, match="^ended with exit code 3$"):
+        driver.receive(soon())
+
+
 def test_an_answer_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, function = ends
     monkeypatch.setattr(channel, "LONGEST_ANSWER", 100)

@@ -17,7 +17,14 @@ from verl_like.errors import ConfigError
 from verl_like.process.machine import descendants
 from verl_like.process.sandbox import can_restrict_writes
 from workers.rewards.asserts import read_assert
-from workers.rewards.code import _runners, code_of, find_open_assert, is_expected, run_tests
+from workers.rewards.code import (
+    _evaluator,
+    _runners,
+    code_of,
+    find_open_assert,
+    is_expected,
+    run_tests,
+)
 from workers.rewards.functions import default_compute_score
 from workers.rewards.process import FunctionSpec
 from workers.rewards.program import Program
@@ -32,7 +39,7 @@ ADD = "def add(a, b):\n    return a + b\n"
 @pytest.fixture(scope="module", autouse=True)
 def runner() -> Iterator[None]:
     yield
-    for runner in _runners.values():
+    for runner in (*_runners.values(), _evaluator):
         runner.stop()
 
 
@@ -287,6 +294,11 @@ print(given, found)
 def test_what_is_expected_is_not_where_the_program_runs() -> None:
     assert score(LOOK, {"inputs": ["a"], "outputs": ["a False"], "note": "never sent"}) == 1.0
     assert score(LOOK, {"inputs": ["never sent"], "outputs": ["never sent True"]}) == 1.0
+
+
+def test_expected_sides_are_evaluated_in_another_process() -> None:
+    code = "import os\ndef parent(): return os.getppid()"
+    assert score(code, {"asserts": ["assert parent() != __import__('os').getppid()"]}) == 1.0
 
 
 def test_without_the_network_a_program_reaches_nobody() -> None:

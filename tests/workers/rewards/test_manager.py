@@ -230,7 +230,7 @@ def test_a_reward_model_needs_no_rule(capsys: pytest.CaptureFixture[str]) -> Non
         return [reward.name for reward in _with_rules_for(rows, rewards)]
 
     assert names("mine") == ["model"]
-    assert "only the reward model scores" in capsys.readouterr().out
+    assert "no row's data_source has a rule" in capsys.readouterr().out
     assert names("mine", "verl_like/tiny_letters") == ["rule", "model"]
     assert capsys.readouterr().out == ""
 

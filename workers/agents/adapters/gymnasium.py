@@ -29,11 +29,11 @@ class Gymnasium(EnvironmentAdapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Create the environment once, and reject actions that do not consist of numbers."""
+        """Create the environment once, and reject action spaces that do not consist of numbers."""
         gymnasium = imported("gymnasium", f"gymnasium:{cls.id}", "verl-like[gymnasium]")
         module, _, name = cls.id.rpartition(":")
         if module:
-            imported(module, f"gymnasium:{cls.id}", module)
+            imported(module, f"gymnasium:{cls.id}", install="")
         check_id(name, gymnasium.registry, f"gymnasium:{cls.id}")
         with gymnasium.make(cls.id, **cls.kwargs) as env:
             draws = "ansi" in (env.metadata.get("render_modes") or ())

@@ -5,7 +5,7 @@ policy calls the tool `bash`, and at the end the tests write the reward. If `doc
 works on this machine, each trajectory has a container of the task's image. Otherwise the commands
 run in the sandbox, in a copy of `environment/`. There, the task's absolute paths (`/app`, `/tests`,
 `/logs`, `/solution`, and WORKDIR) are folders of the trajectory, and packages that a Dockerfile
-names are not installed.
+names are not installed. `environment.kwargs.runtime` is auto, local, docker or podman.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Harbor(EnvironmentAdapter):
             )
         cls.program = container_program(str(cls.kwargs.get("runtime", "auto")))
         if cls.program:
-            print(f"note: harbor: each trajectory has a container of {cls.program}", flush=True)
+            print(f"note: harbor: each trajectory has a {cls.program} container", flush=True)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """Set up the task that the row's column `task` names, or a random task."""
+        """Set up the task that the row's column `task` names, or a task drawn with `rng`."""
         name = row.get("task") or list(self.tasks)[int(rng.integers(len(self.tasks)))]
         self._task = self.tasks[name]
         toml = self._task / "task.toml"
@@ -75,7 +75,10 @@ class Harbor(EnvironmentAdapter):
         return str(done.stdout) + ending
 
     def get_reward(self) -> float:
-        """Run the task's tests, and return the reward that they write."""
+        """Run the task's tests, and return the reward that they write.
+
+        Of several rewards in `reward.json`, it is the entry `reward`, or otherwise their mean.
+        """
         clean = "rm -rf /tests /logs/verifier; mkdir -p /logs/verifier; chmod 777 /logs/verifier"
         self._shell.run(clean, user=0)
         self._shell.put_tests(self._task / "tests")

@@ -10,14 +10,18 @@ from verl_like.errors import ConfigError, nearest
 
 
 def imported(module: str, setting: str, install: str) -> Any:
-    """Import a module of another package; on failure, suggest `pip install` with `install`."""
-    package = module.partition(".")[0]
+    """Import a module of another package; on failure, suggest `pip install` with `install`.
+
+    If `install` is "", the module may be the user's own.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        way_out = "Install it, or put its folder on PYTHONPATH"
+        if install:
+            way_out = f"Install or update its package with: pip install '{install}'"
         raise ConfigError(
-            f"environment={setting} needs the package {package} ({error}). Install it with: "
-            f"pip install '{install}'."
+            f"environment={setting}: the module {module} cannot be imported ({error}). {way_out}."
         ) from error
 
 

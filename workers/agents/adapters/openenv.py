@@ -1,8 +1,8 @@
 """`environment=openenv:URL` plays an environment on an OpenEnv server, one session per trajectory.
 
-If the actions have exactly one required text field, the policy's text is the value of this field.
-Otherwise the policy writes an action as JSON. If an observation has exactly one text, the policy
-reads this text, otherwise the observation as JSON.
+If actions have exactly one required field, and it is a text, the policy's text is its value.
+Otherwise the policy writes an action as JSON. If an observation has a single field, and it is a
+text, the policy reads this text, otherwise the observation as JSON.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OpenEnv(EnvironmentAdapter):
             except (ValueError, RecursionError):
                 action = None
             if not isinstance(action, dict):
-                return Turn(f"error: an action is a JSON object of {', '.join(self.fields)}")
+                return Turn(f"error: an action is a JSON object with {', '.join(self.fields)}")
         reply = self._ask("step", action)
         reward = reply.get("reward") or 0.0
         return TrajectoryEnd(reward) if reply.get("done") else Turn(_shown(reply), reward)

@@ -36,7 +36,7 @@ TEXT: dict[str, Any] = {
 """Arguments of `subprocess` by which standard output and standard error are read as one text."""
 PROGRAMS = ("docker", "podman")
 REPLY_S = 20.0
-"""Seconds in which `docker ps` must succeed; otherwise no containers are used."""
+"""Seconds in which `docker ps` must succeed; otherwise this program is not used."""
 BEGUN = "verl-like has begun"
 ROOTS = ("app", "tests", "logs", "solution")
 """Folders at the root of a task's container."""
