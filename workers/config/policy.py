@@ -309,8 +309,8 @@ class DistillationConfig(Section):
 class CriticModelConfig(Section):
     """The critic's model; dtypes, attention, packing and LoRA's other settings are the actor's."""
 
-    path: str = key("", allows="a folder")
-    """Folder of a language model or a reward model; by default the actor's `model.path`."""
+    path: str = key("", allows="a folder or a name")
+    """Folder or hub name of a language model or a reward model; by default the actor's."""
     enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
     """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
     lora_rank: int = key(0, at_least=0)

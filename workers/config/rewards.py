@@ -67,20 +67,22 @@ class RewardModelConfig(Section):
 
     enable: bool = key(False)
     """Score with a model."""
-    path: str = key("", allows="a folder", read_when=when("enable"), verl="reward_model.model.path")
-    """Folder of a sequence classifier."""
+    path: str = key(
+        "", allows="a folder or a name", read_when=when("enable"), verl="reward_model.model.path"
+    )
+    """Folder or hub name of a sequence classifier."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=when("enable"))
     """`int8`: store linear weights as int8, unsharded on each rank; null disables quantization."""
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
-    """Samples per forward pass and rank; null: as many as fit in the actor's
-    `ppo_max_token_len_per_gpu`.
+    """Samples per forward pass and rank; null: as in the actor's passes (by
+    `ppo_max_token_len_per_gpu`, or `ppo_micro_batch_size_per_gpu` without `use_dynamic_bsz`).
     """
 
 
 REWARD_KINDS = ("function", "model", "remote")
-"""Kinds of rewards; an environment adds its own."""
+"""Kinds of rewards in `reward.list`; an environment adds a reward of the kind `environment`."""
 ON_FAILURE = ("default", "skip", "fail")
 """What happens to a sample whose reward fails."""
 
@@ -112,9 +114,9 @@ class RewardConfig(Section):
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
     """Timeout per sample or request, in seconds; the timeout of a batch is 12 times as long."""
-    path: str = key("", allows="a .py file, a module, or a model's folder")
-    """File or module of the function, or model folder. If it is empty, the row's data_source
-    names a built-in rule.
+    path: str = key("", allows="a .py file, a module, or a model's folder or name")
+    """File or module of the function, or folder or hub name of the model. If it is empty, the row's
+    data_source names a built-in rule.
     """
     function: str = key("compute_score", allows="a name", read_when=IS_FUNCTION)
     """Name in that file or module."""
@@ -125,8 +127,8 @@ class RewardConfig(Section):
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
     """`int8`: store linear weights as int8; null disables quantization."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
-    """Samples per forward pass and rank; null: as many as fit in the actor's
-    `ppo_max_token_len_per_gpu`.
+    """Samples per forward pass and rank; null: as in the actor's passes (by
+    `ppo_max_token_len_per_gpu`, or `ppo_micro_batch_size_per_gpu` without `use_dynamic_bsz`).
     """
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
     """Address of the reward server."""

@@ -90,7 +90,9 @@ class RolloutConfig(Section):
     name: str = key(AUTO, registry="rollout engine")
     """Engine. `auto`: vllm on GPUs if a supported version is installed, otherwise native."""
     dtype: str | None = key(None, choices=DTYPES)
-    """Dtype of the engine's weights; null: the trainer's `model.compute_dtype`."""
+    """Dtype of the engine's weights; null: the dtype of the actor's passes
+    (`model.compute_dtype`).
+    """
     quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
     """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm on GPUs; null
     disables rounding.

@@ -221,7 +221,7 @@ class RolloutEngine(ABC):
         """
         if not self._running:
             return {}
-        if self.version is None or self.is_asleep:
+        if self.version is None:
             num_lost = self.num_running
             self.abort()
             raise RolloutError(

@@ -261,19 +261,19 @@ def sampling_params(
     settings = {"max_tokens": max_tokens, **settings}
     for name, (is_valid, rule) in KINDS.items():
         if name in settings and not is_valid(settings[name]):
-            raise _refusal(name, settings[name], rule)
+            raise _invalid(name, settings[name], rule)
 
     ids = settings.get("stop_token_ids", ())
     ids = ids if isinstance(ids, Iterable) and not isinstance(ids, str) else (ids,)
     if not all(_is_whole(token) and token >= 0 for token in ids):
         valid = "token ids, such as [32007]; for text there is stop_strings"
-        raise _refusal("stop_token_ids", list(ids), valid)
+        raise _invalid("stop_token_ids", list(ids), valid)
     settings["stop_token_ids"] = tuple(dict.fromkeys((*stop_token_ids, *ids)))
 
     texts = settings.get("stop_strings", ())
     texts = (texts,) if isinstance(texts, str) else texts
     if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
-        raise _refusal("stop_strings", texts, "a text or a list of texts, such as ['</s>']")
+        raise _invalid("stop_strings", texts, "a text or a list of texts, such as ['</s>']")
     settings["stop_strings"] = tuple(texts)
 
     bias = settings.get("logit_bias", {})
@@ -281,12 +281,12 @@ def sampling_params(
         pairs = dict(bias).items()
         settings["logit_bias"] = tuple((int(token), float(value)) for token, value in pairs)
     except (TypeError, ValueError):
-        valid = "a number for each of some token ids, such as {32007: -5}"
-        raise _refusal("logit_bias", bias, valid) from None
+        valid = "a dict of numbers by token id, such as {32007: -5}"
+        raise _invalid("logit_bias", bias, valid) from None
     return SamplingParams(**settings)
 
 
-def _refusal(name: str, value: Any, valid: str) -> ConfigError:
+def _invalid(name: str, value: Any, valid: str) -> ConfigError:
     return ConfigError(f"sampling_kwargs.{name}={value} must be {valid}.")
 
 

@@ -82,7 +82,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def describe_problems(who: str, **problems: list[str]) -> str:
-    """Describe the problems by kind, with tensor names; "" if there are none."""
+    """Describe the problems by kind, with up to 20 tensor names each; "" if there are none."""
     parts = []
     for kind, names in problems.items():
         if names:

@@ -56,7 +56,7 @@ ROWS_STEP = 16
 oneDNN builds a kernel for every number of rows, so there should be few different numbers.
 """
 PREFILL_PROMPTS = 64
-"""Maximum number of distinct prompts in a prefill pass, to bound its memory."""
+"""Maximum number of distinct texts in a prefill pass, to bound its memory."""
 
 
 @dataclass(frozen=True)
@@ -282,9 +282,9 @@ class Scheduler:
         return group
 
     def _prefill(self, group: Sequence[_Waiting]) -> None:
-        """Read the distinct prompts of the group in one pass, and sample each one's first token.
+        """Read the distinct texts of the group in one pass, and sample each sample's next token.
 
-        Samples with the same prompt share its row of the pass.
+        Samples with the same text share its row of the pass.
         """
         texts = [entry.text for entry in group]
         distinct = list(dict.fromkeys(texts))

@@ -18,7 +18,7 @@ class SlotTable:
     """One row per slot; rows of empty slots have arbitrary contents."""
 
     numbers: NDArray[np.int64]
-    """The numbers of the samples in the engine."""
+    """The numbers by which the engine knows the samples."""
     samples: NDArray[Any]
     """The samples as they were submitted."""
     keys: NDArray[np.uint64]

@@ -146,7 +146,7 @@ class VllmSettings:
     notes_routing: bool = False
     """Record expert choices. This turns off prefix caching and, on GPUs, CUDA graphs."""
     adapter: ModelConfig | None = None
-    """If set, vLLM loads the base model from `model_path`, and syncs send an adapter like this."""
+    """If set, vLLM loads the base model from `model_path`, and syncs send its LoRA adapter."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `LLM` class."""
 

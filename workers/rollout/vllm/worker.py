@@ -227,7 +227,10 @@ class WorkerExtension:
         self.model_runner.sampler.begin(SamplingParams(**sampling), num_rows)
 
     def sampled_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Return log-probs [rows, max tokens, kinds] and weight versions [rows, max tokens]."""
+        """Return log-probs [rows, max tokens + 1, kinds] and versions [rows, max tokens + 1].
+
+        The last column has no meaning (see `NoiseSampler.begin`).
+        """
         sampler = self.model_runner.sampler
         sampler.settle()
         return sampler.log_probs[rows], sampler.versions[rows]
@@ -427,8 +430,8 @@ class ExpertChoices:
             self._kept[row][first : first + end - begin] = chosen[begin:end]
 
     def take(self, row: int) -> Tensor | None:
-        """Remove and return the choices [max tokens, layers, choices] of an ended request.
+        """Remove and return the choices [max model length, layers, choices] of an ended request.
 
-        They are zero for tokens that the model did not read.
+        They are zero for tokens that the model did not read. Return None if it read no token.
         """
         return self._kept.pop(row, None)
