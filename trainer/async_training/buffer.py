@@ -3,7 +3,7 @@
     chunk = buffer.begin(generator, weights)    # a generator waits for room and its turn
     buffer.put(chunk)                           # with its samples
     chunks = buffer.take(Demand(16))            # the trainer waits for a batch
-    buffer.publish(version)                          # there are newer weights
+    buffer.publish(version)                     # there are newer weights
 
 Open samples are queued or in generation. `async_training.max_inflight_samples` and `max_staleness`
 limit their number. One lock guards the buffer and the sample log.
@@ -44,7 +44,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
 LOOK_S = 1.0
-"""Seconds between two checks during a wait: is it too long, and are the trainers alive?"""
+"""Seconds between checks during a wait: how long it takes, and whether trainers are alive."""
 LOOK_SHARE = 0.05
 """Maximum fraction of a wait spent on pinging trainers: pinging thousands of them takes long."""
 LOST = "lost with its generator"
@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 
 
 class StalledError(VerlLikeError, RuntimeError):
-    """Generators and trainer wait for each other; the message says who waits for what."""
+    """Generators or the trainer wait in vain; the message says who waits for what."""
 
 
 class WeightVersion(NamedTuple):
@@ -220,7 +220,7 @@ class ExperienceBuffer:
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
-        """Announce weights of this version, which generators take before their next chunk."""
+        """Announce weights of this version, which generators load as soon as they may."""
         with self._change():
             swaps = self.weights.num_swaps + (version == self.version)
             self.weights = WeightVersion(swaps, version)
@@ -233,8 +233,9 @@ class ExperienceBuffer:
             while self.open.in_flight and self._generators and self._failure is None:
                 if not self._changed.wait(timeout_s):
                     raise StalledError(
-                        f"generators have not paused within {timeout_s:g} s: "
-                        f"{self._activity.who_waits()}"
+                        "a validation waits until generators have finished their chunks, but for "
+                        f"{timeout_s:g} s none has finished: {self._activity.who_waits()}. Lower "
+                        "async_training.prompts_per_call if chunks take that long."
                     )
         try:
             yield
@@ -321,7 +322,7 @@ class ExperienceBuffer:
         self._has_turn.notify_all()
 
     def _wait_for(self, find: Callable[[], Result]) -> Result:
-        """Wait until `find` returns something, and return it.
+        """Wait until `find` returns a true value, and return it.
 
         Log who waits for what if it takes long, and raise the error of a generator or trainer.
         """
@@ -349,7 +350,8 @@ class ExperienceBuffer:
         if self.stream.has_ended and not self.is_paused:
             size = f", and a batch needs {wanted}" if wanted else ""
             raise EndOfSamples(f"there are no more prompts: {queued} samples are left{size}")
-        where = f"the trainer waits for {wanted} samples, {queued} are queued, "
+        awaited = "a validation" if self.is_paused else f"{wanted} samples"
+        where = f"the trainer waits for {awaited}, {queued} samples are queued, "
         if not self._generators:
             raise StalledError(where + "and no generator is left.")
         raise StalledError(

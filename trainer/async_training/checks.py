@@ -161,7 +161,7 @@ def _check_generators(config: AsyncConfig) -> None:
             if reason := unused_reason(of_generator, f"{ROLLOUT}.{name}"):
                 logger.warning(notice_of([f"{where}.{name}"], reason))
 
-    # the engines must be able to take weights in the middle of a generation
+    # with weight_update=immediate, the engines must take weights in the middle of a generation
     at_once = async_training.weight_update == "immediate"
     for generator, role in enumerate(topology.roles()):
         rollout = config.rollout_of(generator)

@@ -28,6 +28,7 @@ class Demand:
 
     num_samples: int = 0
     attempt: int = 0
+    """How many batches the step has taken before this one."""
     samples_left_in_version: int = 0
     """Fresh samples needed after these and before the next version of the weights."""
     rest_of_run: int | None = None
@@ -119,7 +120,7 @@ class Loader(Protocol):
         """Return the prompts of a batch."""
 
     def num_prompts(self, number: int) -> int:
-        """Return the number of prompts in a batch; 0 after the last batch."""
+        """Return the number of prompts in a batch; 0 if the prompts have ended before it."""
 
 
 class ChunkStream:
@@ -176,9 +177,9 @@ class ChunkStream:
         """Return the number of samples in a batch."""
         return self._loader.num_prompts(batch) * self._samples_per_prompt
 
-    def state_dict(self, being_made: Iterable[SampleChunk] = ()) -> dict[str, Any]:
+    def state_dict(self, in_flight: Iterable[SampleChunk] = ()) -> dict[str, Any]:
         """Return the stream's position, including chunks that a resume has to generate again."""
-        waiting = sorted([*self.waiting, *being_made], key=lambda chunk: chunk.number)
+        waiting = sorted([*self.waiting, *in_flight], key=lambda chunk: chunk.number)
         return {
             "next_batch": self._next_batch,
             "next_number": self._next_number,

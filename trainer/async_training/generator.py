@@ -32,7 +32,7 @@ from workers.config import has_environment
 from workers.rollout.client import RolloutClient, Submission
 
 SLICE_S = 0.25
-"""Seconds per take. New weights, or the end of the run, wait up to this long."""
+"""Minimum duration of a take. New weights, or the end of the run, wait until the take ends."""
 TAKES_PER_S = 250
 """Maximum takes per second over the ranks of all generators; every take is a call by the driver."""
 METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
@@ -57,9 +57,9 @@ class Generator:
     ) -> None:
         """`start` starts the thread. `goes_on_after` handles the loss of a process of the group.
 
-        With `max_new_tokens_per_call`, a take samples that many tokens of each response and does
-        not wait for slow environments. New chunks may then start before others are finished, and
-        weights arrive between two takes.
+        With `max_new_tokens_per_call`, a take samples at most that many tokens of each response and
+        does not wait for slow environments. New chunks may then start before others are finished,
+        and weights arrive between two takes.
         """
         config, self._trainer, self._groups = trainer.config, trainer, trainer.groups
         self._number, self._role = number, generator_role(number)

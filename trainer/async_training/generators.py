@@ -44,7 +44,7 @@ from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
 
 PAUSE_S = 600.0
-"""Seconds that a validation waits until generators have finished their chunks."""
+"""Seconds without a finished chunk after which a validation no longer waits for generators."""
 END_S = 10.0
 """Seconds to wait for generators at the end of a run; short, so that a failed run ends soon."""
 
@@ -86,7 +86,7 @@ class Generators:
             yield
 
     def validate(self, prompts: DataProto) -> DataProto:
-        """Divide these rows equally among the validating generators, and return their samples."""
+        """Divide these rows among the validating generators, and return their samples."""
         return self.buffer.validate(prompts, self._validators())
 
     def model_role(self, role: str) -> str:

@@ -17,10 +17,8 @@ def plan_lines(
     staleness, num_batches = async_training.max_staleness, async_training.update_steps
     age = AGES.get(staleness, f"samples are at most {staleness} versions old")
     rounds = "batch" if num_batches == 1 else f"{num_batches} batches"
-    batch, most = (
-        config.data.train_batch_size,
-        max(map(config.chunks_in_parallel, range(generators))),
-    )
+    batch = config.data.train_batch_size
+    most = max(map(config.chunks_in_parallel, range(generators)))
     together = f", up to {most} calls per generator at the same time" if most > 1 else ""
     queued = f"at most {num_open:,} queued or in generation"
     lines = [
@@ -35,16 +33,18 @@ def plan_lines(
     if roles := config.score_roles:
         lines.append(f"Scores: each generator scores its samples with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
-        lines.append(f"Correction: rollout_is={weights}, for samples of older weights")
+        lines.append(f"Correction: algorithm.rollout_correction.rollout_is={weights}")
     if brief:
         lines = [f"Staleness: {age}, {queued}"]
     if topology.lopsided:
         lines.append(f"Uneven generators: {topology.lopsided}.")
     if idle := _idle_generators(config):
+        limits = "async_training.max_staleness"
+        if async_training.max_inflight_samples is not None:
+            limits = f"async_training.max_inflight_samples or {limits}"
         lines.append(
             f"Idle generators: {idle} of {generators}, because too few samples may be queued or in "
-            "generation. Lower async_training.prompts_per_call, or raise "
-            "async_training.max_staleness."
+            f"generation. Lower async_training.prompts_per_call, or raise {limits}."
         )
     return lines
 

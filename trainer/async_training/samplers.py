@@ -4,9 +4,9 @@
     class NewestFirst(BatchSampler):
         def choose(self, view: BufferView) -> SelectedBatch: ...
 
-Set `async_training.sampler` to the dotted path of your own sampler. The buffer calls `choose`
-whenever something has changed. It returns chunks that form exactly one batch, or none if the
-trainer has to wait.
+Set `async_training.sampler` to the dotted path of your own sampler. While the trainer waits for a
+batch, the buffer calls `choose` whenever something has changed. `choose` returns chunks that form
+exactly one batch, or none if the trainer has to go on waiting.
 """
 
 from __future__ import annotations

@@ -143,7 +143,10 @@ class Topology:
         )
 
     def chunk_size(self, batch: int) -> int:
-        """Return the number of prompts per chunk with which a batch has one chunk per generator."""
+        """Return the largest number of prompts per chunk with which no generator stays idle.
+
+        It divides the batch of a rank, or is 1 if there are more generators than prompts.
+        """
         ranks = self.routed_ranks
         part = batch // len(ranks)
         generators = max(len(self.generators_for(rank)) for rank in ranks)

@@ -14,7 +14,7 @@ from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.terminal import draw_table, terminal_width
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
-"""Matches the metrics in the printed table; standard deviations are only in metrics.jsonl."""
+"""Matches the metrics in the printed table, which leaves out standard deviations."""
 AGENTS = "val-aux/agents/"
 
 

@@ -1,6 +1,7 @@
 """The nodes of a run, the needs of its pools, and the devices of this machine.
 
-They are read before the pools are planned, and again when Ray restarts a pool that has lost a node.
+They are read before the pools are planned. On Ray, they are read again when a pool that has lost a
+node is restarted.
 """
 
 from __future__ import annotations

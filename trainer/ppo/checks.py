@@ -1,4 +1,4 @@
-"""Checks across PPO's keys: sizes that must divide, required keys, keys that have no effect.
+"""Checks across PPO's keys: sizes that must divide, required keys, keys that exclude each other.
 
 A rule about one key is declared at its field, where `trainer.config.checks` reads it. A run that
 can train, but not as its keys suggest, gets a warning (`trainer.ppo.contradictions`).
@@ -7,6 +7,7 @@ can train, but not as its keys suggest, gets a warning (`trainer.ppo.contradicti
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -122,7 +123,8 @@ def _reject_sizes(config: PPOConfig) -> None:
             raise ConfigError(
                 f"data.total_prompts={prompts} leaves {left} prompts for the last step "
                 f"(data.train_batch_size={batch_size}), not a multiple of {key}={size}. Set "
-                f"data.total_prompts={prompts - left % size}, or {key} to a divisor of {left}."
+                f"data.total_prompts={prompts - left % size}, or {key} to a divisor of "
+                f"{math.gcd(left, batch_size)}."
             )
 
     # a pass over the ranks that share a row has room for the longest row
@@ -138,14 +140,14 @@ def _reject_sizes(config: PPOConfig) -> None:
                 f"of data.max_prompt_length + data.max_response_length = {longest} tokens. Raise "
                 f"{name}.ppo_max_token_len_per_gpu to {-(-longest // num_ranks)}."
             )
-    text = longest_row(config)
-    if actor.use_dynamic_bsz and config.ptx.train_files:
-        if text > budget * models["actor"].sharding.sp:
-            raise ConfigError(
-                f"ptx.max_length={text} tokens does not fit into a pass of "
-                f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens. Lower ptx.max_length, or "
-                f"raise {ACTOR}.ppo_max_token_len_per_gpu."
-            )
+    text, num_ranks = longest_row(config), models["actor"].sharding.sp
+    if actor.use_dynamic_bsz and config.ptx.train_files and text > budget * num_ranks:
+        ranks = f" x {num_ranks} ranks (parallel.sp of actor)" * (num_ranks > 1)
+        raise ConfigError(
+            f"ptx.max_length={text} tokens does not fit into a pass of "
+            f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens{ranks}. Lower ptx.max_length, or "
+            f"raise {ACTOR}.ppo_max_token_len_per_gpu."
+        )
 
 
 def _reject_rewards(config: PPOConfig) -> None:
@@ -155,8 +157,7 @@ def _reject_rewards(config: PPOConfig) -> None:
     if has_teacher(config) and algorithm.rollout_correction.bypass_mode:
         raise ConfigError(
             "distillation compares the teacher with the trainer's own log-probs before the "
-            "update, and algorithm.rollout_correction.bypass_mode=true computes none. Leave out "
-            "bypass_mode."
+            f"update, and {SECTION}.bypass_mode=true computes none. Set it to false."
         )
     act_on_rewards = {
         "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
@@ -181,14 +182,14 @@ def _reject_rewards(config: PPOConfig) -> None:
     if rollout.n < 2 and compares_samples:
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
-            f"but {ROLLOUT}.n={rollout.n} generates one, whose advantage would be its raw score. "
-            f"Set {ROLLOUT}.n to 2 or more, or algorithm.adv_estimator=reinforce_plus_plus."
+            f"but {ROLLOUT}.n={rollout.n} generates only one. Set {ROLLOUT}.n to 2 or more, or "
+            "algorithm.adv_estimator=reinforce_plus_plus."
         )
     if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
         raise ConfigError(
             f"{ROLLOUT}.do_sample=false: all samples of a prompt would be the same greedy "
-            f"response. algorithm.adv_estimator={name} compares them, so every "
-            f"advantage would be 0. Set {ROLLOUT}.do_sample=true."
+            f"response, but algorithm.adv_estimator={name} learns from their differences. Set "
+            f"{ROLLOUT}.do_sample=true."
         )
     if algorithm.filter_groups.enable and rollout.n < 2:
         raise ConfigError(
@@ -215,10 +216,11 @@ def _reject_rewards(config: PPOConfig) -> None:
     }
     for setting, is_set in changes_rewards.items():
         if is_set and "token_level_rewards" not in reads:
+            in_loss = f", or replace it with {ACTOR}.use_kl_loss=true, for a KL in the loss"
             raise ConfigError(
                 f"algorithm.{setting} changes token_level_rewards, which "
-                f"algorithm.adv_estimator={name} does not read. Drop it; to put a KL into the "
-                f"loss, set {ACTOR}.use_kl_loss=true."
+                f"algorithm.adv_estimator={name} does not read. Drop algorithm.{setting}"
+                f"{in_loss if 'kl' in setting else ''}."
             )
 
     if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
@@ -258,11 +260,15 @@ def _reject_losses(config: PPOConfig) -> None:
     loss = actor.policy_loss.loss_mode
     if correction.bypass_mode:
         if algorithm.use_kl_in_reward or "old_log_probs" in columns_read(algorithm.adv_estimator):
-            key = "use_kl_in_reward=true" if algorithm.use_kl_in_reward else "adv_estimator"
+            key = f"adv_estimator={algorithm.adv_estimator}"
+            way_out = "choose another estimator"
+            if algorithm.use_kl_in_reward:
+                key = "use_kl_in_reward=true"
+                way_out = f"replace algorithm.{key} with {ACTOR}.use_kl_loss=true"
             raise ConfigError(
                 f"algorithm.{key} reads the trainer's own log-probs before the update, and "
                 f"{SECTION}.bypass_mode=true computes none. Set {SECTION}.bypass_mode=false, or "
-                f"{ACTOR}.use_kl_loss=true for a KL to the reference."
+                f"{way_out}."
             )
         if correction.rollout_is_batch_normalize:
             raise ConfigError(
@@ -315,7 +321,7 @@ def _reject_losses(config: PPOConfig) -> None:
 def _reject_weights(config: PPOConfig) -> None:
     """Reject settings of weight sync, quantization and reference that contradict each other."""
     policy, models = config.actor_rollout_ref, models_of(config, without_users=True)
-    # only weights that are sent can lose a bucket, and int8 weights cannot be offloaded
+    # only weights sent between processes can lose a bucket, and int8 weights cannot be offloaded
     pools = expand_roles(config.role_mapping)
     receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
     chance = config.injected_faults.drop_weight_bucket
@@ -338,7 +344,8 @@ def _reject_weights(config: PPOConfig) -> None:
     if every is not None and policy.ref.model.path is not None:
         raise ConfigError(
             f"{REF}.update_every={every} with {REF}.model.path={policy.ref.model.path}: a "
-            "reference that follows the actor begins with its weights. Leave one of them out."
+            "reference that follows the actor begins with the actor's weights, not with those of "
+            "another folder. Leave one of the keys out."
         )
     if every is not None and lora_rank > 0:
         raise ConfigError(

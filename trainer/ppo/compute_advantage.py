@@ -3,7 +3,7 @@
 An estimator is a registered name or the dotted path of a user's function. Its parameters are filled
 by name:
 
-- the parameters in `SETTINGS`: from the configuration
+- the parameters in `SETTINGS`: as their keys in the configuration say
 - `index`: from the column uid
 - every other parameter without a default: from the tensor column of its name (token_level_rewards,
   response_mask, values, reward_baselines, or a user's column)
@@ -28,7 +28,7 @@ from verl_like.placement.roles import expand_roles
 from verl_like.signatures import is_required
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards
-from workers.config.conditions import has_only_teacher
+from workers.config.conditions import ACTOR, has_only_teacher
 from workers.rollout.sample import LENGTH_LIMIT
 
 GDPO_KEY = "algorithm.gdpo_reward_keys"
@@ -41,7 +41,12 @@ SETTINGS: Mapping[str, str] = {
     "truncated": "bootstrap_truncated",
     "whiten": "running_norm",
 }
-"""Maps a parameter that is filled from the configuration to its key under `algorithm`."""
+"""Maps a parameter to the key under `algorithm` that determines its argument."""
+WAYS_TO_ROLES = {
+    "ref": f" Set {ACTOR}.use_kl_loss=true for a reference.",
+    "teacher": " Set distillation.teacher_model.model_path.",
+}
+"""Advice on how to add a role to the run."""
 
 
 def get_estimator(adv_estimator: str) -> Estimator:
@@ -70,11 +75,11 @@ def compares_with_greedy(adv_estimator: str) -> bool:
 def check_columns(config: PPOConfig) -> None:
     """Raise if an estimator needs a column that nothing in this run writes.
 
-    A user's workers may write any column.
+    Check nothing if the run has a user's workers, which may write any column, or no estimator.
     """
     name = config.algorithm.adv_estimator
     has_user_workers = any(not path.startswith("workers.") for path in config.role_workers.values())
-    if has_user_workers or has_only_teacher(config):  # then no advantages are estimated
+    if has_user_workers or has_only_teacher(config):
         return
     roles = expand_roles(config.role_mapping)
     models = [rm_column(role) for role in model_rewards(config)]
@@ -83,8 +88,8 @@ def check_columns(config: PPOConfig) -> None:
         if known is not None and known.role and known.role not in roles:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} reads the column {column!r}, which the role "
-                f"{known.role!r} writes, and this run has no such role. Map the role to a pool in "
-                "role_mapping, or choose another estimator."
+                f"{known.role!r} writes, and this run has no such role."
+                f"{WAYS_TO_ROLES.get(known.role, '')} Otherwise, choose another estimator."
             )
         if known is None and column not in models:
             columns = [
@@ -102,9 +107,10 @@ def check_columns(config: PPOConfig) -> None:
 
 
 def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> DataProto:
-    """Add the columns advantages and returns to the batch, which needs token_level_rewards.
+    """Add the columns advantages and returns to the batch.
 
-    `keys` sets keys of `algorithm`, such as `gamma`; the other keys keep their defaults.
+    The batch must have the columns that the estimator reads, such as token_level_rewards. `keys`
+    sets keys of `algorithm`, such as `gamma`; the other keys keep their defaults.
     """
     return advantages_of(batch, AlgorithmConfig(adv_estimator=adv_estimator, **keys))
 
@@ -141,8 +147,8 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
     """Return the rewards of these names as [rows, names], with nan for missing ones.
 
-    A name is that of the score or of a number that a reward function returns. Raise for a name that
-    no sample has.
+    A name is seq_reward (the score), or a number that a reward function returns. Raise for a name
+    that no sample has.
     """
     columns = [read_named_reward(batch, name, GDPO_KEY).float() for name in names]
     return torch.stack(columns, dim=1)
@@ -163,6 +169,7 @@ def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:
             samples = ", ".join(str(uids[int(row)]) for row in rows[:3])
             raise BatchError(
                 f"{name} is nan or infinite in {len(rows)} of {len(column)} samples, such as "
-                f"those of uid {samples}; no advantage can be computed. Check what writes "
-                "this column: the reward model or the critic, whose logits may have overflowed."
+                f"those of uid {samples}; no advantage can be computed. The outputs of a model may "
+                "have overflowed: the critic (values), a reward model (scores), or, with a KL in "
+                "the reward, the actor or the reference (rewards)."
             )

@@ -102,7 +102,7 @@ class AlgorithmConfig(Section):
         allows="seq_reward (the score) and other numbers that the reward function returns",
         read_when=estimator_takes("named_rewards"),
     )
-    """Rewards that GDPO normalizes separately."""
+    """Rewards that the estimator `gdpo` normalizes separately."""
     gdpo_reward_weights: list[float] | None = key(
         None,
         allows="one number per entry of `gdpo_reward_keys`",
@@ -122,7 +122,7 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
     """Whether and how DAPO's dynamic sampling replaces groups of equal scores."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
-    """Clamp scores to ±score_clip; null disables the clamp."""
+    """Clamp each score, of a response or a step, to ±score_clip; null disables the clamp."""
     mask_truncated: bool = key(False)
     """Leave truncated responses out of the losses; their scores still count in their groups."""
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)

@@ -1,8 +1,8 @@
 """Named warnings about combinations of keys that work, but not as you would expect.
 
-Each warning begins with its name, as in `warning kl-twice: …`. Decorators of the registries declare
-the properties of an algorithm at its function, for example that a loss has no importance ratio. A
-setting that can never have an effect is rejected (`trainer.ppo.checks`).
+Each warning begins with its name, as in `warning [kl-twice]: …`. Decorators of the registries
+declare the properties of an algorithm at its function, for example that a loss has no importance
+ratio. Settings that cannot work together are rejected (`trainer.ppo.checks`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 ACTOR = "actor_rollout_ref.actor"
 WIDEST_RANGE_OF_SEQUENCES = 0.05
-"""Widest clip range that affects the ratio of a sequence: its mean log-ratio is rarely larger."""
+"""Widest clip range that often clips the ratio of a sequence, whose mean log-ratio is small."""
 
 
 def log_warnings(config: PPOConfig) -> None:
-    """Log a warning for each of these combinations in the configuration."""
+    """Log a warning for each such combination in the configuration."""
     warn = partial(logger.warning, "warning [%s]: %s")
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
@@ -58,8 +58,8 @@ def log_warnings(config: PPOConfig) -> None:
             f"{ACTOR}.ppo_mini_batch_size={actor.ppo_mini_batch_size}, "
             f"{ACTOR}.ppo_epochs={actor.ppo_epochs}), and {ACTOR}.policy_loss.loss_mode={loss} "
             "has no ratio that corrects the updates after the first. Set "
-            f"{ACTOR}.ppo_mini_batch_size={config.data.train_batch_size}, or use "
-            f"{ACTOR}.policy_loss.loss_mode=vanilla.",
+            f"{ACTOR}.ppo_mini_batch_size={config.data.train_batch_size} and {ACTOR}.ppo_epochs=1, "
+            f"or use {ACTOR}.policy_loss.loss_mode=vanilla.",
         )
 
     if "clip_ratio" in (traits.keys_read or ()):
@@ -75,9 +75,9 @@ def log_warnings(config: PPOConfig) -> None:
         if low > high and not traits.clips_weights:
             warn(
                 "clip-upside-down",
-                f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: a token's "
+                f"{ACTOR}.clip_ratio_low={low} is above {ACTOR}.clip_ratio_high={high}: a token's "
                 "probability may fall further than it may rise, the opposite of clip-higher, so "
-                "the entropy falls. Check that the two are not swapped.",
+                "the entropy may fall. Check that the two are not swapped.",
             )
 
     if actor.use_kl_loss and actor.kl_loss_coef == 0:

@@ -1,6 +1,6 @@
 """The graph of the calls of a step: which calls depend on each other, and which can overlap.
 
-Nothing here runs a step: `describe(config)` prints what `PPOTrainer.step` will do with that
+Nothing here runs a step: `describe(config)` describes what `PPOTrainer.step` will do with that
 configuration. The edges follow from the columns that calls read and write.
 `tests/trainer/ppo/test_dataflow_recorded.py` compares the nodes with the calls of real runs.
 """
@@ -28,8 +28,8 @@ from workers.columns import reads_of, rm_column
 from workers.config import model_rewards
 
 REUSE_NOTICE = (
-    "note: old log-probs need no separate pass: an update is one on-policy optimizer step, and "
-    "its forward pass computes them"
+    "note: samples of the current weights need no separate pass for old log-probs: an update is "
+    "one on-policy optimizer step, and its forward pass computes them"
 )
 
 STEP_1_NOTICE = (
@@ -147,7 +147,8 @@ def step_nodes(config: PPOConfig) -> list[CallNode]:
     graph.on_role("update", "critic", "update_critic", "critic weights")
     graph.on_role("update", "actor", "update_actor", "actor weights")
     graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
-    if config.actor_rollout_ref.ref.update_every is not None:
+    has_reference = "ref" in expand_roles(config.role_mapping)
+    if has_reference and config.actor_rollout_ref.ref.update_every is not None:
         graph.on_driver("update_weights", "update_reference", ("actor weights",), "ref weights")
     return graph.nodes
 
@@ -237,7 +238,7 @@ def describe(
 ) -> str:
     """Describe the graph: what each call waits for, which calls overlap, and which take turns.
 
-    A call that waits for another one also waits for everything before that, which is not repeated.
+    A call that waits for another call also waits for the calls before it, which are not repeated.
     The table is no wider than `max_columns`. `overridden` lists the methods that a subclass
     overrides. Bookkeeping columns that come with the tokens, such as the attention mask, are left
     out.

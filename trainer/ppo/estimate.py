@@ -1,9 +1,9 @@
 """The third stage: turn scores into rewards, and rewards into advantages.
 
-Scores are clamped and normalized, and the KL to the reference is subtracted. An estimator turns the
-resulting rewards into advantages (`trainer.ppo.compute_advantage`), and a teacher adds its own
-advantages. The KL in the actor's loss (`actor.use_kl_loss`) is a separate term, computed in
-`workers`.
+As configured, scores are clamped and normalized, and the KL to the reference is subtracted. An
+estimator turns the resulting rewards into advantages (`trainer.ppo.compute_advantage`). A teacher
+adds its own advantages, or replaces the estimator. The KL in the actor's loss (`actor.use_kl_loss`)
+is a separate term, computed in `workers`.
 
 On-policy distillation: the policy samples a response y, and its teacher scores the same tokens. A
 token's reward is log p(teacher) - log p(policy). Its mean over the policy's own samples is
@@ -136,7 +136,7 @@ class KLController:
 
 
 def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
-    """Clamp the scores to [-limit, limit]; also return the fraction of samples that changed."""
+    """Clamp each token's score to [-limit, limit]; also return the fraction of changed samples."""
     scores = read_columns(batch, "token_level_scores")["token_level_scores"]
     clamped = scores.clamp(-limit, limit)
     changed = (clamped != scores).any(dim=-1).double().mean().item()
@@ -279,9 +279,10 @@ def compute_distillation_advantage(
 
 
 def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, float]]:
-    """Add the teacher's part to the batch's advantages and returns; also return the reverse KL.
+    """Add the teacher's advantages to the batch's advantages; also return the reverse KL.
 
-    The KL estimate is averaged over the tokens of each sample, then over samples.
+    Without task rewards, the teacher's are the only advantages, and also the returns. The KL
+    estimate is averaged over the tokens of each sample, then over samples.
     """
     columns = read_columns(batch, "old_log_probs", "teacher_log_prob", "response_mask")
     settings = config.distillation

@@ -24,14 +24,15 @@ from workers.parallel.sharding import dims_of
 P = TypeVar("P", bound=PPOConfig)
 
 SHARE_OF_A_MACHINE = 0.5
-"""Fraction of a machine's memory that all processes of a CPU run may use together."""
+"""Fraction of a machine's memory for which the passes of a CPU run are sized."""
 WAYS_OUT = {
     "activations": "use smaller passes (ppo_micro_batch_size_per_gpu, or "
-    "ppo_max_token_len_per_gpu), or, if it is off, set "
+    "ppo_max_token_len_per_gpu, of actor_rollout_ref.actor and critic), or, if it is off, set "
     "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     "model states": "set param_offload and optimizer_offload in the roles' fsdp_config, or use "
     "more devices",
-    "KV cache": "lower actor_rollout_ref.rollout.gpu_memory_utilization or kv_cache_gb",
+    "KV cache": "lower actor_rollout_ref.rollout.gpu_memory_utilization or "
+    "actor_rollout_ref.rollout.kv_cache_gb",
 }
 
 
@@ -173,8 +174,9 @@ def fit_passes(config: P, devices: Devices) -> P:
 def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
     """Return the number of tokens per pass that fits on every pool, or None for the default.
 
-    The default is halved until it fits, down to the longest row. Return None if the default fits,
-    if the user has set a size, or if the devices' memory is not known.
+    The default is halved until it fits, but not below the longest row. Return None if the default
+    fits, if the user has set a size, if passes are sized by samples, or if the memory of devices or
+    models is not known.
     """
     actor = config.actor_rollout_ref.actor
     if not actor.use_dynamic_bsz or actor.ppo_max_token_len_per_gpu is not None:

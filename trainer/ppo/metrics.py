@@ -25,8 +25,8 @@ _SEQUENCE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Return metrics of scores, rewards, advantages, returns, values and lengths of a batch.
 
-    Scores and rewards are sums per sample, over samples that have a response; the other metrics are
-    per response token.
+    Scores and rewards are sums per sample, over samples that have a response. Advantages, returns,
+    values and entropy are over response tokens, and lengths over samples.
     """
     names = ("response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
     columns = read_columns(batch, *names, *(("values",) if use_critic else ()))
@@ -59,7 +59,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds per phase, and the milliseconds per token of phases that run a model.
+    """Return the seconds per phase, and the milliseconds per token of phases that process tokens.
 
     The phase `gen` counts response tokens; the other phases count all tokens.
     """
@@ -103,7 +103,7 @@ def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
 
 
 def _widths(batch: DataProto) -> tuple[int, int]:
-    """Return the maximum lengths of (prompt, response)."""
+    """Return the widths of the columns of (prompts, responses)."""
     max_response_length = batch.column("responses").shape[-1]
     return batch.column("attention_mask").shape[-1] - max_response_length, max_response_length
 
@@ -112,8 +112,8 @@ def _entropy(batch: DataProto, mask: Tensor) -> dict[str, float]:
     """Return the policy's entropy in nats per token.
 
     The pass for old log-probs computes it. In a step without that pass, it is estimated by the mean
-    of -log p over the sampled tokens, which is unbiased if nothing truncates the distribution
-    (top_k, top_p).
+    of -log p over the sampled tokens, which is unbiased if the rollout samples with the current
+    weights and nothing truncates the distribution (top_k, top_p, min_p).
     """
     if has_column(batch, "entropys"):
         return {"actor/entropy": _mean(read_columns(batch, "entropys")["entropys"][mask])}

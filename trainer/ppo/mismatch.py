@@ -1,7 +1,8 @@
 """Explain a gap between the log-probs of the rollout and of the trainer.
 
 Call `self_test` by hand on a trainer whose models are built. It generates twice, compares the
-log-probs, and changes no weights. `trainer.ppo.score` computes the gap metrics of every step.
+log-probs, and changes no weights. `trainer.ppo.score` computes the gap metrics of every step that
+computes old log-probs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class GapMeasurements:
 def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
     """Return the first cause that explains the measurements, as (name, sentence).
 
-    The causes: none, staleness, sampling semantics, quantization, dtype, unknown.
+    The causes, in this order: staleness, none, sampling semantics, quantization, dtype, unknown.
     """
     gap, rounding = measured.gap, TOLERANCES["float32"]
     is_cut = gap > 10 * max(measured.plain_gap, rounding)

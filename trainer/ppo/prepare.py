@@ -72,7 +72,7 @@ def worker_code(config: PPOConfig) -> list[str]:
 
 
 def resolve_config(config: Any) -> Any:
-    """Return the configuration with full paths, and with the largest passes that fit."""
+    """Return the configuration with absolute paths of environments, and passes that fit."""
     return fit_passes(with_full_paths(config), devices_of(config.trainer))
 
 
@@ -89,7 +89,7 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
 
 
 def preflight(config: PPOConfig) -> None:
-    """Reject models that are missing or whose context is too short, and unsupported engines."""
+    """Reject models, parallel layouts, engines and quantizations that cannot work in this run."""
     policy, models = config.actor_rollout_ref, models_of(config)
     for role, model in models.items():
         if model.head == "score":

@@ -1,4 +1,4 @@
-"""Trains a policy with PPO, GRPO and other algorithms, on the GPUs that you configure.
+"""Trains a policy with PPO, GRPO and other algorithms, on the GPUs or CPUs that you configure.
 
   verl-like ppo data.train_files=FILE actor_rollout_ref.model.path=FOLDER
                 [key=value ...]   in a checkout also: python -m trainer.main_ppo

@@ -1,7 +1,7 @@
 """The first stage: choose the groups of samples that a step trains on, and balance them over ranks.
 
 `algorithm.filter_groups` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): groups of
-equal scores, whose advantages are zero, are replaced by groups of further prompts. In an
+equal scores, whose GRPO advantages are zero, are replaced by groups of further prompts. In an
 environment with players, a group is kept if the scores of any player differ.
 
 Rows are balanced over the ranks of the actor so that ranks have nearly equal numbers of tokens. W
@@ -41,9 +41,9 @@ def collect_groups(
 ) -> tuple[DataProto, dict[str, float]]:
     """Return `num_prompts` groups whose samples differ, in the order of sampling, and metrics.
 
-    `sample_prompts(attempt)` returns scored samples of further prompts with their metrics. After
-    `max_num_gen_batches` draws, groups of equal scores fill the remaining places in sampling order.
-    A metric counts these groups.
+    Samples differ if `filter_groups.metric` has several values. `sample_prompts(attempt)` returns
+    scored samples of further prompts with their metrics. After `max_num_gen_batches` draws, groups
+    of equal values fill the remaining places in sampling order. A metric counts these groups.
     """
     differing: list[DataProto] = []
     spare: list[DataProto] = []
@@ -68,11 +68,12 @@ def collect_groups(
     missing = max(num_prompts - num_kept, 0)
     if missing:
         logger.warning(
-            "dynamic sampling: %d of %d groups have equal scores after %d generated batches "
-            "(algorithm.filter_groups.max_num_gen_batches); they fill the batch and contribute no "
-            "gradient",
+            "dynamic sampling: %d of the batch's %d groups have equal values of %s, because %d "
+            "generated batches (algorithm.filter_groups.max_num_gen_batches) had too few other "
+            "groups",
             missing,
             num_prompts,
+            config.metric,
             len(attempts),
         )
         batch = concat_rows([batch, first_groups(concat_rows(spare), missing)])
@@ -88,12 +89,13 @@ def collect_groups(
 def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the metrics of a step's draws: sum counts and times, and average other metrics.
 
-    Of a metric that ends in `/max` or `/min`, keep the largest or smallest value.
+    A count's name ends in `num_...`. Of a metric that ends in `/max` or `/min`, keep the largest or
+    smallest value.
     """
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in attempts for name in metrics):
         values = [metrics[name] for metrics in attempts if name in metrics]
-        if "/num_" in name or name.startswith("timing_s/"):
+        if name.rpartition("/")[2].startswith("num_") or name.startswith("timing_s/"):
             result[name] = sum(values)
         elif name.endswith(("/max", "/min")):
             result[name] = max(values) if name.endswith("/max") else min(values)
@@ -165,7 +167,7 @@ def balance(
 
 
 def number_rows(batch: DataProto, config: PPOConfig) -> DataProto:
-    """Add the sample numbers that `actor.shuffle` uses."""
+    """Add the sample numbers by which `actor.shuffle` orders samples, if it is set."""
     if config.actor_rollout_ref.actor.shuffle:
         return write_columns(batch, sample_number=torch.arange(len(batch)))
     return batch

@@ -12,7 +12,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import Scoring
 from trainer.ppo.update import columns_of_correction
 from verl_like.batch.protocol import DataProto
-from workers.columns import has_column, read_columns
+from workers.columns import read_columns
 from workers.config.conditions import has_teacher
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss, traits_of
@@ -30,13 +30,13 @@ def readings(scorings: Sequence[Scoring], config: PPOConfig, in_update: bool) ->
 
 
 def requested_columns(scoring: Scoring, config: PPOConfig) -> dict[str, bool]:
-    """Return keyword arguments that ask the call for the optional columns the estimator reads."""
+    """Return the arguments that make the call write optional columns that the estimator reads."""
     wanted = columns_read(config.algorithm.adv_estimator)
     return {name: True for name in scoring.writes[1:] if name in wanted}
 
 
 def update_computes_old_log_probs(config: PPOConfig, step: int) -> bool:
-    """Return whether the update's own forward pass computes the old log-probs."""
+    """Return whether this step's update can compute the old log-probs of current samples."""
     return update_can_compute_old_log_probs(config) and not measures_reference(config, step)
 
 
@@ -45,8 +45,9 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
 
     It can if its first forward pass sees every row under the weights that sampled it, and nothing
     reads the old log-probs earlier. So there must be one mini-batch, one epoch, no KL in the
-    reward, no teacher, no rollout correction, no bypass, and no loss that chooses tokens by old
-    log-probs. (Models train without dropout.)
+    reward, no teacher, no rollout correction, no bypass, one step per version of the rollout's
+    weights, and neither an estimator that reads old
+    log-probs nor a loss that chooses tokens by them. (Models train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction
@@ -56,7 +57,7 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
         return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
         return False
-    if has_teacher(config):
+    if has_teacher(config) or config.steps_per_version > 1:
         return False
     return not config.algorithm.use_kl_in_reward and "old_log_probs" not in columns_read(
         config.algorithm.adv_estimator
@@ -69,7 +70,7 @@ def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: i
     It does if the configuration allows it in this step, and every sample comes from the current
     policy: weights of this `version`.
     """
-    if config.steps_per_version > 1 or not update_computes_old_log_probs(config, step):
+    if not update_computes_old_log_probs(config, step):
         return False
     versions = read_columns(batch, "policy_version")["policy_version"]
     return bool((versions == version).all())
@@ -98,7 +99,7 @@ def reference_drift(batch: DataProto, config: PPOConfig, step: int) -> dict[str,
 
     In that step both have the same weights, and only the reference's are rounded.
     """
-    if not measures_reference(config, step) or not has_column(batch, "old_log_probs"):
+    if not measures_reference(config, step):
         return {}
     columns = read_columns(batch, "ref_log_prob", "old_log_probs", "response_mask")
     gaps = (columns["ref_log_prob"] - columns["old_log_probs"]).abs().double()

@@ -136,8 +136,8 @@ class PPOTrainer(Trainer):
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Launch all independent scoring calls on the samples, then join them.
 
-        A column that the batch already has is not computed again. The metrics measure the gap
-        between trainer and rollout.
+        A column that the batch already has is not computed again. The metrics are those of the
+        calls and, if there are old log-probs, of the gap between trainer and rollout.
         """
         config, groups, step = self.config, self.groups, self.global_step
         device_type = devices_of(config.trainer).type
@@ -166,7 +166,10 @@ class PPOTrainer(Trainer):
     # ---------------------------------------------------------------------------- 4. update
 
     def update(self, batch: DataProto) -> Metrics:
-        """Train critic and actor on the filtered samples; on separate pools, at the same time."""
+        """Train critic and, after its warm-up, the actor on the filtered samples.
+
+        On separate pools, they train at the same time.
+        """
         config, step = self.config, self.global_step
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
         metrics: Metrics = {}
@@ -236,7 +239,7 @@ class PPOTrainer(Trainer):
         """Check the user's code, and that some role writes the columns that the estimator reads."""
         super().check_code(config, callbacks)
         is_ours = cls.__module__.partition(".")[0] == "trainer"
-        if is_ours and not callbacks:  # those may write other columns
+        if is_ours and not callbacks:  # a user's stage or callback may write further columns
             check_columns(config)
 
     resolve_config = staticmethod(prepare.resolve_config)
@@ -260,11 +263,11 @@ class PPOTrainer(Trainer):
         return {}
 
     def before_steps(self) -> None:
-        """Send weights to the rollout before the first prompt."""
+        """Send weights to the rollout before it generates."""
         self.weights.send_next()
 
     def replaceable_roles(self) -> frozenset[str]:
-        """Return the roles that can be restarted during a step: rollout and frozen models."""
+        """Return the roles that can be restarted during a step: rollout and unchanging models."""
         return replaceable_roles(self.config, self.groups)
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class PolicyWeights(Protocol):
     """The version of the weights that generate the next samples."""
 
     def send_next(self) -> Metrics:
-        """Send the current weights as the next version."""
+        """Send the current weights as the next version, if one is due."""
 
 
 class RolloutWeights:
@@ -79,8 +79,9 @@ def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metr
 def averaged_weights(config: ActorConfig, actor: Any, sync: Callable[[], Any]) -> Iterator[None]:
     """Let the rollout generate with averaged weights inside the block; then restore its weights.
 
-    `actor` is the actor's worker group. Both switches call `sync`, which sends a new weight
-    version, so that samples with averaged weights can be told apart.
+    Without `actor.ema_decay`, do nothing. `actor` is the actor's worker group, and `sync` sends the
+    weights that it uses. In a synchronous run every sync is a new version, so the version of a
+    sample shows whether it comes from averaged weights.
     """
     if config.ema_decay is None:
         yield

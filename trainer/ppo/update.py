@@ -70,21 +70,21 @@ def filters(
     config: PPOConfig, step: int, balance: Callable[[DataProto], WithMetrics]
 ) -> list[Filter]:
     """Return the filters of this run in order; `balance` orders resampled rows over the ranks."""
-    algorithm, chosen = config.algorithm, []
+    algorithm, active = config.algorithm, []
     if algorithm.mask_truncated:
-        chosen.append(Filter("algorithm.mask_truncated", without_truncated))
-    chosen.append(Filter("on_failure=skip", lambda batch: (without_skipped(batch), {})))
+        active.append(Filter("algorithm.mask_truncated", without_truncated))
+    active.append(Filter("on_failure=skip", lambda batch: (without_skipped(batch), {})))
     if columns_of_correction(algorithm.rollout_correction):
         correct = partial(correct_rollout, config=algorithm.rollout_correction)
-        chosen.append(Filter("algorithm.rollout_correction", correct))
+        active.append(Filter("algorithm.rollout_correction", correct))
     if algorithm.use_pf_ppo:
 
         def resample(batch: DataProto) -> WithMetrics:
             batch, metrics = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
             return balance(batch)[0], metrics
 
-        chosen.append(Filter("algorithm.use_pf_ppo", resample))
-    return chosen
+        active.append(Filter("algorithm.use_pf_ppo", resample))
+    return active
 
 
 def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
@@ -204,7 +204,7 @@ def draw_rows(weights: Tensor, offset: float) -> Tensor:
 
 
 def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | None:
-    """Return the loader of `ptx.train_files`, or None."""
+    """Return the loader of `ptx.train_files`, or None if there are no such files."""
     if not config.ptx.train_files:
         return None
     rows = read_lm_rows(

@@ -72,9 +72,9 @@ def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, flo
 
 
 def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
-    """Return the reward, and the other numbers that the reward function returned.
+    """Return the reward, and the other values that the reward functions returned.
 
-    A number that a sample lacks because its reward function failed counts as 0.
+    A number that a sample lacks counts as 0, for example because its reward function failed.
     """
     scores = read_columns(samples, "token_level_scores")["token_level_scores"]
     variables: dict[str, Any] = {"reward": scores.sum(-1).double().numpy()[rows]}

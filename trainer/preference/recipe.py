@@ -1,7 +1,7 @@
 """usage: verl-like dpo data.train_files=FILE model.path=FOLDER [key=value ...]
 
 Trains a model on pairs (chosen, rejected), or on responses with a label (loss=kto). The reference
-is the model before training, or ref.model.path; its log-probs are computed once.
+is the model before training, or ref.model.path; its log-probs are computed once per run.
 
   loss=dpo|ipo|hinge|kto|orpo|simpo   the loss; orpo and simpo have no reference
   label_smoothing=0.1                      dpo for noisy labels (cDPO)
@@ -73,23 +73,20 @@ def check_preference_config(config: PreferenceConfig) -> None:
     # a user's loss may only have parameters that the run can fill
     from workers.losses.preference.registry import COLUMNS, parameters_of
 
-    there = [*COLUMNS, *(name for name in vars(config) if _is_number(vars(config)[name]))]
+    numbers = [name for name, value in vars(config).items() if isinstance(value, int | float)]
+    known = [*COLUMNS, *numbers]
     parameters = parameters_of(registry_of("preference loss").look_up(config.loss))
     if "desirable" in parameters and "ref_log_probs" not in parameters:
         raise ConfigError(
             f"loss={config.loss} has the parameter 'desirable' but not 'ref_log_probs': rows with "
             "a label are compared with a reference. Add the parameter 'ref_log_probs'."
         )
-    unknown = [name for name in parameters if name not in there]
+    unknown = [name for name in parameters if name not in known]
     if unknown:
         raise ConfigError(
             f"loss={config.loss} has an unknown parameter {unknown[0]!r}. Known columns and "
-            f"settings: {', '.join(there)}."
+            f"settings: {', '.join(known)}."
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
 
 
 DPO = Recipe(

@@ -3,8 +3,9 @@
     tables = load_or_compute(folder, start_folder, {"train": hash_of(rows)}, weights, compute)
 
 A table has the shape [rows, 2]. Its inputs are saved with it: a hash of the rows' tokens, a hash of
-the reference's weights, and its dtype. A resumed run takes its tables from the run folder of the
-checkpoint, and is rejected if their inputs differ. A run that does not resume computes them again.
+the reference's weights, and its dtype. A run takes tables with the same inputs from its folder, or,
+if it resumes, from the run folder of the checkpoint. It computes other tables again, except that a
+resumed run is rejected if the inputs of its training table differ.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ def load_or_compute(
             tables[name] = stored[name]
             continue
         if name == "train" and name in stored and start is not None:
-            change = "rows of data.train_files" if are_same_weights else "reference's weights"
+            change = "rows of data.train_files"
+            if not are_same_weights:
+                change = "reference's weights or model.compute_dtype"
             raise CheckpointError(
-                f"{source} holds log-probs of another reference: the {change} have changed. "
-                f"Restore the {change} that the run started with, or start again in another "
+                f"{source} holds log-probs of other inputs: the {change} have changed. Restore the "
+                f"{change} that the run started with, or start again in another "
                 "trainer.default_local_dir."
             )
         tables[name] = compute(name)

@@ -51,7 +51,10 @@ def check_reward_models(config: Any) -> None:
 
 
 def check_rollout(config: Any, role: str = "rollout") -> None:
-    """Reject an unknown engine, and a tensor-parallel size that does not divide the role's pool."""
+    """Reject an engine that is unknown, not installed or too old, or that does not fit its pool.
+
+    The tensor-parallel size of vLLM must divide the number of processes in the role's pool.
+    """
     rollout = config.actor_rollout_ref.rollout
     user_engine(rollout.name)
     pool = expand_roles(config.role_mapping)[role]
@@ -91,8 +94,8 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
             names = ", ".join(tool["function"]["name"] for tool in host.tools)
             raise ConfigError(
                 f"environment={section.path}: its methods {names} are tools. {no_tools_reason} "
-                "Put an underscore before methods that are not tools, or use a class without such "
-                "methods."
+                "Leave out environment.tools, put an underscore before methods that are not tools, "
+                "or use a class without such methods."
             )
         for kind in host.kinds.values():
             TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])
@@ -126,7 +129,7 @@ def with_full_paths(config: Any) -> Any:
 
 
 def check_promptless_rows(config: Any) -> None:
-    """Reject rows without a prompt unless an environment provides it."""
+    """Reject a number of trajectories instead of files unless an environment makes the prompts."""
     for setting in ("train_files", "val_files"):
         files = getattr(config.data, setting)
         if is_num_prompts(files) and not has_environment(config):

@@ -16,9 +16,9 @@ def check_rewards(config: Any) -> None:
             where = f"reward.list[{number}]"
             if not reward.name.isidentifier() or names.index(reward.name) != number:
                 raise ConfigError(
-                    f"{where}.name={reward.name!r}: every reward needs a unique name of "
-                    "letters, digits and _, which its metrics, columns and roles "
-                    "contain."
+                    f"{where}.name={reward.name!r}: every reward needs a unique name of letters, "
+                    "digits and _ that does not begin with a digit, because its metrics, columns "
+                    "and roles contain the name."
                 )
             if reward.kind == "model" and not reward.path:
                 raise ConfigError(
@@ -29,7 +29,7 @@ def check_rewards(config: Any) -> None:
 
         if not any(reward.weight for reward in config.reward.list):
             raise ConfigError(
-                f"the weights of {', '.join(names)} are all 0, so nothing would be learned. Set "
+                f"the weights of {', '.join(names)} are all 0, so every score would be 0. Set "
                 "another weight in `reward.list`."
             )
     elif config.reward.model.enable and not config.reward.model.path:

@@ -47,10 +47,11 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
 def try_rewards(
     rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int
 ) -> tuple[DataProto | None, list[str]]:
-    """Return the scored responses, or None if no function scores, and a list of lines about them.
+    """Return the scored responses, and a list of lines about them.
 
-    Raise if a function fails on all responses. If it fails on some, the names of its numbers may be
-    incomplete, so None is returned instead of the responses.
+    Raise if a function fails on all responses. Return None instead of the responses if no function
+    or also a server scores, or if a function fails on some responses, because the names of its
+    numbers may then be incomplete.
     """
     functions = [part for part in rewards.parts if part.config.kind == "function"]
     if not functions or any(part.config.kind == "remote" for part in rewards.parts):

@@ -147,10 +147,10 @@ class ScoresInBatch:
 
 
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
-    """Return the rollouts, and the roles whose class declares that weights do not change.
+    """Return the roles that can be restarted: rollouts, and roles whose weights do not change.
 
-    The declaration is `is_frozen`. A subclass must declare it again, because it may have more
-    state.
+    A rollout must be a `RolloutWorker` itself. Other classes declare `is_frozen`. A subclass must
+    declare it again, because it may have more state.
     """
     replaceable = set()
     for role in groups:

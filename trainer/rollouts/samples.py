@@ -52,7 +52,7 @@ def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
 
 
 def concat_rows(parts: Sequence[DataProto]) -> DataProto:
-    """Join the rows of all parts in order, with nan where a part lacks a column.
+    """Join the rows of all parts in order, with nan where a part lacks a non-tensor column.
 
     A single part is not copied.
     """
@@ -126,7 +126,7 @@ BYTES_OF_OLD_STEP = 2048
 
 
 def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
-    """Keep the best sample, the worst, and as many between them as the limit allows."""
+    """Keep the best sample and, as far as the limit allows, the worst and others between them."""
     if not path.is_file() or path.stat().st_size <= limit:
         return
     lines = path.read_bytes().splitlines(keepends=True)

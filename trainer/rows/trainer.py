@@ -3,7 +3,8 @@
     rows ─> update ─> next rows
 
 A recipe's trainer defines its role, how rows are read and padded, and its validation. The loop
-around a step is `trainer.loop.Loop`. If fewer rows remain for the last step, it trains on those.
+around a step is `trainer.loop.Loop`. In a run of epochs, the last step trains on the rows that
+remain.
 """
 
 from __future__ import annotations

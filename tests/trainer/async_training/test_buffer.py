@@ -99,7 +99,7 @@ def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     )
     buffer.join(0)
     generators.start()
-    with pytest.raises(StalledError, match=r"waits for 4 samples, 2 are queued.*generator 0.*room"):
+    with pytest.raises(StalledError, match=r"waits for 4 samples, 2 samples are queued.*room"):
         buffer.take(Demand(4))
     buffer.close()
     generators.join(30)

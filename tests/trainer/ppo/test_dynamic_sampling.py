@@ -88,7 +88,9 @@ def test_a_group_without_a_number_does_not_differ() -> None:
 def test_metrics_of_several_draws_keep_their_meaning() -> None:
     first = {"reward/num_failed": 1.0, "length/max": 5.0, "length/min": 2.0, "reward/mean": 1.0}
     second = {"reward/num_failed": 2.0, "length/max": 9.0, "length/min": 4.0, "reward/mean": 0.0}
-    assert merge_attempts([first, second]) == {
+    turns = {"agents/num_turns/mean": 2.0, "agents/num_turns/max": 3.0}
+    assert merge_attempts([first | turns, second | turns]) == {
+        **turns,
         "reward/num_failed": 3.0,
         "length/max": 9.0,
         "length/min": 2.0,

@@ -6,10 +6,10 @@ add an estimator by adding a file. Shared code is in `groups` (samples of one pr
 (discounted sums over a row) and `whiten`. The names of an estimator's parameters say which columns
 of the batch it gets (`trainer.ppo.compute_advantage`).
 
-Tensors have the shape [rows, response tokens], and are finite outside the mask as well. Rows with
-equal values of `index` are samples of one prompt. Every estimator returns (advantages, returns),
-zero outside the mask. A masked-out token in the middle of a row, such as a tool's output, is
-skipped: its neighbors count as consecutive.
+Tensors have the shape [rows, response tokens], unless an estimator's docstring names another shape.
+They are finite outside the mask as well. Rows with equal values of `index` are samples of one
+prompt. Every estimator returns (advantages, returns), zero outside the mask. A masked-out token in
+the middle of a row, such as a tool's output, is skipped: its neighbors count as consecutive.
 """
 
 import importlib

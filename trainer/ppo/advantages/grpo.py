@@ -23,9 +23,9 @@ def compute_grpo_outcome_advantage(
 
     With `norm_adv_by_std_in_grpo=false`, there is no division, as in Dr. GRPO.
 
-    Watch: If `actor/grad_norm` falls to 0 below the best `critic/score/mean`, most groups have
-    equal scores: set `algorithm.filter_groups.enable`. If `response_length/mean` grows while the
-    score does not, use the preset `dr_grpo`.
+    Watch: If `actor/grad_norm` falls to 0 before `critic/score/mean` is at its best, most groups
+    have equal scores: set `algorithm.filter_groups.enable`. If `response_length/mean` grows while
+    the score does not, use the preset `dr_grpo`.
 
     Source: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783
     """

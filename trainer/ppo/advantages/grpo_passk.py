@@ -22,10 +22,11 @@ def compute_grpo_passk_outcome_advantage(
     """The best sample's lead over the second best of its group; 0 for all other samples.
 
     The lead is divided by the group's standard deviation, unless `norm_adv_by_std_in_grpo=false`. A
-    tie for the best score gives 0.
+    tie for the best score gives 0. A group of one sample keeps its raw score.
 
     Watch: If `actor/grad_norm` is near 0, the best samples tie: use scores that seldom tie, or
-    `grpo`. If `actor/entropy` falls, the reason is that no advantage is negative: use `grpo`.
+    `grpo`. If `actor/entropy` falls, which advantages that are never negative can cause, use
+    `grpo`.
 
     Source: arXiv 2503.19595
     """
@@ -36,9 +37,8 @@ def compute_grpo_passk_outcome_advantage(
     if norm_adv_by_std_in_grpo:
         lead = lead / (groups.std(groups.centered(scores))[best] + epsilon)
 
-    is_alone = groups.size_of_row() == 1
-    advantages = torch.where(is_alone, scores, 0)
-    advantages[best] = torch.where(is_alone[best], scores[best], lead)
+    advantages = torch.zeros_like(scores)
+    advantages[best] = torch.where(best == second, scores[best], lead)
     advantages = on_tokens(advantages, response_mask)
     return advantages, advantages
 

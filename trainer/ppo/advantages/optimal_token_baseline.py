@@ -30,8 +30,9 @@ def compute_optimal_token_baseline_advantage(
 
     W is the sum over the tokens so far of `1 - 2 p + sum(p^2 over the vocabulary)`: the squared
     norm of the gradient of log p with respect to the logits. t counts only tokens inside the mask,
-    as in verl's `tir_optimal_token_baseline`. A token that only one sample reaches gets 0 (in verl,
-    its raw return). W ignores importance weights.
+    as in verl's `tir_optimal_token_baseline`. A token that only one of several samples reaches gets
+    0 (in verl, its raw return). A group of one sample keeps its raw returns. W ignores importance
+    weights.
 
     Watch: If `actor/grad_norm` is not lower and steadier than with `rloo` or `grpo`, W is nearly
     equal for all samples: use one of those two.

@@ -30,7 +30,7 @@ def needs_groups(estimator: Estimator) -> bool:
 
 
 def has_kl_in_loss(estimator: AnyEstimator) -> AnyEstimator:
-    """Mark an estimator that compares summed rewards, so that the KL belongs in the loss."""
+    """Mark an estimator like GRPO, with which the KL belongs in the loss, not in the reward."""
     estimator.wants_kl_in_loss = True  # type: ignore[attr-defined]
     return estimator
 

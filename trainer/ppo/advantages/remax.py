@@ -17,6 +17,8 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The token's undiscounted return minus the score of the prompt's greedy response.
 
+    `reward_baselines` has the shape [rows].
+
     Watch: If `critic/advantages/mean` stays below 0, lower `rollout.temperature`.
 
     Source: arXiv 2310.10505
