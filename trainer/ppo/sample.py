@@ -68,9 +68,8 @@ def collect_groups(
     missing = max(num_prompts - num_kept, 0)
     if missing:
         logger.warning(
-            "dynamic sampling: %d of the batch's %d groups have equal values of %s, because %d "
-            "generated batches (algorithm.filter_groups.max_num_gen_batches) had too few other "
-            "groups",
+            "dynamic sampling: %d of the batch's %d groups have equal values of %s after %d "
+            "generated batches (algorithm.filter_groups.max_num_gen_batches)",
             missing,
             num_prompts,
             config.metric,

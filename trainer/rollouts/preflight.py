@@ -51,9 +51,9 @@ def check_reward_models(config: Any) -> None:
 
 
 def check_rollout(config: Any, role: str = "rollout") -> None:
-    """Reject an engine that is unknown, not installed or too old, or that does not fit its pool.
+    """Reject an unknown engine, and vLLM if it is missing, untested, or does not fit the pool.
 
-    The tensor-parallel size of vLLM must divide the number of processes in the role's pool.
+    vLLM's tensor-parallel size must divide the number of processes in the role's pool.
     """
     rollout = config.actor_rollout_ref.rollout
     user_engine(rollout.name)

@@ -88,7 +88,7 @@ SETTINGS = [
     ),
     (
         "algorithm.adv_estimator=rloo",
-        ["rollout.n=1 generates one", "Set actor_rollout_ref.rollout.n to 2 or more"],
+        ["rollout.n=1 generates only one", "Set actor_rollout_ref.rollout.n to 2 or more"],
     ),
     (
         "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2",

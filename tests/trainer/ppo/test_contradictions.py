@@ -72,7 +72,7 @@ WARNINGS = [
     (
         "actor_rollout_ref.actor.clip_ratio_low=0.28 actor_rollout_ref.actor.clip_ratio_high=0.2",
         "clip-upside-down",
-        ["clip_ratio_low=0.28 is above clip_ratio_high=0.2", "swapped"],
+        ["clip_ratio_low=0.28 is above actor_rollout_ref.actor.clip_ratio_high=0.2", "swapped"],
     ),
     (
         "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0",

@@ -47,7 +47,7 @@ def test_after_the_last_draw_equal_groups_fill_the_batch(caplog: pytest.LogCaptu
     batch, metrics = collect_groups(lambda a: drawn([[0, 0], [a, 1]], a), 3, config)
     assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0", "0-0", "0-0", "0-1", "0-1"]
     assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 2.0
-    assert "2 of 3 groups have equal scores after 2 generated batches" in caplog.text
+    assert "3 groups have equal values of seq_reward after 2 generated batches" in caplog.text
 
 
 def test_groups_of_one_are_never_refilled() -> None:

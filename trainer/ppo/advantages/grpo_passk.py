@@ -25,8 +25,7 @@ def compute_grpo_passk_outcome_advantage(
     tie for the best score gives 0. A group of one sample keeps its raw score.
 
     Watch: If `actor/grad_norm` is near 0, the best samples tie: use scores that seldom tie, or
-    `grpo`. If `actor/entropy` falls, which advantages that are never negative can cause, use
-    `grpo`.
+    `grpo`. If `actor/entropy` falls, the reason may be that no advantage is negative: use `grpo`.
 
     Source: arXiv 2503.19595
     """
