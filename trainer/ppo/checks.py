@@ -177,15 +177,13 @@ def _reject_rewards(config: PPOConfig) -> None:
 
     # an estimator that compares samples needs several, which can differ
     name = algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for a user's function
-    compares_samples = estimator is not None and needs_groups(estimator)
-    if rollout.n < 2 and compares_samples:
+    if rollout.n < 2 and _compares_samples(name):
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
             f"but {ROLLOUT}.n={rollout.n} generates only one. Set {ROLLOUT}.n to 2 or more, or "
             "algorithm.adv_estimator=reinforce_plus_plus."
         )
-    if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
+    if not rollout.do_sample and (_compares_samples(name) or compares_with_greedy(name)):
         raise ConfigError(
             f"{ROLLOUT}.do_sample=false: all samples of a prompt would be the same greedy "
             f"response, but algorithm.adv_estimator={name} learns from their differences. Set "
@@ -250,6 +248,12 @@ def _reject_rewards(config: PPOConfig) -> None:
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
             f"rewards of {GDPO_KEY}. Set one number per reward, or null for equal weights."
         )
+
+
+def _compares_samples(name: str) -> bool:
+    """Return whether a registered estimator compares the samples of a prompt."""
+    estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for a user's function
+    return estimator is not None and needs_groups(estimator)
 
 
 def _reject_losses(config: PPOConfig) -> None:
@@ -370,8 +374,7 @@ def _reject_weights(config: PPOConfig) -> None:
 def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
     """Reject a number of samples per prompt that the players cannot share equally."""
     n = config.actor_rollout_ref.rollout.n
-    estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
-    compares_samples = estimator is not None and needs_groups(estimator)
+    compares_samples = _compares_samples(config.algorithm.adv_estimator)
     for players in [kind.players for kind in kinds if kind.players]:
         problem, count = "", len(players)
         if n % count or (compares_samples and n == count):

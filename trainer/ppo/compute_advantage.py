@@ -43,10 +43,10 @@ SETTINGS: Mapping[str, str] = {
 }
 """Maps a parameter to the key under `algorithm` that determines its argument."""
 WAYS_TO_ROLES = {
-    "ref": f" Set {ACTOR}.use_kl_loss=true for a reference.",
-    "teacher": " Set distillation.teacher_model.model_path.",
+    "ref": f", or set {ACTOR}.use_kl_loss=true",
+    "teacher": ", or set distillation.teacher_model.model_path",
 }
-"""Advice on how to add a role to the run."""
+"""How to add a role to the run, as the end of a sentence."""
 
 
 def get_estimator(adv_estimator: str) -> Estimator:
@@ -88,8 +88,8 @@ def check_columns(config: PPOConfig) -> None:
         if known is not None and known.role and known.role not in roles:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} reads the column {column!r}, which the role "
-                f"{known.role!r} writes, and this run has no such role."
-                f"{WAYS_TO_ROLES.get(known.role, '')} Otherwise, choose another estimator."
+                f"{known.role!r} writes, and this run has no such role. Choose another estimator"
+                f"{WAYS_TO_ROLES.get(known.role, '')}."
             )
         if known is None and column not in models:
             columns = [

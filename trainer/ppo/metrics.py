@@ -18,7 +18,6 @@ from workers.columns import has_column, read_columns, token_counts
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
 
-_RESPONSE_PHASES = ("gen",)
 _SEQUENCE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
@@ -65,10 +64,8 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     """
     prompt_length, response_length = token_counts(batch)
     num_response_tokens = int(response_length.sum())
-    num_tokens = {name: num_response_tokens for name in _RESPONSE_PHASES}
-    num_tokens |= {
-        name: num_response_tokens + int(prompt_length.sum()) for name in _SEQUENCE_PHASES
-    }
+    num_all_tokens = num_response_tokens + int(prompt_length.sum())
+    num_tokens = {"gen": num_response_tokens, **dict.fromkeys(_SEQUENCE_PHASES, num_all_tokens)}
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name, count in num_tokens.items():
         if name in timing_raw and count:

@@ -47,11 +47,11 @@ def load_or_compute(
     `start` is the run folder of the checkpoint to resume from, if there is one.
     """
     source = (start or folder) / FILE
-    stored, made_of = _read(source)
-    are_same_weights = made_of.get("weights") == weights
+    stored, inputs = _read(source)
+    are_same_weights = inputs.get("weights") == weights
     tables = {}
     for name, digest in rows.items():
-        if name in stored and are_same_weights and made_of[name] == digest:
+        if name in stored and are_same_weights and inputs[name] == digest:
             tables[name] = stored[name]
             continue
         if name == "train" and name in stored and start is not None:

@@ -139,9 +139,9 @@ def check_promptless_rows(config: Any) -> None:
             )
 
 
-def check_row_columns(kinds: Mapping[str, Kind], there: Collection[str]) -> None:
+def check_row_columns(kinds: Mapping[str, Kind], data_columns: Collection[str]) -> None:
     """Reject data that lacks a column which an environment's `reset` needs."""
-    columns = {*there, *OWN_COLUMNS}
+    columns = {*data_columns, *OWN_COLUMNS}
     needed = [name for kind in kinds.values() for name in kind.columns]
     if kinds and "" not in kinds and COLUMN not in columns:
         raise ConfigError(

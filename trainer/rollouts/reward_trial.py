@@ -95,9 +95,8 @@ def _num_failed(metrics: dict[str, float]) -> float:
     """Return the number of samples that the worst reward could not score."""
     counts = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
     of_all = counts.pop("reward/num_failed", 0.0)
-    return max(
-        *counts.values(), of_all - sum(counts.values()), 0.0
-    )  # rules do not count their own failures
+    of_rules = of_all - sum(counts.values())  # rules have no count of their own
+    return max(*counts.values(), of_rules, 0.0)
 
 
 def synthetic_responses(

@@ -38,10 +38,10 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     sampled_ids: list[list[int]] = []
     turns_of_rows: list[list[Turn]] = []
     rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), infos, strict=True)
-    for tokens, mask, numbers, of_row in rows:
+    for tokens, mask, numbers, info in rows:
         policy_turns = _policy_turns(tokens, mask != 0, numbers, sampled_ids)
         turns_of_rows.append(
-            [turn for sampled in policy_turns for turn in _with_answer(sampled, of_row)]
+            [turn for sampled in policy_turns for turn in _with_answer(sampled, info)]
         )
 
     texts = decode_rows(tokenizer, sampled_ids)
@@ -49,8 +49,8 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         turn["text"] = texts[turn["text"]]
     return {
         "turns": turns_of_rows,
-        "ended": [of_row.get("ended") for of_row in infos],
-        "problem": [of_row.get("problem") or None for of_row in infos],
+        "ended": [info.get("ended") for info in infos],
+        "problem": [info.get("problem") or None for info in infos],
     }
 
 
@@ -101,9 +101,9 @@ def _policy_turns(
     tokens, is_sampled, numbers = tokens[:end], is_sampled[:end], numbers[:end]
     turns = []
     for number in np.unique(numbers[is_sampled]).tolist():
-        is_its = numbers == number
-        ids = tokens[is_its & is_sampled].tolist()
-        observed = int((is_its & ~is_sampled).sum())
+        is_in_turn = numbers == number
+        ids = tokens[is_in_turn & is_sampled].tolist()
+        observed = int((is_in_turn & ~is_sampled).sum())
         turn = {"role": POLICY, "text": len(sampled_ids), "reward": None, "turn": number}
         turns.append({**turn, "tokens": len(ids), "observed_tokens": observed})
         sampled_ids.append(ids)
