@@ -13,7 +13,7 @@ called whenever a validation is due, which may be before the first step:
     on_init_end
     on_train_begin
         on_step_begin
-        on_stage_begin  on_stage_end            (around every stage)
+        on_stage_begin  on_stage_end            (around every stage of PPO)
             on_sample_begin  on_generated  on_sample_end     (in the stage that generates)
             on_filter  on_update                           (in the stage that trains on them)
         on_validate_begin  on_validate_end
