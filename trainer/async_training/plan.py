@@ -33,7 +33,7 @@ def plan_lines(
     if roles := config.score_roles:
         lines.append(f"Scores: each generator scores its samples with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
-        lines.append(f"Correction: algorithm.rollout_correction.rollout_is={weights}")
+        lines.append(f"Correction: rollout_is={weights} (algorithm.rollout_correction)")
     if brief:
         lines = [f"Staleness: {age}, {queued}"]
     if topology.lopsided:
