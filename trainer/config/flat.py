@@ -26,7 +26,7 @@ NAMES_OF_A_RUN = frozenset(
 
 
 MOST_VALUES = 100_000
-"""The most values that a YAML file may have after its aliases are expanded, perhaps to billions."""
+"""The most values of a YAML file with expanded aliases, which can multiply to billions."""
 
 
 def reject_many_aliases(file: Path) -> None:

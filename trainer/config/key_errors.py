@@ -36,7 +36,7 @@ def wrong_file(err: HydraException, files: Sequence[str]) -> str:
 def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
     """Describe a value of the wrong type, and the values that the key takes."""
     if isinstance(err, ConfigKeyError) and err.full_key:
-        name = err.full_key or ""
+        name = err.full_key
         for section in config_keys(recipe.schema):
             item_schema = section.item_schema
             if err.object_type is not None and item_schema == err.object_type:

@@ -55,7 +55,7 @@ class Recipe(Generic[C]):
     )
     """Returns the configuration with derived values, and notices to show.
 
-    It gets the keys that the user set, and runs before the checks.
+    It gets the keys that the user set, and runs before `checks`.
     """
     registries: Sequence[str] = ()
     """The modules that register names for keys; they may import torch."""
@@ -82,10 +82,9 @@ class Recipe(Generic[C]):
         return sorted({"placement", *(path.parent.name for path in files)})
 
     def preset_names(self, group: str) -> list[str]:
-        """Return the presets of a group: its folder's files and, for `placement`, the
-        names in `placements`.
+        """Return the presets of a group; an unknown group has none.
 
-        It is empty if there is no such group.
+        They are the files of its folders and, for `placement`, the names in `placements`.
         """
         files = [path.stem for folder in self.folders for path in folder.glob(f"{group}/*.yaml")]
         return sorted({*files, *(self.placements if group == "placement" else ())})

@@ -52,7 +52,7 @@ def keys_of(settings: Iterable[Override]) -> list[str]:
 
 
 def keys_set(settings: Iterable[Override]) -> list[str]:
-    """Return the dotted keys that these settings set; a `~key` undoes earlier ones."""
+    """Return the dotted keys that these settings set; a `~key` undoes earlier ones of that key."""
     keys: dict[str, None] = {}
     for setting in settings:
         if setting.is_delete():

@@ -29,6 +29,7 @@ from verl_like.placement.roles import expand_roles, roles_named
 from verl_like.registry import load_object
 from workers.config.rollout import RolloutConfig
 
+C = TypeVar("C", bound=RunConfig)
 SEQUENCES_ON_GPUS, BUCKET_MB_ON_GPUS = 1024, 512.0
 """Defaults on GPUs: vLLM's `max_num_seqs`, and the size of weight buckets."""
 
@@ -93,7 +94,6 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
     return changed(config, changes), notices_of_engine(name, device_type)
 
 
-C = TypeVar("C", bound=RunConfig)
 BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
 """Trained: a float32 weight with its gradient and two moments. Frozen: a bfloat16 weight."""
 
@@ -155,8 +155,8 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
     config = changed(config, {"resource_pool_spec": spec})
     if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
-            f"note: the devices do not divide evenly: {spec}. Pools with only frozen models get "
-            "fewer devices, and the first pools get more."
+            f"note: the pools get different numbers of devices: {spec}. Pools with only frozen "
+            "models get fewer, and of a remainder, the first pools get one more each."
         )
     return config, notices
 
@@ -187,8 +187,8 @@ def _with_slots(config: C, keys: Collection[str]) -> C:
 def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:
     """Return the sizes of a preset's pools, which share the free devices by `weights`.
 
-    Whole nodes are shared if there is at least one per pool; otherwise the devices of every node
-    are shared.
+    Whole nodes are shared if there is at least one per pool. Otherwise, the pools share the devices
+    of every node that has at least one device for each of them.
     """
     spec, used = config.resource_pool_spec, set(config.role_mapping.values())
     sized = {pool: sizes for pool, sizes in spec.items() if sizes}
@@ -292,13 +292,13 @@ def names_below(section: str, keys: Collection[str]) -> set[str]:
 
 
 def _unused_pool(config: RunConfig, pool: str, inactive: Mapping[str, str]) -> ConfigError:
-    meant = "".join(
+    inactive_texts = "".join(
         f" {role} is mapped to it, but not part of this run: {why}."
         for role, why in inactive.items()
     )
     return ConfigError(
-        f"no role uses the pool {pool!r} (role_mapping: {config.role_mapping}).{meant} Map a role "
-        f"to it with role_mapping.<role>={pool}, or drop the override "
+        f"no role uses the pool {pool!r} (role_mapping: {config.role_mapping})."
+        f"{inactive_texts} Map a role to it with role_mapping.<role>={pool}, or drop the override "
         f"resource_pool_spec.{pool}={config.resource_pool_spec[pool]}."
     )
 

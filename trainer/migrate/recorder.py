@@ -42,7 +42,7 @@ from verl_like.process.supervisor import (
 )
 
 CONTINUATION = re.compile(r"\\[ \t]+(?:#[^\n]*)?(?:\n|\Z)")
-"""A backslash before blanks or a comment at the end of a line, which bash does not continue."""
+"""A backslash before blanks or a comment at the end of a line, where bash ends the command."""
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 MARKED = re.compile("\2[$](\\w+)\3")
 """Pattern of the value that the script sees for a variable that stays `$NAME`; it marks the `$`."""
@@ -306,10 +306,10 @@ def _read(text: str, places: Mapping[str, str], environment: Mapping[str, str]) 
     if not count.isdigit() or len(parts) <= int(count):
         return None
     variables = dict(pair.partition("=")[::2] for pair in parts[int(count) :])
-    bashs = {name for name, value in variables.items() if environment.get(name) == value}
-    bashs |= {name for name in variables if not name.isidentifier()}
-    bashs |= {"_", "HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR"}
-    environment = {name: value for name, value in variables.items() if name not in bashs}
+    left_out = {name for name, value in variables.items() if environment.get(name) == value}
+    left_out |= {name for name in variables if not name.isidentifier()}
+    left_out |= {"_", "HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR"}
+    environment = {name: value for name, value in variables.items() if name not in left_out}
     return Command(parts[: int(count)], folder, environment)
 
 

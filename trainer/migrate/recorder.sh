@@ -1,5 +1,5 @@
 # Every bash of a recorded script reads this first (BASH_ENV): what trains is recorded, not run.
-exec {BASH_XTRACEFD}> /dev/null  # `set -x` is not for the reader
+exec {BASH_XTRACEFD}> /dev/null  # hides the trace of `set -x`
 
 record() {
     { printf '%s\0' "$PWD" "$#" "$@"; "$VERL_LIKE_RECORDER/tools/env" -0; } \
@@ -10,7 +10,7 @@ command_not_found_handle() {
     record "$@"
 }
 
-# The command that a launcher such as `srun` or `ray job submit` starts is run; itself it is recorded.
+# A launcher such as `srun` or `ray job submit` is recorded, and the command that it starts is run.
 run_inner() {
     local launcher=$1
     record "$@"
@@ -40,7 +40,7 @@ for launcher in $VERL_LIKE_LAUNCHERS; do
 done
 unset file launcher
 
-trap wait EXIT  # what the script has started in the background is recorded, too
+trap wait EXIT  # so that commands in the background are recorded, too
 
 sh() { bash "$@"; }
 mkdir() { command mkdir "$@" 2> /dev/null || true; }

@@ -133,6 +133,8 @@ def migrate(
     if translations and not rejections:
         return list(translations.values())
     problem = "\n\n".join(dict.fromkeys(rejections)) or _no_training(reader, recording)
+    if not rejections and isinstance(source, str):
+        problem += "\nPut the script's arguments after it: verl-like migrate SYSTEM SCRIPT 8 ..."
     if recording.unset:
         problem += (
             f"\n\nThe script reads variables that are never set: {', '.join(recording.unset)}."
@@ -158,17 +160,17 @@ def _add_context(done: Translation, command: Command, recording: Recording) -> N
 
 
 def _no_training(reader: System, recording: Recording) -> str:
-    """Describe a script without a command that trains."""
+    """Describe a script, or a command, that does not train."""
     ran = [shlex.join(command.words)[:100] for command in recording.commands]
     words = (
-        f"the script runs no command of {reader.trains}; it ran: "
-        f"{'; '.join(ran[-5:]) or 'nothing'}."
+        f"there is no command of {reader.trains}; the commands are: "
+        f"{'; '.join(ran[-5:]) or 'none'}."
     )
     if recording.ending != ENDED_WELL:
         words += f" The script {recording.ending}."
     if output := [line for line in recording.printed.splitlines() if line.strip()]:
         words += " Its output: " + " / ".join(output[-5:])
-    return f"{words}\nPut the script's arguments after it: verl-like migrate SYSTEM SCRIPT 8 ..."
+    return words
 
 
 def _is_a_rest(command: Command) -> bool:

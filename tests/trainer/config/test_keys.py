@@ -105,7 +105,7 @@ def is_string(node: ast.stmt | None) -> bool:
 
 def test_an_uneven_preset_says_so(caplog: pytest.LogCaptureFixture) -> None:
     load("placement=split", "trainer.n_gpus_per_node=3")
-    assert "do not divide evenly" in caplog.text
+    assert "different numbers of devices" in caplog.text
 
 
 @pytest.mark.parametrize(

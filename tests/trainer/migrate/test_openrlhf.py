@@ -134,7 +134,7 @@ def test_every_flag_has_a_word() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("python train.py --pretrain x", "the script runs no command of train_ppo_ray"),
+        ("python train.py --pretrain x", "there is no command of train_ppo_ray"),
         ("--pretran x", "no flag --pretran. Did you mean 'pretrain'"),
         (
             "--train_batch_size 10 --n_samples_per_prompt 4",
