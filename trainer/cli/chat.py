@@ -4,7 +4,7 @@
 MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
 global_step_N in one. On a terminal it asks for messages (/new restarts, Ctrl-D ends) and shows the
 replies while they are generated. From a pipe the whole input is one message, and only the reply is
-printed. A reply has at most 512 tokens, and by default it is the most likely one (temperature 0):
+printed. By default, a reply has at most 512 tokens, each the most likely one (--temperature 0):
 
   echo "What is 3 + 4?" | verl-like chat runs/sums --max-tokens 4
 
@@ -205,8 +205,8 @@ class ChatTrajectory:
     def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: Answer) -> None:
         """Begin with the prompt and the first observation, or with an agent's first request."""
         eos = chat.model.generation_config.eos_token_id
-        named = eos if isinstance(eos, list) else [eos]
-        self._stops = sorted({chat.tokenizer.eos_token_id, *named} - {None})
+        ends = eos if isinstance(eos, list) else [eos]
+        self._stops = sorted({chat.tokenizer.eos_token_id, *ends} - {None})
         self._chat, self._host = chat, host
         self._renderer = TurnRenderer(chat.tokenizer, host.tools, self._stops)
         self._ids: list[int] = []

@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def full_plan(config: RunConfig, measured: str = "") -> str:
-    """Return the full plan of the run, as wide as the terminal."""
+    """Return the full plan of the run, as wide as the terminal, or `WIDTH_OF_A_FILE`."""
     width = terminal_width() or WIDTH_OF_A_FILE
     trainer_cls = trainer_class(config)
     if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):

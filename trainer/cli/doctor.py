@@ -65,13 +65,12 @@ class Finding:
 def findings() -> Iterator[Finding]:
     """Yield the findings of every check, the quick ones first."""
     required = _requirements()
-    installed = [name for name in PROBED_IF_THERE if name in required and _version(name)]
-    there = {PROBED_IF_THERE[name]: name for name in installed}
     probes = {
-        **{
-            probe: f"{PIP} --force-reinstall {_named(required[name])}"
-            for probe, name in there.items()
-        },
+        probe: f"{PIP} --force-reinstall {_named(required[name])}"
+        for name, probe in PROBED_IF_THERE.items()
+        if name in required and _version(name)
+    }
+    probes |= {
         "torch": f"{PIP} --force-reinstall {_named(required['torch'])}",
         "local": "bash tests/run.sh tests/workers",
         "ray": f"{PIP} --force-reinstall ray  (or run with trainer.backend=local)",
@@ -218,8 +217,8 @@ def check_allocator() -> Finding:
         names = " ".join(setting.partition("=")[0] for setting in chosen)
         return Finding(
             "allocator",
-            f"{', '.join(chosen)} is set, so processes do not configure the allocator to keep "
-            "freed memory, which makes training on CPUs faster",
+            f"{', '.join(chosen)} is set, so CPU processes do not configure the allocator to keep "
+            "freed memory, and train more slowly",
             f"unset {names}",
             is_optional=True,
         )

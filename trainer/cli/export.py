@@ -8,7 +8,7 @@ whatever number of ranks wrote the checkpoint, and the run need not have saved h
   --role critic    the role whose model is exported; by default the policy, or the only trained
                    model
   --adapter        the LoRA adapter for peft, not merged
-  --average        the moving average of the weights (actor.ema_decay)
+  --average        the moving average of the weights (actor_rollout_ref.actor.ema_decay)
   --model BASE     the folder of the base model, if it has moved
 """
 

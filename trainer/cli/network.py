@@ -115,7 +115,7 @@ def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str])
         return None
     return (
         f"this machine's name, {name}, resolves to {address or 'nothing'}: in a run on several "
-        "machines, gloo would listen on this address, which other machines cannot reach",
+        "machines, gloo would offer no address that other machines can reach",
         f"export GLOO_SOCKET_IFNAME={usable[0]}",
     )
 

@@ -10,7 +10,8 @@ Serves a model to scripts that use the `tinker` SDK, unchanged:
 The script owns data, loss and loop, the server owns the weights. Keys are those of a run:
 
   placement=colocate|split  resource_pool_spec.rollout_pool=[6]   the pools of the roles
-  actor_rollout_ref.model.lora_rank=0     train all weights, for one client; 32: adapters
+  actor_rollout_ref.model.lora_rank=0     train all weights, for one client; by default, each client
+                                          trains an adapter
   data.max_prompt_length=1024  data.max_response_length=1024
   trainer.default_local_dir=FOLDER        the folder of checkpoints
   trainer.backend=ray|local

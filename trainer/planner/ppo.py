@@ -72,11 +72,11 @@ class PPOJob(Job):
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
         """Return (stage, method) for every call of the role in a step."""
-        named = [(node.stage, *node.name.partition(".")) for node in step_nodes(self.config)]
+        prefix, nodes = f"{role}.", step_nodes(self.config)
         return [
-            (stage, method)
-            for stage, name, _, method in named
-            if name == role and stage in self.stages
+            (node.stage, node.name.removeprefix(prefix))
+            for node in nodes
+            if node.name.startswith(prefix) and node.stage in self.stages
         ]
 
     def rows(self, role: str) -> StepRows:

@@ -103,7 +103,7 @@ def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixtu
     assert config.role_mapping == {"actor_rollout": "a", "critic": "b"}
     assert config.actor_rollout_ref.rollout.sampling_kwargs == {"min_p": 0.1}
     assert config.trainer.stop_at == {"critic/score/mean": 0.8}
-    assert "divide evenly" not in caplog.text
+    assert "different numbers of devices" not in caplog.text
     for unknown in ("+nosuch={}", "+trainer.nosuch={a: 1}", "algorithm={kl_ctrl: {nosuch: 1}}"):
         with pytest.raises(ConfigError, match=r"there is no key .*nosuch"):
             load_config([*NEEDED, unknown])
