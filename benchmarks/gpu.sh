@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measure one GPU, in at most 15 minutes: the LOCAL_RANK trap, the gpu tests, FSDP2, memory, MFU, hashing, sampling,
 # copies, decoding, and three steps of GRPO and PPO with 0.5B. Writes gpu.json, gpu.md (to paste into an issue) and gpu.log.
-#   bash benchmarks/gpu.sh --prepare            on a machine with a network: download pure Python packages that the GPU
-#                                               machine may lack to .gpu-packages (12 MB); copy this folder there
+#   bash benchmarks/gpu.sh --prepare            on a machine with a network: download packages that the GPU machine may lack
+#                                               into .gpu-packages (12 MB); then copy the checkout with it to that machine
 #   bash benchmarks/gpu.sh                      on the machine with the GPU; needs torch, transformers, pyarrow and pytest, but
 #                                               no network, no Ray and no vLLM
 #   bash benchmarks/gpu.sh --dry-run H100       check every run as if on such a GPU

@@ -1,7 +1,7 @@
 """Run the parts of `gpu_parts.py` one after the other; write gpu.json, gpu.md and gpu.log.
 
     bash benchmarks/gpu.sh                             on one GPU
-    bash benchmarks/gpu.sh --seconds 400               skip parts that would begin later
+    bash benchmarks/gpu.sh --seconds 400               end within 400 s, with fewer parts
     bash benchmarks/gpu.sh --only memory --only decode
     bash benchmarks/gpu_node.sh                        on eight GPUs
     bash benchmarks/gpu_node.sh --gpus 4               on four
@@ -234,7 +234,7 @@ def main() -> None:
     add(
         "--only", action="append", default=[], metavar="PART", help="run this part; may be repeated"
     )
-    add("--seconds", type=float, default=1200, help="begin no part after this time")
+    add("--seconds", type=float, default=1200, help="limit for all parts together")
     add("--patience", type=float, default=1, help="factor for all deadlines, for a busy machine")
     add("--dry-run", metavar="GPU", help="check every run as on GPUs of this name, and stop")
     add("--out", type=Path, help="a folder; runs/gpu/<time> by default")

@@ -171,7 +171,10 @@ def run_or_exit(config: RunConfig, start: Callable[[Any], RunResult] | None = No
         return (start or run)(config)
 
 
-GOES_ON = "the same command resumes from the last checkpoint, if there is one"
+GOES_ON = (
+    "the same command resumes from the last checkpoint, if there is one and trainer.resume_mode is "
+    "not disable"
+)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ esac
 needs=trainer
 [ "$which" = agent ] && needs="openai, trainer"
 if ! "$py" -c "import $needs" 2>/dev/null; then
-    echo "$py does not have $needs: bash examples/quickstart/run.sh installs this project into .venv, pip install openai the client" >&2
+    echo "$py does not have $needs: bash examples/quickstart/run.sh installs this project into .venv. The agent also needs: pip install openai" >&2
     exit 1
 fi
 verl_like=("$py" -c "from trainer.cli.main import main; main()") # the command verl-like, of this Python and checkout

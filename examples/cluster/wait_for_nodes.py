@@ -24,8 +24,8 @@ def wait(address: str, number: int, seconds: float) -> None:
         if time.monotonic() > until:
             sys.exit(
                 f"{joined} of {number} nodes have joined Ray at {address} within {seconds:g} s: "
-                "look at what their `ray start` says above, and whether they reach that address. "
-                "WAIT_S=<seconds> waits longer."
+                "read the output of their `ray start` above, and check whether they reach this "
+                "address. To wait longer, set WAIT_S=<seconds>."
             )
         time.sleep(1)
 

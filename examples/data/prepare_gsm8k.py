@@ -56,7 +56,7 @@ def write(lines: Iterable[dict[str, Any]], split: str, folder: Path, source: str
 
 
 def convert(source: Path, folder: Path) -> Path:
-    """Write the parquet file for one JSONL file, whose name is that of the split."""
+    """Write the parquet file of one JSONL file; both have the name of the split."""
     texts = source.read_text(encoding="utf-8").splitlines()
     return write(map(json.loads, texts), source.stem, folder, str(source))
 

@@ -3,7 +3,8 @@
 #   bash examples/gsm8k/run.sh [key=value ...]            Qwen2.5-0.5B-Instruct on one GPU
 #   bash examples/gsm8k/run.sh trainer.n_gpus_per_node=8  the same on eight GPUs
 #   TINY=1 bash examples/gsm8k/run.sh [key=value ...]     a tiny Llama and easy sums on the CPU, as in CI
-# MODEL names another model. DATA is the folder with train.parquet and test.parquet; if it has none, GSM8K is downloaded.
+# MODEL names another model. DATA is the folder with train.parquet and test.parquet; without a train.parquet, GSM8K is
+# downloaded into it. TINY=1 ignores both.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)

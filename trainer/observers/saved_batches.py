@@ -72,7 +72,7 @@ class DrawCheck:
 
 
 class WrittenSamples:
-    """Writes the samples of every step."""
+    """Writes the samples of every step that updates the policy."""
 
     def __init__(self) -> None:
         self._waiting: DataProto | None = None

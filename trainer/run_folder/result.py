@@ -113,7 +113,10 @@ class RunResult:
         return self.model_folder
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Return the samples of a step, by default the last one: `input`, `output`, `score`, ..."""
+        """Return the samples of a step, by default the last one: `input`, `output`, `score`, ...
+
+        Of older steps the run keeps only a few samples (`trainer.max_rollouts_to_keep`).
+        """
         files = {int(file.stem): file for file in (self.folder / "rollouts").glob("*.jsonl")}
         if not files:
             raise ConfigError(f"the run in {self.folder} has no samples.")
