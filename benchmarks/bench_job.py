@@ -7,7 +7,7 @@ model, devices, seconds per 1,024 prompts, epochs, response tokens per second, h
 JSON has every step by phase and all settings. `benchmarks/peers` runs the same job with other
 frameworks.
 
-  --steps 6 number of steps, including the first one; or trainer.total_training_steps
+  --steps 6           number of steps, including the first one; or trainer.total_training_steps
   --out FILE          file of the JSON, by default bench.json in the run folder
 """
 

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_parallel.py [--only sp|tp|pp] [--rounds 3]
 
-The model is the 1M-parameter Qwen2. Measured are the seconds of an update on rows of 4,096 tokens,
-and the peak memory of a rank on rows of 16,384; for tp also the memory of a log-prob pass with
-whole logits of 151,936 tokens. A pass has one row. pp needs several rows, as many as the single
-process then gets, and it has no limits. Sides run one after the other, with one thread per process.
+The model is the 1M-parameter Qwen2. The script measures the seconds of an update on rows of 4,096
+tokens, and the peak memory of a rank on rows of 16,384; for tp also the memory of a log-prob pass
+with whole logits of 151,936 tokens. A pass has one row. pp needs several rows; the single process
+then gets as many, and no limit applies. Sides run one after the other, with one thread per process.
 Results are medians over rounds of the ratios of consecutive runs. Prints JSON with the limits that
 are missed. The `floor` of a peak is the ratio if everything were halved except what the process has
 before its first call (Python, torch, the weights).

@@ -4,10 +4,10 @@
 
 The script prints a line for every example, and how many have each outcome:
 
-- translated: every training of it is a command that composes here; for verl its sizes, rates,
-  losses and lengths are those that verl's own Hydra composes of the same words, key by key;
-- refused: for the reason with which the line begins;
-- not recognized: no training was found in it;
+- translated: every training in it becomes a command that composes here; for verl, its sizes, rates,
+  losses and lengths equal those that verl's own Hydra composes from the same arguments;
+- refused: `verl-like migrate` rejects it, for the reason in the line;
+- not recognized: it has no training that `verl-like migrate` recognizes;
 - wrong: a value differs from verl's.
 
 TRL's examples are Python files; the commands in their docstrings are used. A script that needs
