@@ -19,10 +19,10 @@ from verl_like.batch.protocol import DataProto
 from workers.rollout.batches import check_sample_hashes
 
 BATCHES_FOLDER = "batches"
-STAGES = ("score", "estimate", "update")
-"""The stages that take a batch, in order."""
 FILES = {"score": "score", "adv": "estimate", "update": "update"}
 """Maps a stage, as named in the timings, to the name of its file."""
+STAGES = tuple(FILES.values())
+"""The stages that take a batch, in order, as methods of the trainer."""
 
 
 def batch_file(run_folder: Path, step: int, stage: str) -> Path:

@@ -8,7 +8,7 @@ checkpoint of an earlier step, or at the beginning of the run.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -89,7 +89,9 @@ def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
     if not uid or (index and not index.isdecimal()):
         raise ConfigError(f"--trajectory={name}: write UID, or UID/INDEX, as in rollouts/.")
     step_of_uid: dict[str, int] = {}
-    for step in sorted(map(int, _kept_steps(folder)), reverse=True):
+    paths = (folder / BATCHES_FOLDER).glob(f"*/{STAGES[0]}.safetensors")
+    steps_of_paths = [path.parent.name for path in paths if path.parent.name.isdecimal()]
+    for step in sorted(map(int, steps_of_paths), reverse=True):
         batch = DataProto.load_from_disk(batch_file(folder, step, STAGES[0]))
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
         step_of_uid |= {str(u): step for u in uids}
@@ -112,12 +114,6 @@ def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
         f"{steps[-1]}, which have {', '.join(list(step_of_uid)[:NAMED])}, "
         f"...{nearest(uid, step_of_uid)}"
     )
-
-
-def _kept_steps(folder: Path) -> Iterator[str]:
-    for path in (folder / BATCHES_FOLDER).glob(f"*/{STAGES[0]}.safetensors"):
-        if path.parent.name.isdecimal():
-            yield path.parent.name
 
 
 def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
