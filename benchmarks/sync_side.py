@@ -55,7 +55,7 @@ class Trainer:
         assert merged
         assert not on_all_ranks
         for name, parameter in self.module.named_parameters():
-            tensor = tensor_on_first(parameter)
+            tensor = tensor_on_first(parameter, dist.get_rank() == 0)
             if tensor is not None:
                 yield name, tensor
 

@@ -66,26 +66,16 @@ class _TokenStats(torch.autograd.Function):
         ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_logprob is None and grad_entropy is None:
-            return None, None, None, None, None, None
+            return (None,) * 6
         logits, labels, log_norm, entropy = ctx.saved_tensors
+        stats = labels, log_norm, entropy
         if ctx.fused:
             grad = logits if ctx.inplace_backward else logits.clone()
-            stats = labels, log_norm, entropy, grad_logprob, grad_entropy
-            _compiled(_row_gradient)(grad, *stats, ctx.temperature)
-            return grad, None, None, None, None, None
-
-        grad = gradient_of_logits(
-            logits,
-            labels,
-            log_norm,
-            entropy,
-            grad_logprob,
-            grad_logprob,
-            grad_entropy,
-            ctx.temperature,
-            ctx.inplace_backward,
-        )
-        return grad, None, None, None, None, None
+            _compiled(_row_gradient)(grad, *stats, grad_logprob, grad_entropy, ctx.temperature)
+        else:
+            grads = grad_logprob, grad_logprob, grad_entropy
+            grad = gradient_of_logits(logits, *stats, *grads, ctx.temperature, ctx.inplace_backward)
+        return (grad, *(None,) * 5)
 
 
 def _row_stats(

@@ -115,24 +115,18 @@ def agg_policy_loss(
         losses = losses * zero_outside(rollout_is_weights.detach(), response_mask)
     loss = agg_loss(losses, response_mask, loss_agg_mode, **denominators)
 
-    metrics = {}
-    for name, values in per_token.items():
-        if values.dtype == torch.bool:
-            metrics[name] = share_of_tokens(values, response_mask, **denominators).to(losses.dtype)
-        else:
-            metrics[name] = agg_loss(values.detach(), response_mask, "token-mean", **denominators)
-    return loss, metrics
-
-
-def share_of_tokens(
-    where: Tensor, response_mask: Tensor, **denominators: Unpack[Denominators]
-) -> Tensor:
-    """Return these rows' contribution to the fraction of tokens for which `where` is true."""
     mask = response_mask.bool()
     num_tokens = denominators.get("batch_num_tokens")
     if num_tokens is None:
         num_tokens = torch.count_nonzero(mask)
-    return torch.count_nonzero(where & mask) / _at_least_one(num_tokens, mask.device)
+    metrics = {}
+    for name, values in per_token.items():
+        if values.dtype == torch.bool:
+            share = torch.count_nonzero(values & mask) / _at_least_one(num_tokens, mask.device)
+            metrics[name] = share.to(losses.dtype)
+        else:
+            metrics[name] = agg_loss(values.detach(), response_mask, "token-mean", **denominators)
+    return loss, metrics
 
 
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:

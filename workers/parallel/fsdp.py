@@ -167,14 +167,12 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return full
 
 
-def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor | None:
-    """Return a weight as one tensor on rank 0, None on other ranks.
+def tensor_on_first(parameter: Tensor, is_first: bool) -> Tensor | None:
+    """Return a weight as one tensor if this rank `is_first` (of its stage), otherwise None.
 
-    `is_first` selects the receiving rank instead: the first rank of each stage. If the weight is
-    sharded, this is collective: every rank must call it.
+    If the weight is sharded, this is collective: every rank must call it.
     """
     tensor = parameter.detach()
-    is_first = dist.get_rank() == 0 if is_first is None else is_first
     if not isinstance(tensor, DTensor):
         return tensor if is_first else None
     if tensor.device.type != "cpu":  # sends with NCCL would need additional connections

@@ -139,7 +139,8 @@ def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:
     cudart, address = torch.cuda.cudart(), block.data_ptr()
     if error := int(cudart.cudaHostRegister(address, len(block), 0)):
         size = len(block) / 2**30
-        logger.warning("%.2f GiB were not page-locked: CUDA error %d", size, error)
+        message = "%.2f GiB were not page-locked (CUDA error %d), so copies to the GPU are slower"
+        logger.warning(message, size, error)
         return None
     unlock = weakref.finalize(owner, cudart.cudaHostUnregister, address)
     unlock.atexit = False  # CUDA may already be shut down at exit

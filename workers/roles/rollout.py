@@ -238,9 +238,8 @@ class RolloutWorker(WeightReceiver, Worker):
 
         names = ("temperature", "top_k", "top_p", "do_sample")
         validates = bool(data.meta_info.get("validate"))
-        settings = {name: getattr(self.config, name) for name in names}
-        if validates:
-            settings = {name: getattr(self.config.validation, name) for name in names}
+        section = self.config.validation if validates else self.config
+        settings = {name: getattr(section, name) for name in names}
         for name, value in self.config.sampling_kwargs.items():
             if name in STOPS or not validates:
                 settings[name] = value

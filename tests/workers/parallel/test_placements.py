@@ -68,7 +68,7 @@ def is_right(rows: int) -> list[tuple[bool, bool, bool]]:
             tensor = DTensor.from_local(
                 own.contiguous(), mesh, placements, shape=whole.shape, stride=whole.stride()
             )
-        first = tensor_on_first(tensor)
+        first = tensor_on_first(tensor, worker.rank == 0)
         on_first = torch.equal(first, whole) if first is not None else worker.rank != 0
         part = torch.equal(local_rows(tensor, whole), local_shard(tensor))
         found.append((torch.equal(full_tensor(tensor), whole), on_first, part))
