@@ -34,7 +34,7 @@ NUM_ARGUMENTS = 3
 
 
 def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers' routed experts by name: modules with one tensor of all experts' weights."""
+    """Yield the layers' routed experts by name: modules `experts` with more than one expert."""
     for name, child in module.named_modules():
         if name.rpartition(".")[2] == "experts" and getattr(child, "num_experts", 0) > 1:
             yield name, child

@@ -178,7 +178,7 @@ class Pass(nn.Module):
 
 
 class Received(nn.Module):
-    """Replaces the embeddings: returns the states of the previous stage, pass after pass."""
+    """Replaces the embeddings: each forward pass returns the next states of the previous stage."""
 
     def __init__(self, embeddings: Any) -> None:
         super().__init__()

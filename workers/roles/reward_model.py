@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class RewardModelWorker(ModelWorker):
     """Computes one score of a prompt with its response: the output at the last real token.
 
-    Padding therefore has no effect.
+    If `config.json` of the model's folder has `score_at: legacy_mean`, the score is the mean over
+    all real tokens. Padding has no effect.
     """
 
     is_frozen = True

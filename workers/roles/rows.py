@@ -1,4 +1,4 @@
-"""Workers of supervised recipes: each call takes one optimizer step on its rows.
+"""Workers of supervised recipes: each `update_model` takes one optimizer step on its rows.
 
 A recipe's worker defines how rows enter a pass, which outputs are read, which columns its loss
 reads, and the loss. This module has SFT and reward-model training; preference training is in
@@ -32,7 +32,7 @@ from workers.training.update import update
 
 
 class RowWorker(CheckpointMixin, ModelWorker):
-    """Base of these workers."""
+    """Base of the workers of SFT, reward-model and preference training."""
 
     head: ClassVar[Head] = "token"
     loss_name: ClassVar[str] = "loss"
