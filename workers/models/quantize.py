@@ -1,7 +1,7 @@
 """Int8 weights in linear layers: a quarter of float32's memory, and integer products.
 
     module = empty_model(config, head, device)
-    quantize_linears(module, device)        # before weights are loaded, so none is ever float32
+    quantize_linears(module, device)        # before loading, so no float32 model is in memory
     load_weights(module, ...)               # each weight is quantized as it is read
 
 Roles that compute without training can use it: a rollout engine, a frozen reference, teacher or

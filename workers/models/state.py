@@ -52,7 +52,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def local_rows(weight: Tensor, source: Any) -> Tensor:
-    """Return this rank's rows of `source`, a full tensor or the slice of a file's tensor."""
+    """Return this rank's shard of `source`, a full tensor or the slice of a file's tensor."""
     if not isinstance(weight, DTensor):
         part: Tensor = source[...]
         return part

@@ -156,7 +156,14 @@ class TrainEngine(Model):
                 and not self.has_gradients
             ):
                 train = partial(self.passes.train, batch, loss=loss)
-                totals = self.smaller_passes.run(train, budget, self.optimizer.zero_grad)
+                totals = self.smaller_passes.run(
+                    train,
+                    budget,
+                    self.optimizer.zero_grad,
+                    longest=lambda: max(
+                        self.passes.reading.cut(batch.columns, budget)[1], default=0
+                    ),
+                )
             else:
                 totals = self.passes.train(batch, budget, loss, pass_outputs)
         except BaseException:

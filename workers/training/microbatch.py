@@ -64,6 +64,10 @@ class MicroBatchBudget:
         tokens = None if self.tokens is None else self.tokens // 2
         return MicroBatchBudget(rows, tokens) if rows or tokens else None
 
+    def with_room(self, longest: int) -> MicroBatchBudget:
+        """Return this budget, raised to a row of `longest` tokens if it counts tokens."""
+        return self if self.tokens is None else MicroBatchBudget(tokens=max(self.tokens, longest))
+
     @property
     def keys(self) -> str:
         """The keys that set the budget of a trained model, for messages."""

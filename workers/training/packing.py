@@ -227,8 +227,8 @@ def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
     body = body_of(module)
     inputs = {**feed.inputs, "use_cache": False}
     attention = body.config.get_text_config()._attn_implementation
-    if feed.packed and attention in ("eager", "flash_attention_2"):
-        del inputs["row_layout"]  # they read the row boundaries from the position ids
+    if feed.packed and attention == "eager":
+        del inputs["row_layout"]  # its mask gets the row boundaries from the position ids
     for name in {"position_ids", "attention_mask"} - inspect.signature(
         body.forward
     ).parameters.keys():

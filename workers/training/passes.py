@@ -238,19 +238,24 @@ class SmallerPasses:
         train: Callable[[MicroBatchBudget], dict[str, Tensor]],
         budget: MicroBatchBudget,
         clear: Callable[[], None],
+        longest: Callable[[], int],
     ) -> dict[str, Tensor]:
         """Return the result of `train` with this budget, or with a smaller one that fits.
 
-        `clear` drops the gradients of the passes that ran before the error. Repeating the
+        `clear` drops the gradients of the passes that ran before the error. `longest` returns the
+        number of tokens of the longest row, for which every budget has room. Repeating the
         mini-batch computes the same gradients, as sums over more passes.
         """
         while True:
-            fitting = self._fitting.get(budget, budget)
+            fitting = budget
+            if budget in self._fitting:
+                fitting = self._fitting[budget].with_room(longest())
             try:
                 return train(fitting)
             except torch.OutOfMemoryError as error:
-                smaller = fitting.halved()
-                if smaller is None:
+                halved = fitting.halved()
+                smaller = halved and halved.with_room(longest())
+                if smaller is None or smaller == fitting:
                     raise
                 message = str(error).partition(". ")[0]
             # outside the handler, the error is gone, and with it the frames that reference

@@ -27,6 +27,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import guarded_step
+from workers.training.passes import SmallerPasses
 
 
 def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
@@ -196,6 +197,23 @@ def test_a_row_that_does_not_fit_ends_the_run(tiny_dir: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         actor.update_actor(make_batch(2))
     assert passes == [2, 1]
+
+
+def test_smaller_passes_have_room_for_the_longest_row() -> None:
+    smaller, budget = SmallerPasses(), MicroBatchBudget(tokens=1000)
+    passes: list[int | None] = []
+
+    def train(fitting: MicroBatchBudget) -> dict[str, torch.Tensor]:
+        passes.append(fitting.tokens)
+        if (fitting.tokens or 0) > 700:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {}
+
+    for longest in (600, 650, 200):
+        smaller.run(train, budget, lambda: None, functools.partial(int, longest))
+    assert passes == [1000, 600, 650, 600]
+    with pytest.raises(torch.OutOfMemoryError):
+        smaller.run(train, budget, lambda: None, lambda: 800)
 
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:

@@ -5,7 +5,7 @@ the result of a token does not depend on its neighbors. The weight gradient is a
 compute dtype, and weights and moments keep their dtypes. Micikevicius et al., "FP8 Formats for Deep
 Learning" (arXiv 2209.05433).
 
-Rollout engines do not round to float8, so the trainer's policy differs slightly from theirs. The
+Rollout engines do not round in this way, so the trainer's policy differs slightly from theirs. The
 metric `training/rollout_probs_diff_mean` shows by how much.
 """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Int8(ModelPart):
-    """Int8 weights of linear layers (`quantization=int8`); no rank ever stores them in float32."""
+    """Int8 weights of linear layers (`quantization=int8`)."""
 
     def change(self, model: Model) -> None:
         """Allocate int8 weights; each weight is quantized as it is loaded."""
