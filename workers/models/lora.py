@@ -76,7 +76,7 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
     if other:
         raise ConfigError(
             f"{config.SECTION}.target_modules: {', '.join(other[:5])} is not a linear layer. List "
-            "only linear layers."
+            f"only linear layers, such as {', '.join(linear[:3])}."
         )
 
     if config.target_modules == "all-linear":
@@ -138,7 +138,7 @@ def merged_tensors(
     """Yield full tensors with each adapter added to its base, under the base's name.
 
     The sum is rounded to the base's dtype, which is what a rollout in that dtype can store. Inside
-    `adapter_off`, the base is returned.
+    `adapter_off`, the base is yielded without the adapter.
     """
     layers = adapted_layers(module)
     parts: dict[str, Tensor] = {}  # the parts of a layer that have arrived, until it is complete

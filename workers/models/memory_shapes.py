@@ -42,7 +42,7 @@ class PassShapes:
     saved: int
     """Bytes that autograd saves."""
     outside_layers: int
-    """The part of `saved` that is saved after the last layer."""
+    """The part of `saved` that is saved before the first layer or after the last."""
     layer: int
     """Peak of a layer's forward and backward pass, without its input."""
     backward: int

@@ -191,13 +191,12 @@ def quantize_linears(module: nn.Module, device: torch.device) -> None:
 
 def check_quantizable(module: nn.Module) -> None:
     """Reject a model without layers that can be int8, or one for which int8 is too inaccurate."""
-    if not any(quantizable(module)):
-        kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
-        raise ConfigError(
-            f"quantization=int8: a model of type {kind!r} has no linear layers (torch.nn.Linear) "
-            "outside its head. Leave out quantization."
-        )
     support = Support.of(module.config)
+    if not any(quantizable(module)):
+        raise ConfigError(
+            f"quantization=int8: a model of type {support.model_type!r} has no linear layers "
+            "(torch.nn.Linear) outside its head. Leave out quantization."
+        )
     if reason := support.why_not(int8_rounding):
         raise ConfigError(
             f"quantization=int8: a model of type {support.model_type!r} cannot be rounded to int8 "

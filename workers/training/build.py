@@ -86,9 +86,9 @@ def build_model(model: Model, worker: Worker) -> None:
 
 
 def prepare_cpu_process() -> None:
-    """Prepare a process that trains on the CPU, before it computes anything.
+    """Prepare a process with a model on the CPU, before it computes anything.
 
-    The allocator of other processes, such as a notebook, stays unchanged.
+    The allocator is changed only in processes that verl-like starts, not in a notebook.
     """
     from workers.cpu.allocator import keep_freed_memory
     from workers.cpu.onednn import limit_kernel_caches

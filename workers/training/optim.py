@@ -36,7 +36,7 @@ SETTINGS = ("lr", "eps", "weight_decay", "betas")
 
 
 def _check(cls: Any, subject: str) -> None:
-    """Reject a constructor with required parameters besides the weights and `SETTINGS`."""
+    """Reject a constructor that cannot be called with the weights and its `SETTINGS` only."""
     check_call(cls, subject, CallSignature("params", by_name=_settings_taken(cls)))
 
 
@@ -46,7 +46,7 @@ def _settings_taken(cls: Any) -> list[str]:
 
 
 OPTIMIZERS: Registry[Any] = Registry("optimizer", _check)
-"""Names for `optim.optimizer`: constructors that take the weights and some of `SETTINGS`."""
+"""Names for `optim.optimizer`: constructors that take the weights and, by name, some `SETTINGS`."""
 OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 
 

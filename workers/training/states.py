@@ -71,7 +71,7 @@ class TrainedStates:
             raise ConfigError(
                 f"cannot add an adapter of rank {rank}: all adapters of a sharded model have the "
                 f"same rank, here {self.rank}. Use rank {self.rank}, or start the model with "
-                f"lora_rank={rank}."
+                f"{self.engine.model_config.SECTION}.lora_rank={rank}."
             )
         weights = self._clones(BASE)
         weights.update(self._adapters(rank, seed) if rank else {})
