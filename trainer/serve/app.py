@@ -130,7 +130,11 @@ class Api:
         """Check the API key, and return the body; reject a body that is too large."""
         key = request.headers.get("x-api-key", "")
         if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
-            raise RequestError("the key in X-API-Key is not the key of this server.", 401)
+            raise RequestError(
+                "the key in X-API-Key is not the key of this server. Set TINKER_API_KEY to the "
+                "server's --token.",
+                401,
+            )
         body = bytearray()
         async for part in request.stream():
             body += part

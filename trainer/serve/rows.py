@@ -160,7 +160,7 @@ def loss_of(message: Any, role: str, aliases: Mapping[str, str]) -> RequestLoss:
     keys = keys_by_name(CriticConfig if role == "critic" else ActorConfig)
     for setting, value in settings.items():
         if value != value:
-            raise BatchError(f"the loss {loss}: its setting {setting} is NaN.")
+            raise BatchError(f"the loss {loss}: its setting {setting} is NaN. Use a number.")
         if loss.startswith(OURS) and setting in keys:
             is_text = bool(keys[setting].rules.choices)
             if is_text != isinstance(value, str):
@@ -195,7 +195,10 @@ def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
         inputs = {MASK: np.ones_like(datum.targets), **datum.inputs}
         lacking = names - inputs.keys()
         if lacking:
-            raise BatchError(f"datum {number} has no {lacking.pop()}, which other datums have.")
+            raise BatchError(
+                f"datum {number} has no {lacking.pop()}, which other datums have. Send it for all "
+                "datums or for none."
+            )
         for target in np.atleast_2d(datum.targets.T):
             ids = np.append(datum.tokens, target[-1])
             rows.append(LMRow(ids, np.ones(len(ids), bool)))

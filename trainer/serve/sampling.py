@@ -102,7 +102,10 @@ class SampleRequest:
             rows, width = body.target_prompt_logprobs.shape
             targets = np.asarray(body.target_prompt_logprobs.data, "<i8")
             if rows != len(prompt) - 1 or targets.size != rows * width or not targets.size:
-                raise BatchError(f"target_prompt_logprobs is not [{len(prompt) - 1}, K].")
+                raise BatchError(
+                    f"target_prompt_logprobs has {targets.size} values and the shape [{rows}, "
+                    f"{width}], but this prompt needs [{len(prompt) - 1}, K]."
+                )
             targets = targets.reshape(rows, width)
             limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
         stops: Sequence[int | str] = eos if settings.stop is None else settings.stop

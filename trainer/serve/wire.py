@@ -81,8 +81,10 @@ def tensor_of(message: Any, subject: str) -> Array:
         dense[places, columns] = np.frombuffer(sparse.values, dtype)
         return dense
     except (KeyError, ValueError, IndexError) as error:
-        kind = message.dtype
-        raise BatchError(f"{subject}: no tensor of shape {shape}, dtype {kind}: {error}") from error
+        raise BatchError(
+            f"{subject} cannot be read as a tensor of shape {shape} and dtype {message.dtype} "
+            f"(1 is float32, 2 int64, 3 int32): {error}"
+        ) from error
 
 
 def tokens_of(chunks: Sequence[Any], subject: str) -> list[int]:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Protocol
 
 from verl_like.errors import ConfigError, few, nearest
@@ -180,7 +180,8 @@ def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        if ident != asking and _is_inside(frame, runs_calls):
+        codes = (caller.f_code for caller, _ in traceback.walk_stack(frame))
+        if ident != asking and runs_calls in codes:
             text = "".join(traceback.format_stack(frame))
             parts.append(f"thread {names.get(ident, ident)}:\n{text}")
     for task in asyncio.all_tasks(loop) if loop is not None else ():
@@ -207,14 +208,6 @@ def _gpu_collective() -> str:
             group = " ".join(entry["process_group"])
             return f"NCCL: {name}, number {entry['collective_seq_id']} of group {group}"
     return ""
-
-
-def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def stack_by_signal(pid: int, file: Path) -> str | None:

@@ -80,7 +80,7 @@ class Sandbox:
         return cls(**{**limits, "env": tuple(limits.get("env", ()))})
 
     def confine(self) -> None:
-        """Limit this process and the processes that it starts, irrevocably.
+        """Limit this process and those that it starts; only root can raise the limits again.
 
         Root also loses the calls that change the machine. Other users never had the right to them.
         """

@@ -261,16 +261,19 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
 
 def _own_memory(pid: int) -> int:
     """Return the bytes of a process, with shared memory and without files; 0 if it is gone."""
-    words = proc_fields(f"/proc/{pid}/status")[::-1]  # the first line, its name, may be any text
-    total = [words.index(word) for word in (b"RssAnon:", b"RssShmem:") if word in words]
-    return sum(1024 * int(words[place - 1]) for place in total)
+    return _bytes_in(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:")
 
 
 def _memory_by_share(pid: int) -> int:
     """Return the memory like `_own_memory`, but divide shared memory among its processes."""
-    words = proc_fields(f"/proc/{pid}/smaps_rollup")
-    total = [words.index(word) for word in (b"Pss_Anon:", b"Pss_Shmem:") if word in words]
-    return sum(1024 * int(words[place + 1]) for place in total) if total else _own_memory(pid)
+    path = f"/proc/{pid}/smaps_rollup"
+    return _bytes_in(path, b"Pss_Anon:", b"Pss_Shmem:") or _own_memory(pid)
+
+
+def _bytes_in(path: str, *names: bytes) -> int:
+    """Return the sum of these entries of a file in /proc; missing ones count 0."""
+    words = proc_fields(path)[::-1]  # of `status`, the first line has a name, which may be any text
+    return sum(1024 * int(words[words.index(name) - 1]) for name in names if name in words)
 
 
 def _memory_of_descriptors(pids: Iterable[int]) -> int:

@@ -2,8 +2,8 @@
 
     deny(MACHINE, METADATA, KEEPS_TO_ITSELF)     # irrevocable, for this process and its children
 
-A filter answers a denied call with EPERM. It exists for Linux on the machines of `_NUMBERS`. A call
-that a machine does not have is left out. Nothing here imports torch.
+A filter answers a denied call with EPERM, and clone3 with ENOSYS. It exists for Linux on x86_64 and
+aarch64. A call that a machine does not have is left out. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -134,17 +134,8 @@ def drop_capabilities() -> None:
     for number in range(_LAST_CAPABILITY + 1):
         if number != _CAP_DAC_READ_SEARCH:
             libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails where there is nothing to drop
-    wanted = 1 << _CAP_DAC_READ_SEARCH
-    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
-    capabilities = _capabilities(libc) & wanted
-    # effective, permitted and inheritable rights, the lower 32 bits first
-    libc.capset(header, struct.pack("6I", capabilities, capabilities, 0, 0, 0, 0))
-
-
-def _capabilities(libc: ctypes.CDLL) -> int:
-    """Return the lower 32 bits of the rights that this process may use."""
-    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
-    data = ctypes.create_string_buffer(24)
+    header, data = struct.pack("Ii", _CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     libc.capget(header, data)
-    permitted: int = struct.unpack("6I", data.raw)[1]
-    return permitted
+    # effective, permitted and inheritable rights, the lower 32 bits first
+    rights = struct.unpack("6I", data.raw)[1] & 1 << _CAP_DAC_READ_SEARCH
+    libc.capset(header, struct.pack("6I", rights, rights, 0, 0, 0, 0))
