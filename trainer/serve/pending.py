@@ -89,8 +89,8 @@ class PendingResults:
         pending = self._open.get(request_id) or self._read.get(request_id)
         if pending is None:
             raise RequestError(
-                f"there is no result of the request {request_id!r}: it was read before, or its "
-                "session has ended.",
+                f"the request {request_id!r} is not known: its result was read before, its session "
+                "has ended, or the server was restarted.",
                 410,
             )
         return pending

@@ -38,6 +38,7 @@ def open_api(work_queue: WorkQueue, host: str, port: int, token: str) -> Iterato
     listener = settings.bind_socket()
     # connections inherit this; otherwise small responses wait 40 ms for the client's ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.listen(settings.backlog)  # so that clients may connect before the thread serves
     server = uvicorn.Server(settings)
 
     async def serve() -> None:

@@ -239,7 +239,7 @@ def test_bad_requests_of_a_critic(client: Client) -> None:
     ):
         client.model("critic", 0, rank=4)
     critic, actor = client.model("critic", 1, rank=0), client.model(models[0]["model_name"], 2)
-    with pytest.raises(FailedError, match="all weights of the critic, for one client at a time"):
+    with pytest.raises(FailedError, match="all weights of the critic, for one model at a time"):
         client.model("critic", 3, rank=0)
     with pytest.raises(FailedError, match="does not sample"):
         client.sample(client.sampler(base_model="critic"), 1, TEXT)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 
 from tests.trainer.serve.clients import (
     ADAM,
@@ -29,6 +31,7 @@ from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
 from trainer.serve import pending, training_ops
 from trainer.serve.pending import PendingResult, RequestError, Turns
+from trainer.serve.server import open_api
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import ConfigError
 
@@ -359,6 +362,17 @@ def test_bad_requests_harm_nobody(
     assert client.result(model.step(**ADAM))["metrics"]["grad_norm"] > 0
 
 
+def test_a_client_may_connect_before_the_thread_serves(
+    server: tuple[WorkQueue, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        pass
+
+    monkeypatch.setattr(uvicorn.Server, "serve", never)
+    with open_api(server[0], "127.0.0.1", 0, "") as url:
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 5).close()
+
+
 def test_a_gap_is_given_up() -> None:
     started: list[int] = []
     failed: list[str] = []
@@ -413,7 +427,7 @@ def test_all_weights_are_one_clients(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_of(tiny_dir / "model", tmp_path, rank=0)
     with served(config, stable_reinforce="ppo") as (work_queue, url), Client(url) as client:
         model = client.model(work_queue.base_model, rank=0)
-        with pytest.raises(FailedError, match="one client at a time"):
+        with pytest.raises(FailedError, match="for one model at a time, and a model is open"):
             client.model(work_queue.base_model, 1, rank=0)
         _, metrics = outputs(client.result(model.backward([of_policy()], "stable_reinforce")))
         assert metrics["loss:sum"] != 0
