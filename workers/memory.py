@@ -154,8 +154,8 @@ class RoleMemory:
         """Bytes on the device between calls; for a role next to an awake engine, also of calls."""
         if self.sleeps:
             return 0.0
-        stays = self.weights + self.moments - self.host + self.kv_cache
-        return stays + self._of_call * self.beside_engine
+        between_calls = self.weights + self.moments - self.host + self.kv_cache
+        return between_calls + self._of_call * self.beside_engine
 
     @property
     def call(self) -> float:
@@ -303,12 +303,12 @@ class _Rank:
         moments: list[tuple[float, float | None]] = []
         for size, trains in passes:
             head = self._head(size, trains)
-            taken = self.shapes.reading_pass(size.tokens, head)
+            activations = self.shapes.reading_pass(size.tokens, head)
             if trains:
                 can_recompute = self.shapes.can_recompute
-                again = recomputes(self.role_model.model, self.device_type, can_recompute)
-                taken = self.shapes.trained_pass(size.tokens, head, again)
-            moments += zip(self._whole(trains), taken or (None, None), strict=True)
+                recomputed = recomputes(self.role_model.model, self.device_type, can_recompute)
+                activations = self.shapes.trained_pass(size.tokens, head, recomputed)
+            moments += zip(self._whole(trains), activations or (None, None), strict=True)
         return max(moments, key=lambda moment: moment[0] + (moment[1] or 0))
 
     def _whole(self, trains: bool) -> Moments:
@@ -392,14 +392,14 @@ def hf_config_of(model: ModelConfig) -> Any:
 def sync_bytes(model: RoleModelSpec, memory: RoleMemory, device_type: str) -> float:
     """Return the peak of extra device bytes while weights are copied to a colocated engine.
 
-    It consists of the actor's offloaded weights, which are loaded back, and of the largest weight,
-    gathered in both its stored and its sent dtype.
+    It consists of the actor's offloaded weights, which are loaded back, and of the largest weight
+    (the head), gathered in both its stored and its sent dtype.
     """
     precision = precision_of(model.model, device_type)
     shapes = model_shapes(model.model, model.head, precision.compute)
     largest = shapes.outputs_per_read * shapes.hidden_size
-    back = model.sharding.param_offload * memory.weights if memory.host else 0
-    return back + largest * (precision.weights.itemsize + precision.compute.itemsize)
+    loaded_back = model.sharding.param_offload * memory.weights if memory.host else 0
+    return loaded_back + largest * (precision.weights.itemsize + precision.compute.itemsize)
 
 
 def rollout_memory(

@@ -178,7 +178,8 @@ def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.
     column = batch.column(name)
     if isinstance(column, Ragged):
         return [row.numpy() for row in column.rows()]
-    counts = token_counts(batch)[of_response].tolist()
+    prompt_counts, response_counts = token_counts(batch)
+    counts = (response_counts if of_response else prompt_counts).tolist()
     width = column.shape[1]
     spans = [slice(0, n) if of_response else slice(width - n, width) for n in counts]
     return [row[span].numpy() for row, span in zip(column, spans, strict=True)]

@@ -110,9 +110,9 @@ class _Decoding:
         self.log_probs = sample.stacked_log_probs(sampling.num_log_probs).tolist()
         self.versions: list[int] = sample.versions.tolist()
         self.finish_reason = UNFINISHED
-        self.most = sample.longest(sampling.max_tokens)
-        self.longest = self.most
-        """Maximum response length at the end of this run."""
+        self.max_length = sample.longest(sampling.max_tokens)
+        self.end = self.max_length
+        """Response length at which this run ends."""
         self.version: int | None = None
         self.cache: Any = None
         self.position = 0
@@ -124,9 +124,9 @@ class _Decoding:
         """Generate until the sample is finished, or has `max_tokens` more tokens."""
         from transformers import GenerationConfig
 
-        self.finish_reason, self.longest = "", self.most
+        self.finish_reason, self.end = "", self.max_length
         if max_tokens is not None:
-            self.longest = min(self.longest, len(self.tokens) + max_tokens)
+            self.end = min(self.end, len(self.tokens) + max_tokens)
         if self.cache is None or (
             self.engine.version != self.version and not self.engine.limits.keep_kv_cache
         ):
@@ -142,7 +142,7 @@ class _Decoding:
                 row,
                 attention_mask=torch.ones_like(row),
                 generation_config=GenerationConfig(
-                    max_new_tokens=self.most - self.position,
+                    max_new_tokens=self.max_length - self.position,
                     do_sample=False,
                     pad_token_id=0,
                     use_cache=self.engine.uses_cache,
@@ -191,7 +191,7 @@ class _Decoding:
         """Return True to end transformers' loop; set `finish_reason`."""
         if self.position == len(self.tokens):
             reason = self.engine.finish_reason(self.sample, self.tokens, self.sampling)
-            goes_on = reason == UNFINISHED and len(self.tokens) < self.longest
+            goes_on = reason == UNFINISHED and len(self.tokens) < self.end
             self.finish_reason = "" if goes_on else reason
         return torch.tensor([bool(self.finish_reason)], device=ids.device)
 

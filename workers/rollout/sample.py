@@ -238,9 +238,9 @@ def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
     values have the same bits whether they were stored between two turns or are computed again.
     """
     end = observed = 0
-    for count, its in enumerate(versions, start=1):
-        observed = observed + 1 if its < 0 else 0
-        if observed > LONG_OBSERVATION or (not observed and its != version):
+    for count, token_version in enumerate(versions, start=1):
+        observed = observed + 1 if token_version < 0 else 0
+        if observed > LONG_OBSERVATION or (not observed and token_version != version):
             end = count
     while end < len(versions) and versions[end] < 0:
         end += 1

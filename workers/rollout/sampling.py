@@ -87,10 +87,10 @@ def sample_tokens(
     parts = logits.split(num_rows)
     places = [None] * len(parts) if positions is None else positions.split(num_rows)
     chunks = zip(parts, noise.split(num_rows), places, strict=True)
-    drawn = [_choose(part, noise_of, sampling, place) for part, noise_of, place in chunks]
-    if len(drawn) == 1:
-        return drawn[0]
-    tokens, log_probs = zip(*drawn, strict=True)
+    results = [_choose(part, noise_of, sampling, place) for part, noise_of, place in chunks]
+    if len(results) == 1:
+        return results[0]
+    tokens, log_probs = zip(*results, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
 
 
@@ -301,8 +301,10 @@ def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
             )
     sections: dict[str, Any] = {"rollout": config, "rollout.val_kwargs": config.validation}
     for name, section in sections.items():
-        drawn = {key: getattr(section, key) for key in DRAWN_BY} if section.do_sample else {}
+        settings = dict(config.sampling_kwargs)
+        if section.do_sample:
+            settings |= {key: getattr(section, key) for key in DRAWN_BY}
         try:
-            sampling_params(config.sampling_kwargs | drawn, max_tokens, (0,))
+            sampling_params(settings, max_tokens, (0,))
         except ConfigError as error:
             raise ConfigError(f"actor_rollout_ref.{name}: {error}") from error

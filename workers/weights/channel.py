@@ -182,10 +182,10 @@ class Channel:
 
     def room(self, number: int, num_bytes: int) -> Tensor:
         """Return one of two alternating buffers, because writing to new memory pages is slow."""
-        which = number % 2
-        if len(self._rooms[which]) < num_bytes:
-            self._rooms[which] = allocate_buffer(num_bytes, self.device)
-        return self._rooms[which][:num_bytes]
+        index = number % 2
+        if len(self._rooms[index]) < num_bytes:
+            self._rooms[index] = allocate_buffer(num_bytes, self.device)
+        return self._rooms[index][:num_bytes]
 
     def send(
         self,
@@ -198,7 +198,7 @@ class Channel:
         While one bucket is sent, the next one is taken from `buckets`, so the two must not share
         memory. With `drops_first`, the first bucket is not sent (fault injection).
         """
-        num_buckets, before = 0, list[Finish]()
+        num_buckets, pending = 0, list[Finish]()
         for number, packed in enumerate(buckets):
             num_buckets += 1
             if number == 0 and drops_first:
@@ -208,9 +208,9 @@ class Channel:
             started = self._start_header(bucket.payload.numel(), header)
             started.append(self._start_broadcast(bucket.payload, self.connection.gpus))
             self.num_bytes += bucket.num_bytes
-            _finish(before)
-            before = started
-        _finish([*before, *self._start_header(END, {"number": num_buckets, **summary()})])
+            _finish(pending)
+            pending = started
+        _finish([*pending, *self._start_header(END, {"number": num_buckets, **summary()})])
 
     def _on_device(self, bucket: Bucket, number: int) -> Bucket:
         """Copy a bucket of published weights from host memory to this channel's GPU.
@@ -231,7 +231,7 @@ class Channel:
 
         Damaged data is recorded in `corrupt`.
         """
-        number, before = 0, None
+        number, previous = 0, None
         while True:
             size, header = self._receive_header()
             payload, finish = None, None
@@ -240,8 +240,8 @@ class Channel:
             if size != END:
                 payload = self.room(number, size)
                 finish = self._start_broadcast(payload, self.connection.gpus)
-            if before is not None:
-                yield from self._verified(*before)
+            if previous is not None:
+                yield from self._verified(*previous)
             if payload is None or finish is None:
                 header = header or {"number": number}
                 sent = header.pop("number")
@@ -250,12 +250,12 @@ class Channel:
                 self.summary = header
                 return
             finish()
-            number, before = number + 1, (number, payload, header)
+            number, previous = number + 1, (number, payload, header)
 
     def all_agree(self, ok: bool) -> bool:
         """Return True if every rank, including the sender, votes ok."""
         votes = torch.tensor([0 if ok else 1])
-        with name_errors("a rank left before all ranks confirmed"):
+        with name_errors("a rank left, or did not vote in time"):
             options = dist.AllreduceOptions()
             options.timeout = TRANSFER_TIMEOUT
             self.connection.group.allreduce([votes], options).wait()

@@ -80,7 +80,7 @@ def test_by_default_gpus_have_vllm_where_it_is_installed_and_cpus_the_native_eng
 
 def test_the_native_engine_on_gpus_is_said_to_be_that_of_cpus() -> None:
     (notice,) = build.notices_of_engine("native", "cuda")
-    assert "actor_rollout_ref.rollout.name=auto chooses vLLM if it is installed" in notice
+    assert "actor_rollout_ref.rollout.name=auto chooses vLLM if a supported version is" in notice
     assert build.notices_of_engine("native", "cpu") == []
     assert build.notices_of_engine("vllm", "cuda") == []
 

@@ -313,7 +313,7 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(RolloutError, match="max_tokens=15 does not fit"):
         engine.generate(requests_of(PROMPTS), settings(max_tokens=RESPONSE + 1))
-    with pytest.raises(ConfigError, match="token 64, outside"):
+    with pytest.raises(ConfigError, match="token id 64, outside"):
         engine.generate(requests_of(PROMPTS), settings(logit_bias=((VOCAB, 1.0),)))
     monkeypatch.setattr(engine, "decode", None)
     with pytest.raises(ConfigError, match="stop strings need the tokenizer"):

@@ -124,7 +124,7 @@ def test_validation_reads_val_kwargs_alone_but_ends_where_training_does(
         ({"truncated_log_probs": "maybe"}, "truncated_log_probs=maybe .* true or false"),
         ({"stop_strings": 3}, "stop_strings=3 .* a text or a list of texts"),
         ({"stop_token_ids": "5"}, r"stop_token_ids=\['5'\]"),
-        ({"logit_bias": 3}, "logit_bias=3 .* a number for each"),
+        ({"logit_bias": 3}, "logit_bias=3 .* a dict of numbers"),
         ({"logit_bias": {5: "x"}}, "logit_bias={5: 'x'}"),
     ],
 )

@@ -245,7 +245,7 @@ def test_what_was_kept_of_another_text_is_not_used(native: NativeEngine) -> None
 
 def test_what_does_not_fit_is_computed_again(native: NativeEngine) -> None:
     expected = turns(native, CachedStates())
-    native.kept_memory.most = 0
+    native.kept_memory.limit = 0
     for one, other in zip(turns(native, CachedStates()), expected, strict=True):
         assert one.cached is not None
         assert one.cached.states is None

@@ -144,12 +144,12 @@ class CacheMemory:
 class KeptMemory:
     """Counts the bytes of keys and values that are stored between two turns, up to a limit."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.bytes = most, 0
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
 
     def num_fitting(self, num_bytes: int) -> int:
         """Return how many samples with `num_bytes` bytes each still fit."""
-        return max(self.most - self.bytes, 0) // max(num_bytes, 1)
+        return max(self.limit - self.bytes, 0) // max(num_bytes, 1)
 
     def add(self, states: States) -> None:
         """Count these states until they are deleted."""
@@ -256,9 +256,9 @@ class SlotLayer(CacheLayerMixin):
         slots = self.slots
         if slots.is_prefill:
             by_column = new.transpose(1, 2)
-            left = by_column[slots.sources[:, None], slots.gather[slots.sources]].transpose(1, 2)
-            real = left[:, :, : slots.width - 1]  # further columns are padding
-            stored[slots.first : slots.first + len(left), :, 1 : 1 + real.shape[2]] = real
+            moved = by_column[slots.sources[:, None], slots.gather[slots.sources]].transpose(1, 2)
+            real = moved[:, :, : slots.width - 1]  # further columns are padding
+            stored[slots.first : slots.first + len(moved), :, 1 : 1 + real.shape[2]] = real
             return pad(new, (0, 0, 1, 0))
         stored[slots.sources, :, slots.targets] = new.squeeze(2)
         return stored[: len(slots.sources)]

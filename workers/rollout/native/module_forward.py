@@ -62,8 +62,9 @@ class ModuleForward:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         positions = (self.slots.columns[:width] - (width - lengths)[:, None]).clamp(min=0)
         mask = self.slots.target_prefill(lengths, width, sources, first)
-        few = -(-MIN_ROWS_OF_MKL // len(prompts))  # the head needs `MIN_ROWS_OF_MKL` rows, too
-        return self._logits(ids, positions, mask, few)
+        # the head needs `MIN_ROWS_OF_MKL` rows, too
+        num_logits = -(-MIN_ROWS_OF_MKL // len(prompts))
+        return self._logits(ids, positions, mask, num_logits)
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Read one token into each of the slots 0, 1, ...; return the logits after it.

@@ -339,8 +339,8 @@ class Scheduler:
         table = self.table
         steps = table.lengths[slots]
         noise = torch.from_numpy(uniforms(table.keys[slots], steps)).to(self.device)
-        drawn = sample_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
-        tokens, log_probs = (column.cpu().numpy() for column in drawn)
+        sampled = sample_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
+        tokens, log_probs = (column.cpu().numpy() for column in sampled)
 
         # A sample that is fed existing tokens keeps them, with their log-probs and versions.
         new = steps >= table.forced[slots]
