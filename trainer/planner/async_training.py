@@ -70,11 +70,6 @@ class AsyncJob(PPOJob):
 
     config: AsyncConfig
 
-    @functools.cached_property
-    def trainer_roles(self) -> tuple[str, ...]:
-        """Roles that share the trainer's GPUs."""
-        return tuple(role for role in self.roles if self.config.kind_of(role) != "rollout")
-
     def check(self) -> None:
         """Raise for runs that cannot be planned, and for axes that do not fit a model."""
         if self.config.async_training.score_on == "generator":
@@ -91,6 +86,7 @@ class AsyncJob(PPOJob):
     def _splits(self, num_gpus: int) -> Iterator[AsyncPlacement]:
         sizes, prompts = sizes_of(num_gpus, self.per_node), self.config.data.train_batch_size
         async_training = self.config.async_training
+        on_trainer = tuple(role for role in self.roles if self.config.kind_of(role) != "rollout")
         has_generators = self.keys & {"async_training.generators", "async_training.topology"}
         has_trainers = "async_training.trainers" in self.keys
         for trainers in [async_training.trainers] if has_trainers else sizes[:-1]:
@@ -100,7 +96,7 @@ class AsyncJob(PPOJob):
                 sizes_of_generator = [n for n in sizes if n * num_generators <= num_gpus - trainers]
                 if not sizes_of_generator or prompts % max(trainers, num_generators):
                     continue
-                trainer = self.lay_out(self.trainer_roles, trainers)
+                trainer = self.lay_out(on_trainer, trainers)
                 generator = self.lay_out(("rollout",), sizes_of_generator[-1])
                 if trainer is not None and generator is not None:
                     yield self._placed(trainer, generator, num_generators)

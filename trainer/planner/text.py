@@ -108,8 +108,8 @@ def fits_nowhere(job: Job) -> ConfigError:
         smaller.append(f"{section}.dtype=bfloat16")
     return ConfigError(
         f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
-        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. Or use "
-        f"{' or '.join(smaller)}."
+        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. "
+        f"Alternatives: {', '.join(smaller)}."
     )
 
 

@@ -116,3 +116,13 @@ def test_a_model_without_sizes_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"actor: \d+, .* (\d+) of these GPUs are enough"):
         plan.plan(["--gpus=1", "--device=H100", "--gib=18", *settings])
+
+
+def test_a_plan_that_does_not_fit_does_not_advise_keys_that_are_set(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.planner.text.MOST_GPUS", 1)  # skips the search for enough GPUs
+    model = "actor_rollout_ref.model"
+    keys = [f"{model}.lora_rank=8", f"{model}.dtype=bfloat16"]
+    with pytest.raises(ConfigError, match=r"use larger ones\. Alternatives: shorter rows\.$"):
+        plan.plan(["--gpus=1", "--device=H100", "--gib=6", *settings, *keys])

@@ -198,7 +198,7 @@ def test_scripts_with_code_of_their_own_are_refused() -> None:
         ConfigError, match="examples.scripts.grpo_vlm.py is a script that has no counterpart"
     ):
         translated_whole("trl", "python examples/scripts/grpo_vlm.py --model_name_or_path m")
-    with pytest.raises(ConfigError, match="there is no command of grpo, sft, reward, dpo, kto"):
+    with pytest.raises(ConfigError, match=r"no command of grpo, sft, reward, dpo, kto; .* 1\.$"):
         translated_whole("trl", "python prepare.py --sft 1")
 
 
