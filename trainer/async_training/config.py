@@ -103,10 +103,7 @@ class AsyncSettings(Section):
     )
     """If a generator dies, end the run, give its prompts to the others, or restart it."""
     on_resume: str = key(
-        "regenerate",
-        choices=("regenerate", "restore"),
-        read_when=SAVES,
-        may_change_on_resume=True,
+        "regenerate", choices=("regenerate", "restore"), read_when=SAVES, may_change_on_resume=True
     )
     """Generate queued samples again after a resume, or store them in the checkpoint."""
     warn_after_idle_s: float = key(120.0, above=0, may_change_on_resume=True)

@@ -155,8 +155,7 @@ class Generator:
         if (kinds := self._trainer.config.score_roles) and not self._buffer.is_closed:
             roles = {kind: role_on(kind, self._number) for kind in kinds}
             with self._activity.busy("score"):
-                scored = score_samples(self._groups, roles, chunk.samples)
-            chunk.samples, chunk.metrics = scored
+                chunk.samples, chunk.metrics = score_samples(self._groups, roles, chunk.samples)
 
     def _replace(self, error: WorkerDiedError) -> None:
         """Hand back the chunks of a group that lost a process, and restart the group if allowed.

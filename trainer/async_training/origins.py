@@ -1,4 +1,4 @@
-"""Which generator made each sample of an asynchronous run, and how old its weights were."""
+"""Track which generator generated each sample of an asynchronous run, with weights of which age."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl_like.errors import few
 from workers.columns import count_ones, has_column, read_columns
 
 GENERATOR = "generator"
-"""Column with the number of the generator that made each sample."""
+"""Column with the number of the generator that generated each sample."""
 
 
 class Origins:

@@ -17,6 +17,8 @@ def plan_lines(
     staleness, num_batches = async_training.max_staleness, async_training.update_steps
     age = AGES.get(staleness, f"samples are at most {staleness} versions old")
     rounds = "batch" if num_batches == 1 else f"{num_batches} batches"
+    if async_training.train_epochs > 1:
+        rounds += f", trained on {async_training.train_epochs} times"
     batch = config.data.train_batch_size
     most = max(map(config.chunks_in_parallel, range(generators)))
     together = f", up to {most} calls per generator at the same time" if most > 1 else ""

@@ -217,11 +217,7 @@ def urgent_chunks_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[
 def _in_time(view: BufferView, ready: Sequence[SampleChunk]) -> SelectedBatch:
     """Choose chunks that would be too stale for the next batch, then the first of the others."""
     ordered = urgent_chunks_first(view, ready)
-    return (
-        SelectedBatch()
-        if ordered is None
-        else SelectedBatch(select_chunks(ordered, view.num_samples))
-    )
+    return SelectedBatch(select_chunks(ordered or (), view.num_samples))
 
 
 @SAMPLERS.register("in_order")

@@ -65,7 +65,7 @@ class AsyncTrainer(PPOTrainer):
         return sampled | scored | estimated | updated | synced | speed(self, batch) | aged
 
     def next_batch(self) -> tuple[DataProto, Metrics]:
-        """Return a fresh batch from the queue, scored, or an earlier scored batch of this round."""
+        """Return a fresh batch from the queue, or an earlier, scored batch of this round."""
         rounds, step = self.rounds, self.global_step
         place, epoch = rounds.batch_of(step), rounds.place(step)[1]
         metrics = {}

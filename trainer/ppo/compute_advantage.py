@@ -92,15 +92,11 @@ def check_columns(config: PPOConfig) -> None:
                 f"{WAYS_TO_ROLES.get(known.role, '')}."
             )
         if known is None and column not in models:
-            columns = [
-                known_column.name
-                for known_column in COLUMNS.values()
-                if known_column.dtype != "object"
-            ]
+            tensors = [name for name, other in COLUMNS.items() if other.dtype != "object"]
             raise ConfigError(
                 f"nothing fills the parameter {column!r} of algorithm.adv_estimator={name}: it "
                 f"is neither index nor a setting ({', '.join(SETTINGS)}) nor a column of the "
-                f"batch, such as token_level_rewards or response_mask.{nearest(column, columns)} "
+                f"batch, such as token_level_rewards or response_mask.{nearest(column, tensors)} "
                 "Rename it, give it a default, or write the column in a custom stage "
                 "(trainer.cls) or a custom worker (role_workers)."
             )

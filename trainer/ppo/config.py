@@ -12,11 +12,7 @@ from typing import Any
 from trainer.config.schema import NAME_A_FOLDER, FaultsConfig, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import Section, When, entry_takes, key, when
-from workers.config import (
-    KL_ESTIMATORS,
-    RolloutCorrectionConfig,
-    WorkersConfig,
-)
+from workers.config import KL_ESTIMATORS, RolloutCorrectionConfig, WorkersConfig
 from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 from workers.config.environment import HAS_ENVIRONMENT
 

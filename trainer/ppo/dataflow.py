@@ -232,9 +232,7 @@ def overlaps(config: PPOConfig) -> str:
 
 
 def describe(
-    config: PPOConfig,
-    max_columns: int | None = None,
-    overridden: Sequence[str] = (),
+    config: PPOConfig, max_columns: int | None = None, overridden: Sequence[str] = ()
 ) -> str:
     """Describe the graph: what each call waits for, which calls overlap, and which take turns.
 

@@ -102,9 +102,7 @@ def may_rest(config: PPOConfig, device_type: str) -> bool:
 
 
 def largest_pass(
-    config: PPOConfig,
-    role: str,
-    rows: Sequence[SizeRow] | None = None,
+    config: PPOConfig, role: str, rows: Sequence[SizeRow] | None = None
 ) -> LargestPass:
     """Return the role's largest pass if all rows have full length.
 
@@ -148,10 +146,7 @@ def check_memory(config: PPOConfig, devices: Devices) -> None:
 
 
 def plan_text(
-    config: PPOConfig,
-    max_columns: int | None = None,
-    brief: bool = False,
-    heading: str = "Memory",
+    config: PPOConfig, max_columns: int | None = None, brief: bool = False, heading: str = "Memory"
 ) -> str:
     """Return the memory table of the printed plan, or the reason why it cannot be computed."""
     devices = devices_of(config.trainer)
@@ -192,11 +187,8 @@ def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
     tokens = default
     try:
         while tokens > fewest:
-            if fits(
-                role_memories(config, devices.type, device_bytes, tokens),
-                devices.type,
-                device_bytes,
-            ):
+            memories = role_memories(config, devices.type, device_bytes, tokens)
+            if fits(memories, devices.type, device_bytes):
                 break
             tokens = max(fewest, tokens // 2)
     except (ConfigError, OSError, ValueError):  # the memory cannot be computed

@@ -17,7 +17,7 @@ from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 
 CRITIC_COPY = "critic_copy"
-"""Role of a frozen copy of the critic that computes values during generation."""
+"""Role of a copy of the critic with which a generator computes the values of its samples."""
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,9 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
         if no_tools_reason and host.tools:
             names = ", ".join(tool["function"]["name"] for tool in host.tools)
             raise ConfigError(
-                f"environment={section.path}: its methods {names} are tools. {no_tools_reason} "
-                "Leave out environment.tools, put an underscore before methods that are not tools, "
-                "or use a class without such methods."
+                f"environment: its tools are {names}. {no_tools_reason} Leave out "
+                "environment.tools, put an underscore before methods that are not tools, or use a "
+                "class without such methods."
             )
         for kind in host.kinds.values():
             TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])

@@ -41,13 +41,7 @@ class SamplingOnlyTrainer(Trainer):
     no_tools_reason: ClassVar[str] = ""
     """Why environments of this recipe may not have tools; empty if they may."""
 
-    def __init__(
-        self,
-        run: Run,
-        tokenizer: Any,
-        rewards: Rewards,
-        prompts: PromptSet,
-    ) -> None:
+    def __init__(self, run: Run, tokenizer: Any, rewards: Rewards, prompts: PromptSet) -> None:
         super().__init__(run)
         self.rollouts = Rollouts(self, tokenizer, rewards)
         self.prompts = prompts

@@ -39,12 +39,7 @@ class RowTrainer(Trainer, Generic[R]):
     stages: ClassVar[Sequence[str]] = ("data", "update")
     alarm_rules: ClassVar[Sequence[AlarmRule]] = (skipped_updates,)
 
-    def __init__(
-        self,
-        run: Run,
-        loader: RowLoader[R],
-        validation: Sequence[R] = (),
-    ) -> None:
+    def __init__(self, run: Run, loader: RowLoader[R], validation: Sequence[R] = ()) -> None:
         super().__init__(run)
         self.loader = loader
         self.validation = validation

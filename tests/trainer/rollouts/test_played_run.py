@@ -278,7 +278,7 @@ def test_best_trajectories_become_chats(played: Path, tiny_dir: Path, tmp_path: 
     with pytest.raises(ConfigError, match=r"selection\.format=pairs: .* neither tools nor pairs"):
         load_config([*settings, "selection.format=pairs"], BEST_OF_N)
     tools = "environment=tests.workers.agents.games:Counter"
-    with pytest.raises(ConfigError, match=r"Counter: its methods increment are tools\..* no tools"):
+    with pytest.raises(ConfigError, match=r"environment: its tools are increment\..* no tools"):
         run(load_config([*settings, tools, f"trainer.default_local_dir={tmp_path}"], BEST_OF_N))
 
 

@@ -7,12 +7,7 @@ from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from trainer.ppo.advantages.returns import (
-    order_inside_first,
-    put_back,
-    put_in_order,
-    returns_of,
-)
+from trainer.ppo.advantages.returns import order_inside_first, put_back, put_in_order, returns_of
 from verl_like.tensor_ops import zero_outside
 from workers.losses.blocks import row_blocks
 
