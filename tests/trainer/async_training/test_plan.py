@@ -38,6 +38,8 @@ def test_it_says_chunks_ages_and_what_may_be_open() -> None:
     )
     assert any("Correction: rollout_is=token" in line for line in lines)
     assert lines[1].split()[:3] == ["generator", "0", "rollout"]
+    again = "\n".join(plan_lines(config_of("async_training.train_epochs=2")))
+    assert "Weight sync: after every batch, trained on 2 times, and a generator" in again
 
 
 def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
