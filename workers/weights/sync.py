@@ -123,7 +123,7 @@ def _retry_if_rejected(sync: Callable[[], dict[str, float]]) -> dict[str, float]
     try:
         return sync()
     except WeightsRejectedError as error:
-        logger.warning("%s. Retrying once.", error)
+        logger.warning("%s Retrying once.", error)
         return sync()
 
 

@@ -84,7 +84,7 @@ def test_weights_come_between_two_takes_or_all_ranks_end_with_an_error(
     group.refuse_on_rank(1)
     client.submit(Submission(prompt_batch(1, meta=WITHOUT_EOS)))
     client.take(max_tokens=2)
-    with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
+    with pytest.raises(WeightSyncError, match="worker rank 1: this rank takes none"):
         deliver_weights(actor, group, 1)
     with pytest.raises(
         RolloutError, match="new weights arrived during a generation .* were rejected"
