@@ -31,6 +31,8 @@ class BlockWeights(nn.Module):
 class AdamTrainer(WeightSender):
     """Trains float32 weights and sends bfloat16."""
 
+    role = "actor"
+
     def __init__(self) -> None:
         self.rank, self.device, self.engine = 0, CPU, self
         self.module = self.whole_module = BlockWeights(torch.float32)
