@@ -22,7 +22,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS, forms_of, parse
 
-SAID = "\u241f"
+PLACEHOLDER = "\u241f"
 """Placeholder for a sampled turn in chats that are rendered to find the text around it."""
 Message = Mapping[str, Any]
 
@@ -54,9 +54,9 @@ class TurnRenderer:
 
         name = self._tools[0]["function"]["name"]
         all_tools, self._tools = self._tools, []
-        plain = self._written(self._asked()[:1], begins=True)
+        plain = self._written(self._probe()[:1], begins=True)
         self._tools = all_tools
-        if plain == self._written(self._asked()[:1], begins=True):
+        if plain == self._written(self._probe()[:1], begins=True):
             raise ConfigError(
                 f"tools: the chat template of {self._tokenizer.name_or_path} does not write tools "
                 f"into the prompt, so the policy cannot know of {name!r}. Use a template that has "
@@ -131,7 +131,7 @@ class TurnRenderer:
             return [{"role": "assistant", "content": text}, *observations]
         functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         turn, *observations = _with_calls(observations, functions)
-        return [{**turn, "content": rest, "said": text}, *observations]
+        return [{**turn, "content": rest, "sampled": text}, *observations]
 
     def rewritten(
         self, read: Sequence[Message], turn: Sequence[Message], last: int | None
@@ -142,9 +142,8 @@ class TurnRenderer:
         """
         message, *observations = turn
         stop = "" if last is None else self._stops.get(last, "")
-        appended = (
-            message.get("said", message["content"]) + stop + self._between(last, observations)
-        )
+        sampled = message.get("sampled", message["content"])
+        appended = sampled + stop + self._between(last, observations)
         text, before = self._written([*read, *turn], begins=True), self._written(read, begins=True)
         if text == before + appended:
             return None
@@ -189,11 +188,9 @@ class TurnRenderer:
         """Reject a rendered text that lacks an observation; it may be literal or in JSON."""
         for message in observations:
             content = str(message["content"]).strip()
-            forms = (
-                content,
-                *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)),
-            )
-            if not any(form in text for form in forms) and not message.get("tool_calls"):
+            in_json = [json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
+            is_written = any(form in text for form in (content, *in_json))
+            if not is_written and not message.get("tool_calls"):
                 way_out = ", or an environment without tools" * (message["role"] == "tool")
                 raise ConfigError(
                     f"environment: the chat template of {self._tokenizer.name_or_path} leaves out "
@@ -206,8 +203,8 @@ class TurnRenderer:
         """Return the rendered text after a turn: the turn's end, observations, the next start."""
         if behind_calls:
             return self._after_calls(observations)
-        text = self._written([*self._asked(), *observations], begins=True)
-        _, placeholder, rest = text.partition(SAID)
+        text = self._written([*self._probe(), *observations], begins=True)
+        _, placeholder, rest = text.partition(PLACEHOLDER)
         if not placeholder:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} drops the "
@@ -221,7 +218,7 @@ class TurnRenderer:
 
         It starts after the last call, or after the end of the turn if that comes later.
         """
-        question, (turn, *answers) = self._asked()[0], _with_calls(observations)
+        question, (turn, *answers) = self._probe()[0], _with_calls(observations)
         prompt = self._written([question], begins=True)
         before = self._written([question, turn], begins=False)
         text = self._written([question, turn, *answers], begins=True)
@@ -258,18 +255,18 @@ class TurnRenderer:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text
 
-    def _asked(self) -> list[Message]:
-        return [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
+    def _probe(self) -> list[Message]:
+        return [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
 
     def _after_a_turn(self) -> str:
         """Return the rendered text after the last turn of a chat."""
-        base = self._written(self._asked(), begins=False)
-        if base.count(SAID) != 1:
+        base = self._written(self._probe(), begins=False)
+        if base.count(PLACEHOLDER) != 1:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} changes the "
                 "text of the assistant's messages. Use a template that writes them unchanged."
             )
-        return base.partition(SAID)[2]
+        return base.partition(PLACEHOLDER)[2]
 
     def _written(self, messages: Sequence[Message], begins: bool) -> str:
         from jinja2 import TemplateError

@@ -87,7 +87,7 @@ class Environment:
         """Start a trajectory; return the first observation, or None to add nothing to the prompt.
 
         With several players, return a dict that maps players to their first observations. These
-        players take the first turns.
+        players take the first turns. Parameters with names of columns get the row's values.
 
         Args:
             row: the row of the data, with all its columns.

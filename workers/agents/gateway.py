@@ -366,20 +366,24 @@ class Conversation:
             self._histories[name] = self._history
         return name, answer
 
-    def _event(self, wanted: Request) -> dict[str, Any]:
-        read = len(self._history)
-        extends = wanted.is_chat and 0 < read < len(wanted.messages) and self._tools == wanted.tools
-        extends = extends and _spoken(wanted.messages[:read]) == _spoken(self._history)
-        request = {
+    def _event(self, request: Request) -> dict[str, Any]:
+        read, messages = len(self._history), request.messages
+        extends = (
+            request.is_chat
+            and 0 < read < len(messages)
+            and self._tools == request.tools
+            and _spoken(messages[:read]) == _spoken(self._history)
+        )
+        fields = {
             "extends": extends,
-            "chat": wanted.messages,
-            "ids": wanted.ids,
-            "tools": wanted.tools,
-            "max_tokens": wanted.max_tokens,
-            "sampling": wanted.sampling,
+            "chat": messages,
+            "ids": request.ids,
+            "tools": request.tools,
+            "max_tokens": request.max_tokens,
+            "sampling": request.sampling,
         }
-        messages = wanted.messages[read:] if extends else wanted.messages
-        return {"messages": messages, "reward": 0.0, "request": request, **self._take_calls()}
+        observed = messages[read:] if extends else messages
+        return {"messages": observed, "reward": 0.0, "request": fields, **self._take_calls()}
 
     def _take_calls(self) -> dict[str, Any]:
         calls, self._calls = self._calls, {}

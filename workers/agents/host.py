@@ -392,20 +392,20 @@ class RecordedHost:
         """Create the host; each recorded trajectory is replayed without other players."""
         self.kinds = {name: replace(kind, players=[]) for name, kind in kinds.items()}
         self._left: dict[int, Iterator[Mapping[str, Any]]] = {}
-        self._asked: list[int] = []
+        self._requested: list[int] = []
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
         """Start a trajectory, and request its first answer."""
         self._left[number] = iter(row[RECORDED])
-        self._asked.append(number)
+        self._requested.append(number)
 
     def say(self, number: int, text: str, delay_s: float = 0.0, **details: Any) -> None:
         """Request the next answer, whatever the policy's text."""
-        self._asked.append(number)
+        self._requested.append(number)
 
     def answers(self, seconds: float) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the requested answers."""
-        numbers, self._asked = self._asked, []
+        numbers, self._requested = self._requested, []
         for number in numbers:
             yield number, next(self._left[number], OVER)
 

@@ -90,11 +90,8 @@ class TurnLoop:
             number = environment_id = next(self._numbers)
             if start.player and numbers:
                 last = self._trajectories[numbers[-1]]
-                environment_id = (
-                    last.environment_id
-                    if last.start.environment_key == start.environment_key
-                    else number
-                )
+                if last.start.environment_key == start.environment_key:
+                    environment_id = last.environment_id
             self._environments[environment_id] = range(environment_id, number + 1)
             self._trajectories[number] = Trajectory(
                 start, self._setting, number=number, environment_id=environment_id
@@ -117,9 +114,7 @@ class TurnLoop:
             while self._environments:
                 if queued := self._in(TrajectoryState.QUEUED):
                     room = max(0, self._num_open - len(self._open()))
-                    for environment_id in sorted(
-                        {trajectory.environment_id for trajectory in queued[:room]}
-                    ):
+                    for environment_id in sorted({t.environment_id for t in queued[:room]}):
                         for player in self._players(environment_id):
                             player.open()
                 has_enough = self._play_on(budget)
@@ -129,11 +124,8 @@ class TurnLoop:
         except BaseException:
             self.abort()
             raise
-        ended = [
-            t.number
-            for t in self._trajectories.values()
-            if t.environment_id not in self._environments
-        ]
+        trajectories = self._trajectories.values()
+        ended = [t.number for t in trajectories if t.environment_id not in self._environments]
         return {number: self._trajectories.pop(number) for number in ended}
 
     def abort(self) -> None:
@@ -167,18 +159,12 @@ class TurnLoop:
                 del self._environments[environment_id]
 
     def _in(self, state: TrajectoryState) -> list[Trajectory]:
-        return [
-            trajectory for trajectory in self._trajectories.values() if trajectory.state is state
-        ]
+        return [t for t in self._trajectories.values() if t.state is state]
 
     def _open(self) -> list[Trajectory]:
         """Return the trajectories whose environments have started and that have not ended."""
         closed = TrajectoryState.QUEUED, TrajectoryState.ENDED
-        return [
-            trajectory
-            for trajectory in self._trajectories.values()
-            if trajectory.state not in closed
-        ]
+        return [t for t in self._trajectories.values() if t.state not in closed]
 
     def _play_on(self, budget: TakeBudget) -> bool:
         """Handle the answers of environments, then let the engine generate for a while.
@@ -199,9 +185,7 @@ class TurnLoop:
             trajectory.read(ids)
         self._end_late()
         self._submit_ready()
-        running = {
-            trajectory.request_id: trajectory for trajectory in self._in(TrajectoryState.ENGINE)
-        }
+        running = {t.request_id: t for t in self._in(TrajectoryState.ENGINE)}
         if not running:
             return False
         until = time.monotonic() + seconds

@@ -145,15 +145,9 @@ def _starts(
             row = dict(starts[-place].row)
         seeds = noise_of(prompt_uid, OF_ALL), noise_of(prompt_uid, index)
         tools = None if kind == "" else kinds[kind].tools
-        start = TrajectoryStart(row["prompt"], row, seeds, key, name, faults)
-        starts.append(
-            replace(
-                start,
-                player=player * bool(players),
-                environment_key=(prompt_uid, index),
-                tools=tools,
-            )
-        )
+        start = TrajectoryStart(row["prompt"], row, seeds, key, name, faults, tools=tools)
+        start = replace(start, environment_key=(prompt_uid, index), player=player * bool(players))
+        starts.append(start)
     return starts
 
 

@@ -35,7 +35,7 @@ ORDER = struct.Struct("!cQ")
 """Format of an order: open or kill, and the number of the process."""
 OPEN, KILL = b"o", b"k"
 WARM_UPS = 16
-"""How often functions are called to warm them up; Python specializes a function after 8 calls."""
+"""How often functions are called to warm them up; Python specializes them after a few calls."""
 PREFIX = b"(environment) "
 """Prefix of each line that environments print."""
 MOST_OUTPUT = 2**16
@@ -64,12 +64,8 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         end.send([f"{spec} is not loaded: {type(error).__name__}: {error}", {}])
         return
     kinds = {
-        name: [
-            [tool.schema for tool in environment.tools],
-            environment.columns,
-            environment.players,
-        ]
-        for name, environment in loaded.items()
+        name: [[tool.schema for tool in code.tools], code.columns, code.players]
+        for name, code in loaded.items()
     }
     end.send([None, kinds])
     _prepare_to_fork(loaded)

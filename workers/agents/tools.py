@@ -227,11 +227,8 @@ def answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
         return f"error: {call.problem}", True
     tool = tools.get(call.name)
     if tool is None:
-        there = ", ".join(tools)
-        return (
-            f"error: there is no tool {call.name!r}, only {there}.{nearest(call.name, tools)}",
-            True,
-        )
+        problem = f"there is no tool {call.name!r}, only {', '.join(tools)}."
+        return f"error: {problem}{nearest(call.name, tools)}", True
     arguments = tool.typed(call.arguments) if call.has_texts else call.arguments
     if problem := tool.problem_with(arguments):
         return f"error: {problem}", True

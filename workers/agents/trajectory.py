@@ -384,8 +384,8 @@ class Trajectory:
             raise RejectedRequest(f"all environment.max_turns={self.num_turns} turns are used up")
         elif length >= max_tokens:
             self.cut = LENGTH_LIMIT
-            words = "tokens after the first request's, but data.max_response_length is"
-            raise RejectedRequest(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
+            words = f"{length} tokens since the first request, but data.max_response_length is"
+            raise RejectedRequest(f"there are {words} {max_tokens}", "messages", TOO_LONG)
         else:
             self._continue(ids, is_whole)
         self.sample = replace(self.sample, stop_strings=stop_strings(served))

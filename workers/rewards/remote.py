@@ -131,9 +131,9 @@ class RemoteScorer:
                 answer = response.read(LONGEST_ANSWER + 1)
         except urllib.error.HTTPError as err:
             problem = f"status {err.code}: {err.read(300).decode('utf-8', 'replace').strip()}"
-            raise (_TemporaryError if err.code in WORTH_A_RETRY else RewardServerError)(
-                problem
-            ) from err
+            if err.code in WORTH_A_RETRY:
+                raise _TemporaryError(problem) from err
+            raise RewardServerError(f"{self._config.url} returned {problem}") from err
         except OSError as err:  # refused, reset or too slow, including urllib's errors
             raise _TemporaryError(str(getattr(err, "reason", err)) or type(err).__name__) from err
 

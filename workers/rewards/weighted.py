@@ -79,16 +79,15 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     try:
         for number, config in enumerate(_with_rules_for(rows, rewards_of(run))):
             manager: RewardManager | EnvironmentScores | None = None
+            limits: Any = run.reward
             if config.kind == "environment":
-                manager = EnvironmentScores()
+                manager, limits = EnvironmentScores(), run.environment
             elif config.kind != "model":
                 section = f"reward.list[{number}]" if run.reward.list else None
                 trusted = run.reward.trust_programs
                 scorer = _scorer(config, section, rows, sandbox, trusted)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
-            is_environment = config.kind == "environment"
-            rules: Any = run.environment if is_environment else run.reward
-            parts.append(RewardTerm(config, manager, rules.max_failed_fraction))
+            parts.append(RewardTerm(config, manager, limits.max_failed_fraction))
     except BaseException:
         rewards.close()
         raise
@@ -201,11 +200,10 @@ class Rewards:
         add the responses as text to the batch. While the future waits for them, it calls `check`
         repeatedly, which may raise, for example because a worker is lost.
         """
-        futures = []
-        for part in self.parts:
-            manager = part.manager
-            scores = call_model(part.config) if manager is None else manager.remote(batch)
-            futures.append(scores)
+        futures = [
+            call_model(part.config) if part.manager is None else part.manager.remote(batch)
+            for part in self.parts
+        ]
         return WeightedScores(self, batch, futures, normalize, check)
 
     def close(self) -> None:
@@ -321,7 +319,7 @@ class WeightedScores:
             _reject_failures(part, scores_of_part.failed, failures)
             cost = f"get the score {part.config.default_score:g}"
             if part.config.on_failure == "skip":
-                cost = "are left out of the update"
+                cost = "are not used for training"
             self._rewards.failure_log.note(name, len(scores_of_part.failed), cost, failures)
             of_all = {count: metrics.get(count, 0.0) + numbers[count] for count in COUNTS}
             metrics |= _named(numbers, "reward/", name, several) | of_all
