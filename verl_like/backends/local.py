@@ -134,8 +134,8 @@ class InlineTransport(_LocalTransport):
     """A transport that runs calls in the caller's own process and thread.
 
     `submit` runs the call, and the future has the result or the error. Arguments and results are
-    copied. Calls from several threads take turns, also on different inline groups. A concurrent
-    call runs in its own thread.
+    copied, except large batches for `readonly` methods. Calls from several threads take turns, also
+    on different inline groups. A concurrent call runs in its own thread.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class InlineTransport(_LocalTransport):
             work = isolated, (), answer
             threading.Thread(target=self._run, args=work, daemon=True).start()
         else:
-            values = [_resolve(part) for part in parts]
+            # the host copies batches
+            values = [v if isinstance(v, DataProto) else copy.deepcopy(v) for v in _resolve(parts)]
             with _one_call:
                 self._run(isolated, values, answer)
         return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)

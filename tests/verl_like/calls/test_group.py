@@ -114,6 +114,18 @@ def test_large_values_are_shared_and_private(groups) -> None:
     assert set(groups["modes"].describe(np.zeros(50_000).tolist()[:1])) == {"list [0.0]"}
 
 
+def first_after_adding_1(value: torch.Tensor | np.ndarray) -> float:
+    value += 1
+    return float(value[0])
+
+
+@pytest.mark.parametrize("size", [10, 50_000])
+def test_a_worker_may_write_into_a_tensor_or_array(groups, size: int) -> None:
+    for value in (torch.zeros(size), np.zeros(size)):
+        assert groups["adder"].execute_func_rank_zero(first_after_adding_1, value) == 1.0
+        assert not value.any()
+
+
 def test_futures_chain_between_groups(groups) -> None:
     future = groups["adder"].add.remote(batch())
     for _ in range(3):
