@@ -114,9 +114,11 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
     elif name == "rewards":
         hint = " Did you mean 'reward.list'?"
     elif name == "recipe":
+        is_ppo = "algorithm" in recipe.groups
         hint = (
             f" The recipe is the command, here {recipe.name!r}; presets are chosen by "
-            f"{', '.join(recipe.groups)}, as in algorithm=coati_legacy."
+            f"{', '.join(recipe.groups)}, as in "
+            f"{'algorithm=coati_legacy' if is_ppo else 'placement=split'}."
         )
     elif above := _key_above(name, recipe):
         hint = f" {above.name} has no keys below it; it {takes(above)}."

@@ -185,9 +185,9 @@ HAS_FAULTS = When(
     "all chances in faults are 0, so there are no faults",
 )
 DELAYS = When(
-    "something is delayed",
+    "a delay in `faults` has a chance above 0",
     lambda section, _: section.delay_call > 0 or getattr(section, "delay_environment", 0) > 0,
-    "faults.delay_call is 0",
+    "no delay in faults has a chance above 0",
 )
 
 

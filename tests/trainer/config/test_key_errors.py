@@ -8,8 +8,10 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config
+from trainer.config.key_errors import no_such_key
 from trainer.data.config import DataConfig
 from trainer.data.files import check_files
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, VerlLikeError
 
 REFUSED = [
@@ -37,6 +39,10 @@ REFUSED = [
 def test_errors_name_the_key(tiny_dir: Path, tmp_path: Path, setting: str, words: str) -> None:
     with pytest.raises(VerlLikeError, match=words):
         load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", setting))
+
+
+def test_the_hint_for_recipe_names_a_preset_of_this_recipe() -> None:
+    assert no_such_key("recipe", SFT).endswith("chosen by placement, as in placement=split.")
 
 
 def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> None:
