@@ -84,6 +84,7 @@ NO_MATTER = {
 }
 """Request fields that have no effect on sampling."""
 COUNTS = ("max_tokens", "max_completion_tokens", "n")
+"""Request fields that must be at least 1."""
 OF_CHAT = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
 OF_IDS = {
     "token_ids",

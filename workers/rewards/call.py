@@ -168,9 +168,10 @@ def _check_filled(
                 f"that exists{theirs}, or give the parameter a default."
             )
         theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
+        fields = [name for name in (*SHORT_NAMES, *SAMPLE_FIELDS) if has_truth or name != TRUTH]
         raise ConfigError(
             f"the reward function has an unknown parameter {parameter.name!r}. Available: "
-            f"{', '.join([*SHORT_NAMES, *SAMPLE_FIELDS])}{theirs}, and the names in its kwargs. "
+            f"{', '.join(fields)}{theirs}, and the names in its kwargs. "
             "A function of a whole batch has plural names, such as responses. Rename the "
             "parameter, or give it a default."
         )

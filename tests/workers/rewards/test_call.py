@@ -87,6 +87,8 @@ def test_a_ground_truth_that_no_row_has_is_refused_with_the_columns_there_are() 
     optional = RewardCall.of(lambda response, ground_truth=None: ground_truth, {}, has_truth=False)
     assert optional(SAMPLE) is None
     assert RewardCall.of(in_any_order, {"ground_truth": "4"}, has_truth=False)(SAMPLE)
+    with pytest.raises(ConfigError, match="solution_str, extra_info"):
+        RewardCall.of(lambda topic: 0.0, {}, has_truth=False)
 
 
 def test_plurals_get_the_whole_batch() -> None:
