@@ -97,7 +97,10 @@ def num_samples_of(chunks: Iterable[SampleChunk]) -> int:
 
 @dataclass(frozen=True)
 class BufferView:
-    """Chunks to choose from, and the state of the run, as a sampler sees them."""
+    """Chunks to choose from, and the state of the run, as a sampler sees them.
+
+    If trainer ranks have their own generators, each has its own view: its part of a batch.
+    """
 
     ready: Sequence[SampleChunk]
     """Finished chunks, in the order in which they arrived."""

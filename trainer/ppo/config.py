@@ -84,7 +84,7 @@ class AlgorithmConfig(Section):
         allows="arguments of the estimator",
         read_when=REWARDS_TEACH,
     )
-    """Further keyword arguments of the estimator's function."""
+    """Values for keyword-only parameters of the estimator's function."""
     gamma: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("gamma"))
     """Discount factor per token."""
     lam: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("lam"))

@@ -50,11 +50,11 @@ from workers.rollout.sample import LENGTH_LIMIT
 logger = logging.getLogger(__name__)
 WithMetrics = tuple[DataProto, dict[str, float]]
 LARGEST_ERROR = 1.0
-"""Distances to the target are clipped to this many nats per step."""
+"""Distances of the entropy to its target are clipped to this many nats."""
 ENTROPY_COEFF_LR = 0.1
-"""Change of the log-coefficient per nat of distance to the target."""
+"""Change of the log-coefficient per step and nat of distance."""
 RANGE = 100.0
-"""The coefficient stays within its first value divided and multiplied by this factor."""
+"""The coefficient stays within `actor.entropy_coeff` divided and multiplied by this factor."""
 
 
 @dataclass(frozen=True)
