@@ -102,19 +102,22 @@ def load_weights(
             raise ConfigError(f"the model {config.path!r} {NO_SCORE}")
         _reject_unfit(config, unfit)
         stored_names = _load_converted(missing, config, source) if missing else set[str]()
-        if not missing:
-            if full_module is not module:
-                groups = checkpoint_format(str(source.path)).groups.values()
-                stored_names = {name for group in groups for name in group.stored}
-            reject_extra(module, config, source.unknown_entries(full_module, stored_names))
-            return
-        if not is_bare_config(config.path):
-            extra = _describe_unused(module, source.unknown_entries(full_module, stored_names))
+        if not missing and full_module is not module:
+            groups = checkpoint_format(str(source.path)).groups.values()
+            stored_names = {name for group in groups for name in group.stored}
+        extra = _describe_unused(module, source.unknown_entries(full_module, stored_names))
+        if missing and not is_bare_config(config.path):
             raise ConfigError(
                 f"the model {config.path!r} lacks {len(missing)} weights: "
                 f"{', '.join([*missing][:20])}{f'; it also has {extra}' if extra else ''}."
             )
-        values = random_weights(config)
+        if extra:
+            raise ConfigError(
+                f"the model {config.path!r} has {extra}. Its outputs would probably be wrong: "
+                "config.json may describe a different model, or the folder may be quantized. Save "
+                "it again with save_pretrained."
+            )
+        values = random_weights(config) if missing else {}
         for name, weight in missing.items():
             _copy(weight, values[name])
 
@@ -361,22 +364,12 @@ def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
         )
 
 
-def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:
-    """Reject unused entries of the folder, except those that are known to be superfluous.
+def _describe_unused(module: Any, names: Iterable[str]) -> str:
+    """Describe the entries that are not known to be superfluous; "" if there are none.
 
     Superfluous are entries that the transformers class ignores (such as multi-token prediction
     layers), entries that models now compute, and the head of a classifier.
     """
-    if extra := _describe_unused(module, names):
-        raise ConfigError(
-            f"the model {config.path!r} has {extra}. Its outputs would probably be wrong: "
-            "config.json may describe a different model, or the folder may be quantized. Save it "
-            "again with save_pretrained."
-        )
-
-
-def _describe_unused(module: Any, names: Iterable[str]) -> str:
-    """Describe the names that are not known to be superfluous; "" if there are none."""
     ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
     extra = sorted(name for name in names if not re.search("|".join(ignored), name))
     takes = f"{len(extra)} entries that the model does not use: {', '.join(extra[:20])}"

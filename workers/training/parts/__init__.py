@@ -8,7 +8,7 @@ Example:
     for part in parts: part.finish(model)
     with part.computing(): part.fed(feed)       # around passes, and before each
 
-`layers` has the parts that are one call each; the others have their own files.
+`layers` has the small parts; the others have their own files.
 """
 
 from __future__ import annotations
