@@ -94,7 +94,7 @@ class TrainerConfig(Section):
     test_freq: int = key(0, at_least=-1)
     """Steps between validations. 0 validates only after the last step; -1 disables that, too."""
     val_before_train: bool = key(True)
-    """Validate before the first step."""
+    """Validate before step 1; a run that resumes after it does not."""
     dry_run: bool = key(False)
     """Check the run, print the plan and stop (`verl-like check`)."""
     simulate: str | None = key(
