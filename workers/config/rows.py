@@ -51,7 +51,7 @@ class RowDataConfig(Section):
         read_when=when("use_dynamic_bsz"),
         may_change_on_resume=True,
     )
-    """Tokens per micro-batch and rank, without padding."""
+    """Tokens per micro-batch and rank; with padding, if rows are not packed."""
     micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=when("use_dynamic_bsz", False), may_change_on_resume=True
     )
