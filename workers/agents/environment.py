@@ -174,8 +174,9 @@ class EnvironmentSpec:
     call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
 
-    def __str__(self) -> str:
-        """Return the setting that names the code, for error messages."""
+    @property
+    def setting(self) -> str:
+        """The setting that names the code, for error messages."""
         return f"environment={self.path}" if self.path else f"tools={[*self.tools]}"
 
     def load_all(self) -> dict[str, Loaded]:

@@ -150,13 +150,17 @@ class EnvironmentHost:
                 handles.append(os.pidfd_open(pid))
             problem, kinds = self._channel.receive(until)
         except TimeoutError:
-            problem = f"{self._spec} is not loaded: this takes more than {START_S:g} s."
+            problem = f"{self._spec.setting} is not loaded: this takes more than {START_S:g} s."
         except (EOFError, OSError):
-            problem = f"{self._spec} is not loaded: its process and its supervisor are gone."
+            problem = (
+                f"{self._spec.setting} is not loaded: its process and its supervisor are gone."
+            )
         except NoAnswerError as error:
-            problem = f"{self._spec} is not loaded: its process {error}. Its output is above."
+            problem = (
+                f"{self._spec.setting} is not loaded: its process {error}. Its output is above."
+            )
         except (TypeError, ValueError) as error:
-            problem = f"{self._spec} is not loaded: its process sent an unexpected reply: {error}."
+            problem = f"{self._spec.setting} is not loaded: it sent an unexpected reply: {error}."
         if problem is not None:
             self._end()
             raise ConfigError(problem)

@@ -52,7 +52,9 @@ def test_settings_alone_are_read_and_a_text_without_them_is_refused() -> None:
     assert migrated("verl", text).settings["actor_rollout_ref.model.path"] == "y"
     with pytest.raises(ConfigError, match="data.unheard_of=1: no such key is known here"):
         migrated("verl", f"{text} data.unheard_of=1")
-    with pytest.raises(ConfigError, match="no command of main_ppo; it ran: python train.py"):
+    with pytest.raises(
+        ConfigError, match="no command of main_ppo; the commands are: python train.py"
+    ):
         migrated("verl", "python train.py")
 
 

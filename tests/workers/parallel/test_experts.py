@@ -110,7 +110,7 @@ def test_a_rank_whose_experts_no_token_reached_takes_part(trained: str) -> None:
             "does not divide the 4 experts of model.layers.0.mlp.experts; valid: 1, 2, 4",
         ),
         (2, "llama", "LlamaForCausalLM has no routed experts"),
-        (2, "llama4_text", "Llama4TextExperts, which does not store"),
+        (2, "llama4_text", "Llama4TextExperts, which is not supported"),
     ],
 )
 def test_what_cannot_be_spread_is_refused(size: int, family: str, words: str) -> None:

@@ -105,19 +105,21 @@ class InProcessVllm:
         self, sampling: dict[str, Any], num_rows: int, requests: Sequence[VllmRequest]
     ) -> None:
         """Add requests; the table of log-probs then has `num_rows` rows."""
+        self.call("begin_requests", sampling, num_rows)
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: VllmRequest) -> None:
+        """Add one request to this process's scheduler."""
         from vllm import SamplingParams as VllmParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
-        self.call("begin_requests", sampling, num_rows)
+        params = VllmParams(**request.params, output_kind=RequestOutputKind.DELTA)
+        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": request.cache_salt}
         has_adapter = self.settings.adapter is not None
         adapter = LoRARequest(ADAPTER, 1, "loaded by syncs") if has_adapter else None
-        for request in requests:
-            params = VllmParams(**request.params, output_kind=RequestOutputKind.DELTA)
-            prompt = {"prompt_token_ids": request.token_ids, "cache_salt": request.cache_salt}
-            self.llm.llm_engine.add_request(
-                str(request.number), prompt, params, lora_request=adapter
-            )
+        self.llm.llm_engine.add_request(str(request.number), prompt, params, lora_request=adapter)
 
     def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int]]]:
         """Run one decode step; yield the new tokens of requests, by number."""

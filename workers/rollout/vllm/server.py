@@ -1,11 +1,10 @@
 """A vLLM server as the backend of `rollout.vllm.engine`, over HTTP.
 
 You start the server with the command that `serve_command` returns; errors about the server contain
-it. Its workers contain this package's
-`WorkerExtension`, whose sampler draws each token from the sample's noise, and records log-probs and
-versions. Prompts and sampled tokens are exchanged as token ids (`/inference/v1/generate`). While
-the server's scheduler is paused, weights are sent to its ranks like those of an actor to a rollout
-(`workers.weights.channel`).
+it. Its workers contain this package's `WorkerExtension`, whose sampler draws each token from the
+sample's noise, and records log-probs and versions. Prompts and sampled tokens are exchanged as
+token ids (`/inference/v1/generate`). While the server's scheduler is paused, weights are sent to
+its ranks like those of an actor to a rollout (`workers.weights.channel`).
 """
 
 from __future__ import annotations
