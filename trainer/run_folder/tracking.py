@@ -126,7 +126,7 @@ class Console:
         self._waiting = [f"step {step}/{self._total}  {text or 'validation'}{left}"]
         self._waiting += [f"    {score}" for score in scores]
         is_due = time.monotonic() - self._printed >= EVERY_S
-        if is_due or scores or step == self._total:
+        if is_due or scores or step in (1, self._total):
             self._print()
 
     def _print(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -87,6 +88,17 @@ def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
     (bar,) = [part for part in re.split(r"[\r\n]", shown) if part.startswith("4/8")]
     assert len(bar.rstrip()) <= columns
     assert ("reward 0.5" if columns == 40 else f"reward 0.5  KL 0.01  {REST}"[:60]) in bar
+
+
+def test_a_log_has_lines_of_the_first_and_last_step_and_of_validations() -> None:
+    log = io.StringIO()
+    console = Console(8, PPOTrainer.headline, log)
+    console.write({"val-core/s/reward/mean@1": 0.125}, 0)
+    for step in range(1, 9):
+        console.write(STEP, step)
+    console.close()
+    steps = re.findall(r"^step (\d)/8", log.getvalue(), re.MULTILINE)
+    assert steps == ["0", "1", "8"]
 
 
 class Kept:
