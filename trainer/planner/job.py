@@ -173,12 +173,12 @@ class Job(ABC):
         return fit_together(self.device, [[layout]]) is not None
 
     def overrides(self, placement: PlannedPlacement) -> list[str]:
-        """Return the keys of this placement and its layouts."""
+        """Return the settings of this placement and its layouts."""
         pools = placement.pools
         keys = ["placement=colocate"] if len(pools) == 1 else []
         if len(pools) > 1:
             for pool in pools:
-                name = f"{pool.roles[0]}_gpus"
+                name = f"{pool.roles[0]}_pool"
                 keys.append(pool_key(name, pool.gpus, self.per_node))
                 keys += [f"role_mapping.{role}={name}" for role in pool.roles]
         elif placement.gpus < self.num_gpus:

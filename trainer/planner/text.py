@@ -9,6 +9,7 @@ from itertools import islice
 from trainer.memory import gib, memory_table
 from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
 from trainer.planner.job import Job, cluster_keys, layout_keys
+from trainer.planner.ppo import ROLLOUT, PPOJob
 from trainer.planner.search import Layout, PlannedPlacement
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
@@ -34,11 +35,12 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         raise fits_nowhere(job)
     best, rejected = split_valid(job, placements)
     if not best:
-        raise ConfigError(f"every placement is rejected; the fastest one is {rejected[0]}")
+        raise ConfigError(f"a run rejects every placement. The fastest one: {rejected[0]}")
     if len(job.roles) == 1:
         kind, slower = "layout", _other_layouts(job, best)
     else:
-        kind, slower = "placement", _other_partitions(job, placements, best)
+        not_checked = placements[len(best) + len(rejected) :]
+        kind, slower = "placement", _slower_partitions(job, not_checked, best[0])
     first = best[0]
     roles, devices = job.memory(first)
     trained = next(role for role, model in job.models.items() if model.trains)
@@ -61,7 +63,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         _listed(f"Keys of {kind} 1, to add to your settings:", keys),
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
         _listed(f"Slower {kind}s:", [*islice(slower, MOST_LOSERS)]),
-        _listed(f"Faster {kind}s, which a run rejects:", rejected),
+        _listed(f"{kind.title()}s that a run rejects:", rejected),
         "Next: check a run with your settings and these keys:\n"
         f"  verl-like check {job.recipe.name} --full --gpus {gpus_of_node} ...",
     ]
@@ -71,7 +73,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
 def split_valid(
     job: Job, placements: Sequence[PlannedPlacement]
 ) -> tuple[list[PlannedPlacement], list[str]]:
-    """Return the fastest valid placements, and why a run rejects faster ones."""
+    """Check placements, fastest first, until enough are valid.
+
+    Return the valid ones, and lines that say why a run rejects the others.
+    """
     best: list[PlannedPlacement] = []
     rejected = []
     for placement in placements:
@@ -98,14 +103,16 @@ def fits_nowhere(job: Job) -> ConfigError:
     way_out = (
         f"{number:,} of these GPUs are enough"
         if number <= MOST_GPUS
-        else f"{number // 2:,} of these GPUs are not enough either: use larger ones"
+        else f"{number // 2:,} of these GPUs are not enough either"
     )
     trained = next(role_model for role_model in job.models.values() if role_model.trains)
-    section, smaller = trained.key.removesuffix(".path"), ["shorter rows"]
+    section, smaller = trained.key.removesuffix(".path"), ["larger GPUs", "shorter rows"]
     if trained.model.lora_rank == 0:
         smaller.append(f"LoRA ({section}.lora_rank)")
     if trained.model.dtype == "float32":
         smaller.append(f"{section}.dtype=bfloat16")
+    if isinstance(job, PPOJob) and job.config.actor_rollout_ref.rollout.name != "vllm":
+        smaller += [f"{ROLLOUT}.name=vllm", f"a smaller {ROLLOUT}.kv_cache_gb"]
     return ConfigError(
         f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
         f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. "
@@ -143,20 +150,18 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:,.1f}"
 
 
-def _other_partitions(
-    job: Job, placements: Sequence[PlannedPlacement], best: Sequence[PlannedPlacement]
+def _slower_partitions(
+    job: Job, placements: Sequence[PlannedPlacement], best: PlannedPlacement
 ) -> Iterator[str]:
-    """Yield a line on why each other partition of the roles is slower."""
-    shown = {placement.partition for placement in best}
+    """Yield a line on why each of these partitions of the roles is slower than the best one."""
     for placement in placements:
-        if placement.partition not in shown:
-            pairs = zip(placement.seconds, best[0].seconds, strict=True)
-            slower = [seconds - fastest for seconds, fastest in pairs]
-            at = max(range(len(slower)), key=slower.__getitem__)
-            yield (
-                f"{seconds_text(placement.step)} s, {placement.summary}: {job.stages[at]} of "
-                f"{placement.slowest_in(at)} takes {seconds_text(slower[at])} s more"
-            )
+        pairs = zip(placement.seconds, best.seconds, strict=True)
+        slower = [seconds - fastest for seconds, fastest in pairs]
+        at = max(range(len(slower)), key=slower.__getitem__)
+        yield (
+            f"{seconds_text(placement.step)} s, {placement.summary}: {job.stages[at]} of "
+            f"{placement.slowest_in(at)} takes {seconds_text(slower[at])} s more"
+        )
 
 
 def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from trainer.config.settings import overrides_of
 from trainer.planner.job import cluster_keys
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement
-from trainer.planner.text import SHOWN, split_valid
+from trainer.planner.text import SHOWN, plan_text, split_valid
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -83,6 +84,18 @@ def test_the_text_has_the_keys_the_losers_and_the_hours(
         assert part in text
 
 
+def test_a_rejected_placement_is_not_listed_as_slower(
+    planned: tuple[PPOJob, list[PlannedPlacement]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, placements = planned
+    last = placements[-1].summary
+    monkeypatch.setattr(PPOJob, "rejection", lambda _, p: None if p.summary == last else "an error")
+    text = plan_text(job)
+    assert "Placements that a run rejects:\n" in text
+    assert text.count(": an error") == len(placements) - 1
+    assert "Slower placements:" not in text
+
+
 def test_what_the_user_has_set_stays(settings: list[str]) -> None:
     job = plan.job_of([*GPUS, *settings, "actor_rollout_ref.actor.parallel.tp=2"])
     key = "actor_rollout_ref.actor.parallel.tp"
@@ -118,11 +131,21 @@ def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list
         plan.plan(["--gpus=1", "--device=H100", "--gib=18", *settings])
 
 
+def test_a_native_engine_that_does_not_fit_may_be_replaced(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.planner.text.MOST_GPUS", 1)  # skips the search for enough GPUs
+    rollout = "actor_rollout_ref.rollout"
+    words = f"{rollout}.name=vllm, a smaller {rollout}.kv_cache_gb."
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        plan.plan(["--gpus=1", "--device=H100", "--gib=6", *settings, f"{rollout}.name=native"])
+
+
 def test_a_plan_that_does_not_fit_does_not_advise_keys_that_are_set(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.planner.text.MOST_GPUS", 1)  # skips the search for enough GPUs
     model = "actor_rollout_ref.model"
     keys = [f"{model}.lora_rank=8", f"{model}.dtype=bfloat16"]
-    with pytest.raises(ConfigError, match=r"use larger ones\. Alternatives: shorter rows\.$"):
+    with pytest.raises(ConfigError, match=r"either\. Alternatives: larger GPUs, shorter rows\.$"):
         plan.plan(["--gpus=1", "--device=H100", "--gib=6", *settings, *keys])
