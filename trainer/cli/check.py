@@ -178,7 +178,8 @@ def change_lines(config: PPOConfig) -> list[str]:
         )
         if key == "role_workers":  # only the user's classes
             workers = config.role_workers.items()
-            value = {role: cls for role, cls in workers if cls != of_recipe[key].get(role)}
+            usual_of = of_recipe[key]
+            value = {r: cls for r, cls in workers if cls != usual_of.get(config.kind_of(r))}
         if value not in (usual, of_recipe.get(key, usual)):
             meaning = " ".join(docs[key].split())  # the field's docstring may have several lines
             lines.append(f"{key}={_show(value)} (default {_show(usual)}): {meaning}")
@@ -207,6 +208,7 @@ def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
     tree.pop("defaults")
     workers = {**tree.pop("role_workers")}
     workers |= {role: cls for role, (cls, _) in recipe.extra_roles(config).items()}
+    workers |= config.score_roles if isinstance(config, AsyncConfig) else {}
     run = OmegaConf.merge(OmegaConf.create(asdict(config)), tree)
     names = flatten(OmegaConf.to_container(tree))
     return {"role_workers": workers, **{name: OmegaConf.select(run, name) for name in names}}

@@ -252,7 +252,7 @@ def describe(
     lines = draw_table(rows, max_columns, num_titles=2)
 
     for title, shown in _describe_pairs(nodes, after).items():
-        if shown or title != INLINE:
+        if shown or title == CONCURRENT_TITLE:
             lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
 
     if update_can_compute_old_log_probs(config):

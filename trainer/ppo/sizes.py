@@ -104,14 +104,26 @@ HEAD = (
 def batch_table(
     config: PPOConfig, max_columns: int | None = None, heading: str = "Batch sizes"
 ) -> str:
-    """Return the table of prompts, samples and tokens per part, no wider than `max_columns`."""
-    from trainer.ppo.roles import models_of  # imports torch, which a recipe must not
+    """Return the table of prompts, samples and tokens per part, no wider than `max_columns`.
 
+    Old log-probs are left out if no step computes them by a separate pass.
+    """
+    # these import torch, which a recipe must not
+    from trainer.ppo.roles import models_of, scorings_of
+    from trainer.ppo.score import readings, update_computes_old_log_probs
+
+    is_current = not getattr(config, "generates_while_training", False)
+    in_update = is_current and update_computes_old_log_probs(config, step=1)
+    scorings = scorings_of(config)
+    made = readings(scorings, config, in_update)
+    left_out = {scoring.part for scoring in scorings if scoring not in made}
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n
     pools, models = expand_roles(config.role_mapping), models_of(config)
     lines: list[tuple[str, ...]] = [HEAD]
     for row in rows_of(config):
+        if row.part in left_out:
+            continue
         ranks = sum(config.resource_pool_spec[pools[row.role]])
         samples = row.prompts * num_samples
         model = models.get(row.role)

@@ -80,6 +80,7 @@ def test_an_async_run_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
     assert re.search(r"\n-+\nStep: 0\.\d+ s\nBusy: generator 0 \d+%.*\nLimited by: trainer", text)
     assert "async_training.generators=2 (default 1): " in text
+    assert "role_workers=" not in text, "the run adds the workers of generator 1"
     assert "--measured RUN_DIR" in full_plan(config)
 
 

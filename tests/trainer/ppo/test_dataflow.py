@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from trainer import load_config
+from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, edges, step_nodes
 from trainer.ppo.score import update_can_compute_old_log_probs
+from trainer.ppo.sizes import batch_table
+
+NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
 
 
 def load(*overrides: str) -> PPOConfig:
-    return load_config(
-        ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", *overrides]
-    )
+    return load_config([*NEEDED, *overrides])
 
 
 SPLIT_PPO = ("placement=split", "trainer.n_gpus_per_node=2", "algorithm.use_kl_in_reward=true")
@@ -54,7 +56,7 @@ def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
         "  update: critic.update_critic, then actor.update_actor",
     ]
     apart = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
-    assert "Sequential, because they share a pool: nothing" in apart
+    assert "Sequential" not in apart
 
 
 def test_pools_of_the_drivers_own_process_take_turns() -> None:
@@ -86,6 +88,14 @@ def test_old_log_probs_may_come_from_a_single_update_that_nobody_precedes() -> N
     assert not update_can_compute_old_log_probs(
         load(*GRPO_OF_ONE_STEP, "algorithm.use_kl_in_reward=true")
     )
+
+
+def test_the_sizes_leave_out_old_log_probs_that_no_separate_pass_computes() -> None:
+    bypass = "correction=bypass_ppo_clip_geo_rs"
+    for without in (GRPO_OF_ONE_STEP, (*GRPO_OF_ONE_STEP, bypass)):
+        assert "old log-probs" not in batch_table(load(*without))
+    config = load_config([*NEEDED, *GRPO_OF_ONE_STEP], ASYNC)
+    assert "old log-probs" in batch_table(config), "for samples of older weights"
 
 
 def test_a_correction_stands_between_old_log_probs_and_the_updates() -> None:
