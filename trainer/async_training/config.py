@@ -89,7 +89,9 @@ class AsyncSettings(Section):
     `max_staleness`.
     """
     max_staleness: int = key(1, at_least=0)
-    """Maximum staleness of a sample, in weight versions; 0 makes the run synchronous."""
+    """Maximum staleness of a sample, in weight versions; with 0 and `update_steps=1`, the run is
+    synchronous.
+    """
     score_on: str = key("trainer", choices=("trainer", "generator"))
     """Run reference, reward models and critic with the trainers, or with each generator."""
     weight_update: str = key("between_batches", choices=("between_batches", "immediate"))

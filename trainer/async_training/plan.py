@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
 
-AGES = {0: "samples are as new as the policy", 1: "samples are at most 1 version old"}
+AGES = {0: "samples are of the newest version", 1: "samples are at most 1 version old"}
 MOMENTS = {"between_batches": "between two calls", "immediate": "in the middle of a call"}
 
 

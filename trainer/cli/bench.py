@@ -109,6 +109,7 @@ class PredictedRun:
         ]
 
 
+SPEED_UP = "The speed-up is relative to a synchronous run with the same generators and trainers."
 HEADING = ["generators", "trainers", "run", "s/step", "speed-up"]
 HEADING += ["generators busy", "waiting", "syncing", "trainer busy", "limited by"]
 
@@ -166,6 +167,8 @@ def overlap(arguments: Sequence[str]) -> None:
         "",
         f"Generators to trainers, at staleness {widest.max_staleness}:",
         *_table(ratios, width),
+        "",
+        fit(SPEED_UP, width),
         "",
         fit(advice, width),
     ]

@@ -34,6 +34,7 @@ def test_each_run_has_its_seconds_speed_up_and_limit(
     assert runs[1][-2:] == ["staleness", "bound"]
     assert runs[2][2:6] == ["staleness", "1", "1.3", "1.84"]
     assert runs[2][-1] == "generators"
+    assert lines[-3] == bench.SPEED_UP
     assert lines[-1].startswith(
         "Recommended: async_training.generators=1 async_training.trainers=1 "
         "async_training.max_staleness=1: 1.3 s per step, 1.84x "
