@@ -82,6 +82,11 @@ class PythonRun:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
+    def __repr__(self) -> str:
+        """Return the class, its model's path and the run folder."""
+        model = self.settings.get(f"{next(iter(self.model_sections.values()))}.path")
+        return f"{type(self).__name__}(model={str(model)!r}, folder={str(self.folder)!r})"
+
     def _take(
         self, model: Any, tokenizer: Any, data: Mapping[str, Any], settings: dict[str, Any]
     ) -> None:

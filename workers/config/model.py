@@ -86,6 +86,7 @@ class ShardedConfig(Section):
     )
     """How the model is distributed over ranks. `single`, `ddp`: whole on every rank;
     `shard_grad_op`: ZeRO-2; `fsdp`: ZeRO-3; `+offload`: in host memory between calls.
+    `fsdp_offload` is another name for `fsdp+offload`.
     """
 
 

@@ -81,6 +81,13 @@ def test_a_run_gives_its_numbers_and_folders(made: tuple[PPO, RunResult]) -> Non
     assert (result.model_folder / "config.json").is_file()
 
 
+def test_a_run_is_printed_with_its_class_model_and_folder(tiny_dir: Path, tmp_path: Path) -> None:
+    ppo, model = make_ppo(tiny_dir, tmp_path / "ppo"), tiny_dir / "model"
+    assert repr(ppo) == f"PPO(model='{model}', folder='{tmp_path / 'ppo'}')"
+    sft = SFT(model, ROWS, save_to=tmp_path / "sft", **SMALL_SFT)
+    assert repr(sft) == f"SFT(model='{model}', folder='{tmp_path / 'sft'}')"
+
+
 def test_the_command_line_has_the_same_configuration(
     made: tuple[PPO, RunResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
