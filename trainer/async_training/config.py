@@ -125,7 +125,7 @@ class AsyncTrainerConfig(PPOTrainerConfig):
     generator dies, `async_training.on_generator_failure` applies.
     """
     experiment_name: str = key("async", allows="a name")
-    """Second part of the run folder's name."""
+    """Name of the run in W&B and trackio; second part of the default run folder."""
 
 
 @dataclass(kw_only=True)

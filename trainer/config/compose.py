@@ -115,7 +115,10 @@ def checked_config(
 
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:
-    """Return the settings with our keys and presets; reject unknown ones."""
+    """Return the settings, translated to our keys.
+
+    Reject unknown keys and presets, sweeps, and the deletion of a section.
+    """
     full = [part for setting in settings for part in _in_full(parse(setting))]
     parsed = list(recipe.translate(full))
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]

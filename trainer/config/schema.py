@@ -68,7 +68,7 @@ class TrainerConfig(Section):
     total_epochs: int | None = key(
         None, above=0, hint="or null for one epoch, or as many as total_training_steps needs"
     )
-    """Passes over the data."""
+    """Passes over the data; null: one, or as many as `total_training_steps` needs."""
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the run; null: as many as `total_epochs` has."""
     stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
@@ -88,7 +88,7 @@ class TrainerConfig(Section):
     project_name: str = key("verl_like", allows="a name")
     """Project in W&B and trackio; first part of the default run folder."""
     experiment_name: str = key("run", allows="a name")
-    """Name of the run there; second part of the default run folder."""
+    """Name of the run in W&B and trackio; second part of the default run folder."""
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
     """Folder of the run: its metrics, checkpoints, samples and report."""
     test_freq: int = key(0, at_least=-1)

@@ -142,7 +142,7 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     cls: str = key("trainer.ppo.PPOTrainer", allows="a dotted path", may_change_on_resume=False)
     """Trainer class: PPOTrainer or a subclass."""
     experiment_name: str = key("ppo", allows="a name")
-    """Second part of the run folder's name."""
+    """Name of the run in W&B and trackio; second part of the default run folder."""
     default_local_dir: str = key("runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER)
     """Folder of the run: its metrics, checkpoints, samples and report."""
     critic_warmup: int = key(

@@ -93,15 +93,16 @@ REWARDS_TEACH = When(
 SPLIT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")
 SPLIT_BY_SAMPLES = when(f"{ACTOR}.use_dynamic_bsz", False)
 VALIDATION_IS_ON = When(
-    "`trainer.test_freq` or `trainer.val_before_train`",
+    "`trainer.test_freq` is 0 or more, or `trainer.val_before_train` is true",
     _asks_for_validations,
-    "this run never validates. Set trainer.test_freq or trainer.val_before_train",
+    "this run never validates. Set trainer.test_freq to 0 or more, or "
+    "trainer.val_before_train=true",
 )
 VALIDATES = When(
     "the run validates",
     lambda _, run: bool(run.data.val_files) and _asks_for_validations(_, run),
-    "this run never validates. Set data.val_files, and trainer.test_freq or "
-    "trainer.val_before_train",
+    "this run never validates. Set data.val_files, and trainer.test_freq to 0 or more or "
+    "trainer.val_before_train=true",
 )
 NO_REWARD_LIST = When(
     "`reward.list` is empty", lambda _, run: not run.reward.list, "reward.list sets the rewards"

@@ -103,7 +103,7 @@ class RolloutCorrectionConfig(Section):
     """
     rollout_rs_threshold: str | None = key(
         None,
-        allows="a number, or lower_upper for k1",
+        allows="a number, or for k1 lower_upper such as 0.5_2.0",
         read_when=unless("rollout_rs"),
     )
     """Largest allowed k2 or k3; for k1, the allowed range of exp(k1), the rollout's probability
@@ -165,13 +165,18 @@ class ActorConfig(ShardedConfig):
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
     """Reshuffle the mini-batches of actor and critic in each of the `ppo_epochs`."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
-    """Clip range of the probability ratio, below and above 1."""
+    """Clip range of the probability ratio, below and above 1. `geo_mean` clips the log-ratio
+    instead, below and above 0; `dppo_tv` limits the change of the probability, and
+    `dppo_kl` limits a KL.
+    """
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
-    """Clip range below 1; null: `clip_ratio`."""
+    """Lower clip range; null: `clip_ratio`."""
     clip_ratio_high: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
-    """Clip range above 1; null: `clip_ratio`."""
+    """Upper clip range; null: `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
-    """Dual clip. For A < 0, the largest loss is this number times -A."""
+    """Dual clip. For A < 0, the largest loss is this number times -A. In `dppo_tv` and `dppo_kl`,
+    it is the largest ratio in the loss, for any A.
+    """
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """Choice of the policy loss, and its arguments."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)

@@ -69,8 +69,8 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
     [
         (
             ["data.val_files=v.parquet", "trainer.test_freq=-1", "trainer.val_before_train=false"],
-            "data.val_files has no effect: this run never validates. Set trainer.test_freq or "
-            "trainer.val_before_train",
+            "data.val_files has no effect: this run never validates. Set trainer.test_freq to 0 "
+            "or more, or trainer.val_before_train=true",
         ),
         (
             [*GRPO, "critic.optim.lr=1e-5"],

@@ -27,9 +27,10 @@ def compute_grpo_process_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The sum of the normalized scores of a token's step and all later steps.
 
-    Mean and standard deviation (n - 1) are over all steps of the prompt's samples; `step_ends`
-    marks the last token of each step. If the policy chooses its number of steps, this estimator is
-    biased; `rloo_process` is not.
+    Mean and standard deviation (n - 1) are over all steps of the prompt's samples;
+    `norm_adv_by_std_in_grpo=false` subtracts only the mean. `step_ends` marks the last token of
+    each step. If the policy chooses its number of steps, this estimator is biased; `rloo_process`
+    is not.
 
     Watch: If `critic/advantages/max` and `response_length/mean` both rise, the policy gains by
     making more steps: use `rloo_process`.
