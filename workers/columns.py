@@ -34,7 +34,7 @@ class Column:
     shape: str
     dtype: str
     note: str = ""
-    """Text after the writers: the part of the driver that writes the column, or details."""
+    """Text after the writers: another writer, such as a stage of the driver, or a condition."""
     role: str = ""
     """The role that writes the column, if any."""
     method: str = ""
@@ -238,7 +238,9 @@ def _missing(name: str, present: set[str]) -> str:
             f"{', '.join(sorted(present)) or 'no columns'}.{nearest(name, present)}"
         )
     text = f"batch has no {name!r} (written by {column.written_by})"
-    return f"{text}; is the {column.role} role configured?" if column.role else text
+    if not column.role:
+        return text
+    return f"{text}. Check that the run has the role {column.role} and calls this method first."
 
 
 def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
@@ -298,7 +300,7 @@ def has_column(batch: DataProto, name: str) -> bool:
 def sampled_log_probs_column(columns: Any) -> str:
     """Return the name of the column with log-probs under the distribution that was sampled from.
 
-    Under top-k or top-p, this is the truncated distribution.
+    If the rollout sets `truncated_log_probs`, this is the distribution after top-k and top-p.
     """
     truncated = "rollout_truncated_log_probs"
     return truncated if truncated in columns.keys() else "rollout_log_probs"

@@ -26,7 +26,8 @@ def test_a_missing_column_of_a_role_names_the_role() -> None:
     with pytest.raises(MissingColumnError) as caught:
         require(batch, "responses", "values")
     expected = (
-        "batch has no 'values' (written by critic.compute_values); is the critic role configured?"
+        "batch has no 'values' (written by critic.compute_values). Check that the run has the role "
+        "critic and calls this method first."
     )
     assert str(caught.value) == expected
 

@@ -161,7 +161,7 @@ def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
     if subject.mode is not None and bool(batch["response_mask"].any(1).all()):
         (unit, unit_weight), (gradient, weights) = gradients(make_batch("1")), gradients(batch)
         expected = {"gradient": unit / unit_weight * weights}
-        yield f"as {subject.mode} weighs it", expected, {"gradient": gradient}
+        yield f"with the weights of {subject.mode}", expected, {"gradient": gradient}
 
 
 class Recorder(TorchFunctionMode):

@@ -148,7 +148,8 @@ def look_up(
 ) -> tuple[str, Any]:
     """Return the kind and the function of this name; an error begins with `words`."""
     searched = {key: named[key] for key in named if kind in (None, key)}
-    check_name(name, [n for functions in searched.values() for n in functions], words)
+    names = dict.fromkeys(n for functions in searched.values() for n in functions)
+    check_name(name, [*names], words)
     kind, *others = (key for key in searched if name in searched[key])
     if others:
         raise ConfigError(

@@ -147,7 +147,7 @@ def _row_or_problem(single: Any) -> Any:
 
 
 def csv_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Yield every row; cells are strings, and empty cells are None."""
+    """Yield every row, or an error for an invalid one; cells are strings, or None if empty."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file)
         try:

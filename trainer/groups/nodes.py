@@ -142,16 +142,22 @@ def describe_devices(config: RunConfig) -> str:
     """Describe the devices of this machine; raise if they do not suit the configuration."""
     trainer, joins = config.trainer, joined_cluster(config)
     if trainer.simulate is not None:
-        kind = _devices_here(config)
         where = f"each of {trainer.nnodes} machines" if trainer.nnodes > 1 else "1 machine"
         return (
-            f"Devices: {trainer.n_gpus_per_node} x {kind} on {where} "
-            f"(trainer.simulate={trainer.simulate}; the software there was not checked)"
+            f"Devices: {_count_devices(config)} on {where} (simulated by "
+            f"trainer.simulate={trainer.simulate}; its software was not checked)"
         )
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
         where = joins or "on this machine"
         return f"Devices: those of the Ray cluster {where}, which were not checked"
-    return f"Devices: {trainer.n_gpus_per_node} x {_devices_here(config)} on this machine"
+    return f"Devices: {_count_devices(config)} on this machine"
+
+
+def _count_devices(config: RunConfig) -> str:
+    count, kind = config.trainer.n_gpus_per_node, _devices_here(config)
+    if kind == "CPU slot":
+        return f"{count} CPU slots" if count > 1 else "1 CPU slot"
+    return f"{count} x {kind}"
 
 
 def _devices_here(config: RunConfig) -> str:

@@ -57,6 +57,10 @@ OF_BASH = frozenset(
     """.split()
 )
 """Variables that bash sets."""
+PASS_THE_COMMAND = (
+    "Pass the training command itself; your shell expands its variables: "
+    "verl-like migrate SYSTEM python3 -m ..."
+)
 
 
 def record(source: str, arguments: Sequence[str] = ()) -> Recording:
@@ -75,15 +79,16 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         pipe.send(Script([*words, *arguments], folder, environment))
         answer = pipe.recv()
     except (EOFError, OSError) as err:
-        raise ConfigError("the process that runs the script ended without a result.") from err
+        raise ConfigError(
+            f"the process that runs the script ended without a result. {PASS_THE_COMMAND}"
+        ) from err
     finally:
         pipe.close()
         process.wait()
     if isinstance(answer, str):
         raise ConfigError(
-            f"the script was not run, because this machine has no sandbox for it: {answer} Pass "
-            "the training command itself; your shell expands its variables: "
-            "verl-like migrate SYSTEM python3 -m ..."
+            "the script was not run, because this machine has no sandbox for it: "
+            f"{answer} {PASS_THE_COMMAND}"
         )
     assert isinstance(answer, Recording), answer
     variables = MARKED.findall(

@@ -81,7 +81,7 @@ class Translation:
         return " \\\n    ".join([f"verl-like {self.program}", *words])
 
     def report(self, width: int | None) -> str:
-        """Return the command, then a paragraph for every kind of flag."""
+        """Return the command, then the lists that are not empty, each with its title."""
         defaults: dict[str, list[str]] = {}
         for key, flag in self.defaults.items():
             defaults.setdefault(flag, []).append(f"{key}={self.settings[key]}")

@@ -66,7 +66,8 @@ class Tables:
     changes_nothing: Mapping[str, str]
     """Maps keys that have no effect, whatever their value, to what this project does."""
     changes_nothing_at: Mapping[str, Mapping[str, Any]]
-    """Maps keys that have no effect `at` some values to the way out for other values, `else`."""
+    """Maps keys that have no effect at some values to these values, `at`, and to the way out for
+    other values, `else`."""
     not_here: Mapping[str, str]
     """Maps keys that have no counterpart to the way out."""
     newer: Mapping[str, str]

@@ -108,12 +108,12 @@ def read_run(folder: str | Path) -> RunData:
         hint = (
             f" Run folders in it: {', '.join(near)}."
             if near
-            else " A run folder is trainer.default_local_dir."
+            else " Use a run folder: the trainer.default_local_dir of a run."
         )
         reason = (
             "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is not a folder"
         )
-        raise ConfigError(f"{folder} {reason}, so there is nothing to report.{hint}")
+        raise ConfigError(f"{folder} {reason}.{hint}")
 
     notes: list[str] = []
     failure = folder / FAILURE_FILE

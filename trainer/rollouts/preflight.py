@@ -62,9 +62,10 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
     size = rollout.tensor_model_parallel_size
     if rollout.name == "vllm" and ranks % size:
         divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+        processes = "1 process" if ranks == 1 else f"{ranks} processes"
         raise ConfigError(
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
-            f"{ranks} processes of {role}'s pool {pool!r}; values that do: {divisors}."
+            f"{processes} of {role}'s pool {pool!r}; values that do: {divisors}."
         )
     # the versions on other machines are not known
     elsewhere = joined_cluster(config) or config.trainer.simulate or rollout.server_urls

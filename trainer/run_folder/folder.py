@@ -176,7 +176,10 @@ def saved_tree(folder: Path) -> Any:
     """Return the configuration that a run saved when it started."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG_FILE}.")
+        raise ConfigError(
+            f"{folder} is not a run folder: it has no {CONFIG_FILE}. Use the "
+            "trainer.default_local_dir of a run."
+        )
     try:
         reject_many_aliases(path)
         return OmegaConf.load(path)

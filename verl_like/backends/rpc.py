@@ -96,7 +96,7 @@ class Requests:
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """Send a request of `URGENT_REQUESTS`."""
         number, answer = self.expect()
-        if self._sending.locked():  # by a large message, maybe to a stopped process
+        if self._sending.locked():  # a large message is being sent, maybe to a stopped process
             work = number, method, args
             threading.Thread(target=self.send, args=work, daemon=True).start()
         else:

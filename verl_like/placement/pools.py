@@ -177,7 +177,7 @@ class PoolManager:
         mapping = {**expand_roles(self.mapping), **self.mapping}
         if role not in mapping:
             raise PlacementError(
-                f"role '{role}' is on no pool.{nearest(role, mapping)} Mapped: "
+                f"role '{role}' is on no pool.{nearest(role, mapping)} Roles on a pool: "
                 f"{', '.join(self.mapping)}."
             )
         if not self.resource_pool_dict:

@@ -314,7 +314,8 @@ def create_colocated_worker_raw_cls(
     for role in class_dict:
         if hasattr(ColocatedWorker, role):
             raise PlacementError(
-                f"role '{role}' would be shadowed by an attribute that every worker has. Rename it."
+                f"role '{role}' would be shadowed by an attribute that every worker has. Rename "
+                "the role."
             )
     name = "_".join(["Colocated", *class_dict])
     return type(name, (ColocatedWorker,), {"_colocated_classes": dict(class_dict)})

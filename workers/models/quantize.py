@@ -205,7 +205,7 @@ def check_quantizable(module: nn.Module) -> None:
 
 
 def _make_room(layer: nn.Linear) -> None:
-    """Replace the layer's weight by an empty int8 weight."""
+    """Replace the layer's weight with an empty int8 weight."""
     weight = layer.weight
     out_width, in_width = weight.shape
     room = Int8Weight.empty(out_width, in_width, weight.dtype, weight.device)

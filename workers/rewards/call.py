@@ -171,7 +171,8 @@ def _check_filled(
         fields = [name for name in (*SHORT_NAMES, *SAMPLE_FIELDS) if has_truth or name != TRUTH]
         raise ConfigError(
             f"the reward function has an unknown parameter {parameter.name!r}. Available: "
-            f"{', '.join(fields)}{theirs}, and the names in its kwargs. "
+            f"{', '.join(fields)}{theirs}, and the names in "
+            "reward.function.kwargs (`kwargs` in reward.list). "
             "A function of a whole batch has plural names, such as responses. Rename the "
             "parameter, or give it a default."
         )

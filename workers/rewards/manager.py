@@ -144,7 +144,7 @@ def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
 def _score_metrics(
     outcomes: list[Outcome], extras: dict[str, np.ndarray[Any, Any]]
 ) -> dict[str, float]:
-    """Count failed and late samples, and average every other number."""
+    """Count the failed and the late samples, and average all other numbers."""
     num_late = sum(score is None and error == LATE for score, _, error in outcomes)
     num_failed = sum(score is None for score, _, _ in outcomes)
     metrics = {

@@ -15,7 +15,7 @@ Steps = list[tuple[int, float]]
 Outcome = tuple[float | None, dict[str, Any], str | None]
 """A score, or None after a failure; other numbers, `pred` and steps; an error, or None."""
 STEPS = "step_scores"
-"""Key of a result for the scores of the response's steps; other lists are ignored."""
+"""Key of a result for the scores of the response's steps; lists under other keys are ignored."""
 VOTE = "pred"
 """Key of a result for the sample's answer, a text for the majority vote over a prompt's samples."""
 LATE = "passed its deadline"

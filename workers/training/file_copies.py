@@ -45,7 +45,7 @@ LEAST_BYTES = 16 * 2**20
 MOST_OF_FREE = 0.5
 """Largest fraction of the free host memory that the copies of one file on all ranks may take."""
 LOWEST_PRIORITY = 19
-"""Niceness of the writer. It gets 1.5 % of a busy core; with SCHED_IDLE it could starve."""
+"""Niceness of the writer, which gets 1.5 % of a busy core; with SCHED_IDLE it could starve."""
 Files = dict[str, dict[str, int]]
 """Name within a role's folder -> bytes and crc32."""
 logger = logging.getLogger(__name__)

@@ -338,6 +338,6 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
 def test_a_dry_run_rejects_an_engine_too_large_for_its_pool(tiny_dir: Path, tmp_path: Path) -> None:
     of_one = "async_training.generator_settings.1={name: vllm, tensor_model_parallel_size: 2}"
     settings = ("async_training.generators=2", of_one, "trainer.dry_run=true")
-    words = "generator_settings.1: .*size=2 does not divide the 1 processes of rollout_1's"
+    words = "generator_settings.1: .*size=2 does not divide the 1 process of rollout_1's"
     with pytest.raises(ConfigError, match=words):
         run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), ASYNC))

@@ -188,7 +188,8 @@ def test_unusable_functions_are_explained_in_a_sentence(monkeypatch: pytest.Monk
         (dict(target=3), "3 is of the type int, not a function with parameters"),
         (
             dict(target="vanila"),
-            "not the name of a loss or estimator: 'vanila'.*Did you mean 'vanilla'",
+            "not the name of a loss or estimator: 'vanila'.*Did you mean 'vanilla'"
+            r".* Known: (?!.* gpg,.* gpg,)",
         ),
         (dict(target="gpg"), "gpg is of the kinds policy and estimator.*such as --kind policy"),
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),

@@ -79,8 +79,8 @@ def test_a_folder_that_is_no_run_ends_with_one_line(decoys: Path) -> None:
     done = verl_like(decoys, "report", "nowhere")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: nowhere is not a folder, so there is nothing to report. A run folder is "
-        "trainer.default_local_dir.\n"
+        "error: nowhere is not a folder. Use a run folder: the trainer.default_local_dir of a "
+        "run.\n"
     )
 
 
