@@ -525,7 +525,7 @@ def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
             num_blocks = getattr(placement, "split_factor", 1)
             of_layers = re.sub(r"\.\d+(?=\.)", "", name)
             size = weight.shape[placement.dim] // num_blocks
-            divisible[f"dim {placement.dim} of {of_layers}"] = size
+            divisible[f"dimension {placement.dim} of {of_layers}"] = size
     return divisible
 
 
