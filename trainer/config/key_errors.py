@@ -111,6 +111,8 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
     pools = {pool for preset in recipe.placements.values() for pool in preset}
     if name in pools:
         hint = f" Did you mean 'resource_pool_spec.{name}', the processes of that pool?"
+    elif name.startswith("async_training."):
+        hint = " It is a key of `verl-like async`."
     elif name == "rewards":
         hint = " Did you mean 'reward.list'?"
     elif name == "recipe":

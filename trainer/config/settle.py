@@ -149,7 +149,8 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
     used, named_pools = set(config.role_mapping.values()), names_below("resource_pool_spec", keys)
     for pool in sorted(named_pools - used):
         roles = [role for role in inactive if mapped_before.get(role) == pool]
-        raise _unused_pool(config, pool, {role: inactive[role] for role in roles})
+        presets = [name for name, pools in recipe.placements.items() if pool in pools]
+        raise _unused_pool(config, pool, {role: inactive[role] for role in roles}, presets)
 
     spec = {pool: sizes for pool, sizes in spec.items() if pool in used}
     config = changed(config, {"resource_pool_spec": spec})
@@ -291,13 +292,16 @@ def names_below(section: str, keys: Collection[str]) -> set[str]:
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
 
 
-def _unused_pool(config: RunConfig, pool: str, inactive: Mapping[str, str]) -> ConfigError:
+def _unused_pool(
+    config: RunConfig, pool: str, inactive: Mapping[str, str], presets: Sequence[str]
+) -> ConfigError:
+    preset = f" It is a pool of placement={presets[0]}." if presets else ""
     inactive_texts = "".join(
         f" {role} is mapped to it, but not part of this run: {why}."
         for role, why in inactive.items()
     )
     return ConfigError(
-        f"no role uses the pool {pool!r} (role_mapping: {config.role_mapping})."
+        f"no role uses the pool {pool!r} (role_mapping: {config.role_mapping}).{preset}"
         f"{inactive_texts} Map a role to it with role_mapping.<role>={pool}, or drop the override "
         f"resource_pool_spec.{pool}={config.resource_pool_spec[pool]}."
     )

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from trainer.config import compose
-from trainer.config.devices import devices_of
+from trainer.config.devices import GIB_OF_GPUS, devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
 from trainer.launch import nominal_placement
@@ -338,8 +338,10 @@ def _per_node(num_gpus: int, per_node: int) -> list[int]:
 def cluster_keys(device: Device, num_gpus: int, per_node: int) -> dict[str, Any]:
     """Return the settings of a run that simulates these GPUs."""
     on_node = min(num_gpus, per_node)
+    is_known = GIB_OF_GPUS.get(device.name) == device.gib
+    gpu = device.name if is_known else f"{device.gib:g}GiB"
     return {
-        "trainer.simulate": f"{on_node}x{device.gib:g}GiB",
+        "trainer.simulate": f"{on_node}x{gpu}",
         "trainer.nnodes": num_gpus // on_node,
         "trainer.n_gpus_per_node": on_node,
     }

@@ -13,6 +13,7 @@ from trainer.planner.ppo import ROLLOUT, PPOJob
 from trainer.planner.search import Layout, PlannedPlacement
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
+from workers.memory import usable_bytes
 
 SHOWN = 5
 MOST_LOSERS = 10
@@ -58,7 +59,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     gpus = replace(devices, gpu=job.device.name)
     parts = [
         f"GPUs: {job.num_gpus:,} x {job.device.name}, {job.per_node} per node\n"
-        f"Step: {job.describe_rows}\n{ASSUMED}",
+        f"Step: {job.describe_rows}\n{_engine(job)}{ASSUMED}",
         "\n".join([*_table(job, best, max_columns), speed]),
         _listed(f"Keys of {kind} 1, to add to your settings:", keys),
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
@@ -68,6 +69,17 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         f"  verl-like check {job.recipe.name} --full --gpus {gpus_of_node} ...",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _engine(job: Job) -> str:
+    """Return a line about the engine if this machine's packages chose it, or ""."""
+    name = f"{ROLLOUT}.name"
+    if not isinstance(job, PPOJob) or name in job.keys:
+        return ""
+    engine = job.config.actor_rollout_ref.rollout.name
+    if engine == "vllm":
+        return "Engine: vllm\n"
+    return f"Engine: {engine}, because vLLM is not installed here; add {name}=vllm to use it\n"
 
 
 def split_valid(
@@ -92,10 +104,13 @@ def split_valid(
 
 def fits_nowhere(job: Job) -> ConfigError:
     """Return an error that names the memory of each role and a sufficient number of GPUs."""
-    needs = []
+    needs, usable = [], job.device.gib
     for role in job.roles:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
         least = min((memory.resident + memory.call for memory in memories), default=0.0)
+        usable = min(
+            usable, *(usable_bytes([m], "cuda", job.device.bytes) / 2**30 for m in memories)
+        )
         needs.append(f"{role}: {gib(least) if memories else 'no layout is possible'}")
     number = 2 * job.num_gpus
     while number <= MOST_GPUS and not job.best(number):
@@ -114,7 +129,8 @@ def fits_nowhere(job: Job) -> ConfigError:
     if isinstance(job, PPOJob) and job.config.actor_rollout_ref.rollout.name != "vllm":
         smaller += [f"{ROLLOUT}.name=vllm", f"a smaller {ROLLOUT}.kv_cache_gb"]
     return ConfigError(
-        f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
+        f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB, "
+        f"of which {usable:.0f} are usable. "
         f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. "
         f"Alternatives: {', '.join(smaller)}."
     )

@@ -79,7 +79,7 @@ def test_the_text_has_the_keys_the_losers_and_the_hours(
         "Seconds are calculated, not measured",
         "Keys of placement 1, to add to your settings:\n  trainer.nnodes=2\n",
         "Slower placements:",
-        "verl-like check ppo --full --gpus 8x79GiB ...",
+        "verl-like check ppo --full --gpus 8xA100 ...",
     ):
         assert part in text
 
