@@ -92,7 +92,9 @@ class TrainerConfig(Section):
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
     """Folder of the run: its metrics, checkpoints, samples and report."""
     test_freq: int = key(0, at_least=-1)
-    """Steps between validations. 0 validates only after the last step; -1 disables that, too."""
+    """Steps between validations; 0: only after the last step, -1: not even then. `val_before_train`
+    sets the one before step 1.
+    """
     val_before_train: bool = key(True)
     """Validate before step 1; a run that resumes after it does not."""
     dry_run: bool = key(False)

@@ -82,6 +82,8 @@ class ValidatingTrainerConfig(TrainerConfig):
     """Section `trainer` of a recipe that validates on `data.val_files`."""
 
     test_freq: int = key(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
-    """Steps between validations. 0 validates only after the last step; -1 disables that, too."""
+    """Steps between validations; 0: only after the last step, -1: not even then. `val_before_train`
+    sets the one before step 1.
+    """
     val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before step 1; a run that resumes after it does not."""

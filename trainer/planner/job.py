@@ -159,10 +159,13 @@ class Job(ABC):
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def lay_out(self, roles: tuple[str, ...], num_gpus: int) -> PoolLayout | None:
         """Return the plan of these roles on a pool of this size; None if they do not fit."""
-        layouts = [self.worthwhile(role, num_gpus) for role in roles]
-        chosen = fit_together(self.device, layouts)
+        chosen = fit_together(self.device, self.layouts_together(roles, num_gpus))
         saved = self.saved_together(roles, num_gpus)
         return None if chosen is None else PoolLayout(num_gpus, chosen, saved)
+
+    def layouts_together(self, roles: tuple[str, ...], num_gpus: int) -> list[list[Layout]]:
+        """Return the worthwhile layouts of each of these roles, which share a pool."""
+        return [self.worthwhile(role, num_gpus) for role in roles]
 
     def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
         """Return the seconds per stage that the roles save by sharing a pool."""

@@ -18,7 +18,12 @@ from trainer.ppo.dataflow import step_nodes
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
-from workers.config import ActorRolloutRefConfig, model_rewards, tokens_per_pass
+from workers.config import (
+    ActorRolloutRefConfig,
+    is_actors_module,
+    model_rewards,
+    tokens_per_pass,
+)
 from workers.memory import RoleMemory, RoleModelSpec, hf_config_of, rollout_memory
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -139,6 +144,17 @@ class PPOJob(Job):
             awake = [replace(layout.memory, beside_engine=True) for layout in candidates]
             return [replace(layout, memory=m) for layout, m in zip(candidates, awake, strict=True)]
         return candidates
+
+    def layouts_together(self, roles: tuple[str, ...], num_gpus: int) -> list[list[Layout]]:
+        """Return the layouts; a reference that is the actor's module takes no memory."""
+        layouts = super().layouts_together(roles, num_gpus)
+        if {"actor", "ref"} <= {*roles} and is_actors_module(self.config.actor_rollout_ref):
+            number = roles.index("ref")
+            layouts[number] = [
+                replace(layout, memory=RoleMemory("ref", "", layout.memory.types))
+                for layout in layouts[number]
+            ]
+        return layouts
 
     def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
         """Return the seconds that a weight sync saves if the engine shares the actor's GPUs."""

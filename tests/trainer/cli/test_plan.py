@@ -54,9 +54,11 @@ def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
     return job, job.best(16)
 
 
-def test_a_plan_is_what_its_run_takes(planned: tuple[PPOJob, list[PlannedPlacement]]) -> None:
+@pytest.mark.parametrize("lora_rank", [0, 32])
+def test_a_plan_is_what_its_run_takes(settings: list[str], lora_rank: int) -> None:
     """A run accepts every placement, and counts the same bytes."""
-    job, found = planned
+    job = plan.job_of([*GPUS, *settings, f"actor_rollout_ref.model.lora_rank={lora_rank}"])
+    found = job.best(16)
     assert len({placement.partition for placement in found}) == len(found) <= 15
     best, _ = split_valid(job, found)
     assert len(best) == SHOWN

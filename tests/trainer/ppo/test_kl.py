@@ -69,7 +69,7 @@ def test_a_batch_beyond_the_horizon_moves_the_weight_in_parts_and_never_below_ze
 
 def test_a_batch_without_reference_is_refused():
     controller = fixed(0.1)
-    with pytest.raises(MissingColumnError, match="ref_log_prob.*is the ref role configured"):
+    with pytest.raises(MissingColumnError, match="ref_log_prob.*the run has the role ref"):
         apply_kl_penalty(
             batch_of().select(["response_mask", "token_level_scores", "old_log_probs"]), controller
         )
