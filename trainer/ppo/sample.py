@@ -88,8 +88,8 @@ def collect_groups(
 def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the metrics of a step's draws: sum counts and times, and average other metrics.
 
-    A count's name ends in `num_...`. Of a metric that ends in `/max` or `/min`, keep the largest or
-    smallest value.
+    A count is a metric whose last part begins with `num_`, such as `reward/num_failed`. Of a metric
+    that ends in `/max` or `/min`, keep the largest or smallest value.
     """
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in attempts for name in metrics):

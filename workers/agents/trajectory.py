@@ -221,7 +221,7 @@ class Trajectory:
 
     @property
     def has_left(self) -> bool:
-        """True if its environment ended it; other players of the environment may continue."""
+        """True if the environment ended this player's trajectory; the others may continue."""
         return self.state is TrajectoryState.ENDED and any(
             "end" in answer for answer in self.answers[-1:]
         )

@@ -39,7 +39,7 @@ class RowDataConfig(Section):
     """Validation files; an empty value disables validation."""
     train_batch_size: int = key(64, above=0)
     """Rows per optimizer step, over all ranks."""
-    max_length: int | None = key(None, above=1, hint="or null for as many as the model takes")
+    max_length: int | None = key(None, above=1, hint="or null for at most 1,024")
     """Length in tokens to which rows are truncated; null: the model's positions, at most 1,024."""
     on_bad_row: str = key("error", choices=("error", "skip"))
     """Invalid rows. `error`: reject them; `skip`: leave them out and count them."""
