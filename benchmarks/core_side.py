@@ -206,8 +206,8 @@ def grouped(side: str) -> dict[str, float]:
     batch = api.DataProto.from_dict(base)
     megabytes = sum(t.nbytes for t in base.values()) / 1e6
     tiny = api.DataProto.from_dict(columns(8, 16))
-    whole = columns(SMALL_ROWS, SMALL_WIDTH)
-    small = api.DataProto.from_dict({name: whole[name] for name in SMALL_COLUMNS})
+    tensors = columns(SMALL_ROWS, SMALL_WIDTH)
+    small = api.DataProto.from_dict({name: tensors[name] for name in SMALL_COLUMNS})
     figures = {"batch_mb": megabytes, "start_2_workers_s": statistics.median(starts)}
     figures["echo_mb_per_s"] = megabytes / median_of_fresh(large, a.echo_changed, ECHOES)
     figures["padded_echo_ms"] = seconds_of_padded_echo(side, api, a) * 1e3
@@ -314,8 +314,8 @@ def bare() -> dict[str, float]:
 
     base = {name: column.numpy() for name, column in columns(ROWS, WIDTH).items()}
     tiny = {name: column.numpy() for name, column in columns(8, 16).items()}
-    whole = columns(SMALL_ROWS, SMALL_WIDTH)
-    small = {name: whole[name].numpy() for name in SMALL_COLUMNS}
+    tensors = columns(SMALL_ROWS, SMALL_WIDTH)
+    small = {name: tensors[name].numpy() for name in SMALL_COLUMNS}
     megabytes = sum(array.nbytes for array in base.values()) / 1e6
     return {
         "echo_mb_per_s": megabytes / median_of_fresh(large, echo, ECHOES),

@@ -28,7 +28,7 @@ class Demand:
 
     num_samples: int = 0
     attempt: int = 0
-    """How many batches the step has taken before this one."""
+    """Number of batches that the step has taken before this one."""
     samples_left_in_version: int = 0
     """Fresh samples needed after these and before the next version of the weights."""
     rest_of_run: int | None = None

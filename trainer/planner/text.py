@@ -79,7 +79,7 @@ def _engine(job: Job) -> str:
     engine = job.config.actor_rollout_ref.rollout.name
     if engine == "vllm":
         return "Engine: vllm\n"
-    return f"Engine: {engine}, because vLLM is not installed here; add {name}=vllm to use it\n"
+    return f"Engine: {engine} (no tested vLLM is installed here; add {name}=vllm to use it)\n"
 
 
 def split_valid(

@@ -46,7 +46,7 @@ WAYS_TO_ROLES = {
     "ref": f", or set {ACTOR}.use_kl_loss=true",
     "teacher": ", or set distillation.teacher_model.model_path",
 }
-"""How to add a role to the run, as the end of a sentence."""
+"""Advice that adds a role to the run; the end of a sentence."""
 
 
 def get_estimator(adv_estimator: str) -> Estimator:

@@ -101,7 +101,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was compared, and the differences."""
+    """Compared metrics and batches, and their differences."""
 
     start: Path | None
     num_metrics: int

@@ -35,7 +35,7 @@ ORDER = struct.Struct("!cQ")
 """Format of an order: open or kill, and the number of the process."""
 OPEN, KILL = b"o", b"k"
 WARM_UPS = 16
-"""How often functions are called to warm them up; Python specializes them after a few calls."""
+"""Number of calls that warm a function up; Python specializes it after a few calls."""
 PREFIX = b"(environment) "
 """Prefix of each line that environments print."""
 MOST_OUTPUT = 2**16
@@ -61,7 +61,7 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        end.send([f"{spec} is not loaded: {type(error).__name__}: {error}", {}])
+        end.send([f"{spec.setting} is not loaded: {type(error).__name__}: {error}", {}])
         return
     kinds = {
         name: [[tool.schema for tool in code.tools], code.columns, code.players]

@@ -87,7 +87,7 @@ class RowWorkerConfig(Section):
 
 
 SCORE_AT = ("last_token", "legacy_mean")
-"""How a row's score is computed: from its last token, or as the mean over its tokens."""
+"""Ways to compute a row's score: from its last token, or as the mean over its tokens."""
 
 
 @dataclass(kw_only=True)

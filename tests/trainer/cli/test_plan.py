@@ -58,9 +58,9 @@ def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
 def test_a_plan_is_what_its_run_takes(settings: list[str], lora_rank: int) -> None:
     """A run accepts every placement, and counts the same bytes."""
     job = plan.job_of([*GPUS, *settings, f"actor_rollout_ref.model.lora_rank={lora_rank}"])
-    found = job.best(16)
-    assert len({placement.partition for placement in found}) == len(found) <= 15
-    best, _ = split_valid(job, found)
+    placements = job.best(16)
+    assert len({placement.partition for placement in placements}) == len(placements) <= 15
+    best, _ = split_valid(job, placements)
     assert len(best) == SHOWN
     for placement in best:
         cluster = cluster_keys(job.device, 16, 8)

@@ -282,6 +282,7 @@ def test_arguments_that_the_class_does_not_take_are_refused() -> None:
     [
         ("import os; os._exit(3)", "is not loaded: its process ended with exit code 3"),
         ("import os, time; os.kill(os.getppid(), 9); time.sleep(9)", "its supervisor are gone"),
+        ("raise SystemExit(2)", r"^environment=\S+ends.py:Any is not loaded: SystemExit: 2$"),
     ],
 )
 def test_code_that_ends_its_process_is_refused(tmp_path: Path, code: str, words: str) -> None:
