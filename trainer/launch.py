@@ -285,8 +285,8 @@ def check_trainer(cls: type[Trainer]) -> None:
 
 
 ALL_FOUND = (
-    "No problems found. Next: start the run with the same settings. (Some problems appear only in "
-    "a run.)"
+    "No errors found. Next: start the run with the same settings. (Some errors appear only in a "
+    "run.)"
 )
 
 

@@ -60,7 +60,7 @@ from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 from workers.losses.registry import POLICY_LOSSES
 
-LEFT_OUT = ("resource_pool_spec", "role_mapping", "trainer.dry_run")
+LEFT_OUT = ("resource_pool_spec", "role_mapping", "trainer.dry_run", "trainer.simulate")
 """Changed keys that are not listed: the placement shows them, or the command sets them."""
 WIDTH_OF_A_FILE = 160
 

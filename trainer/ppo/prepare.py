@@ -80,7 +80,10 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     """Describe prompts and rewards; check that the rewards return the names that keys refer to."""
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0
-    count = f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on"
+    count = (
+        f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on; "
+        f"steps: {loader.total_steps:,}"
+    )
     width = config.data.max_response_length
     scored, lines = try_rewards(rewards, loader.prompts, tokenizer, width)
     if scored is not None:

@@ -31,6 +31,12 @@ MOST_NUMBERS = 3
 """Number of metrics that the console shows per step and per validation."""
 
 
+def num_steps(config: RowConfig, num_rows: int) -> int:
+    """Return the number of steps of a run on this many rows."""
+    size = config.data.train_batch_size
+    return config.trainer.num_steps(lambda epochs: -(-epochs * num_rows // size))
+
+
 class RowTrainer(Trainer, Generic[R]):
     """Base class of trainers for one role, whose workers have the method `update_model`."""
 
@@ -82,18 +88,13 @@ class RowTrainer(Trainer, Generic[R]):
         trainer = self.config.trainer
         if trainer.total_training_steps is not None and trainer.total_epochs is None:
             return size
-        return min(size, self.num_rows_of_run - (self.global_step - 1) * size)
-
-    @property
-    def num_rows_of_run(self) -> int:
-        """Number of rows of all epochs."""
-        return (self.config.trainer.total_epochs or 1) * len(self.loader)
+        num_rows = (trainer.total_epochs or 1) * len(self.loader)
+        return min(size, num_rows - (self.global_step - 1) * size)
 
     @property
     def total_steps(self) -> int:
         """Number of steps of the run, as configured or from the number of rows."""
-        size = self.config.data.train_batch_size
-        return self.config.trainer.num_steps(lambda _: -(-self.num_rows_of_run // size))
+        return num_steps(self.config, len(self.loader))
 
     # ------------------------------------------------------------------------- methods that the
     # loop calls
@@ -113,9 +114,12 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
-        """Describe the number of rows."""
+        """Describe the number of rows and of steps."""
         loader, *validation = inputs
-        return [f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on"]
+        return [
+            f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on; "
+            f"steps: {num_steps(config, len(loader)):,}"
+        ]
 
     @classmethod
     def num_sides(cls, config: Any) -> int:
