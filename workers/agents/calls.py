@@ -39,7 +39,7 @@ class Form:
 
     opening: str
     closing: str = ""
-    """If "" or missing, the call ends where the next call begins, or at the end of the text."""
+    """If "" or not in the text, the call ends where the next call begins, or with the text."""
     mark: str = ""
     """If a chat template contains this string, it uses this format; by default the opening."""
 

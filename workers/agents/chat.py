@@ -185,7 +185,7 @@ class TurnRenderer:
         raise problems[-1]
 
     def _check_inside(self, observations: Sequence[Message], text: str) -> None:
-        """Reject a rendered text that lacks an observation; it may be literal or in JSON."""
+        """Reject a rendered text that lacks an observation, both literally and as JSON."""
         for message in observations:
             content = str(message["content"]).strip()
             in_json = [json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
@@ -313,7 +313,7 @@ def _with_calls(
 
 
 def with_observation(prompt: Any, text: str | None) -> list[Message]:
-    """Return a row's prompt (a text or a chat) as messages, with the first observation appended."""
+    """Return a row's prompt (a text or a chat) as messages, plus the first observation, if any."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if text is None:
         return messages

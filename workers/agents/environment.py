@@ -10,8 +10,8 @@
                 return TrajectoryEnd(reward=1.0)
             return Turn("later" if text.strip() < self.secret else "earlier")
 
-Other public methods of the class, and the functions in `tools`, are tools that the policy can
-call. If a class has tools but no `step`, the first response without a tool call ends the
+Other public methods of the class, and the functions in `environment.tools`, are tools that the
+policy can call. If a class has tools but no `step`, the first response without a tool call ends the
 trajectory. Methods may be `async`. This module does not import torch, because every environment's
 process loads it.
 """
@@ -70,8 +70,8 @@ class Environment:
 
     Override `reset` and `step`. Other public methods are tools, which the policy can call, except
     `get_reward`, static methods and class methods. A class that has tools needs no `step`: the
-    first response without a tool call then ends the trajectory, and its reward is `get_reward()`,
-    or else the attribute `reward`.
+    first response without a tool call then ends the trajectory. Its reward is `get_reward()`, or
+    without this method the attribute `reward`, by default 0.
     """
 
     players: ClassVar[Sequence[str]] = ()
@@ -448,7 +448,10 @@ class Episode:
         self._speaking: set[str] = set()
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first observation: a text or None, or with several players a dict of texts."""
+        """Return {"text": the first observation or None}.
+
+        With several players, return {"players": such a dict for each player that starts}.
+        """
         text = None
         if self._env is not None:  # pass the parameters of `reset`: columns, the row, the rng
             names = {p.name for p in self._loaded.of_reset}

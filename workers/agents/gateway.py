@@ -18,7 +18,7 @@ are the observation. The first part of the URL's path is the session's key. Afte
 `v1/chat/completions`, `v1/models`, the paths of `workers.agents.dialects`,
 `v1/messages/count_tokens` (an estimate), and `inference/v1/generate`, which accepts and returns
 token ids. With `environment.endpoint`, agents on other machines reach a second server through
-`workers.agents.router`; its paths have no key, which is in a header.
+`workers.agents.router`, for which the key is in a header instead of the path.
 """
 
 from __future__ import annotations
@@ -452,7 +452,7 @@ def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the arguments of a call as JSON; the tool's schema, if known, gives texts types."""
+    """Return a call's arguments as JSON; the tool's schema, if known, says how to convert texts."""
     schema = schemas.get(call.name, {})
     typed = Tool(call.name, "", schema, print).typed if call.has_texts else dict
     return json.dumps(typed(call.arguments))
@@ -461,7 +461,7 @@ def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
 def read_request(path: str, body: Any) -> Request:
     """Parse a request body, and reject invalid fields by name.
 
-    Fields that are not known become sampling settings, which `overridden` checks later.
+    Fields that are not known become sampling settings, which `trajectory.overridden` checks later.
     """
     if not isinstance(body, dict):
         raise RejectedRequest("the body is not a JSON object")
@@ -524,7 +524,7 @@ def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any
 
 
 def key_in(headers: Iterable[tuple[str, str]]) -> str:
-    """Return the session's key in the headers, where OpenAI's or Anthropic's client puts it."""
+    """Return the key from the header in which OpenAI's or Anthropic's client sends it, or ""."""
     for name, value in headers:
         if name.lower() == "x-api-key":
             return value.strip()
@@ -675,7 +675,7 @@ def outer_endpoint() -> OuterEndpoint:
 
 
 def open_to_others(session: AgentSession) -> None:
-    """Create a link to the socket, named by the session's key, by which the router finds it."""
+    """Create a link named by the session's key, through which the router finds this socket."""
     server = outer_endpoint()
     if server.key_file:
         os.remove(server.key_file)

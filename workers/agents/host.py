@@ -7,10 +7,11 @@
         ...
     host.end(7); host.close()
 
-A process runs one trajectory at a time, so trajectories do not share global state, such as Python's
-and numpy's random number generators. When a trajectory ends without an error, and nothing of it is
-still running, the next one reuses its process, with its own seeds. All processes run under one
-supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, one per line.
+A process runs one trajectory at a time, so concurrent trajectories do not share global state, such
+as Python's and numpy's random number generators. When a trajectory ends without an error, and
+nothing of it is still running, the next one reuses its process, with its own seeds. All processes
+run under one supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, one per
+line.
 """
 
 from __future__ import annotations

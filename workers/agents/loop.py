@@ -142,7 +142,8 @@ class TurnLoop:
     def _end_environments(self) -> None:
         """End the environments whose trajectories have all ended.
 
-        If a trajectory ends without its environment ending it, those of the other players also end.
+        If a trajectory ends without its environment ending it, the trajectories of the other
+        players also end.
         """
         ended = {
             t.environment_id for t in self._in(TrajectoryState.ENDED)
@@ -214,7 +215,7 @@ class TurnLoop:
         return count
 
     def _submit_ready(self) -> None:
-        """Submit the samples that are ready; first turns wait until there are several of them."""
+        """Submit the samples that are ready; if all are first turns, they may wait (`GATHER`)."""
         ready = self._in(TrajectoryState.READY)
         if not ready:
             return

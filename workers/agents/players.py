@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ROW_COLUMNS = (
     "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
 )  # fmt: skip
-"""Columns that a trajectory reads if they exist, in addition to those that every sample needs."""
+"""Columns that a trajectory may read, in addition to those that every sample needs."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
 """Columns that every row has for `reset`, in addition to your own columns."""
 MOST_OPEN = 1024

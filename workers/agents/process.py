@@ -39,7 +39,7 @@ WARM_UPS = 16
 PREFIX = b"(environment) "
 """Prefix of each line that environments print."""
 MOST_OUTPUT = 2**16
-"""Bytes that environments may print; later output is dropped."""
+"""Bytes that all environments of this program together may print; later output is dropped."""
 REAP_S = 0.2
 """Interval for reaping ended processes."""
 

@@ -310,7 +310,7 @@ class Trajectory:
         self._tell(sampled_ids)
 
     def end(self, ended: str, problem: str = "") -> None:
-        """End for the reason `ended`; with a problem, the reward is that of a failure."""
+        """End for the reason `ended`; a problem adds `environment.reward_on_failure`, if set."""
         self.state, self.ended, self.problem = TrajectoryState.ENDED, ended, problem
         if problem and self.num_turns and self.setting.config.reward_on_failure is not None:
             place = self._last_place(self.num_turns - 1)
@@ -514,7 +514,7 @@ def ids_to_read(
     chat: TurnRenderer,
     reads_sampled: bool,
 ) -> tuple[list[int], bool]:
-    """Return the ids that a request adds to the earlier ids, or all of its ids and True.
+    """Return the ids that a request adds to the earlier ids and False, or all its ids and True.
 
     If older turns stay as they were sampled, only the new messages are rendered. If a request does
     not begin with the earlier ids, all of its ids are read, as a new segment.

@@ -70,7 +70,7 @@ def soft_cap(hf_config: Any) -> float | None:
 
 
 def head_size(hf_config: Any) -> int:
-    """Return the larger of the query and value sizes of a head; 64 if the config has neither."""
+    """Return the larger of a head's query and value sizes; 64 if the config has no heads."""
     text = hf_config.get_text_config()
     parts = (getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
     if latent := sum(parts):

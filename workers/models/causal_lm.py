@@ -36,7 +36,7 @@ Head = Literal["token", "scalar", "score"]
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that computes and returns float32, to whatever dtype its weights are cast.
+    """A linear layer that computes and returns float32, even if its weights have another dtype.
 
     Rounding a value to bfloat16 would change it by up to 0.4 %.
     """

@@ -130,7 +130,7 @@ def conversions_of(model: Any) -> tuple[_Conversions, _Conversions]:
 
 
 class CheckpointFormat:
-    """The groups of a causal LM's weights."""
+    """A causal LM's weights, in groups that are converted together."""
 
     def __init__(self, model: Any) -> None:
         to_module, self.to_stored = conversions_of(model)

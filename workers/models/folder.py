@@ -18,7 +18,7 @@ from verl_like.files import read_json_object
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-"""Configuration, tokenizer, templates, code."""
+"""Patterns of the files with configurations, tokenizers, templates and code."""
 PARSED = ("config.json", "generation_config.json", "tokenizer_config.json")
 LARGEST_FILE = 64 * 2**20
 """Maximum size of a small file in bytes; the largest tokenizers have 30 MB."""

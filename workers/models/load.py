@@ -367,8 +367,8 @@ def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
 def _describe_unused(module: Any, names: Iterable[str]) -> str:
     """Describe the entries that are not known to be superfluous; "" if there are none.
 
-    Superfluous are entries that the transformers class ignores (such as multi-token prediction
-    layers), entries that models now compute, and the head of a classifier.
+    Entries are superfluous if the transformers class ignores them (such as multi-token prediction
+    layers), if models now compute them, or if they are the head of a classifier.
     """
     ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
     extra = sorted(name for name in names if not re.search("|".join(ignored), name))

@@ -1,9 +1,9 @@
 """LoRA with `peft`: adapters in the engine's module, and merged weights outside it.
 
-After `add_adapter` only the adapters (and a scalar head) get gradients. Weight sync, checksums
-and exports use `merged_tensors`: base + adapter under the base's names. They compute the sum from
-the base each time, so that no error accumulates over versions. A reference in the actor's process
-scores with the actor's module inside `adapter_off`.
+After `add_adapter` only the adapters (and a scalar head) get gradients. `merged_tensors` yields
+base + adapter under the base's names, for weight sync, checksums and exports. It computes the sum
+from the base each time, so that no error accumulates over versions. A reference in the actor's
+process scores with the actor's module inside `adapter_off`.
 """
 
 from __future__ import annotations

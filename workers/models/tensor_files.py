@@ -36,7 +36,7 @@ class FileWriter:
     """
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
-        """Write a file, or copy it for writing later; the tensors may change afterwards."""
+        """Write a file, or in a subclass copy it to write it later; then the tensors may change."""
         with path.open("wb") as file:
             file.write(header)
             for tensor in tensors:

@@ -44,7 +44,7 @@ from verl_like.process.system_calls import PROCESSES, SIGNALS
 from workers.rewards.channel import FunctionEnd
 
 MOST_OUTPUT = 2**19
-"""Maximum bytes that a program may print."""
+"""Maximum bytes that a program may print in one test."""
 FILE_GB = 2**-6
 """Maximum size of a file that a program may write, in GiB: 16 MiB."""
 

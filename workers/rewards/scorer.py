@@ -30,7 +30,7 @@ SLOW_S = 1.0
 MOST_AT_A_TIME = 64
 """Maximum samples per request, unless the process takes all samples (`takes_all`)."""
 QUICK_S = 0.05
-"""A process that replies in fewer seconds gets twice as many samples next time, else only one."""
+"""A process that replies in less time gets twice as many samples next time, otherwise one."""
 
 
 class _Batch:

@@ -168,7 +168,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         }
 
     def require_one_step(self, data: DataProto) -> None:
-        """Reject an on-policy batch of several mini-batches; the second would be off-policy."""
+        """Reject an on-policy batch of several optimizer steps; the second would be off-policy."""
         num_rows = len(data) if data.shard is None else data.shard.total
         mini_batch_size = self.config.ppo_mini_batch_size * self.policy.rollout.n
         if self.config.ppo_epochs != 1 or mini_batch_size < num_rows:

@@ -86,7 +86,7 @@ class HFEngine(ModuleEngine):
 
 
 def _check_rotary(config: Any, width: int) -> None:
-    """Reject a model whose rotary factors change as a row grows (longrope)."""
+    """Reject rows so long that the model's rotary factors change as they grow (longrope)."""
     border = factor_border(config)
     if border is not None and width > border:
         raise ConfigError(
@@ -221,7 +221,7 @@ def cache_problem(config: Any, longest: int) -> str:
 
 
 def generation_with_cache(model: Any) -> str:
-    """Return what is wrong with cached decoding on this model."""
+    """Return what is wrong with cached decoding on this model; "" if nothing is."""
     # all rows with a cache first, as in a run: a pass without cache would clear left-over state
     cached = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
     plain = []  # from one pass over each prompt and its greedy tokens

@@ -54,7 +54,7 @@ class HostCopy:
                 yield name, merged.to(tensor.dtype).to(dtype or tensor.dtype)
 
     def take(self, channel: Channel) -> None:
-        """Copy the arriving tensors; raise a `WeightSyncError` if weights are missing.
+        """Copy the arriving tensors; raise a `WeightSyncError` for missing or corrupt weights.
 
         After corrupt data, the next sync sends all tensors again.
         """

@@ -31,7 +31,7 @@ class ExpectedTensors:
         return shape == tensor.shape
 
     def verify(self, who: str, **other_problems: list[str]) -> None:
-        """Raise one error that lists all problems, after all tensors have arrived."""
+        """Raise one error that lists all problems, if any. Call this after the last tensor."""
         missing = [name for name in self.shapes if name not in self.arrived]
         other = {"of another shape": self.unfit, **other_problems}
         raise_problems(who, missing=missing, unknown=self.unknown, **other)
@@ -72,7 +72,7 @@ class ModuleWriter:
             self.changed.append(f"{name} (is {weight.dtype}, was sent {sent.dtype})")
 
     def verify(self, who: str) -> None:
-        """Raise one error that lists all problems."""
+        """Raise one error that lists all problems, if there are any."""
         self.expected.verify(who, **{"that lost bits": self.changed})
 
 

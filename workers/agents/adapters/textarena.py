@@ -15,7 +15,7 @@ class TextArena(EnvironmentAdapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Start the game once, because some games need files, or another player."""
+        """Start the game once, to reject games that lack files or need a second player."""
         setting = f"textarena:{cls.id}"
         textarena = imported("textarena", setting, "verl-like[textarena]")
         registry = imported("textarena.envs.registration", setting, "verl-like[textarena]")

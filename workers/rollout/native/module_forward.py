@@ -4,9 +4,9 @@ With grouped-query attention, transformers repeats the whole cache for every que
 token, which costs more than the arithmetic. `grouped_attention` copies nothing: a decode step has
 one query per head, so the queries of all heads in a group are multiplied as the rows of one matrix.
 
-`check_decoding` tests that this decodes the model's class like transformers. A slot cache stores
-only the keys and values of every token: no recurrent state, no window, no index. Classes differ in
-masks and caches, so each is tested. A tiny model of the class decodes a few rows greedily, and the
+`check_decoding` tests that this pass decodes like transformers. A slot cache stores only the keys
+and values of every token: no recurrent state, no window, no index. Model classes differ in masks
+and caches, so each is tested. A tiny model of the class decodes a few rows greedily, and the
 logits of each step are compared with transformers' pass over each row. The rows are longer than
 every limit (such as a window) that this run's rows can exceed. One row is decoded separately, from
 below the limits to beyond them. This finds rotary factors that change with the longest row of a
@@ -218,7 +218,7 @@ def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tens
 
 
 def check_model(config: Any, width: int) -> None:
-    """Reject a model without full attention, and rows longer than the model's positions."""
+    """Reject rows that the model does not attend to in full, or longer than its positions."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and width > limit:
         raise ConfigError(

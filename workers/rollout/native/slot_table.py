@@ -71,7 +71,7 @@ class SlotTable:
     def put(
         self, slot: int, number: int, sample: Sample, length: int, sampling: SamplingParams
     ) -> None:
-        """Put a sample into a slot; `length` tokens of its response are already fed."""
+        """Put a sample into a slot, with `length` as its entry in `lengths`."""
         if sample.cached is not None:
             sample = replace(sample, cached=CachedStates())  # its states are outdated from now on
         count = len(sample.tokens)

@@ -225,10 +225,10 @@ class VllmEngine(RolloutEngine):
         return samples
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors to vLLM layer by layer, or as an adapter; each rank loads its own.
+        """Send the tensors to vLLM layer by layer, or as an adapter; each rank loads its shard.
 
         Then drop cached prefixes, which older weights computed. If requests are running, `commit`
-        drops the prefixes before they continue.
+        drops the prefixes before they continue, unless `keep_kv_cache` is set.
         """
         try:
             try:

@@ -72,7 +72,7 @@ class Handover:
                 yield name, tensor
 
     def verify(self, arrivals: list[Arrivals]) -> None:
-        """Raise a `WeightSyncError` that lists all problems.
+        """Raise a `WeightSyncError` that lists all problems, if there are any.
 
         A tensor counts as unplaced only if no rank has a place for it, because with expert
         parallelism a rank has only its own experts.

@@ -196,7 +196,7 @@ class InProcessVllm:
             self.llm.sleep(level=2 if self.settings.adapter is None else 1)
 
     def wake_weights(self) -> None:
-        """Allocate a GPU's weights, not the cache, because the trainer needs memory to gather."""
+        """Allocate a GPU's weights, not the cache: the trainer needs memory to gather its own."""
         if self.settings.device_type == "cuda":
             torch.cuda.empty_cache()  # vLLM allocates outside torch's cache
             self.llm.wake_up(tags=["weights"])

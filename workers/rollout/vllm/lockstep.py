@@ -77,7 +77,10 @@ class Lockstep:
             self._broadcast(None)
 
     def follow(self, vllm: Any) -> None:
-        """Repeat the first rank's calls until its role's call ends; then raise the first error."""
+        """Repeat the first rank's calls until its role's call ends.
+
+        Then raise the first error, if there was one.
+        """
         failure: Exception | None = None
         while (received := self._broadcast(None)) is not None:
             method, args = received

@@ -1,10 +1,10 @@
 """A vLLM server as the backend of `rollout.vllm.engine`, over HTTP.
 
-You start the server with the command that `serve_command` returns; errors about the server contain
-it. Its workers contain this package's `WorkerExtension`, whose sampler draws each token from the
-sample's noise, and records log-probs and versions. Prompts and sampled tokens are exchanged as
-token ids (`/inference/v1/generate`). While the server's scheduler is paused, weights are sent to
-its ranks like those of an actor to a rollout (`workers.weights.channel`).
+You start the server with the command that `serve_command` returns; most errors about the server
+contain it. The server's workers contain this package's `WorkerExtension`, whose sampler draws each
+token from the sample's noise, and records log-probs and versions. Prompts and sampled tokens are
+exchanged as token ids (`/inference/v1/generate`). While the server's scheduler is paused, weights
+are sent to its ranks like those of an actor to a rollout (`workers.weights.channel`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class VllmServer:
             )
 
     def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
-        """Yield the tokens and errors that have arrived; if there are none, wait for the next."""
+        """Yield the tokens and errors that have arrived; if none have, wait at most `LOOK_S`."""
         try:
             arrived = [self._arrived.get(timeout=min(LOOK_S, budget.seconds_left))]
         except queue.Empty:

