@@ -148,8 +148,8 @@ def check_fit(
 ) -> None:
     """Raise if a pool has no room for its roles.
 
-    `ways_out` is advice for too many `model states`, `activations` and `KV cache`. The advice for
-    the largest of them comes first.
+    `ways_out` maps `model states`, `activations` and `KV cache` to advice. The error begins with
+    the advice for the largest of them.
     """
     for pool, total in pool_bytes(roles).items():
         usable = _usable(roles, pool, device_type, device_bytes)

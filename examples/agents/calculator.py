@@ -1,4 +1,4 @@
-"""A tool that adds numbers, and a reward for responses that call it."""
+"""A tool that adds numbers, and a reward for the right sum."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ def add(a: int, b: int) -> int:
 
 
 def reward(response: str, answer: str) -> float:
-    """Return 1 if the right sum follows the last call, otherwise 0."""
+    """Return 1 if the text after the last call, if any, is the right sum, otherwise 0."""
     return float(response.rpartition("}")[2] == answer)

@@ -88,7 +88,7 @@ def evaluate(folders: dict[str, str], scorer_folder: str, rows: list[dict[str, A
 
 
 def curve(run_dir: Path, step: str, metrics: dict[str, str], shown: int = 0) -> list[str]:
-    """Return the report's lines with a table of metrics; `shown` limits its number of rows."""
+    """Return the report's lines with a table of metrics, of every step or about `shown` steps."""
     of_all = read_lines(run_dir / step / "metrics.jsonl")
     lines = [line for line in of_all if metrics.keys() <= line.keys()]
     every = max(1, (len(lines) - 1) // shown) if shown else 1

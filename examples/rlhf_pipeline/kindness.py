@@ -11,13 +11,13 @@ import re
 ANIMALS = ("cat", "dog", "fox", "hen", "owl", "pig")
 KIND = (("kind", "calm", "glad"), ("sings", "helps", "plays"))
 UNKIND = (("rude", "mean", "grim"), ("bites", "growls", "steals"))
-"""Adjectives, and verbs."""
+"""(adjectives, verbs), as in `KIND`."""
 ADJECTIVES, VERBS = (of_kind + others for of_kind, others in zip(KIND, UNKIND, strict=True))
 SENTENCE = re.compile(rf"the ({'|'.join(ADJECTIVES)}) (\w+) ({'|'.join(VERBS)})\.")
 
 
 def kindness(solution_str: str, ground_truth: str) -> dict[str, float]:
-    """Return 0 unless it is a sentence about the animal; then 0, 0.5 or 1 by its kind words."""
+    """Score a sentence about the animal 0, 0.5 or 1 by its kind words, and other responses 0."""
     match = SENTENCE.fullmatch(solution_str)
     is_sentence = match is not None and match[2] == ground_truth
     num_kind = int(match[1] in KIND[0]) + int(match[3] in KIND[1]) if match else 0

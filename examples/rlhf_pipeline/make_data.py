@@ -6,7 +6,7 @@ The script writes DIR/base (a Llama with a character tokenizer, as in make-tiny)
 
     sft.jsonl, sft_val.jsonl        a prompt and any sentence about its animal, kind or not
     pairs.jsonl, pairs_val.jsonl    the kinder of two sentences is `chosen`; some of `rejected` are
-                                    none, or about another animal
+                                    garbled, or about another animal
     prompts.jsonl, prompts_val.jsonl    prompts for PPO, with the animal as ground truth
 """
 

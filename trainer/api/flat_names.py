@@ -129,15 +129,15 @@ PPO_OBJECTS_OF_TRL = {
     "processing_class": "tokenizer",
     "reward_funcs": "reward",
 }
-"""TRL's names of PPO's arguments that are no settings -> ours."""
+"""TRL's name -> our name of an argument of PPO that is not a setting."""
 ROW_OBJECTS_OF_TRL = {
     "train_dataset": "rows",
     "eval_dataset": "val_rows",
     "processing_class": "tokenizer",
 }
-"""TRL's names of arguments of sft, reward-model and dpo that are no settings -> ours."""
+"""TRL's name -> our name of an argument of sft, reward-model and dpo that is not a setting."""
 LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
-"""TRL's name -> the similar name here, which the error suggests; the values have other meanings."""
+"""TRL's name -> a flat name whose values mean something else; the error for TRL's suggests it."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
 """Key of a coefficient -> the key that enables its loss term; a coefficient of 0 disables it."""
 

@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 def prompt_row(item: Any, prompt_key: str) -> Row:
     """Return a row in verl's schema for a text, a chat, or a dict.
 
-    A dict keeps its columns, but `ground_truth` moves into a new column `reward_model`.
+    A dict keeps its columns, but if it lacks `reward_model`, its `ground_truth` moves there.
     """
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
     row.setdefault("data_source", DATA_SOURCE)

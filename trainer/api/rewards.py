@@ -114,7 +114,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return the file or module that defines the function, and its name; None if there is none."""
+    """Return the file or module that a function can be imported from, and its name; else None."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
     if module is None or module.__name__ == "__main__" or vars(module).get(name) is not function:

@@ -44,7 +44,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
 LOOK_S = 1.0
-"""Seconds between checks during a wait: how long it takes, and whether trainers are alive."""
+"""Seconds between checks, during a wait, of its duration and of whether the trainers are alive."""
 LOOK_SHARE = 0.05
 """Maximum fraction of a wait spent on pinging trainers: pinging thousands of them takes long."""
 LOST = "lost with its generator"
@@ -361,7 +361,7 @@ class ExperienceBuffer:
         )
 
     def _take_chosen(self) -> list[SampleChunk]:
-        """Return the batch that the sampler chooses, separately for each routed trainer rank."""
+        """Return the chunks of the sampler's batch, or [] if any trainer rank has to wait."""
         batch = SelectedBatch()
         for view in self.open.views(self._demand, self.version, self._num_taken):
             choice = chosen(self._sampler, view)

@@ -80,7 +80,7 @@ def check_run(config: AsyncConfig) -> None:
                 f"async_training.sample_routes=[{','.join(pairs)}]."
             )
 
-    # trainer ranks and chunks divide a batch, and batches fill whole rounds
+    # batches split evenly over ranks and into chunks, and checkpoints come at the ends of rounds
     async_training, ranks = config.async_training, len(topology.routed_ranks)
     batch, total = config.data.train_batch_size, config.data.total_prompts
     last = batch if total is None else total % batch

@@ -96,7 +96,7 @@ class Rounds:
     def demand(
         self, step: int, total_steps: int, samples_of: Callable[[int], int], attempt: int = 0
     ) -> Demand:
-        """Return the samples that one draw of a step needs, and those that later steps need.
+        """Return how many samples one draw of a step needs, and how many later steps need.
 
         `samples_of` returns the number of samples in one of the loader's batches.
         """
@@ -120,7 +120,7 @@ class Loader(Protocol):
         """Return the prompts of a batch."""
 
     def num_prompts(self, number: int) -> int:
-        """Return the number of prompts in a batch; 0 if the prompts have ended before it."""
+        """Return the number of prompts in a batch; 0 if the loader has no such batch."""
 
 
 class ChunkStream:

@@ -243,7 +243,7 @@ class AsyncConfig(PPOConfig):
     def validators(self, living: Sequence[int]) -> list[int]:
         """Return the generators that validate: those with the same settings as the first live one.
 
-        With `async_training.score_on=generator` the first generator also scores.
+        With `async_training.score_on=generator`, the first of them also scores the validation.
         """
         generators = living or [0]
         first = self.rollout_of(generators[0])

@@ -32,7 +32,7 @@ from workers.config import has_environment
 from workers.rollout.client import RolloutClient, Submission
 
 SLICE_S = 0.25
-"""Minimum duration of a take. New weights, or the end of the run, wait until the take ends."""
+"""Shortest time limit of a take. New weights, or the end of the run, wait until the take ends."""
 TAKES_PER_S = 250
 """Maximum takes per second over the ranks of all generators; every take is a call by the driver."""
 METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}

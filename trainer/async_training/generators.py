@@ -44,7 +44,7 @@ from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
 
 PAUSE_S = 600.0
-"""Seconds without a finished chunk after which a validation no longer waits for generators."""
+"""Seconds without a finished chunk after which a validation that waits for generators fails."""
 END_S = 10.0
 """Seconds to wait for generators at the end of a run; short, so that a failed run ends soon."""
 
@@ -90,14 +90,14 @@ class Generators:
         return self.buffer.validate(prompts, self._validators())
 
     def model_role(self, role: str) -> str:
-        """Return the role that scores a validation in place of this reward model."""
+        """Return the role that computes this reward model's scores in a validation."""
         return role_on(role, self._validators()[0]) if role in self.config.score_roles else role
 
     def _validators(self) -> list[int]:
         return self.config.validators(self.buffer.generators)
 
     def stage_of(self, call: Call, ended_in: str) -> str:
-        """Return `gen` for generators' calls, except those of a validation."""
+        """Return `gen` for generators' calls outside of a validation, `ended_in` for all others."""
         roles = self.config.generator_roles
         if call["method"] not in MADE_BY_GENERATORS or call["role"] not in roles:
             return ended_in

@@ -1,4 +1,4 @@
-"""Track which generator generated each sample of an asynchronous run, with weights of which age."""
+"""Track the generator of each sample of an asynchronous run, and the age of its weights."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class BufferView:
     """`async_training.drop_older_than`, if it is set."""
 
     def samples_until_stale(self, version_made: int) -> int:
-        """Count the samples that later batches can use before `version_made` becomes too stale."""
+        """Count the samples that later batches use until those of `version_made` are too stale."""
         versions_left = version_made + self.max_staleness - self.version
         return max(self.samples_left_in_version + versions_left * self.samples_per_version, 0)
 

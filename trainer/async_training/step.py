@@ -118,7 +118,7 @@ class AsyncTrainer(PPOTrainer):
         return self.generators.others()
 
     def stage_of(self, call: Call, ended_in: str) -> str:
-        """Return `gen` for generators' calls outside of a validation, whatever the stage."""
+        """Return `gen` for generators' calls outside of a validation, `ended_in` for all others."""
         return self.generators.stage_of(call, ended_in)
 
     @classmethod

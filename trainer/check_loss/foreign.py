@@ -89,7 +89,7 @@ def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject
         inputs = _tokens(batch) if mode else _pairs(batch, 1 if trainer_name == "KTO" else 2)
         num_tokens = inputs["num_items_in_batch"] = torch.tensor(batch["batch_num_tokens"])
         loss: Tensor = trainer.compute_loss(_model, inputs, num_items_in_batch=num_tokens)
-        return loss if trainer_name in ("GRPO", "SFT") else loss / cuts  # as Trainer does for these
+        return loss if trainer_name in ("GRPO", "SFT") else loss / cuts  # as `Trainer` does
 
     columns = ["log_prob", "old_log_prob", "advantages", "response_mask"] if mode else ["log_probs"]
     columns += ["desirable"] if trainer_name == "KTO" else []
@@ -157,7 +157,7 @@ def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subjec
     subject = match(function, f"verl:{name}", kind, {**settings, "config": config})
     subject = replace(subject, settings={*owner_of, *subject.settings})
     if kind != "policy":
-        return replace(subject, exempt=["prompt_tokens"])  # the loss masks these
+        return replace(subject, exempt=["prompt_tokens"])  # verl masks these in the loss
 
     def call(batch: Batch) -> Any:
         info = {key: batch[key] for key in ("dp_size", *Denominators.__annotations__)}

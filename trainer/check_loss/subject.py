@@ -102,7 +102,7 @@ class Subject:
                 columns = self._checked(self.call(arguments), mask.shape)
                 return dict(zip(("advantages", "returns"), columns, strict=False))
             leaf = arguments[self.variable].requires_grad_()
-            arguments[self.variable] = leaf.clone()  # allows in-place changes, like an output
+            arguments[self.variable] = leaf.clone()  # not a leaf, so it may be changed in place
             loss = weight * self._checked(self.call(arguments), mask.shape[:1])[0].sum()
             (gradient,) = torch.autograd.grad(loss, leaf, materialize_grads=True)
             return {"loss": loss.data, "gradient": gradient}

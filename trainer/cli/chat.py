@@ -262,7 +262,7 @@ class ChatTrajectory:
 
 
 def _user_turn() -> str | None:
-    """Return the user's turn; "" if it is the model's turn; None at the end."""
+    """Return the user's turn; "" if it is the model's turn; None if the user ends the chat."""
     if sys.stdin.isatty():
         try:
             return input(PROMPT).strip()

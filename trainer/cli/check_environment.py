@@ -35,7 +35,7 @@ class Playthrough:
     answers: list[dict[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     speakers: list[str] = field(default_factory=list)
-    """The players who speak next, if there are several."""
+    """The players who speak next, if the environment has several."""
 
     @property
     def problem(self) -> str:

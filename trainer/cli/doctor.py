@@ -113,7 +113,7 @@ def _requirements() -> dict[str, Requirement]:
 
 
 def _named(requirement: Requirement) -> str:
-    """Return pip's arguments to install it; flash-attn is built against the installed torch."""
+    """Return pip's arguments for a package; flash-attn is built against the installed torch."""
     flags = "--no-build-isolation " if requirement.name == "flash-attn" else ""
     return f"{flags}'{requirement.name}{requirement.specifier}'"
 
@@ -167,7 +167,7 @@ def nvidia_gpus() -> list[Gpu]:
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, without importing torch."""
+    """Return the CUDA version that torch is built for, without an import; None for CPUs only."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

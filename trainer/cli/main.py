@@ -81,8 +81,8 @@ def main() -> None:
     if meant := resolve_command(command):
         print(f"note: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
         command, arguments = meant[0], [*meant[1:], *arguments]
-    # commands with processes detect a child's death by an error on its pipe, so that they must not
-    # end silently on such an error
+    # commands with processes detect a child's death by an error on its pipe, so they must not end
+    # silently on such an error
     serves = ("serve", "serve-reward")
     works = command in ("check", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
     if not works or {*ASKS_FOR_HELP, "--cfg"} & set(arguments):
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def resolve_command(name: str) -> list[str]:
-    """Return the command, with settings, for an algorithm, a preference loss or another word."""
+    """Return the command that an algorithm, preference loss or other word stands for, or []."""
     if name in COMMANDS:
         return []
     presets = Path(__file__).resolve().parents[1] / "ppo" / "algorithm"

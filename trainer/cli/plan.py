@@ -97,7 +97,7 @@ def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def job_of(arguments: Sequence[str]) -> Job:
-    """Return the job for these arguments, with the user's axes checked."""
+    """Return the checked job for these arguments."""
     recipe, rest = _recipe_of(arguments)
     options, keys = _parse(rest, recipe)
     if not any(key.startswith("data.train_files=") for key in keys):

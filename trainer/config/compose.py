@@ -64,7 +64,7 @@ def _divide(number: int, parts: int) -> int:
 
 
 def _required(key: str, meaning: str) -> str:
-    """Resolve `${required:distillation.teacher_model.model_path,the teacher's folder}`."""
+    """Raise for `${required:KEY,MEANING}`, which a preset has until the user sets KEY."""
     raise ConfigError(f"{key} is not set, but the chosen preset needs it ({meaning}). Set {key}.")
 
 
@@ -313,7 +313,7 @@ def left_out_of(tree: DictConfig, keys: Sequence[str], recipe: Recipe[Any]) -> s
 
     Conditions may import the user's losses and estimators.
     """
-    with redirect_stdout(sys.stderr):  # keeps their prints out of the tree on stdout
+    with redirect_stdout(sys.stderr):  # keeps what user code prints out of stdout
         try:
             config, _ = settle(recipe, as_object(tree, recipe), keys)
             return keys_left_out(config)

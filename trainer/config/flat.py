@@ -80,7 +80,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 def config_hash(config: RunConfig) -> str:
     """Return the hash of a configuration's values.
 
-    The name of the run and its folder do not count. The hash has twelve hexadecimal digits;
+    The run's name, project and folder do not count. The hash has twelve hexadecimal digits;
     `config.yaml` of the run folder begins with it.
     """
     flat = flat_config(config)

@@ -64,7 +64,7 @@ def _first_line(err: BaseException) -> str:
 
 
 def takes(key: Key) -> str:
-    """Describe the values that a key takes, with its range; "" if its type says enough."""
+    """Describe the values that a key takes, by its type and rules; "" if these do not say."""
     kinds = [KINDS[kind] for kind in (key.kind, *typing.get_args(key.kind)) if kind in KINDS]
     allowed = key.allowed
     if key.range and kinds:
@@ -101,7 +101,7 @@ def _has(section: str, names: Sequence[str]) -> str:
 
 
 def key_of_own_name(name: str, schema: type) -> Key | None:
-    """Return the key below which users name things: `role_mapping` for `role_mapping.judge`."""
+    """Return the key that takes a user's name, `role_mapping` for `role_mapping.judge`, or None."""
     keys = (key for key in config_keys(schema) if key.takes_any)
     return next((key for key in keys if name.startswith(f"{key.name}.")), None)
 
@@ -133,7 +133,7 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
 
 
 def _key_above(name: str, recipe: Recipe[Any]) -> Key | None:
-    """Return the key whose name begins the given name: `reward.list` for `reward.list.name`."""
+    """Return the key that the name goes below, `reward.list` for `reward.list.name`, or None."""
     known = keys_by_name(recipe.schema)
     while "." in name:
         name = name.rpartition(".")[0]

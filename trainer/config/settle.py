@@ -228,7 +228,7 @@ def _weight_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
-    """Divide devices by weight: one each, then one at a time to the smallest for its weight."""
+    """Divide devices by weight: one each, then one at a time to the smallest share per weight."""
     shares = [1] * len(weights)
     for _ in range(total - len(shares)):
         shares[min(range(len(shares)), key=lambda i: shares[i] / weights[i])] += 1

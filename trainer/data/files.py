@@ -96,7 +96,7 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
 
 
 def ground_truth_of(row: Row) -> Any:
-    """Return the ground truth of a row that lacks verl's column `reward_model`."""
+    """Return the row's column `ground_truth` or, without it, `answer`; None if it has neither."""
     return row.get("ground_truth", row.get("answer"))
 
 

@@ -101,7 +101,7 @@ def encode_rows(
 
 
 def _cached(key: str, read: Callable[[], Iterator[EncodedRow | None]]) -> Entry | None:
-    """Return the cache entry with the tokens, loss masks and numbers of the rows."""
+    """Return the cache entry of the rows, or None if they cannot be cached."""
     import pyarrow as pa
 
     columns = {
@@ -201,7 +201,7 @@ def read_lm_rows(
 
     With `loss_on_all` every token is in the loss, whatever the columns. A bad row is an error, or
     skipped and counted. Rows of more than `max_length` tokens are cut at their end; a row that is
-    left without a token in the loss is dropped. A log line reports both numbers.
+    left without a token in the loss is dropped. A log line reports these numbers.
     """
     encoded, num_bad = encode_rows(
         key, files, "language model", _encode, tokenizer, on_bad_row, limit

@@ -202,7 +202,7 @@ def read_labeled(
     """Return the rows of the files that the configuration's `key` names, in order.
 
     A bad row is an error, or skipped and counted. Rows of more than `max_length` tokens are cut at
-    their end; a row that is left without a response is dropped. A log line reports both numbers.
+    their end; a row that is left without a response is dropped. A log line has these numbers.
     """
     rows, num_bad = encode_rows(
         key, files, "labelled", _encode_labeled_row, tokenizer, on_bad_row, limit

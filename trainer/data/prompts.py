@@ -276,7 +276,7 @@ class PromptLoader:
         return self.prompts.batch(self.prompts.rows[chosen].tolist(), epoch)
 
     def num_prompts(self, number: int) -> int:
-        """Return the number of prompts in a batch by its number; a run's last may have fewer."""
+        """Return a batch's number of prompts; the last of `data.total_prompts` may have fewer."""
         size, total = self._config.train_batch_size, self._config.total_prompts
         left = size if total is None else total - number * size
         return min(left, size) if left > 0 else size

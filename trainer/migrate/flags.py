@@ -73,7 +73,7 @@ def find_program(
 ) -> tuple[list[str], str, list[str]] | None:
     """Return the words before the program, its name as a module, and the words after it.
 
-    Flags without a program belong to `unnamed`.
+    Flags without a program belong to `unnamed`. Return None if there is no program.
     """
     for place, word in enumerate(words):
         name = word.removesuffix(".py").removeprefix("./").replace("/", ".").lstrip(".")
@@ -158,7 +158,7 @@ class Table:
         """A newer spelling of a flag -> its name in the table."""
 
     def find(self, name: str) -> FlagRow | None:
-        """Return the row of that name, or of a pattern that matches the name."""
+        """Return the row of that name, or of a pattern that matches the name, or None."""
         return self.rows.get(name) or next(
             (row for pattern, row in self.rows.items() if fnmatchcase(name, pattern)), None
         )

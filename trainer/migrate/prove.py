@@ -48,7 +48,7 @@ REASONS: Mapping[str, Callable[[Batch], bool]] = {
 
 
 def prove(system: str, done: Translation) -> str:
-    """Describe on how many batches both functions are equal, or which key makes them differ."""
+    """Describe on how many batches our functions equal theirs, and which key makes them differ."""
     if system not in foreign.VERSIONS:
         return f"Proof: {system} has no functions that can be called by themselves"
     config: Any = composed(done)

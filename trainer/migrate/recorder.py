@@ -241,7 +241,7 @@ def run(script: Script) -> Recording:
         _link(folder, script.folder)
         home.mkdir()
         _equip(recorder)
-        # the script may replace the folder
+        # opened now, because the script may replace the folder
         commands = os.open(recorder / "commands", os.O_RDONLY | os.O_DIRECTORY)
         child = fork_confined(scratch, LIMITS, {0: null, 1: theirs, 2: theirs}, act)
         os.close(theirs)

@@ -48,7 +48,8 @@ MARKS = {"num_makers", "num_trainers", "experience_steps", "trainer_strategy"}
 def translate_coati(command: Command) -> Translation | None:
     """Translate a command of ColossalChat's `train_prompts.py` or of its maker-and-trainer scripts.
 
-    The math is `algorithm=coati_legacy`; `coati.yaml` has the flags and the rules.
+    The math is `algorithm=coati_legacy`; `coati.yaml` has the flags and the rules. Return None for
+    other commands.
     """
     scripts = ("train_prompts", *MAKER_SCRIPTS)
     match = find_program(command.words, lambda name: last_name(name) in scripts, "")

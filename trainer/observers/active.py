@@ -29,7 +29,7 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     from trainer.observers.saved_batches import DrawCheck, SavedBatches, WrittenSamples
 
     samples = SampleWatch()
-    has_generators = getattr(config, "generates_while_training", False)  # prints its own log
+    has_generators = getattr(config, "generates_while_training", False)  # these print their own log
     return [
         SavedBatches(config),
         samples,

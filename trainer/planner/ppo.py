@@ -140,7 +140,7 @@ class PPOJob(Job):
             return list(self.engines(role, gpus, self.rows(role)))
         candidates = super().layouts(role, num_gpus)
         if role in model_rewards(self.config) and may_rest(self.config, "cuda"):
-            # an engine on its own GPUs
+            # reward models may score while an engine on the same GPUs is awake
             awake = [replace(layout.memory, beside_engine=True) for layout in candidates]
             return [replace(layout, memory=m) for layout, m in zip(candidates, awake, strict=True)]
         return candidates

@@ -8,8 +8,8 @@ asynchronous run. The simulation uses no thread and no device.
 - A batch is `chunks` chunks of equal size, each by one generator. Between two chunks a generator
   takes the newest published weights, if it has older ones; with `immediate_weights`, during a
   chunk, too.
-- A chunk of batch b may begin once version b - max_staleness is published. With a limit, it may
-  begin once fewer chunks than that are queued or in generation.
+- A chunk of batch b may begin once version b - max_staleness is published and, with a
+  `max_inflight`, fewer chunks than that are queued or in generation.
 - The trainer takes a batch when all its chunks have arrived, scores it, updates, and publishes a
   version.
 
@@ -254,7 +254,7 @@ def setup_of(config: AsyncConfig) -> Setup:
     prompts = config.chunk_size * at_once
     return Setup(
         num_generators=topology.generators,
-        num_trainers=1,  # the measured seconds include all of its ranks
+        num_trainers=1,  # the measured seconds are those of all ranks
         max_staleness=async_training.max_staleness,
         chunks=config.data.train_batch_size // prompts,
         max_inflight=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),

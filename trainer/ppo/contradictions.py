@@ -23,7 +23,7 @@ WIDEST_RANGE_OF_SEQUENCES = 0.05
 
 
 def log_warnings(config: PPOConfig) -> None:
-    """Log a warning for each such combination in the configuration."""
+    """Log a warning for each combination of keys that works, but not as you would expect."""
     warn = partial(logger.warning, "warning [%s]: %s")
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode

@@ -78,7 +78,7 @@ def role_memories(
     if engine.weights and actor is not None and actor.pool == engine.pool:
         engine = replace(engine, sync=sync_bytes(models_of(config)["actor"], actor, device_type))
     by_role["rollout"] = replace(engine, sleeps=rests)
-    for role in model_rewards(config) if rests else ():  # they may score between draws
+    for role in model_rewards(config) if rests else ():  # they may score between generations
         if role in by_role and by_role[role].pool == engine.pool:
             by_role[role] = replace(by_role[role], beside_engine=True)
     return list(by_role.values())

@@ -34,10 +34,10 @@ def recipe_workers() -> dict[str, str]:
 
 
 def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
-    """Return the class whose declarations apply to the role, or None for an unknown user class.
+    """Return the class whose declarations apply to the role.
 
     With `without_users`, no user code is imported, so that a configuration can be checked on a
-    machine that lacks this code.
+    machine that lacks this code. The result is then None for the user's own roles.
     """
     recipes_own = recipe_workers().get(config.kind_of(role))
     is_users = not config.role_workers.get(role, "").startswith("workers.")

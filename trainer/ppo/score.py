@@ -45,9 +45,9 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
 
     It can if its first forward pass sees every row under the weights that sampled it, and nothing
     reads the old log-probs earlier. So there must be one mini-batch, one epoch, no KL in the
-    reward, no teacher, no rollout correction, no bypass, one step per version of the rollout's
-    weights, and neither an estimator that reads old
-    log-probs nor a loss that chooses tokens by them. (Models train without dropout.)
+    reward, no teacher, no rollout correction or `bypass_mode`, one step per version of the
+    rollout's weights, and neither an estimator that reads old log-probs nor a loss that chooses
+    tokens by them. (Models train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction

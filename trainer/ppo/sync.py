@@ -79,9 +79,9 @@ def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metr
 def averaged_weights(config: ActorConfig, actor: Any, sync: Callable[[], Any]) -> Iterator[None]:
     """Let the rollout generate with averaged weights inside the block; then restore its weights.
 
-    Without `actor.ema_decay`, do nothing. `actor` is the actor's worker group, and `sync` sends the
-    weights that it uses. In a synchronous run every sync is a new version, so the version of a
-    sample shows whether it comes from averaged weights.
+    Without `actor.ema_decay`, do nothing. `sync` sends the weights that `actor`, the worker group,
+    uses. In a synchronous run every sync is a new version, so the version of a sample shows whether
+    it comes from averaged weights.
     """
     if config.ema_decay is None:
         yield

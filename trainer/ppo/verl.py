@@ -209,7 +209,7 @@ def _value_of(text: str, settings: Mapping[str, str]) -> str:
 
 
 def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
-    """Return verl's size divided by the ranks that share a sequence, which verl counts."""
+    """Divide verl's shard size, which counts the ranks that share a sequence, by their number."""
     sequence = settings.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
     if value.isdigit() and sequence.isdigit() and int(value) % int(sequence) == 0:
         return str(int(value) // int(sequence))
@@ -313,7 +313,7 @@ def with_trackers(value: str) -> tuple[list[str], list[str]]:
 
 
 def renamed(key: str) -> str | None:
-    """Return our key for verl's key: the same name, the one with this `verl=`, or a renamed one."""
+    """Return our key for verl's: of the same name, with this `verl=`, or in the table; or None."""
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):
         return key

@@ -110,7 +110,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     role: ClassVar[str] = "preference"
     stages = ("data", "mismatched_kl", "update")
     reference: dict[str, Tensor]
-    """Log-probs [rows, 2] of `train` and `val` rows: chosen, rejected or matched, mismatched."""
+    """Log-probs [rows, 2] of `train` and `val` rows: (chosen, rejected) or (own, mismatched)."""
 
     @classmethod
     def read_rows(

@@ -218,7 +218,7 @@ class ReplayRequest:
     stage: str = ""
     """Empty: the whole step."""
     breaks: bool = False
-    """True if the debugger is entered right before the step."""
+    """True if the debugger is entered right before the step or stage."""
     instead: Callable[[Any], Metrics] | None = None
     """A function that replaces the step."""
     metrics: Metrics = field(default_factory=dict)

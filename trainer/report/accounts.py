@@ -125,7 +125,7 @@ OUTCOMES = ("completed", "repeated", "unfinished")
 
 
 def describe_faults(folder: Path) -> list[str]:
-    """Describe the faults by kind, and the ledger, in one line; none without faults."""
+    """Describe the faults by kind, and the steps and samples, in one line; none without faults."""
     if not (folder / FAULTS_FILE).is_file():
         return []
     lines, _ = json_objects(folder / FAULTS_FILE)

@@ -89,7 +89,7 @@ def panels_of(metrics: MetricLines) -> list[Panel]:
 
 
 def styled(draw: Callable[P, str]) -> Callable[P, str]:
-    """Draw with `figures.mplstyle`, leaving matplotlib's settings to the rest of the process."""
+    """Draw with `figures.mplstyle`, without changing matplotlib's settings for other code."""
 
     @functools.wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> str:
@@ -111,7 +111,7 @@ def curves(metrics: MetricLines, panel: Panel) -> str:
     if not names:
         return ""
 
-    # two names of more characters are wider than the figure
+    # two longer names next to each other are wider than the figure
     columns = 1 if max(map(len, names)) > 24 else 2
     # axes of one size for every panel, with room above for the lines of a legend
     lines = -(-min(len(names), len(COLORS)) // columns)

@@ -15,8 +15,8 @@ from trainer.report.read import RunData, metric_names, phase_shares
 from trainer.report.trajectories import SECONDS
 
 ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP, FAILED_CALLS = 0.05, 0.3, 0.2, 0.2, 0.3
-"""The limits: fractions of the first entropy, of responses and of tokens; nats; fraction of tool
-calls."""
+"""The limits: fractions of the first entropy, of responses and of tokens, a KL in nats, and a
+fraction of tool calls."""
 FEWEST_STEPS = 5
 """A shorter run cannot show whether it learns."""
 BIGGEST_PHASES = 3

@@ -1,7 +1,7 @@
 """Run the reward functions on synthetic responses before any model is loaded.
 
     reject_wrong_results(rewards, prompts, tokenizer, config.data.max_response_length)  # every run
-    scored, line = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
+    scored, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
 
 The response to a prompt is the row's ground truth as text. Reward models and servers are not
 called.

@@ -96,8 +96,7 @@ class RowTrainer(Trainer, Generic[R]):
         """Number of steps of the run, as configured or from the number of rows."""
         return num_steps(self.config, len(self.loader))
 
-    # ------------------------------------------------------------------------- methods that the
-    # loop calls
+    # -------------------------------------------------------------- methods that the loop calls
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:

@@ -173,8 +173,8 @@ class Checkpoints:
     def close(self) -> None:
         """End the writing of a checkpoint when the run ends by an error or a signal.
 
-        The checkpoint is committed if possible. After a second signal, which ends the run at once,
-        this needs files that are complete already.
+        The checkpoint is committed if possible: after a second signal, which ends the run at once,
+        only if its files are complete already.
         """
         step, error = self._written, sys.exception()
         if step is None or self._writing is None:

@@ -338,9 +338,9 @@ def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[
 
 
 def validation_score(line: Mapping[str, Any]) -> float | None:
-    """Return one number for the validation in a line of metrics; larger is better.
+    """Return one number for the validation in a line of metrics, or None; larger is better.
 
-    It is the mean of `val-core/...`, or minus the mean loss if a recipe validates only by losses.
+    It is the mean of `val-core/...` without losses, or minus the mean loss if all are losses.
     """
     numbers = {name: x for name, x in line.items() if isinstance(x, int | float)}
     losses = [x for name, x in numbers.items() if name.startswith("val") and name.endswith("loss")]

@@ -60,7 +60,7 @@ class RunResult:
         return cls(folder, config_hash(config), metrics, model_folder)
 
     def __repr__(self) -> str:
-        """Return at most ten lines: the first and last value of each metric, and the files."""
+        """Return at most ten lines: the first and last values of a few metrics, and the files."""
         last = f"{self.metrics[-1]['step']:.0f} steps" if self.metrics else "0 steps"
         lines = [f"{last} in {self.folder}"]
         for name, values in self._watched()[:MOST_NUMBERS]:
@@ -128,7 +128,7 @@ class RunResult:
         return json_objects(files[max(files) if step is None else step])[0]
 
     def plot(self, *names: str) -> Curves:
-        """Return curves for a notebook: the report's, or of these metrics (`val-core/*`)."""
+        """Return the report's curves for a notebook, or those of metrics such as `val-core/*`."""
         panels = [Panel(name, "", (name,)) for name in names] or panels_of(self.metrics)
         drawn = {panel.title: curves(self.metrics, panel) for panel in panels}
         known = metric_names(self.metrics)

@@ -344,7 +344,7 @@ def _file_names(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _path_of(name: str) -> Path | None:
-    """Return the file or folder of that name, or the file of the module."""
+    """Return the file or folder of that name, or the file of that module, or None."""
     path = Path(name).expanduser()
     if path.exists():
         return path

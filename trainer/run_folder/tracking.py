@@ -190,7 +190,7 @@ class WandB:
         import wandb
 
         trainer = config.trainer
-        # `ResumePoint.discard_later_steps` has deleted it if the run starts from the beginning
+        # `ResumePoint.discard_later_steps` deletes this file if the run starts from the beginning
         name = Path(trainer.default_local_dir) / WANDB_ID
         try:
             self._run = wandb.init(

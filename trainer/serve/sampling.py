@@ -35,7 +35,7 @@ from workers.rollout.client import RolloutClient, Submission
 FAIR_S = 2.0
 """No more requests join a batch once a request of another kind has waited this long."""
 GATHER_S, LONGEST_GATHER_S = 0.01, 0.2
-"""A batch starts this long after the arrival of its last, or at the latest of its first request."""
+"""Seconds from the last request of a batch to its start, and the most from the first request."""
 SHORTEST = 16
 """Smallest token limit of a batch; limits are powers of two, so that more requests run together."""
 
@@ -123,7 +123,7 @@ class SampleRequest:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Requests with equal keys may run together."""
+        """The role, state and settings; requests with equal ones may run together."""
         return self.sampler.role, self.sampler.state, self.params
 
     @property
