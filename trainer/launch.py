@@ -38,7 +38,7 @@ from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError, VerlLikeError
-from verl_like.files import blocking_path
+from verl_like.files import why_not_writable
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
 from verl_like.process.sandbox import reject_nested_run
@@ -304,11 +304,9 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     if start is not None:
         lines.append(f"The run resumes from {start}")
     folder = config.trainer.default_local_dir  # it is not created here
-    blocks = blocking_path(Path(folder))
-    if blocks is not None:
+    if problem := why_not_writable(Path(folder)):
         raise ConfigError(
-            f"trainer.default_local_dir={folder} is not writable: no write permission for "
-            f"{blocks}. Choose another folder."
+            f"trainer.default_local_dir={folder} is not writable: {problem}. Choose another folder."
         )
     for name in config.trainer.logger:
         if name in BUILT_IN and name != "console" and find_spec(name) is None:

@@ -42,14 +42,13 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def blocking_path(folder: Path) -> Path | None:
-    """Return the path that prevents writing into a folder, or None; the folder may not exist yet.
-
-    It is the nearest existing part of the folder's path, if that is not a folder or not writable.
-    """
+def why_not_writable(folder: Path) -> str:
+    """Return why no file can be written into a folder, or ""; the folder may not exist yet."""
     folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    return None if there.is_dir() and os.access(there, os.W_OK) else there
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    return "" if os.access(there, os.W_OK) else f"{there} is read-only for this user"
 
 
 def sync_folder(folder: Path) -> None:

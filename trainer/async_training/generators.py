@@ -198,7 +198,7 @@ class LostGenerators:
             "fail": "Set async_training.on_generator_failure=restart or continue to survive such "
             "a failure.",
             "restart": f"It was restarted {self._restarts[now]} times at version {now[1]} of the "
-            "weights.",
+            "weights, the maximum. Look for the cause in its log.",
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }
         raise RolloutError(f"{subject}: {error} {way_out[policy]}") from error

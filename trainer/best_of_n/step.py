@@ -23,7 +23,7 @@ from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
-from verl_like.files import blocking_path
+from verl_like.files import why_not_writable
 from workers.columns import read_columns
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,10 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
         """Check that the file of selected rows can be written, and prepare the inputs."""
         folder = Path(config.selection.file).parent  # created at the end
-        blocks = blocking_path(folder)
-        if blocks is not None:
+        if problem := why_not_writable(folder):
             raise ConfigError(
-                f"selection.file={config.selection.file}: cannot write a file in {folder}: no "
-                f"write permission for {blocks}. Choose another folder."
+                f"selection.file={config.selection.file}: cannot write a file in {folder}: "
+                f"{problem}. Choose another folder."
             )
         return super().prepare(config, at_end)
 

@@ -251,7 +251,8 @@ def write_comparison(runs: Sequence[ComparedRun], path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error}). Choose another --page.") from error
+        way_out = "Choose another file with `verl-like compare RUN RUN ... --page FILE`."
+        raise ConfigError(f"{path} cannot be written ({error}). {way_out}") from error
     return path
 
 

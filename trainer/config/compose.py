@@ -164,7 +164,7 @@ def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
     if setting.is_sweep_override():
         raise ConfigError(
             f"{setting.input_line}: several values are a sweep. Add --multirun for a sweep, write "
-            f"a list as {name}=[1,2], and quote a text with commas."
+            f"a list as {name}=[1,2], or quote a text with commas."
         )
     if presets and isinstance(value, str) and value not in presets:
         raise ConfigError(

@@ -320,7 +320,7 @@ def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[
     for role in roles:
         if role not in own_roles and role not in config.role_workers:
             raise ConfigError(
-                f"role_mapping.{role}: {role!r} is not a built-in role "
+                f"role_mapping.{role}: {role!r} is not a role of this command "
                 f"({', '.join(own_roles)}).{nearest(role, own_roles)} For a custom role, set "
                 f"+role_workers.{role}=<dotted path of its class>."
             )

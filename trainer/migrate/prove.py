@@ -37,7 +37,7 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings of both frameworks that may make functions differ, and values to try."""
 REASONS: Mapping[str, Callable[[Batch], bool]] = {
-    "each of these has a row without a token, which only theirs counts": lambda batch: (
+    "each of these has a row without a token, which only their function counts": lambda batch: (
         not bool(batch["response_mask"].any(1).all())
     ),
     "in each of these a token's KL exceeds 10, the limit of ours and of verl's": lambda batch: bool(

@@ -92,7 +92,7 @@ def skipped_updates(
         if metric == "skipped_steps" and skipped > 0:
             yield (
                 name,
-                f"{skipped:g} updates of the {role} were skipped, since their gradient was not "
+                f"the {role} skipped {skipped:g} of its updates, because the gradient was not "
                 f"finite. Look at logs/{role}-0.log, which names the samples, {causes}and at the "
                 "learning rate.",
             )

@@ -27,8 +27,8 @@ SHARE_OF_A_MACHINE = 0.5
 """Fraction of a machine's memory for which the passes of a CPU run are sized."""
 WAYS_OUT = {
     "activations": "use smaller passes (ppo_micro_batch_size_per_gpu, or "
-    "ppo_max_token_len_per_gpu, of actor_rollout_ref.actor and critic), or, if it is off, set "
-    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    "ppo_max_token_len_per_gpu, of actor_rollout_ref.actor and critic), or set "
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true if it is false",
     "model states": "set param_offload and optimizer_offload in the roles' fsdp_config, or use "
     "more devices",
     "KV cache": "lower actor_rollout_ref.rollout.gpu_memory_utilization or "

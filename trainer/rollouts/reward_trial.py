@@ -85,8 +85,8 @@ def _describe_scores(least: float, most: float) -> str:
     words = f"every score is {most:.4g}"
     if most <= 0:
         words += (
-            " (expected if the reward requires a format that the bare ground truth lacks; "
-            "otherwise check the reward)"
+            " (expected if the reward requires a format that the bare ground truth lacks, as the "
+            "rule for gsm8k requires `#### 42`; otherwise check the reward)"
         )
     return words
 

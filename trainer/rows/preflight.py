@@ -18,8 +18,8 @@ from workers.parallel.sharding import dims_of
 
 WAYS_OUT = {
     "activations": "use smaller passes (data.max_token_len_per_gpu, or "
-    "data.micro_batch_size_per_gpu and data.max_length), or, if it is off, set "
-    "model.enable_gradient_checkpointing=true",
+    "data.micro_batch_size_per_gpu and data.max_length), or set "
+    "model.enable_gradient_checkpointing=true if it is false",
     "model states": "set model.strategy=fsdp+offload, or use more devices",
 }
 """Advice if the devices of a pool have too little memory."""
@@ -42,8 +42,9 @@ def preflight(config: RowConfig, num_sides: int) -> None:
         limit = num_positions(read_model_config(model.key, path))
         if limit is not None and longest > limit:
             raise ConfigError(
-                f"data.max_length={longest} tokens, but {model.key}={path} has {limit} positions. "
-                f"Lower it by {longest - limit}."
+                f"data.max_length={config.data.max_length or 'null'}: rows have up to {longest} "
+                f"tokens, but {model.key}={path} has {limit} positions. Set data.max_length to "
+                f"{limit} or less."
             )
         check_axes_of(config, role, model)
         if model.trains:

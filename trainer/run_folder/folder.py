@@ -260,7 +260,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         check_form(marker, FORM)
         of_name = re.fullmatch(STEP_FOLDER, folder.name)
         if of_name and int(of_name[1]) != marker["step"]:
-            raise ValueError(f"its commit.json has step={marker['step']!r:.40}")
+            raise ValueError(f"its step is {marker['step']}, but its folder is {folder.name}")
     except FileNotFoundError as error:
         problem = (
             "it was never committed (no commit.json)"

@@ -304,7 +304,7 @@ class ResumePoint:
         if start.parent == self.folder:
             return (
                 "Leave out trainer.resume_mode and trainer.resume_from_path, and the run resumes "
-                f"from the newest complete checkpoint ({named(steps)})."
+                f"from the newest complete checkpoint, {named(steps[-1:])}."
             )
         return f"Choose another checkpoint; next to it are {named(steps)}."
 

@@ -151,9 +151,13 @@ def _usual_role(checkpoint: Path, roles: list[str]) -> str:
         return "actor"
     if len(roles) == 1:
         return roles[0]
+    if not roles:
+        raise CheckpointError(
+            f"{checkpoint} has no weights, because checkpoint.save_contents lacked 'model'. Use "
+            "the checkpoint of a run that saves them."
+        )
     raise CheckpointError(
-        f"{checkpoint} has weights of "
-        f"{', '.join(roles) or 'no role (save_contents lacked model)'}. Choose one with --role."
+        f"{checkpoint} has weights of {', '.join(roles)}. Choose one with --role."
     )
 
 

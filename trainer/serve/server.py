@@ -15,6 +15,7 @@ import uvicorn
 
 from trainer.serve.app import Api
 from trainer.serve.work_queue import WorkQueue, started
+from verl_like.process.machine import http_url
 
 SWITCH_S = 0.001
 """Python's thread switch interval while the server runs; the default is 5 ms."""
@@ -51,7 +52,7 @@ def open_api(work_queue: WorkQueue, host: str, port: int, token: str) -> Iterato
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="api", daemon=True)
     thread.start()
     try:
-        yield f"http://{host}:{listener.getsockname()[1]}"
+        yield http_url(host, listener.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join()

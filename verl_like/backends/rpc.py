@@ -278,7 +278,7 @@ def _let_in(
             sent += chunk
     if not secrets.compare_digest(sent, key):
         connected.close()
-        logger.warning("a connection without the key was rejected")
+        logger.warning("rejected a connection that did not send the key of this process")
         return
     with contextlib.suppress(OSError):  # another connection has shut it down before
         listening.shutdown(socket.SHUT_RDWR)

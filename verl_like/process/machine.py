@@ -30,6 +30,11 @@ def address_toward(host: str) -> str:
     return socket.gethostbyname(socket.gethostname())
 
 
+def http_url(host: str, port: int) -> str:
+    """Return the URL of a server; an IPv6 address gets brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def process_state(pid: int) -> str | None:
     """Return Linux's letter for a process: R if it runs, T if it is stopped, Z for a zombie.
 

@@ -151,7 +151,10 @@ class EnvironmentHost:
                 handles.append(os.pidfd_open(pid))
             problem, kinds = self._channel.receive(until)
         except TimeoutError:
-            problem = f"{self._spec.setting} is not loaded: this takes more than {START_S:g} s."
+            problem = (
+                f"{self._spec.setting} did not load within {START_S:g} s. If its file does slow "
+                "work when it is imported, move this work into `reset`."
+            )
         except (EOFError, OSError):
             problem = (
                 f"{self._spec.setting} is not loaded: its process and its supervisor are gone."
@@ -180,7 +183,7 @@ class EnvironmentHost:
             cause = str(error)
         except (EOFError, OSError):
             pass  # the supervisor has ended, too
-        why = f"the process that all environments share {cause}: environment.sandbox has its limits"
+        why = f"the process that all environments share {cause} (limits: environment.sandbox)"
         for number in list(self._open):
             self._fail(number, why)
         self._end()

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from verl_like.process.machine import http_url
 from workers.rewards.call import Sample
 from workers.rewards.outcome import Outcome
 from workers.rewards.process import FunctionSpec
@@ -46,6 +48,7 @@ class RewardServer(ThreadingHTTPServer):
     ):
         """Load the function; raise if that fails. Port 0 selects a free port."""
         self.token = token
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._scorer, self._turn = Scorer(function, batch_deadline), threading.Lock()
         try:
             self._scorer.start()
@@ -58,7 +61,7 @@ class RewardServer(ThreadingHTTPServer):
     def url(self) -> str:
         """The URL that scores samples, on this machine."""
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}/score"
+        return f"{http_url(str(host), port)}/score"
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """Return one outcome per sample."""

@@ -74,8 +74,8 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
     urls = rollout.server_urls
     if urls and (len(urls) != world_size or len(set(urls)) != world_size):
         raise ConfigError(
-            f"{SECTION}.server_urls names {len(set(urls))} servers for the rollout's {world_size} "
-            "processes; each process needs a separate server."
+            f"{SECTION}.server_urls has {len(urls)} entries, {len(set(urls))} of them different, "
+            f"but needs one separate server for each of the rollout's {world_size} process(es)."
         )
     ranks = ranks_per_engine(config)
     if world_size % ranks:

@@ -453,8 +453,8 @@ def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str
     elif not takes_layout(module):
         text = f"packed rows by {built_with}, whose memory and time grow with the square of a pass"
     elif kernel is not None and beyond != "sinks" and (kernel.has_softcap or not beyond):
-        text = f"packed rows by {kernel.name}, by their bounds"
+        text = f"packed rows by {kernel.name}, which reads the bounds of rows"
     else:
         by = f"matrix products with {beyond}" if beyond else "sdpa"
-        text = f"packed rows by {by}, in rectangles of rows of like length"
+        text = f"packed rows by {by}, in rectangles of rows of similar length"
     return f"attention of {config.model_type}: {text}{f' ({why_not})' if why_not else ''}."

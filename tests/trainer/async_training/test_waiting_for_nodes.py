@@ -113,7 +113,7 @@ def test_it_comes_back_when_there_is_a_node(
 def test_a_failing_start_is_tried_three_times(tiny_dir: Path, tmp_path: Path) -> None:
     config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
     assert losses(config, Cluster(1, died, died))(0, LOST, num_lost=2) is True
-    words = r"start of rollout It was restarted 3 times at version 7 of the weights\."
+    words = r"start of rollout It was restarted 3 times at version 7 of the weights, the maximum\."
     with pytest.raises(RolloutError, match=words):
         losses(config, Cluster(1, died, died, died))(0, LOST, num_lost=2)
 

@@ -233,7 +233,7 @@ def test_a_reward_model_chooses_pairs(tiny_dir: Path, tmp_path: Path, classifier
 def test_an_unwritable_file_is_rejected_early(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     file = f"selection.file={tmp_path}/taken/rows.jsonl"
-    with pytest.raises(ConfigError, match="cannot write a file in .*taken"):
+    with pytest.raises(ConfigError, match="cannot write a file in .*taken is not a folder"):
         selected(tiny_dir, tmp_path / "run", file)
 
 

@@ -136,5 +136,5 @@ def test_rows_without_a_token_are_the_reason(monkeypatch: pytest.MonkeyPatch) ->
         return loss * columns[3].any(dim=1).double().mean(), metrics
 
     stand_in_for_verl(monkeypatch, {"vanilla": over_all_rows})
-    words = "(each of these has a row without a token, which only theirs counts)"
+    words = "(each of these has a row without a token, which only their function counts)"
     assert words in proof("verl", VERL)

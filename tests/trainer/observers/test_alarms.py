@@ -47,7 +47,7 @@ def test_steps_that_are_made_again_repeat_no_alarm() -> None:
 def test_a_recipe_on_rows_tells_updates_that_were_skipped() -> None:
     assert SFTTrainer.alarm_rules == (skipped_updates,)
     (said,) = Alarms(SFTTrainer.alarm_rules).check({"sft/skipped_steps": 2.0, "sft/loss": 1.0}, 3)
-    assert "2 updates of the sft were skipped" in said
+    assert "the sft skipped 2 of its updates" in said
     assert said.endswith(
         "Look at logs/sft-0.log, which names the samples, and at the learning rate."
     )

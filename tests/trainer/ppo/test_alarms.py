@@ -13,10 +13,10 @@ from trainer.observers.alarms import ALARM_RULES, Alarms
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ({"actor/skipped_steps": 2.0}, "2 updates of the actor were skipped.*actor-0.log"),
+        ({"actor/skipped_steps": 2.0}, "the actor skipped 2 of its updates.*actor-0.log"),
         (
             {"critic/skipped_steps": 1.0},
-            "1 updates of the critic.*rewards and advantages, and at the",
+            "critic skipped 1 of its updates.*rewards and advantages, and at the",
         ),
         ({"actor/ppo_kl": 0.3}, "actor/ppo_kl is 0.3.*actor.optim.lr"),
         ({"actor/reward_kl_penalty": 10.5}, "actor/reward_kl_penalty is 10.5.*reference"),

@@ -346,7 +346,10 @@ def test_a_key_that_the_loss_does_not_read_has_no_effect(
         (["loss=dop"], r"unknown preference loss 'dop'"),
         (["label_smoothing=0.5"], r"label_smoothing=0.5.*below 0.5"),
         (["loss=kto", "desirable_weight=0", "undesirable_weight=0"], r"nothing would be learned"),
-        (["data.max_token_len_per_gpu=63"], r"Two responses of data.max_length=32.*=63"),
+        (
+            ["data.max_token_len_per_gpu=63"],
+            r"=32: a pair of rows of up to 32 tokens each .*=63 tokens. Set .* to 31 or .* to 64",
+        ),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(

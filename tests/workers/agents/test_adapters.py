@@ -468,6 +468,10 @@ def test_a_folder_without_tasks_of_harbor_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder in it is a task"):
         EnvironmentSpec(f"harbor:{tmp_path}").load()
     harbor_task(tmp_path, "a")
+    spec = EnvironmentSpec(f"harbor:{tmp_path}", {"runtime": "local"})
+    with closing(EnvironmentHost(spec, 20.0)) as host:
+        (trajectory,) = check_environment.play(host, [0], {"task": "aa"}, [], 1)
+    assert "column 'task' is 'aa', but the folder has only the tasks a. Did" in trajectory.problem
     (tmp_path / "a/tests/test.sh").unlink()
     with pytest.raises(ConfigError, match=r"a has no tests/test\.sh"):
         EnvironmentSpec(f"harbor:{tmp_path}").load()

@@ -240,6 +240,14 @@ def test_a_wrong_token_gets_nothing(served: RewardServer, ask: Any, monkeypatch:
         ask(served.url).start()
 
 
+def test_an_ipv6_address_is_served(spec: FunctionSpec, ask: Any) -> None:
+    with RewardServer(spec, host="::1", token="secret") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert server.url.startswith("http://[::1]:")
+        ask(server.url).start()
+        server.shutdown()
+
+
 def test_a_token_that_is_not_set_is_named(ask: Any) -> None:
     with pytest.raises(ConfigError, match="token_env=NO_SUCH_TOKEN"):
         ask("http://127.0.0.1:9/", token_env="NO_SUCH_TOKEN")

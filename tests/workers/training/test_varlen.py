@@ -326,7 +326,9 @@ def test_a_model_trains_by_a_kernel_as_without(
         log_probs = actor.compute_log_prob(make_batch(6))[0].batch["old_log_probs"]
         found.append((log_probs, gradients(actor, make_batch(6), ACTOR_COLUMNS)))
         said = describe(actor.engine.module, True, own, "")
-        assert ("packed rows by flash-attn, by their bounds" in said) == (own is not None)
+        assert ("packed rows by flash-attn, which reads the bounds of rows" in said) == (
+            own is not None
+        )
         without = describe(actor.engine.module, True, KERNELS[1], "")
         assert ("in rectangles" in without) == (family == "Gemma2Config")
     (ours, our_gradients), (theirs, their_gradients) = found

@@ -163,8 +163,8 @@ class RayResourcePool(ResourcePool):
                 raise WaitTimeoutError(
                     f"{clock.summary}: the cluster did not provide {wanted} within "
                     f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: {free_resources()}. "
-                    "Lower cpus_per_process or the pool's size, or stop the programs that use "
-                    "them."
+                    "Stop the programs that use the resources, make the pool smaller, or, if CPUs "
+                    "are short, lower cpus_per_process."
                 )
             if waiting:
                 clock.warn_if_old(lambda: f"{wanted}; free now: {free_resources()}")
@@ -262,8 +262,8 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     if room < pool.world_size:
         raise PlacementError(
             f"pool {pool.name} needs {pool.world_size} processes ({amounts(need)} each), but the "
-            f"cluster has room for {room} in total. Nodes: {_describe_nodes(nodes, need)}. Lower "
-            "cpus_per_process or the pool's size."
+            f"cluster has room for {room} in total. Nodes: {_describe_nodes(nodes, need)}. Make "
+            "the pool smaller, or, if CPUs are short, lower cpus_per_process."
         )
 
     chosen: dict[int, str] = {}
@@ -275,7 +275,8 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
             raise PlacementError(
                 f"pool {pool.name} needs {count} processes on one node ({amounts(wanted)}), but "
                 "no node has these resources, even when idle. Nodes: "
-                f"{_describe_nodes(nodes, need)}. Lower cpus_per_process or the pool's size."
+                f"{_describe_nodes(nodes, need)}. Put fewer processes on a node, or, if CPUs are "
+                "short, lower cpus_per_process."
             )
         unused = [node for node in fitting if node["NodeID"] not in chosen.values()]
         if unused:

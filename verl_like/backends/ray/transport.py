@@ -150,7 +150,7 @@ class RayTransport(ProcessTransport):
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {_cause_of_death(error)}") from None
         except ObjectLostError as error:
-            gone = f"the machine that stored the result is gone ({type(error).__name__})"
+            gone = f"the result is lost, probably with its machine ({type(error).__name__})"
             raise WorkerDiedError(gone) from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, few, nearest
 from workers.agents.adapters.shells import Container, LocalShell, container_program
 from workers.agents.environment import EnvironmentAdapter
 
@@ -53,6 +53,11 @@ class Harbor(EnvironmentAdapter):
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
         """Set up the task that the row's column `task` names, or a task drawn with `rng`."""
         name = row.get("task") or list(self.tasks)[int(rng.integers(len(self.tasks)))]
+        if name not in self.tasks:
+            raise ConfigError(
+                f"environment=harbor:{self.id}: a row's column 'task' is {name!r}, but the folder "
+                f"has only the tasks {few([*self.tasks])}.{nearest(str(name), self.tasks)}"
+            )
         self._task = self.tasks[name]
         toml = self._task / "task.toml"
         self._settings = tomllib.loads(toml.read_text(encoding="utf-8")) if toml.is_file() else {}

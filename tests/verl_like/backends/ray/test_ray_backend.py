@@ -183,7 +183,7 @@ def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
     future = adders[0].add_slowly(batch(2, seconds=0.0))
     wait_until(future.done)
     monkeypatch.setattr(ray, "get", lost)
-    with pytest.raises(WorkerDiedError, match="machine that stored the result is gone"):
+    with pytest.raises(WorkerDiedError, match="the result is lost, probably with its machine"):
         future.get()
 
 
