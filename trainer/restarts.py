@@ -150,7 +150,8 @@ class Restarts:
         if failures >= MAX_STEP_FAILURES and self._count:
             return f"step {step} failed {MAX_STEP_FAILURES} times, so it is not tried again."
         if self._count >= self._config.trainer.max_restarts:
-            return f"after {self._count} restarts (trainer.max_restarts)" if self._count else ""
+            used = f"all trainer.max_restarts={self._count} restarts are used up"
+            return used if self._count else ""
         return None
 
     def _pause(self, seconds: float) -> None:

@@ -161,12 +161,12 @@ def without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
 
 
 def cut_rows(
-    key: str, kind: str, rows: Sequence[EncodedRow], num_bad: int, max_length: int, lost: str
+    key: str, kind: str, rows: Sequence[EncodedRow], num_bad: int, max_length: int, why: str
 ) -> tuple[list[EncodedRow], str]:
     """Cut sides to `max_length` tokens; return the rows, and a sentence with the counts.
 
     A row is dropped if a side is left without a token in the loss, or if another side equals the
-    first. The sentence calls the rows `kind`, and says that dropped rows lack tokens of `lost`.
+    first. The sentence calls the rows `kind`, and says `why` rows are dropped.
     """
     good: list[EncodedRow] = []
     num_truncated = 0
@@ -179,7 +179,7 @@ def cut_rows(
     skipped = f", {num_bad} malformed and skipped" if num_bad else ""
     return good, (
         f"{key}: {len(rows) + num_bad} {kind}{skipped}; {num_truncated} truncated to {max_length} "
-        f"tokens; {len(rows) - len(good)} dropped because no token of {lost} was left"
+        f"tokens; {len(rows) - len(good)} dropped because afterwards {why}"
     )
 
 
@@ -209,7 +209,7 @@ def read_lm_rows(
     if loss_on_all:
         sides = [row.sides[0] for row in encoded]
         encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
-    rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "their loss")
+    rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "no token is in the loss")
     if not rows:
         raise ConfigError(f"{story}. No row is left to train or validate on.")
     logger.info("%s", story)

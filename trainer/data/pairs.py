@@ -78,8 +78,8 @@ def read_pairs(
     log line reports these numbers.
     """
     encoded, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row, limit)
-    lost = "a response or of the difference"
-    rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, lost)
+    why = "a response is empty, or both sides are equal"
+    rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, why)
     if not rows:
         raise ConfigError(f"{story}. No pair is left to train or validate on.")
     logger.info("%s", story)
@@ -212,7 +212,7 @@ def read_labeled(
         for row in rows
         for side, label in zip(row.sides, row.numbers, strict=True)
     ]
-    responses, story = cut_rows(key, "responses", responses, num_bad, max_length, "the response")
+    responses, story = cut_rows(key, "responses", responses, num_bad, max_length, "they are empty")
     labeled = [(row.sides[0], bool(row.numbers[0])) for row in responses]
     num_good = sum(label for _, label in labeled)
     if num_good in (0, len(labeled)):

@@ -144,9 +144,9 @@ def _reject_sizes(config: PPOConfig) -> None:
     if actor.use_dynamic_bsz and config.ptx.train_files and text > budget * num_ranks:
         ranks = f" x {num_ranks} ranks (parallel.sp of actor)" * (num_ranks > 1)
         raise ConfigError(
-            f"ptx.max_length={text} tokens does not fit into a pass of "
-            f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens{ranks}. Lower ptx.max_length, or "
-            f"raise {ACTOR}.ppo_max_token_len_per_gpu."
+            f"ptx.max_length={config.ptx.max_length or 'null'}: a row of up to {text} tokens may "
+            f"not fit into a pass of {ACTOR}.ppo_max_token_len_per_gpu={budget} tokens{ranks}. Set "
+            f"a smaller ptx.max_length, or raise {ACTOR}.ppo_max_token_len_per_gpu."
         )
 
 

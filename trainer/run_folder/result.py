@@ -122,8 +122,8 @@ class RunResult:
             raise ConfigError(f"the run in {self.folder} has no samples.")
         if step is not None and step not in files:
             raise ConfigError(
-                f"there are no samples of step {step} in {self.folder}, but of the steps "
-                f"{min(files)} to {max(files)}."
+                f"{self.folder} has no samples of step {step}, only of steps {min(files)} to "
+                f"{max(files)}."
             )
         return json_objects(files[max(files) if step is None else step])[0]
 

@@ -411,7 +411,7 @@ def _with_others(failures: Sequence[BaseException]) -> BaseException:
     others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
     _note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
     if (same := len(failures) - len(others)) > 1:
-        first.add_note(f"{same} ranks raised this")
+        first.add_note(f"{same} ranks failed with this error")
     return first
 
 

@@ -101,5 +101,5 @@ def test_rows_too_long_for_a_pass_fail(tiny_dir: Path, texts: Path, tmp_path: Pa
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
         "ptx.max_length=65",
     )
-    with pytest.raises(ConfigError, match=r"ptx.max_length=65 .*ppo_max_token_len_per_gpu=64"):
+    with pytest.raises(ConfigError, match=r"ptx.max_length=65: .*ppo_max_token_len_per_gpu=64"):
         load_config(settings_of(tiny_dir, tmp_path, texts, *more))

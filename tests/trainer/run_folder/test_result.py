@@ -76,7 +76,7 @@ def test_samples_are_those_of_the_last_step_or_of_one_that_is_named(tmp_path: Pa
         (tmp_path / "rollouts" / f"{step}.jsonl").write_text(json.dumps(row) + "\n")
     assert [row["step"] for row in result.samples()] == [10]
     assert [row["step"] for row in result.samples(2)] == [2]
-    with pytest.raises(ConfigError, match="no samples of step 3 .*steps 2 to 10"):
+    with pytest.raises(ConfigError, match="no samples of step 3, .*steps 2 to 10"):
         result.samples(3)
 
 

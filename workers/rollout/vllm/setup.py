@@ -80,7 +80,7 @@ def check_tested_version(installed: str, package: str, where: str = "") -> str:
     if not _numbers(TESTED[0]) <= _numbers(installed) < _numbers(TESTED[1]):
         raise ConfigError(
             f"{NAME}=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "
-            f"included); found {installed}{where}: {_install(package)}."
+            f"included); found {installed}{where}. Install it with {_install(package)}."
         )
     return installed
 

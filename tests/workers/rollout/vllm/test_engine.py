@@ -37,7 +37,8 @@ LIMITS = EngineLimits(
 
 
 @pytest.mark.parametrize(
-    ("found", "words"), [("0.31.9", "found 0.31.9: python -m pip install"), ("1.0", "found 1.0")]
+    ("found", "words"),
+    [("0.31.9", "found 0.31.9. Install it with python -m pip install"), ("1.0", "found 1.0")],
 )
 def test_a_version_that_is_not_tested_is_refused_with_the_command(
     monkeypatch: pytest.MonkeyPatch, found: str, words: str
