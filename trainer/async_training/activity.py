@@ -22,8 +22,8 @@ from trainer.report.accounts import STATES
 
 VERBS = {
     "waiting": "has waited {} for",
-    "syncing": "has synced {}:",
-    "busy": "was busy {} with",
+    "syncing": "has spent {} syncing",
+    "busy": "has been busy {} with",
     "gone": "has been without processes for {}:",
 }
 

@@ -166,8 +166,8 @@ def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
         )
     if not played.problem and not played.has_ended:
         lines.append(
-            f"it has not ended after {num_turns} turns. If environment.max_turns ended it "
-            f"there, its reward would be {played.reward:g}"
+            f"the trajectory has not ended after {num_turns} turns. If environment.max_turns ended "
+            f"it there, its reward would be {played.reward:g}"
         )
     return lines
 

@@ -106,7 +106,7 @@ def _fork_on_orders(
         try:
             pid = os.fork()
         except OSError as error:  # too many processes, or no memory; only this trajectory fails
-            print(f"no process for a trajectory: {error}", file=sys.stderr, flush=True)
+            print(f"cannot start a process for a trajectory: {error}", file=sys.stderr, flush=True)
             os.close(theirs)
             continue
         if pid == 0:

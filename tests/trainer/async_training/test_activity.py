@@ -94,8 +94,8 @@ def test_who_waits_names_the_longest_wait_first(seen: Activity, clock: Clock) ->
         assert seen.who_waits().split("; ") == [
             "generator 1 has waited 12 s for weights of version 4 (it holds 3)",
             "trainer has waited 2.5 s for a batch",
-            "generator 0 was busy 10 s with generate",
-            "generator 2 has synced 10 s: weights of version 4",
+            "generator 0 has been busy 10 s with generate",
+            "generator 2 has spent 10 s syncing weights of version 4",
         ]
     clock.now += 1
     assert "trainer has waited 1.0 s for something to do" in seen.who_waits()

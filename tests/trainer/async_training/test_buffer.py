@@ -119,7 +119,8 @@ def test_after_a_while_without_a_batch_a_warning_says_who_waits_for_whom(
     assert len(warnings) > 1  # again after each 0.05 s
     assert all("no batch for" in warning for warning in warnings)
     assert re.search(
-        r"trainer has waited .* for samples; generator 0 was busy .* with generate", warnings[0]
+        r"trainer has waited .* for samples; generator 0 has been busy .* with generate",
+        warnings[0],
     )
 
 
