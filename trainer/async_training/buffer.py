@@ -131,7 +131,8 @@ class ExperienceBuffer:
         Return None if there are newer weights to take first, if the run is over, or if there is
         nothing to do now and `waits` is false.
         """
-        most = f"at most {self.settings.max_staleness} versions old"
+        age = self.settings.max_staleness
+        most = f"at most {age} version{'s' * (age != 1)} old"
         room = f"room: samples of version {weights.version} may be {most} in an update"
         with self._changed, self._activity.of(f"generator {generator}").waiting(room):
             while not (self.is_closed or self.weights > weights):
