@@ -356,7 +356,7 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
         absent = ", ".join(_who(rank) for rank, is_there in enumerate(joined) if not is_there)
         raise WeightSyncError(
             f"weight sync: {absent or _who(0)} did not connect within "
-            f"{JOIN_TIMEOUT.total_seconds():.0f} s. Check that it is alive and not busy with "
+            f"{JOIN_TIMEOUT.total_seconds():.0f} s. Look for a process that is dead, or busy with "
             "another call."
         ) from error
 
