@@ -2,7 +2,7 @@
 
 `verl_like.extend` has the names for authors of roles, engines, losses and recipes. Each name is
 imported on first use, so `import verl_like` is quick and loads neither torch nor ray. Only these
-two modules of the package name `trainer` and `workers`, which are above it.
+two modules of the package name `trainer` and `workers`, the packages that import `verl_like`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
+if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.api.recipes import DPO as DPO
     from trainer.api.recipes import GRPO as GRPO
     from trainer.api.recipes import PPO as PPO

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
+if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.async_training.samplers import SAMPLERS as SAMPLERS
     from trainer.async_training.samplers import BatchSampler as BatchSampler
     from trainer.async_training.samplers import BufferView as BufferView

@@ -194,7 +194,7 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
 
 
 def module_of_file(value: Any) -> ModuleType | None:
-    """Return the module of a class that was loaded by its file's path, or None."""
+    """Return the module of a class if it was loaded from a file's path, otherwise None."""
     module = sys.modules.get(getattr(value, "__module__", ""))
     return module if module is not None and "_loaded_from" in vars(module) else None
 

@@ -54,7 +54,7 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
 
 
 def check_by_name(function: Any, subject: str) -> None:
-    """Reject an object that is not callable, or that requires an argument without a name."""
+    """Reject an object that is not callable, or that requires a positional-only argument."""
     signature = signature_of(function) if callable(function) else None
     names = signature.parameters.values() if signature else ()
     check_call(
@@ -124,7 +124,7 @@ def format_signature(signature: inspect.Signature) -> str:
 
 
 def _methods_beyond(cls: type, base: type) -> list[str]:
-    """Return the names that classes between `base` and `cls` define, except Python's own."""
+    """Return the methods that `cls` and its parents below `base` define, except `__x__`."""
     names = []
     for parent in cls.__mro__:
         for name, value in vars(parent).items():

@@ -86,7 +86,7 @@ def print_or_exit(text: str) -> None:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal, or COLUMNS; None if the output is a file or a pipe."""
+    """Return COLUMNS or the terminal's width; None for a file or a pipe if COLUMNS is not set."""
     if not (os.environ.get("COLUMNS") or sys.stdout.isatty()):
         return None
     return max(shutil.get_terminal_size().columns, NARROWEST)
@@ -100,7 +100,7 @@ def printable(text: str) -> str:
 def fit(text: str, width: int | None, indent: str = "    ") -> str:
     """Wrap long lines to `width` without ever cutting a key or a path.
 
-    None leaves the lines as they are. Control characters are escaped.
+    If `width` is None, no line is wrapped. Control characters are escaped.
     """
     text = printable(text)
     if width is None:

@@ -55,8 +55,8 @@ class LocalWorkerGroup(WorkerGroup):
     ) -> None:
         """Start the processes and construct the roles, with the arguments of `RayWorkerGroup`.
 
-        With `own_processes`, a pool of one process is a child process, too. Inline groups with the
-        same `neighbors` are siblings.
+        With `own_processes`, a pool of one process is a child process, too. Roles of inline groups
+        with the same `neighbors` are siblings.
         """
         if detached:
             raise PlacementError(

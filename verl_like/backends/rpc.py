@@ -52,7 +52,7 @@ KEY_BYTES = 16
 STOPPED_S = 15.0
 """A process that has been stopped (SIGSTOP) for this many seconds counts as lost."""
 Load = Callable[[], Any]
-"""Unpickles the content of a message, where an error can be answered."""
+"""Unpickles the content of a message; it is called where an error can be sent as the answer."""
 
 
 def send(
@@ -94,7 +94,7 @@ class Requests:
         threading.Thread(target=self._receive, name="answers", daemon=True).start()
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        """Send a request of `URGENT_REQUESTS`."""
+        """Send a request of `URGENT_REQUESTS`, and return the future of its answer."""
         number, answer = self.expect()
         if self._sending.locked():  # a large message is being sent, maybe to a stopped process
             work = number, method, args
@@ -334,7 +334,7 @@ class ProcessTransport(Transport):
         return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Ask every process, past its queue; send a signal to a silent process on this machine."""
+        """Ask every process, even while it computes; signal a silent process on this machine."""
         answers = [requests.ask("stacks") for requests in self.requests]
         wait_futures(answers, seconds)
         stacks = {}

@@ -36,7 +36,7 @@ _BYTES_KINDS = "biufcSUmM"
 
 _TAG = "!"
 _MAX_DEPTH = 100  # of containers in containers: JSON and its reader recurse
-_MAX_INT_BITS = 4096  # Python does not parse longer integers from text
+_MAX_INT_BITS = 4096  # Python parses at most 4300 digits
 _SCALARS: dict[str, type[np.generic]] = {
     kind.__name__: kind
     for kind in (

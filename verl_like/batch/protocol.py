@@ -619,7 +619,7 @@ class DataProto:
         return self._derived(tensors, len(repeated), arrays, self.meta_info)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> Self:
-        """Append copies of the last row, or of the "first" one, in place."""
+        """Append `padding_size` copies of the last row, or if "first" of the first, in place."""
         if padding_candidate not in ("", "last", "first") or padding_size < 0:
             raise BatchError(
                 f"padding_size={padding_size}, padding_candidate={padding_candidate!r}: the size "
@@ -721,7 +721,7 @@ class DataProto:
         meta: dict[str, Any] | None,
         shard: Shard | None = None,
     ) -> Self:
-        """Return a batch of these columns; `rows` is None if it had no TensorDict."""
+        """Return a batch of these columns; `rows` is None for a batch without a TensorDict."""
         ragged = {name: column for name, column in tensors.items() if isinstance(column, Ragged)}
         batch = None
         if rows is not None:

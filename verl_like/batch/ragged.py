@@ -141,7 +141,7 @@ class Ragged:
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Ragged:
         """Return a column that groups several rows into one, with the same spans.
 
-        `dim` must be 0, as for a tensor's first dim.
+        `dim` must be 0; `sizes` is as in `Tensor.unflatten`.
         """
         assert dim == 0, "only rows are put together"
         lengths, starts = self.lengths.unflatten(0, sizes), self.starts.unflatten(0, sizes)
@@ -265,7 +265,8 @@ def _places(lengths: Tensor, starts: Tensor, width: int) -> Tensor:
 def _bits(tensor: Tensor, of: Tensor | None = None) -> Tensor:
     """View the tensor as integers, so that copies keep every bit, also of NaN.
 
-    Return it unchanged if it (or `of`) has a gradient, or if no integer has its size.
+    Return it unchanged if `of` (by default the tensor) requires a gradient, or if no integer has
+    its size.
     """
     decides = tensor if of is None else of
     if decides.requires_grad or tensor.element_size() not in INTEGERS:

@@ -6,7 +6,7 @@ copies, the last rows of a chunk, and the engines give them no weight. The calle
 changed.
 
 Methods take and return TensorDicts if the driver passes them. In transit a TensorDict is a
-`TensorDictRows`, a batch that can be turned back; no method of a worker ever sees it. Its nested
+`TensorDictRows`, a batch that can be converted back; no method of a worker ever sees it. Its nested
 tensors are ragged columns in transit.
 """
 

@@ -7,9 +7,9 @@ stacks twice, and are in a collective, at a lock, or do not answer, a warning ex
 whom.
 `describe_late_call` explains a call that has passed its deadline.
 
-`stacks_of_calls` runs in a worker, past its queue of calls. If native code holds the interpreter,
-the process's `faulthandler` still answers a signal, which `stack_by_signal` sends to a process of
-this machine. It is armed in processes with a log (`verl_like.process.host`).
+`stacks_of_calls` runs in a worker, outside its queue of calls. If native code holds the
+interpreter, the process's `faulthandler` still answers a signal, which `stack_by_signal` sends to a
+process of this machine. Only processes with a log have this handler (`verl_like.process.host`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Group(Protocol):
 
 
 class Dispatch:
-    """A named dispatch mode: it compares, hashes, prints and pickles by its name.
+    """A named dispatch mode: one object per name, also after unpickling.
 
     `register_dispatch_mode` adds one. `mode` holds its functions.
     """
@@ -312,9 +312,9 @@ def update_dispatch_mode(
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
-    """Return a mode that splits over a mesh's data axis (verl's name).
+    """Return a mode that splits over a mesh's data-parallel ranks (the function's name is verl's).
 
-    Ranks that share a dp rank get the same chunk, and one of them collects the result.
+    Ranks that share a data-parallel rank get the same chunk, and one of them returns the result.
     """
 
     @_per_argument

@@ -66,10 +66,10 @@ class WorkerFuture:
     ):
         """Initialize the future; `collect` turns headers and payloads, by rank, into the result.
 
-        `chunks` are the answers that count. `rows` is the length of the call's batches, or 0.
-        `keeps` holds references to the arguments until the call has ended, because other calls may
-        share them. `limit` replaces the deadline of calls: the seconds, and advice on how to raise
-        them.
+        `chunks` are the answers whose payloads are collected. `rows` is the length of the call's
+        batches, or 0. `keeps` holds references to the arguments until the call has ended, because
+        other calls may share them. `limit` replaces the deadline of calls: the seconds, and advice
+        on how to raise them.
         """
         self.name, self.transport, self.rows = name, transport, rows
         self.pending, self.chunks = list(pending), list(chunks)
@@ -169,8 +169,8 @@ class WorkerFuture:
 class DataProtoFuture(WorkerFuture):
     """The future of a `DataProto`, or of a `CallResult` if the method also returns metrics.
 
-    If you pass it to a group with as many data-parallel ranks, its chunks go from worker to worker
-    and not through the driver.
+    If you pass it to a group with as many data-parallel ranks as it has chunks, they go from worker
+    to worker and not through the driver.
     """
 
     def fits(self, transport: Transport, num_chunks: int) -> bool:
@@ -252,7 +252,7 @@ class _Wait:
         return True
 
     def timeout_error(self, stacks: Callable[[], dict[int, str]]) -> WaitTimeoutError | None:
-        """Return the error of a call past its deadline; the call may be waited for again."""
+        """Return an error if the deadline has passed; the call may be waited for again."""
         if self.future._failures or not self.clock.is_over():
             self.clock.warn_if_old(self.future.late)
             return None
@@ -269,9 +269,9 @@ class _Wait:
 def wait_for(
     futures: Sequence[WorkerFuture], timeout: float | None = None
 ) -> Iterator[tuple[int, WaitTimeoutError | None]]:
-    """Wait for calls on one kind of backend, and yield the place of each call that has ended.
+    """Wait for calls on one kind of backend, and yield the index of each future that has ended.
 
-    An error comes with the place if the wait has passed its deadline; the call may then be waited
+    An error comes with the index if the wait has passed its deadline; the call may then be waited
     for again. Each pool is checked once for all its calls.
     """
     began = time.monotonic()

@@ -147,9 +147,9 @@ class BoundMethod:
         return self.mode.collecting_ranks(target)
 
     def remote_on(self, rank: int | None, /, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run the method on one rank, which gets all rows, or on all; return a future.
+        """Run the method on one rank, which gets all rows, or on all if None; return a future.
 
-        The arguments are split, and a call is submitted to every rank.
+        The arguments are split, and each of these ranks gets a call.
         """
         if self.group.state.ended.is_set():
             raise WorkerDiedError(

@@ -31,7 +31,7 @@ MOST_FINISHED = 100_000
 class Transport(ABC):
     """Carries calls to the processes of one pool.
 
-    Every process runs a `WorkerHost`, one call at a time. Several threads of the driver may call.
+    Every process runs a `WorkerHost`. Several threads of the driver may call.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Transport(ABC):
 
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Return the Python stack of every process that responds in time, past its queue."""
+        """Return the Python stack of every process that responds in time, even amid a call."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -62,8 +62,8 @@ class VerlGroup:
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name on every worker, and return their results in rank order.
 
-        The method need not be registered. Every worker gets the whole arguments, and of a
-        `Scatter` its element.
+        The method need not be registered. Every worker gets all the arguments, but of a `Scatter`
+        only its element.
         """
         return self.execute_all_async(method_name, *args, **kwargs).get()
 

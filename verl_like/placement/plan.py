@@ -265,7 +265,7 @@ def _choose_nodes(
 
 
 def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
-    """Return advice for a pool that lacks other resources than devices; "" if it lacks devices.
+    """Return advice for a pool that lacks CPUs, a custom resource or any GPU; "" otherwise.
 
     `lacking` names the missing resource of every node that the pool does not use yet.
     """

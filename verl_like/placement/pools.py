@@ -54,7 +54,7 @@ class ProcessNeeds:
 def cpu_share(cpus: float, num_processes: int) -> float:
     """Return the CPUs per process, at most one, if `num_processes` processes share `cpus`.
 
-    It is rounded down to ten-thousandths, which Ray counts, so that the sum never exceeds `cpus`.
+    It is rounded down to ten-thousandths, Ray's smallest unit, so the sum never exceeds `cpus`.
     """
     return min(1.0, math.floor(cpus / num_processes * 1e4) / 1e4)
 

@@ -35,7 +35,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:
     """Return the mapping with its aliases expanded; of a role's entries, the narrowest one wins.
 
-    The role's own name is narrower than `actor_rollout`, and that than `actor_rollout_ref`.
+    The role's own name is the narrowest, then `actor_rollout`, then `actor_rollout_ref`.
     """
     expanded: dict[str, str] = {}
     widths: dict[str, int] = {}

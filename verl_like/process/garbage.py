@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OF_PYTHON = 10_000
-"""With more frozen objects than this, not only Python froze some: it has 375 (Python 3.12)."""
+"""If more objects than this are frozen, other code froze some: Python 3.12 itself freezes 375."""
 
 
 @contextmanager
 def ignore_old_objects() -> Iterator[None]:
     """Inside the block, the garbage collector ignores objects that already exist.
 
-    Modules and configuration live until the end: some 400 000 objects after torch and transformers,
-    which every full collection would walk. If the process had frozen objects before, nothing
-    changes, because Python can only unfreeze all objects.
+    Modules and configuration live until the end: some 400 000 objects once torch and transformers
+    are imported, which every full collection would walk. If the process had frozen objects before,
+    nothing changes, because Python can only unfreeze all objects.
     """
     if gc.get_freeze_count() > OF_PYTHON:
         yield

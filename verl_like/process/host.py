@@ -1,8 +1,9 @@
-"""`WorkerHost` runs in a worker process: it has one instance per role, and runs one call at a time.
+"""`WorkerHost` runs in a worker process: it has one instance per role, and runs their calls.
 
 Each backend has a host in every process (a Ray actor, a child process, the caller's thread) and
-sends `Call`s to it. The host gives every role its own random state and log file, passes batches as
-private copies, and turns exceptions into headers.
+sends `Call`s to it. The host gives every role its own random state and log file, runs one call at a
+time (except concurrent ones), passes batches as private copies (except to `readonly` methods), and
+puts exceptions into headers.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def pack_recipes(recipes: Recipes) -> bytes:
 class WorkerHost:
     """The roles of one process.
 
-    `start` constructs them, `call` runs a method, and `stacks` answers from another thread.
+    `start` constructs them, `call` runs a method, and `stacks`, which another thread calls, returns
+    the stacks of the calls.
     """
 
     def __init__(
@@ -93,8 +95,9 @@ class WorkerHost:
     ):
         """`roles` maps a role to its class and constructor arguments.
 
-        Pickled roles are unpickled by `start`, whose header carries the error if that fails. The
-        instances go into `workers`, by role, if the calls run in the caller's own thread.
+        Pickled roles are unpickled by `start`, whose header carries the error if that fails. If
+        `workers` is set, calls run in the caller's own thread, and the instances go into it, by
+        role.
         """
         self.process_info = replace(process_info, device_index=device_of(process_info).index)
         self._in_callers_thread = workers is not None
@@ -262,7 +265,7 @@ class WorkerHost:
     def _enter_role(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
         """Open the role's log and make its random state the one of the process.
 
-        Both stay until another role's turn comes.
+        Both stay until another role's turn comes, or in the caller's thread until the block ends.
         """
         if self._in_callers_thread:
             return self._borrow_process(state)
@@ -310,7 +313,7 @@ class WorkerHost:
                 raise
             error = RemoteError.of(failure)
 
-        # Drivers read the header of `start`, which has the meshes. They may leave that of a call
+        # Drivers read the header of `start`, which has the meshes. They may leave a call's header
         # unread, so once a call has registered a mesh every later header carries the meshes.
         meshes: dict[str, Any] | None = {
             role: dict(positions)

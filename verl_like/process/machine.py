@@ -101,7 +101,7 @@ def memory_gb(field: str) -> float | None:
 def free_memory_gb(container: Path = CONTAINER) -> float | None:
     """Return the free GiB of the machine, or of the control group at `container` if less.
 
-    The group's inactive file cache counts as free.
+    The group's inactive file cache counts as free. Return None without /proc/meminfo.
     """
     free = memory_gb("MemAvailable:")
     limits = [container / "memory.max", container / "memory.current"]

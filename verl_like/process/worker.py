@@ -71,7 +71,7 @@ def _info_from_environment() -> ProcessInfo:
 def device_of(process_info: ProcessInfo) -> torch.device:
     """Return the device that a process computes on.
 
-    A worker process stores its index at the start (`WorkerHost`), because the devices that are
+    `WorkerHost` stores the device's index when the process starts, because the devices that are
     visible to the process may change while an engine starts.
     """
     if process_info.device_kind != "cuda":
@@ -296,7 +296,7 @@ class ColocatedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[str, ClassWithInitArgs],
 ) -> type[ColocatedWorker]:
-    """Return a base class for your worker that calls the other roles of its process.
+    """Return a base class with which your worker can call the other roles of its process.
 
     For example, with a method that calls both roles:
 

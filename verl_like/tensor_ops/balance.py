@@ -82,9 +82,9 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[list[int]]:
-    """Divide rows into `k_partitions` sets of nearly equal total length, keeping uids together.
+    """Divide rows into `k_partitions` sets of nearly equal total length.
 
-    Every set has the same number of uids.
+    The rows of a uid stay together, and every set has the same number of uids.
     """
     if len(seqlen_list) != len(uid_list):
         raise BatchError(

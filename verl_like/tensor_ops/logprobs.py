@@ -131,7 +131,8 @@ def gradient_of_logits(
 ) -> Tensor:
     """Return the gradient of logits [rows, words] from the gradients of log-prob and entropy.
 
-    `grad_label` is zero where the label is not among the words, and `grad_logprob` elsewhere.
+    The words may be a slice of the vocabulary: `grad_label` equals `grad_logprob` in rows whose
+    label is in the slice, and is zero in the others.
     """
     grad_logits = logits if inplace else torch.empty_like(logits)
     for rows in row_chunks(logits):

@@ -1,6 +1,6 @@
 """`RayWorkerGroup`: starts one actor per place of a pool and constructs the roles in them.
 
-With `detached=True` the actors outlive the driver; another one finds them again by their names:
+With `detached=True` the actors outlive the driver; another driver finds them by their names:
 
     names = RayWorkerGroup(pool, recipe, detached=True).worker_names
     group = RayWorkerGroup.from_detached(worker_names=names, ray_cls_with_init=recipe)

@@ -105,7 +105,7 @@ HostActor = ray.remote(RayHost)
 
 
 def _device_index(process_info: ProcessInfo) -> int | None:
-    """Return the index of the GPU that Ray has assigned, among those that this process sees.
+    """Return the index of the assigned GPU among those that this process sees; None if unknown.
 
     Ray shows a worker its own GPU only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
     """

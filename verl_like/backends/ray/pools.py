@@ -57,8 +57,8 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         """Store the sizes; the first worker group on the pool reserves the places.
 
-        `max_colocate_count` groups may share the pool; each process gets that fraction of its
-        place. By default, the pool uses GPUs if the cluster has any; `use_gpu` overrides this.
+        `max_colocate_count` groups may share the pool; a process gets 1 / `max_colocate_count` of
+        its place. By default, the pool uses GPUs if the cluster has any; `use_gpu` overrides this.
         `resources` are the amounts of custom resources per place. `nodes` has a node for each entry
         of `process_on_nodes`; without it, each entry gets its own node if enough nodes fit.
         Detached places outlive the driver, until `release()`.
@@ -133,7 +133,7 @@ class RayResourcePool(ResourcePool):
     def _part(self, amount: float) -> float:
         """Return the amount for one of the groups that may share the pool.
 
-        Ray counts ten-thousandths.
+        It is rounded down to ten-thousandths, Ray's smallest unit.
         """
         return math.floor(amount / self.max_colocate_count * 1e4) / 1e4
 

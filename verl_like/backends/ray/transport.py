@@ -294,7 +294,7 @@ def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:
 
 
 def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
-    """Pickle the value and append its buffers; return None if only Ray can pickle it."""
+    """Pickle the value, append its data to `buffers`; return None if only Ray can pickle it."""
     if cloudpickle.list_registry_pickle_by_value():
         return None
     try:
