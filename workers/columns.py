@@ -171,7 +171,7 @@ def batch_columns(
 
 
 def columns_of(worker_class: type, method: str) -> MethodColumns | None:
-    """Return the declared columns of a method of this class, or of the nearest base class."""
+    """Return the columns that the class or its nearest base declares for a method, or None."""
     for cls in worker_class.__mro__:
         declaration: MethodColumns | None = getattr(vars(cls).get(method), "batch_columns", None)
         if declaration is not None:
@@ -307,7 +307,7 @@ def sampled_log_probs_column(columns: Any) -> str:
 
 
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
-    """Return the batch with these columns added or replaced.
+    """Add or replace these columns in place, and return the batch.
 
     Columns with the shape of the response mask are converted to its format: ragged or padded.
     """

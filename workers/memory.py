@@ -2,7 +2,7 @@
 
     class TeacherWorker(Worker):
         @classmethod
-        def role_model(cls, config, role) -> RoleModelSpec: ...  # it also builds the role's engine
+        def role_model(cls, config, role) -> RoleModelSpec: ...  # also builds the engine
 
     memory = memory_of(model, role, pool, ranks, device_type, LargestPass(tokens, reads))
 

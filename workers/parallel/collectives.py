@@ -1,4 +1,4 @@
-"""Run file work on all ranks together: an error on one rank is raised on all, with its number."""
+"""Run file work on all ranks together: an error on one rank is raised on all, naming that rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Ranks:
         return outcomes
 
     def run_on_first(self, work: Callable[[], None]) -> None:
-        """Run `work` on rank 0."""
+        """Run `work` on rank 0; every rank must call this."""
         self.run_on_all(work if self.mine == 0 else lambda: None)
 
     def share_files(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 AXES = ("pp", "replicate", "shard", "sp", "tp")
 """Axes in the order of the mesh, the fastest last."""
 DATA, LOSS, MODEL = ("replicate", "shard"), ("replicate", "shard", "sp"), ("pp", "sp", "tp")
-"""Axes along which ranks have different rows, different tokens, and the same rows."""
+"""Axes along which ranks have, in this order: different rows, different tokens, the same rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,9 @@ def resident(
 ) -> Iterator[None]:
     """Context in which offloaded tensors are on the device; afterwards they are in host memory.
 
-    On the CPU both are the same. torch caches the memory that a call frees, for the next role of
-    the process. An engine that allocates memory outside torch makes torch release the cache.
+    On a CPU, device and host memory are the same. torch caches the memory that a call frees, for
+    the next role of the process. An engine that allocates memory outside torch makes torch release
+    the cache.
     """
     moved = module if sharding.param_offload else None
     optimizer = optimizer if sharding.optimizer_offload else None

@@ -84,8 +84,8 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
 def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
     """Return how many forward passes of a rank wait for their backward passes, at most.
 
-    A pass goes through all stages of the rank. Under gpipe, all passes of a mini-batch wait; here a
-    mini-batch has one pass per rank.
+    A pass goes through all stages of the rank. Under gpipe, all passes of a mini-batch wait; this
+    assumes as many passes as ranks.
     """
     waiting = most = 0
     for action in schedule(kind, rank, num_ranks, 4 * num_ranks if kind != "gpipe" else num_ranks):

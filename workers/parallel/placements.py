@@ -148,7 +148,7 @@ def shard_slices(tensor: Tensor) -> list[ShardSlice]:
 
 
 def local_part(weight: Tensor) -> Tensor:
-    """Return this rank's shard of a weight, with its gradient."""
+    """Return this rank's shard of a weight, or a plain tensor itself; gradients flow through it."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 

@@ -78,7 +78,7 @@ class SequenceRanks:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: AttendRows
     ) -> Tensor:
-        """Return the attention of this rank's tokens; `attend` computes that of whole rows."""
+        """Return the attention of this rank's tokens; `attend` computes it over whole rows."""
         num_own, num_heads, _ = query.shape
         if self.gathers:
             places = self.places(self.size * num_own)

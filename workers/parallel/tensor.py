@@ -1,6 +1,6 @@
 """Tensor parallelism: the layers of a model are split over the ranks of the mesh axis "tp".
 
-    cut = apply(module, mesh["tp"])     # before FSDP2 shards it over other axes, and before weights
+    cut = apply(module, mesh["tp"])     # before FSDP2, and before weights are loaded
     ...                                 # forward and backward passes of a mini-batch
     cut.add_up_gradients()              # of weights that are used with only some of the heads
 
@@ -105,7 +105,7 @@ class Whole:
 
 
 class PartialWeights(Whole):
-    """A layer whose weights are used with only some of the inputs: a norm of the rank's heads."""
+    """A layer whose weights see only some of the inputs, such as a norm of the rank's heads."""
 
     partial = True
 
@@ -227,7 +227,7 @@ PLACEMENTS: dict[str, Placement] = {
     "rowwise": Shard(-1),
     "packed_colwise": _StridedShard(-2, split_factor=2),
 }
-"""Style names of single parameters, such as all experts'. Packed ones are two, concatenated."""
+"""Placements of single parameters by their style's name. A packed parameter is two in one."""
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ def _with_adapter(
 def _reject_unused(module: Any, plan: Mapping[str, str], layers: Mapping[str, Layer]) -> None:
     """Reject rules for layers that the model does not have, unless other layers replace them.
 
-    Some rules may apply to no layer: those of a mixture can be for layers without experts.
+    A plan for a mixture of experts can have rules for layers without experts, which may be absent.
     """
     paths, used = [], set()
     for path, layer in module.named_modules():
@@ -512,7 +512,7 @@ def _siblings_without_rule(
 
 
 def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
-    """Return the sizes that tp must divide, by name: heads, and split dimensions except words."""
+    """Return the sizes that tp must divide, by name: heads, and split dims except vocabularies."""
     config = module.config.get_text_config()
     divisible: dict[str, int] = {}
     if any("att" in path and layer.style is ColumnLinear for path, layer in layers.items()):

@@ -81,7 +81,7 @@ class Copies:
     sources: Tensor
     """For each token of the rows, its position among the computed tokens."""
     results: Tensor
-    """For each computed token, the position of its only or first copy in the rows."""
+    """For each computed token, the position of one of its copies in the rows."""
 
     def of(self, states: Tensor) -> Tensor:
         """Copy computed states to all tokens of the rows."""

@@ -1,10 +1,10 @@
 """Save and load the checkpoint folder of one role, which is always complete or absent.
 
     manifest.json       step, schedule, size and checksum of every file; written last
-    shards/             with model, optimizer: weights, optimizer state, by rank (`shards`)
-    random/<rank>.json  with extra: random state of each rank
-    huggingface/        with hf_model: a folder for `from_pretrained` (`hf_export`)
-    lora_adapter/       with LoRA: the adapter in peft's format
+    shards/             weights and optimizer state by rank (contents: model, optimizer)
+    random/<rank>.json  random state of each rank (contents: extra)
+    huggingface/        a folder for `from_pretrained` (contents: hf_model)
+    lora_adapter/       the adapter in peft's format, if the model has one
 
 Everything is first written to `<folder>.part`, which is then renamed. With background writing
 (`file_copies`), files go into the folder itself; the driver adds them to the manifest and renames

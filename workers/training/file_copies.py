@@ -1,7 +1,7 @@
 """Copies of checkpoint files in host memory that are written while training continues:
 `trainer.async_save`.
 
-The driver calls, on every rank of a role that `BackgroundSaves`:
+The driver calls, on every rank of a role that inherits from `BackgroundSaves`:
 
     start_checkpoint(path, step)     # in order with other calls: copy
     write_checkpoint()               # concurrent with training: write the copies
@@ -43,7 +43,7 @@ from workers.training import write_copy
 LEAST_BYTES = 16 * 2**20
 """Smaller files are written directly, which is faster than a copy and a separate process."""
 MOST_OF_FREE = 0.5
-"""Largest fraction of the free host memory that the copies of one file on all ranks may take."""
+"""Largest fraction of the free host memory that new copies, one per rank of the host, may take."""
 LOWEST_PRIORITY = 19
 """Niceness of the writer, which gets 1.5 % of a busy core; with SCHED_IDLE it could starve."""
 Files = dict[str, dict[str, int]]

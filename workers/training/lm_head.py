@@ -163,7 +163,7 @@ class _Head:
             if id(weight) not in inside:
                 outside[id(weight)] = weight
         self.weights = [weight for weight in outside.values() if weight.requires_grad]
-        """Trained weights outside the body, after those of the output layer (even tied ones)."""
+        """Trained weights of the output layer (even tied ones), then others outside the body."""
         self.linear_names: list[str] = []
         """Names of the output layer's trained weights, if it is a plain linear layer."""
         if type(self.layer) is nn.Linear:

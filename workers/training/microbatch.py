@@ -168,7 +168,7 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
     """Return token columns as ragged columns; error messages call the rows `names`.
 
     A column that is as wide as `attention_mask` keeps the tokens that this mask marks. A column
-    that is as wide as `response_mask` keeps those of them that are in the response.
+    that is as wide as `response_mask` keeps the marked tokens of the response.
     """
     mask = columns.get("attention_mask")
     if mask is None:
@@ -361,7 +361,7 @@ def micro_batches(
 
     Every rank gets as many micro-batches as the rank with the most, and at least one. A dummy is
     one row without tokens, which no loss counts. Collective: every rank of `group` must call this;
-    `device` is that of the exchanged tensors.
+    `device` is where the exchanged tensors are.
     """
     count = max(1, len(cuts))
     if group is not None:

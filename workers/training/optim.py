@@ -216,7 +216,7 @@ MOST_IN_A_ROW = 5
 class NonfiniteGuard:
     """Counts skipped steps, logs their samples, and ends the run if too many are consecutive.
 
-    Both counts are stored in checkpoints.
+    Checkpoints store the number of skipped steps, in total and in a row.
     """
 
     def __init__(self, groups: RankGroups) -> None:

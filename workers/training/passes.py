@@ -205,7 +205,7 @@ class AllLayers:
         return result
 
     def sum_tied_gradients(self) -> None:
-        """Do nothing: no weight is split over ranks here."""
+        """Do nothing: embeddings and head are on the same rank."""
 
     def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
         """Yield the tensors of all stages; here, of this rank."""

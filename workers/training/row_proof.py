@@ -124,7 +124,7 @@ class RowPasses:
 def prove_rows(
     module: Any, support: Support, *, may_pack: bool, group: dist.ProcessGroup | None = None
 ) -> RowPasses:
-    """Return the layout of this model's rows; log a warning if they are not packed.
+    """Return the layout of this model's rows; log a warning if the model cannot pack them.
 
     Rows must be packed if there is a `group`, whose ranks share every pass.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ScoreEngine(TrainEngine):
-    """A training engine with a scalar head, for critics and reward models."""
+    """A training engine that gives one score per row, for example for a reward model."""
 
     def __init__(self, *args: Any, score_at: str | None = None, **settings: Any) -> None:
         super().__init__(*args, reading=RowScores(score_at), **settings)
