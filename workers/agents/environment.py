@@ -429,7 +429,7 @@ class Episode:
     """One environment and its tools, in the process that runs it."""
 
     def __init__(self, loaded: Loaded, seeds: tuple[int, int]) -> None:
-        """Create the environment; `seeds` are the prompt's, for all samples, and this sample's."""
+        """Create the environment; `seeds` has the prompt's seed and this sample's seed."""
         self._seeds = seeds
         seed_globals(seeds[0])
         self._env: Any = None

@@ -54,7 +54,7 @@ OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
 MODEL = "policy"
 """The policy's name in `v1/models`; a request may use any name unless there are several players."""
 ARGUMENTS = ("row", "rng", "base_url", "api_key", "model")
-"""Arguments that the run passes to an agent. A function with the first of them is an agent."""
+"""Arguments that the run passes to an agent. A function with the parameter `row` is an agent."""
 ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
 LONGEST_BODY = 2**22
 """Maximum bytes of a request."""
@@ -93,10 +93,9 @@ OF_IDS = {
     "logprobs",
     "routed_experts_prompt_start",
 }
-"""Fields of a request with token ids that are not sampling settings.
+"""Fields of a request with token ids, without sampling settings.
 
-Values that would change the reply have no effect: it has all sampled ids, with log-probs and
-without experts.
+The last three have no effect: the reply has all sampled ids, with log-probs and without experts.
 """
 
 
@@ -138,7 +137,7 @@ class AgentEpisode:
         session: AgentSession,
         url: str = "",
     ) -> None:
-        """Create the episode; `seeds` are the prompt's, for all samples, and this sample's.
+        """Create the episode; `seeds` has the prompt's seed and this sample's seed.
 
         `url` is the address at which agents on other machines reach the policy, or "".
         """
@@ -675,7 +674,7 @@ def outer_endpoint() -> OuterEndpoint:
 
 
 def open_to_others(session: AgentSession) -> None:
-    """Create a link named by the session's key, through which the router finds this socket."""
+    """Create a link to this process's socket, named by the session's key, for the router."""
     server = outer_endpoint()
     if server.key_file:
         os.remove(server.key_file)

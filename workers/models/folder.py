@@ -75,7 +75,7 @@ def check_small_files(folder: Path) -> None:
 def generation_eos(path: str) -> tuple[int, ...]:
     """Return the end-of-response ids in the folder's `generation_config.json`; empty without one.
 
-    Chat models end a turn with a token other than the eos of their tokenizer: Gemma's
+    Some chat models end a turn with another token than the eos of their tokenizer: Gemma's
     <end_of_turn>, Llama 3's <|eot_id|>, Phi-3's <|end|>.
     """
     file = model_folder(path, weights=False) / "generation_config.json"

@@ -177,7 +177,7 @@ def materialize(module: Any, device: torch.device) -> None:
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """Like `empty_like`, which can reuse a cached DTensor mesh whose groups no longer exist."""
+    """Return an empty tensor; `empty_like` could use a cached DTensor mesh that is closed."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
     local = torch.empty_like(tensor.to_local(), device=device)
@@ -249,7 +249,7 @@ class Folder:
                 break
 
     def find(self, name: str) -> Any:
-        """Return the slice of a tensor, with or without the base model's prefix, or None."""
+        """Return the tensor with this name, with or without the base model's prefix, or None."""
         for spelled in self._spellings(name):
             if spelled in self.files:
                 return self._open(self.files[spelled]).get_slice(spelled)

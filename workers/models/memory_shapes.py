@@ -203,7 +203,7 @@ class CountedWeights:
     @cached_property
     def cut(self) -> set[int]:
         """Ids of the weights that tp splits."""
-        from workers.parallel import tensor  # with torch's DTensor
+        from workers.parallel import tensor  # imported late: it loads torch's DTensor
 
         return tensor.cut_weights(self.module)
 
@@ -265,7 +265,7 @@ def _whole(
 ) -> ModelShapes:
     body, text = body_of(weights.module), weights.module.config.get_text_config()
     if tp > 1:
-        from workers.parallel import tensor  # with torch's DTensor
+        from workers.parallel import tensor  # imported late: it loads torch's DTensor
 
         tensor.check(weights.module, tp, "parallel.tp")
     of_weights: Any = weights.counts(None, tp)

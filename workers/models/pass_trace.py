@@ -32,7 +32,7 @@ NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of all traced tokens: in tensors that each rank has in full, and that tp splits."""
+    """Bytes of all traced tokens, in tensors that tp does not split and in tensors that it does."""
 
     replicated: int = 0
     cut: int = 0

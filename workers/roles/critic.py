@@ -87,7 +87,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the model; the value head is zero unless the folder has a sequence classifier."""
+        """Load the model; the value head is zero unless the folder is a one-label classifier."""
         super().init_model(total_steps)
         # a frozen copy stores its weights in the dtype of its passes
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute

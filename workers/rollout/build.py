@@ -36,7 +36,10 @@ SECTION = "actor_rollout_ref.rollout"
 
 
 def engine_for(rollout: RolloutConfig, device_type: str) -> str:
-    """Return the configured engine; "auto" is vllm on GPUs if a supported version is installed."""
+    """Return the configured engine.
+
+    "auto" is vllm on GPUs if a supported version is installed, otherwise native.
+    """
     if rollout.name != AUTO:
         return rollout.name
     if device_type != "cuda":

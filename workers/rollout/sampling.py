@@ -229,7 +229,7 @@ DRAWN_BY = ("temperature", "top_k", "top_p")
 """Settings that have no effect in greedy decoding."""
 
 STOPS = ("stop_strings", "stop_token_ids")
-"""Settings that end a response; of the training settings, validation uses only these."""
+"""Settings that end a response; of `sampling_kwargs`, validation uses only these."""
 EXTRA_SAMPLING = ("min_p", "min_tokens", *STOPS, "logit_bias", "truncated_log_probs")
 """Fields that `rollout.sampling_kwargs` may set."""
 

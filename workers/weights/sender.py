@@ -42,8 +42,8 @@ SentTensors = dict[str, tuple[list[Any], Tensor]]
 class PublishReport:
     """The result of publishing on one rank; has default values on ranks that do not send.
 
-    `changed_share` is the fraction of tensors that differ from the previous version; None if there
-    was no previous version.
+    `changed_share` is the fraction of tensors that differ from the previous version; None for the
+    first version, and if the same version is published again.
     """
 
     num_bytes: int = 0

@@ -68,7 +68,7 @@ SIZES = {
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_expert_group",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
-"""Config field of a width -> its size in a stand-in."""
+"""By config field of a width: its size in a stand-in."""
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 PERIODS = (

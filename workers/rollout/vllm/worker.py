@@ -123,10 +123,10 @@ class _BatchNoise:
 
     names: list[str]
     rows: NDArray[np.int64]
-    """Their rows in the tables."""
+    """The requests' rows in the tables."""
     made_before: NDArray[np.int64]
     keys: Tensor
-    """Their noise keys on the device, with their bits as int64."""
+    """The requests' noise keys on the device, as int64 with the same bits."""
 
     @classmethod
     def of(cls, names: list[str], requests: Any, device: torch.device) -> _BatchNoise:
