@@ -5,7 +5,7 @@ dict or its JSON. Its first two formats are those of verl:
 
     {"inputs": [text, ...], "outputs": [text, ...]}                    # standard input and output
     {"fn_name": name, "inputs": [arguments, ...], "outputs": [...]}    # calls of a function
-    {"asserts": ["assert f(1) == 2", ...]}                             # see `asserts`
+    {"asserts": ["assert f(1) == 2", ...]}                             # see `rewards.asserts`
 
 Programs run in processes of `workers.rewards.program`, which do not contain the expected values,
 except with asserts that need `trust_programs`. This module does not import torch.

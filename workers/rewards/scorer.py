@@ -147,7 +147,7 @@ def _ask(process: RewardProcess, samples: dict[int, Sample], batch: _Batch) -> N
             num_culprits = 0  # an earlier request may have ended it
         elif isinstance(err, ConfigError) or process.answers_together:
             num_culprits = len(missing)
-        else:  # if samples run one by one, the first is late; an earlier one may end the process
+        else:  # one by one, the first missing sample is late; an earlier one may end the process
             num_culprits = int(len(missing) == 1 or (is_late and not process.takes_all))
         for number in missing[:num_culprits]:
             batch.outcomes[number] = (None, {}, LATE if is_late else str(err))

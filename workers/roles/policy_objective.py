@@ -2,7 +2,7 @@
 
 Example:
 
-    objective = PolicyObjective(settings, data)         # `PolicySettings`
+    objective = PolicyObjective(settings, data)         # settings: PolicySettings
     update(engine, data, objective.loss, ...)
     metrics |= objective.metrics(engine.groups.batch)
 """

@@ -6,7 +6,7 @@ A state is one client's weights (usually LoRA adapters), gradients and optimizer
     actor.forward_backward(rows, "importance_sampling")     # `workers.losses.token_sums`
     actor.optim_step(OptimStepSettings(lr=1e-4))
     actor.copy_state("alice", "sampler"); actor.use_state("sampler")
-    sync_weights(actor, rollout, version)                   # for every placement
+    sync_weights(actor, rollout, version)                   # in every placement
     rollout.generate_sequences(rows)
 
 The rollout always has its own copy of the weights, with merged adapters. So samples come from one

@@ -277,7 +277,7 @@ class TorchLinear:
 
     def silu(self, states: Tensor) -> Tensor:
         """Return the SiLU of the layer's result."""
-        # In whole vectors, so that all numbers of a row are computed in the same way.
+        # Whole vectors, so that all numbers of a row are computed in the same way.
         width = len(self.weight)
         padded = states.new_zeros(len(states), -(-width // SIMD_WIDTH) * SIMD_WIDTH)
         padded[:, :width] = self(states)
