@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
 
 TAKE_S = 0.05
-"""Maximum seconds between two polls of the environments while the engine generates."""
+"""Seconds that the engine may generate between two polls of the environments."""
 BATCH_S = 0.005
 """While the engine is idle, answers that arrive within these seconds are handled together."""
 GATHER = 8

@@ -157,7 +157,7 @@ class RolloutWorker(WeightReceiver, Worker):
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
         """Generate until all samples are finished; return the finished ones, or None.
 
-        Return earlier after `max_tokens` more tokens per sample, or after `seconds`.
+        Return earlier once a sample has `max_tokens` more tokens, or after `seconds`.
         """
         try:
             results = self._generator.take(max_tokens, seconds)

@@ -2,9 +2,9 @@
 
 A slot's columns 1..n contain the keys and values of the sample's n tokens so far. Column 0 is never
 attended to. Samples of different lengths decode together, and each writes its own next column. All
-slots have the same width, at most twice what the longest running sample needs, and are copied when
-it changes. So a decode step reads memory in one stream, twice as fast as if it skipped unused
-columns.
+slots have the same width, less than twice what the longest running sample needs (or `min_window`),
+and are copied when the width changes. So a decode step reads memory in one stream, twice as fast as
+if it skipped unused columns.
 
 On a CPU, four facts make the bits of a row independent of the other rows. A pass attends to a
 number of columns that is a multiple of `BLOCK`, so sums over columns are grouped in the same way
