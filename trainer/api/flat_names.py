@@ -15,7 +15,7 @@ Section = Mapping[str, Any]
 
 
 class RunKeys(TypedDict, total=False):
-    """Keywords of every recipe that are no parameters of its class."""
+    """Keywords of every recipe that are not parameters of its class."""
 
     placement: str
     data: Section
@@ -41,7 +41,7 @@ class RunKeys(TypedDict, total=False):
 
 
 class PPOKeys(RunKeys, total=False):
-    """Keywords of PPO and its variants that are no parameters of the class."""
+    """Keywords of PPO and its variants that are not parameters of the class."""
 
     algorithm: str | Section
     correction: str
@@ -59,7 +59,7 @@ class PPOKeys(RunKeys, total=False):
 
 
 class RowKeys(RunKeys, total=False):
-    """Keywords of sft, reward-model and dpo that are no parameters of the class."""
+    """Keywords of sft, reward-model and dpo that are not parameters of the class."""
 
     model: Any
     optim: Section

@@ -70,7 +70,7 @@ class Activity:
             return {name: role.seconds(now) for name, role in self._roles.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics `async/<role>/<state>_s`: seconds since the last call."""
+        """Return `async/<role>/<state>_s`, the seconds in each state since the last call."""
         before, self._logged = self._logged, self.seconds()
         return {
             f"async/{role.replace(' ', '_')}/{state}_s": spent - before.get(role, {}).get(state, 0)

@@ -73,7 +73,8 @@ def find_program(
 ) -> tuple[list[str], str, list[str]] | None:
     """Return the words before the program, its name as a module, and the words after it.
 
-    Flags without a program belong to `unnamed`. Return None if there is no program.
+    Words that begin with a flag and name no program belong to `unnamed`. Return None if there is
+    no program.
     """
     for place, word in enumerate(words):
         name = word.removesuffix(".py").removeprefix("./").replace("/", ".").lstrip(".")

@@ -149,8 +149,8 @@ class ScoresInBatch:
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
     """Return the roles that can be restarted: rollouts, and roles whose weights do not change.
 
-    A rollout must be a `RolloutWorker` itself. Other classes declare `is_frozen`. A subclass must
-    declare it again, because it may have more state.
+    A rollout's class must be `RolloutWorker` itself. Other classes declare `is_frozen`. A
+    subclass must declare it again, because it may have more state.
     """
     replaceable = set()
     for role in groups:

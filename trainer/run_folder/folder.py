@@ -277,7 +277,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def marker_of_model(run: Path) -> dict[str, Any] | None:
-    """Return the marker of a run's final model, or None if a checkpoint is newer."""
+    """Return the marker of a run's final model; None without one or if a checkpoint is newer."""
     if not (run / MODEL / MARKER).is_file():
         return None
     marker = read_marker(run / MODEL)

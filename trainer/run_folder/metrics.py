@@ -19,7 +19,7 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return one number for each name, from a list of numbers (such as one per mini-batch).
 
     A name whose last word is max or min (`…/max`, `…_max`), and verl's two memory peaks, are
-    reduced by max or min, all others by the mean. Only the last word of a name decides.
+    reduced by max or min, all others by the mean.
     """
     return {name: _one_number(name, values) for name, values in metrics.items()}
 

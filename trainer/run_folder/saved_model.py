@@ -50,7 +50,7 @@ class SavedModel:
     def export(self, out: Path, *, as_adapter: bool = False, of_average: bool = False) -> None:
         """Write the folder `out` for `from_pretrained` or peft.
 
-        The options are those of `export_checkpoint`. A run's final model is copied without them.
+        The options are those of `export_checkpoint`. A run's final model is copied as it is.
         """
         if self.folder.name == MODEL:
             reject_damaged(self.folder)
@@ -90,8 +90,8 @@ def find_saved_model(
     """Return the model of `role` at `path`; without a role, the policy or the only model.
 
     For a run folder it is the final model of the run, or the newest checkpoint's. `base` replaces
-    the path of the model that training started from, if that model has moved. With
-    `or_model`, the error says that a model folder is accepted, too.
+    the path of the model that training started from, if that model has moved.
+    With `or_model`, the error says that a model folder is accepted, too.
     """
     if not in_checkpoint and (left := _model_left(Path(path), role, base)):
         return left

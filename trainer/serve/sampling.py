@@ -268,7 +268,7 @@ class SamplingLoop:
                 request.target_log_probs = np.where(request.targets < 0, np.nan, log_probs)
 
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
-        """Fail the batch and all running requests; after an error, the rollout drops them."""
+        """Fail the batch and all running requests, and let the rollout drop those that run."""
         for request in [*batch, *self._running]:
             request.pending.fail(error)
         if self._running:
