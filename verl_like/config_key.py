@@ -133,7 +133,7 @@ def unless(name: str, value: Any = None, otherwise: str = "") -> When:
 
 
 def entry_takes(parameter: str, kind: str, name: str) -> When:
-    """Return the condition that an entry has a parameter: the entry of `kind` that a key names."""
+    """Return the condition that the registry entry which a key names has this parameter."""
 
     def holds(section: Any, run: Any) -> bool:
         entry = registry_of(kind).look_up(_value(section, run, name))

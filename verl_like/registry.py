@@ -113,7 +113,7 @@ def load_object(path: str, setting: str) -> Any:
 def load_from(path: str, name: str, path_key: str, name_key: str) -> Any:
     """Return the object `name` of a Python file (`folder/file.py`) or module (`package.module`).
 
-    `path_key` and `name_key` are the settings of the two, for errors.
+    `path_key` and `name_key` are the keys that set `path` and `name`, for errors.
     """
     return _named(path, name, f"{path_key}={path}", f"{name_key}={name!r}")
 

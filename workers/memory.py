@@ -151,7 +151,7 @@ class RoleMemory:
 
     @property
     def resident(self) -> float:
-        """Bytes on the device between calls; for a role next to an awake engine, also of calls."""
+        """Bytes on the device between calls; if `beside_engine`, also the bytes of a call."""
         if self.sleeps:
             return 0.0
         between_calls = self.weights + self.moments - self.host + self.kv_cache
@@ -312,7 +312,7 @@ class _Rank:
         return max(moments, key=lambda moment: moment[0] + (moment[1] or 0))
 
     def _whole(self, trains: bool) -> Moments:
-        """Return the bytes of gathered weights and their unsharded gradients, at head and in layer.
+        """Return the bytes of gathered weights and their unsharded gradients, for head and layer.
 
         Without sharding, a rank has a copy of all weights in the dtype of passes, if it differs
         from their own. With FSDP, the weights outside the layers stay gathered. While a layer runs,

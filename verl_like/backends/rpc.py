@@ -209,10 +209,10 @@ class RequestServer:
 def main(connection: Connection) -> None:
     """Serve the driver that started this process.
 
-    A reader thread takes requests off the pipe: calls go to the main thread's queue, others are
-    answered at once. When the driver is gone the pipe closes and the process ends, even in the
-    middle of a call. Signals are ignored: a scheduler may send them to all processes of a job, and
-    the driver ends its workers after it has saved.
+    A reader thread takes requests off the pipe: urgent ones are answered at once, others go to the
+    main thread's queue. When the driver is gone the pipe closes and the process ends, even in the
+    middle of a call. The signals of a scheduler are ignored: it may send them to all processes of a
+    job, and the driver ends its workers after it has saved.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

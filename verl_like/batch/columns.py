@@ -138,7 +138,7 @@ def _cut_list(name: str, value: Any, num_chunks: int) -> list[Any]:
 
 
 def cut_dim_1(name: str, column: Any, num_chunks: int) -> Any:
-    """Cut dim 1 into chunks that become rows, in new memory."""
+    """Cut dim 1, or each list of an object column, into chunks that become rows, in new memory."""
     if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
         return object_rows(
             chunk

@@ -619,7 +619,7 @@ class DataProto:
         return self._derived(tensors, len(repeated), arrays, self.meta_info)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> Self:
-        """Append `padding_size` copies of the last row, or if "first" of the first, in place."""
+        """Append `padding_size` copies of the last (or the "first") row, in place."""
         if padding_candidate not in ("", "last", "first") or padding_size < 0:
             raise BatchError(
                 f"padding_size={padding_size}, padding_candidate={padding_candidate!r}: the size "

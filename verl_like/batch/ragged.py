@@ -97,7 +97,7 @@ class Ragged:
         return cls(values, lengths, width, starts, fill)
 
     def like(self, rectangle: Tensor, fill: float = 0) -> Ragged:
-        """Return the entries of a rectangle of this column's shape at this column's spans."""
+        """Return a column with this column's spans, filled from a rectangle of the same shape."""
         return Ragged.from_rectangle(rectangle, self.lengths, self.starts, fill)
 
     def with_values(self, values: Tensor, fill: float = 0) -> Ragged:

@@ -83,7 +83,7 @@ def place_chunk(chunk: DataProto, index: int, rows_of_all: Sequence[int]) -> Dat
 def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
     """Return the number of rows of a method's result that do not come from pad rows.
 
-    If the method returned k rows per row, the result is k times the number of real rows. The
+    If the method returned k rows per input row, the result is k times the number of real rows. The
     method's chunk had `given_rows` rows, and `result.shard` is the chunk's.
     """
     shard = result.shard

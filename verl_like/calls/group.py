@@ -147,7 +147,7 @@ class BoundMethod:
         return self.mode.collecting_ranks(target)
 
     def remote_on(self, rank: int | None, /, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run the method on one rank, which gets all rows, or on all if None; return a future.
+        """Run the method on `rank`, which gets all rows, or on all ranks if None; return a future.
 
         The arguments are split, and each of these ranks gets a call.
         """
@@ -237,7 +237,7 @@ def _resolved(value: Any) -> Any:
 
 
 class GroupState:
-    """State shared by groups on the same processes: their meshes, and whether they ended."""
+    """State shared by groups on the same processes: meshes, and whether the processes have ended."""
 
     def __init__(self, name: str, world_size: int) -> None:
         self.name, self.world_size, self.ended = name, world_size, threading.Event()

@@ -82,7 +82,7 @@ class Sandbox:
     def confine(self) -> None:
         """Limit this process and those that it starts; only root can raise the limits again.
 
-        Root also loses the calls that change the machine. Other users never had the right to them.
+        Root also loses the system calls that change the machine, which other users may not make.
         """
         _limit(resource.RLIMIT_DATA, self.memory_gb * 2**30)
         _limit(resource.RLIMIT_FSIZE, self.file_gb * 2**30)

@@ -161,8 +161,9 @@ def watch(
 ) -> str | None:
     """Watch the child until it ends or exceeds a limit, and return the reason.
 
-    Then none of its processes is left. Each function of `outputs` receives the output of a pipe and
-    may return an error. Return None if the other end of the socket `starter` is closed.
+    Afterwards, none of the child's processes is left. Each function of `outputs` receives the
+    output of a pipe and may return an error. Return None if the other end of the socket `starter`
+    is closed.
     """
     poll = select.poll()
     for output in outputs:
@@ -215,7 +216,7 @@ def _read(output: int, outputs: dict[int, Callable[[bytes], str | None]]) -> str
 
 
 def _exit_reason(child: int, sandbox: Sandbox) -> str | None:
-    """Return how the child ended, or None; also wait for other processes that ended."""
+    """Return how the child ended, or None while it runs; also reap other processes."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         if pid == 0:
@@ -260,7 +261,7 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
 
 
 def _own_memory(pid: int) -> int:
-    """Return the bytes of a process, with shared memory and without files; 0 if it is gone."""
+    """Return the resident bytes of a process, shared ones too, but no files; 0 if it is gone."""
     return _bytes_in(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:")
 
 

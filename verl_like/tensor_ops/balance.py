@@ -53,7 +53,7 @@ def get_seqlen_balanced_partitions(
 
 
 def _spread(parts: _Parts, k: int) -> int:
-    """Return the heaviest partition's total length minus the lightest's, of k partitions."""
+    """Return the largest total length of the k partitions minus the smallest."""
     return parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
 
 

@@ -53,7 +53,7 @@ class RankGroups:
         return self._flat(*named).get_group()
 
     def links(self, count: int) -> list[dist.ProcessGroup]:
-        """Return `count` further groups of the ranks along "pp", one per route of the states."""
+        """Return `count` more groups along "pp", one for each direction in which states travel."""
         lines = torch.arange(self.dims.world).view(self.dims.pp, -1).T.tolist()
         return [dist.new_subgroups_by_enumeration(lines)[0] for _ in range(count)]
 

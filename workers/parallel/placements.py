@@ -68,7 +68,7 @@ def _between(ranges: Sequence[range], begin: int, end: int) -> list[range]:
 
 
 def cuts_of(tensor: DTensor) -> list[AxisSplit]:
-    """Return the splits of a tensor, in order."""
+    """Return the splits of a tensor, in the order in which they are applied."""
     mesh, placements = tensor.device_mesh, tensor.placements
     cuts, last = [], []
     for axis, placement in enumerate(placements):

@@ -174,7 +174,7 @@ class FileCopies(FileWriter):
                 self._process.kill()
 
     def _write(self, path: Path, copy: _FileCopy) -> dict[str, int]:
-        """Write the copy in a separate process; in this process if a caller waits or that fails."""
+        """Write the copy in a separate process, or here if a caller waits or the process fails."""
         start = 0
         process = self._start(path, copy)
         if process is not None:

@@ -190,10 +190,10 @@ class Model:
 
         Collective: every rank must exhaust the iterator. Unless `on_all_ranks`, it is empty on all
         ranks except rank 0. Parameters come first, in `dtype` or their own dtype. Persistent
-        buffers follow, always in their own dtype, because passes read them in it. If `merged`, LoRA
-        is merged into the base weights; otherwise base and factors come separately, in their own
-        dtypes. A tensor that is not gathered, merged or converted is the live weight: do not modify
-        it.
+        buffers follow, always in their own dtype, because passes read them in that dtype. If
+        `merged`, LoRA is merged into the base weights; otherwise base and factors come separately,
+        in their own dtypes. A tensor that is not gathered, merged or converted is the live weight:
+        do not modify it.
         """
         fixed_dtype = {name for name, _ in persistent_buffers(self.module)}
         if not merged:

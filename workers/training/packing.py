@@ -9,7 +9,7 @@ and each row is cut off after its last such position, since later tokens cannot 
 there. In a rectangle every row starts at the first column, so padding comes after all real tokens
 and affects neither recurrent states nor position counts.
 
-`workers.training.row_proof` chooses between the two.
+`workers.training.row_proof` chooses between the two feeds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compute a prefix that several rows of a pass share only once.
+"""Compute only once a prefix that several rows of a pass share.
 
 Samples of one prompt begin with the same tokens, and so do the two sides of a pair, or trajectories
 with one system prompt. If attention is the only operation that mixes tokens, equal prefixes have

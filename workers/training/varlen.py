@@ -2,7 +2,7 @@
 
 `find_kernel` chooses the first kernel that runs here, once per engine. Layers call it unless they
 have sinks, attention chunks, or a soft cap that it does not support.
-Without one, `workers.training.attention` arranges rows in rectangles.
+Without a kernel, `workers.training.attention` arranges rows in rectangles.
 
     flash-attn-4    flash_attn.cute: Hopper and Blackwell (not 12.x, the GeForce RTX 50 series)
     flash-attn-3    flash_attn_interface: Hopper

@@ -79,8 +79,8 @@ def connect(
     """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here.
 
     Do nothing if the process is connected, and wait if another thread is connecting it. Workers get
-    one thread each, unless `runtime_env` sets another number, or this process's environment does
-    and the cluster is started here.
+    one thread each, unless `runtime_env` sets another number, or, for a cluster that is started
+    here, this process's environment.
     """
     with _connecting:
         if ray.is_initialized():

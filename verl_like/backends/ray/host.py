@@ -37,7 +37,7 @@ class RayHost:
     def __init__(
         self, recipes: bytes, process_info: ProcessInfo, local_packages: list[str]
     ) -> None:
-        """The roles arrive pickled: unpickling imports modules, after the import path is set."""
+        """Set the import path before roles are unpickled, because that imports their modules."""
         prefer_local_packages(local_packages)
         import torch
 
@@ -62,7 +62,7 @@ class RayHost:
         return Location(node, rpc.listen(address, self._host))
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
-        """Bind the rendezvous store on this node; pass an error to `start`, which reports it."""
+        """Bind the rendezvous store on this node, or return the error, which `start` reports."""
         try:
             return self._host.open_store(ray.util.get_node_ip_address(), port)
         except WorkerError as error:
@@ -96,7 +96,7 @@ class RayHost:
         return payload, header.packed()
 
     def call_for_header(self, call: bytes | tuple[Any, ...], *parts: Any) -> bytes:
-        """Run one method whose payload another rank returns."""
+        """Run one method and return only its header: another rank returns the payload."""
         does_not_count = _unpacked(call, returns_batch=True, counts=False)
         return self._host.call(does_not_count, parts)[1].packed()
 
@@ -129,7 +129,7 @@ def _unpacked(
 
 
 def local_packages() -> list[str]:
-    """Return the imported packages that are in the same folder as ours."""
+    """Return the imported packages that are in the folder of this project's packages."""
     packages = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

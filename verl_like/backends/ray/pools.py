@@ -252,7 +252,7 @@ class ResourcePoolManager(PoolManager):
 def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     """Return the node of each entry of the pool: the configured one, or separate ones if possible.
 
-    Raise if an entry is larger than any node, because no wait would help.
+    None lets Ray choose. Raise if an entry is larger than any node, because no wait would help.
     """
     if pool.nodes:
         return [node.key or None for node in pool.nodes]
