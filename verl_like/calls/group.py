@@ -237,7 +237,7 @@ def _resolved(value: Any) -> Any:
 
 
 class GroupState:
-    """State shared by groups on the same processes: meshes, and whether the processes have ended."""
+    """State shared by groups on the same processes: meshes, and whether the processes ended."""
 
     def __init__(self, name: str, world_size: int) -> None:
         self.name, self.world_size, self.ended = name, world_size, threading.Event()
