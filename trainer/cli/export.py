@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
-            f"{out} exists and is not empty. Choose a folder that does not exist yet."
+            f"{out} is a file, or a folder with files. Choose a folder that does not exist yet."
         )
 
     saved = find_saved_model(

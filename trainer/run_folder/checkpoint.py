@@ -207,7 +207,7 @@ class Checkpoints:
         except (OSError, CheckpointError) as error:
             shutil.rmtree(part, ignore_errors=True)
             raise CheckpointError(
-                f"{name} was not written: {error} {_room_in(self.folder)} "
+                f"{name} was not written: {str(error).rstrip('.')}. {_room_in(self.folder)} "
                 f"are free in {self.folder}; its committed checkpoints: "
                 f"{named(committed(self.folder))}."
             ) from error

@@ -108,8 +108,9 @@ def load_weights(
         extra = _describe_unused(module, source.unknown_entries(full_module, stored_names))
         if missing and not is_bare_config(config.path):
             raise ConfigError(
-                f"the model {config.path!r} lacks {len(missing)} weights: "
-                f"{', '.join([*missing][:20])}{f'; it also has {extra}' if extra else ''}."
+                f"the model {config.path!r} lacks {len(missing)} of its weights: "
+                f"{', '.join([*missing][:20])}{f'; it also has {extra}' if extra else ''}. Save it "
+                "again with save_pretrained."
             )
         if extra:
             raise ConfigError(
@@ -360,7 +361,8 @@ def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
 def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
     if unfit:
         raise ConfigError(
-            f"the model {config.path!r} has weights with the wrong shape: {', '.join(unfit[:20])}."
+            f"the model {config.path!r} has weights with the wrong shape: {', '.join(unfit[:20])}. "
+            "Save it again with save_pretrained."
         )
 
 
@@ -372,8 +374,8 @@ def _describe_unused(module: Any, names: Iterable[str]) -> str:
     """
     ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
     extra = sorted(name for name in names if not re.search("|".join(ignored), name))
-    takes = f"{len(extra)} entries that the model does not use: {', '.join(extra[:20])}"
-    return takes if extra else ""
+    entries = "1 entry" if len(extra) == 1 else f"{len(extra)} entries"
+    return f"{entries} that the model does not use: {', '.join(extra[:20])}" if extra else ""
 
 
 def _copy(weight: Tensor, stored: Any) -> None:

@@ -274,8 +274,8 @@ def reject_other_model(
     there = {name: list(stored.size) for name, stored in saved.items() if name.startswith("model.")}
     if not there:
         raise CheckpointError(
-            f"the checkpoint {folder} has no weights to resume from: checkpoint.save_contents "
-            "lacked 'model'."
+            f"the checkpoint {folder} has no weights: checkpoint.save_contents lacked 'model'. "
+            "Choose another checkpoint, or start a new run in another trainer.default_local_dir."
         )
     other_shape = [
         f"{name} ({there[name]} in the checkpoint, {shape} in this run)"

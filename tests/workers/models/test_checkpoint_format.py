@@ -142,7 +142,7 @@ def edited(folder: Path, name: str, tensor: Tensor | None) -> None:
         (
             "experts.9.w2.weight",
             torch.ones(2),
-            r"1 entries that the model does not use: .*experts.9.w2",
+            r"1 entry that the model does not use: .*experts.9.w2",
         ),
     ],
 )

@@ -231,10 +231,12 @@ def test_a_buffer_that_nothing_fills_is_refused_by_name(
 ) -> None:
     config = tiny_config(save_model(tmp_path, family))
     edit(tmp_path, lambda tensors: tensors.pop(name))
-    with pytest.raises(ConfigError, match=rf"lacks 1 weights: {name}\.$"):
+    with pytest.raises(ConfigError, match=rf"lacks 1 of its weights: {name}\. Save it again"):
         load_model(config.actor_rollout_ref.model, "token")
     edit(tmp_path, lambda tensors: tensors.update({f"{name}s": torch.ones(1)}))
-    both = f"lacks 1 weights: {name}; it also has 1 entries that the model does not use: {name}s"
+    both = (
+        f"lacks 1 of its weights: {name}; it also has 1 entry that the model does not use: {name}s"
+    )
     with pytest.raises(ConfigError, match=both):
         load_model(config.actor_rollout_ref.model, "token")
 

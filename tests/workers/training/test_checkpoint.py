@@ -246,7 +246,7 @@ def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(
 ) -> None:
     actor = saved(one_layer_dir, tmp_path / "actor", contents=["hf_model"])
     message = refusal(actor, tmp_path / "actor")
-    assert "has no weights to resume from: checkpoint.save_contents lacked 'model'" in message
+    assert "has no weights: checkpoint.save_contents lacked 'model'" in message
 
 
 def fill_the_disk(one_layer_dir: Path, folder: Path) -> tuple[str, str]:
