@@ -59,6 +59,7 @@ def test_a_run_folder_becomes_a_model_folder(
 
 def test_a_used_folder_is_left_alone(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        SystemExit, match="error: .*is not empty. Choose a folder that does not exist"
+        SystemExit,
+        match="error: .*is a file, or a folder with files. Choose a folder that does not exist",
     ):
         verl_like(monkeypatch, "export", str(run_folder), str(run_folder))
