@@ -99,6 +99,8 @@ HEAD = (
     *("", "ranks", "prompts", "samples", "max tokens"),
     *("samples per rank", "max tokens per rank", "samples per pass", "tokens per pass"),
 )
+BY_TOKENS = "by tokens"
+"""The cell of the samples per pass if the tokens limit a pass."""
 
 
 def batch_table(
@@ -133,7 +135,7 @@ def batch_table(
         at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None
         cells = (ranks, row.prompts, samples, samples * width, on_rank, tokens)
         micro = (
-            ("-", f"{min(row.micro_tokens, tokens):,}")
+            (BY_TOKENS, f"{min(row.micro_tokens, tokens):,}")
             if at_once is None
             else (f"{at_once:,}", f"{-(-at_once * width // dims.sp):,}")
         )
@@ -141,4 +143,4 @@ def batch_table(
     samples_each = f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt"
     title = f"{samples_each}, each up to {width:,} tokens (prompt and response)"
     title = f"{heading} ({title})" if heading else title
-    return "\n".join([title, *draw_table(lines, max_columns, flush_right=True, zero="-")])
+    return "\n".join([title, *draw_table(lines, max_columns, flush_right=True, zero=BY_TOKENS)])
