@@ -2,9 +2,9 @@
            [--from-start] [--backend local|run]
        verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
-Repeats step K of the run folder RUN in a new folder, from the newest checkpoint before it: same
-samples, same numbers. It prints the metrics (except times) and the saved batches that differ in any
-bit, at most 20; the exit code is then 1. RUN is only read.
+Repeats step K of the run folder RUN in a temporary folder, from the newest checkpoint before it:
+same samples, same numbers. It prints the metrics (except times, speed and memory) and the saved
+batches that differ in any bit, at most 20; the exit code is then 1. RUN is only read.
 
   --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
                      RUN; otherwise the earlier stages recompute it
