@@ -57,7 +57,7 @@ class AsyncSettings(Section):
     """Generators, trainers, and the buffer between them."""
 
     topology: str | None = key(None, allows="a name such as 2m1t")
-    """Generators and trainers in one name, as in ColossalChat; replaces the next two keys."""
+    """Generators and trainers in one name, as in ColossalChat; sets `generators` and `trainers`."""
     generators: int = key(1, above=0, read_when=BY_NUMBERS)
     """Number of generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
@@ -99,7 +99,7 @@ class AsyncSettings(Section):
     update_steps: int = key(1, above=0)
     """Batches to train on per weight version."""
     train_epochs: int = key(1, above=0)
-    """Passes over these batches, reshuffled from the second pass on."""
+    """Passes over the batches of a weight version, reshuffled from the second pass on."""
     on_generator_failure: str = key(
         "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
     )

@@ -72,7 +72,7 @@ class TrainerConfig(Section):
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the run; null: as many as `total_epochs` has."""
     stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
-    """Targets: the run ends when one of these metrics reaches its target."""
+    """Targets: the run ends when one of these metrics is at least its target."""
     nnodes: int = key(1, above=0)
     """Number of machines."""
     n_gpus_per_node: int = key(1, above=0)
@@ -228,7 +228,7 @@ class RunConfig(Section):
         allows="seconds above 0, each",
         may_change_on_resume=True,
     )
-    """Timeouts in seconds: `connect_s` for joining Ray, `placement_s` for the places of a pool,
+    """Timeouts in seconds: `connect_s` for joining Ray, `placement_s` for placing a pool,
     `start_s` for starting processes, `rendezvous_s` for opening a process group, `call_s` for a
     call, `collective_s` for a collective of GPUs. A repeated call times out after ten times its
     usual duration, but not before `min_call_s`. Waits longer than `warn_s` are logged.

@@ -74,7 +74,7 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = key(factory=dict, allows="variables")
     """Variables of the chat template, such as {enable_thinking: false}."""
     on_bad_row: str = key("error", choices=("error", "skip"))
-    """Invalid rows. `error`: reject them; `skip`: leave them out and count them."""
+    """Invalid rows. `error`: stop the run; `skip`: leave them out and count them."""
 
 
 @dataclass(kw_only=True)

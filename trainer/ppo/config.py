@@ -37,7 +37,7 @@ class KLControlConfig(Section):
     kl_coef: float = key(0.001, at_least=0)
     """Coefficient; with `adaptive`, its first value."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
-    """Number of samples over which the coefficient adapts; larger values adapt it more slowly."""
+    """Number of samples over which the coefficient adapts; larger values: more slowly."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
     """KL that the controller aims at."""
 
@@ -104,7 +104,7 @@ class AlgorithmConfig(Section):
         allows="one number per entry of `gdpo_reward_keys`",
         read_when=estimator_takes("gdpo_reward_weights"),
     )
-    """Weights of these rewards; null: 1 for each."""
+    """Weights in the sum of `gdpo`; null: 1 for each."""
     running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
     """Normalize by running statistics. `rewards`: the scores; `advantages`: the advantages, instead
     of whitening.
@@ -116,7 +116,7 @@ class AlgorithmConfig(Section):
     )
     """How PF-PPO resamples by score."""
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
-    """Whether and how DAPO's dynamic sampling replaces groups of equal scores."""
+    """DAPO's dynamic sampling."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
     """Clamp each score, of a response or a step, to ±score_clip; null disables the clamp."""
     mask_truncated: bool = key(False)
@@ -132,7 +132,7 @@ class AlgorithmConfig(Section):
     )
     """`token`: subtract each token's KL; `sequence`: subtract the mean KL at the last token."""
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
-    """Coefficient of the KL in the reward, constant or adaptive."""
+    """Coefficient of the KL in the reward."""
 
 
 @dataclass(kw_only=True)
@@ -150,7 +150,7 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     )
     """Number of initial steps that update only the critic; 0 disables the warm-up."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
-    """Number of newest steps whose samples are all kept; null keeps all samples of every step."""
+    """Number of newest steps whose samples are all kept; null: of every step."""
     max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
     """Number of newest steps whose batches are kept for `replay --stage`; 0 disables this."""
 

@@ -34,7 +34,9 @@ class EnvironmentConfig(Section):
     """The environment of a policy; each running trajectory has its own process."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
-    """Environment class, or an agent's function; in short `environment=...`."""
+    """Environment class, agent's function, or another package's environment, such as
+    gymnasium:FrozenLake-v1; in short `environment=...`.
+    """
     paths: dict[str, str] = key(factory=dict, allows="{NAME: PATH}")
     """Several environments; the data's column `environment` names one of them. In short
     `environment={NAME: PATH}`.
@@ -53,7 +55,7 @@ class EnvironmentConfig(Section):
     """
     endpoint: str | None = key(None, allows="ADDRESS:PORT", hint="or null")
     """Address where agents in containers or on other machines reach the policy, such as
-    0.0.0.0:8000. Each rollout process takes the first free port from there.
+    0.0.0.0:8000; null: they cannot. Each rollout process takes the first free port from there.
     """
     repeated_requests: str = key("sample", choices=("sample", "reuse"))
     """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.

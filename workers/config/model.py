@@ -86,7 +86,7 @@ class ShardedConfig(Section):
     )
     """How the model is distributed over ranks. `single`, `ddp`: whole on every rank;
     `shard_grad_op`: ZeRO-2; `fsdp`: ZeRO-3; `+offload`: in host memory between calls.
-    `fsdp_offload` is another name for `fsdp+offload`.
+    `fsdp_offload` means `fsdp+offload`.
     """
 
 
@@ -97,13 +97,15 @@ class OptimConfig(Section):
     lr: float = key(1e-6, at_least=0)
     """Peak learning rate."""
     lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 uses lr_warmup_steps_ratio")
-    """Steps of linear warm-up (update calls, usually one per training step; not optimizer steps).
-    0 disables the warm-up; -1: `lr_warmup_steps_ratio` sets it.
+    """Linear warm-up in update calls (usually one per training step; not optimizer steps). 0
+    disables it; -1: `lr_warmup_steps_ratio` sets it.
     """
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
     """Warm-up as a fraction of all update calls."""
     optimizer: str = key("AdamW", registry="optimizer")
-    """Optimizer. It gets the settings of this section that it accepts."""
+    """Optimizer, which gets the settings of this section that it accepts. AdamWMatrixDecay decays
+    only matrices.
+    """
     args: dict[str, Any] = key(
         factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"
     )
@@ -181,7 +183,7 @@ class FrozenModelConfig(Section):
     quantization: str | None = key(None, choices=QUANTIZATIONS)
     """`int8`: store linear weights as int8, unsharded on each rank; null disables quantization."""
     fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
-    """FSDP settings that override `strategy`."""
+    """FSDP settings that override the actor's `strategy`."""
     parallel: dict[str, Any] = role_axes()
     """Parallel axes of this role that override the run's `parallel`."""
 

@@ -86,8 +86,9 @@ class RolloutCorrectionConfig(Section):
     """Correction for samples from another policy: the rollout engine's, or an older one."""
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
-    """Importance weights. `token`: per token; `sequence`: the product over the sequence;
-    `geometric`: its geometric mean; null disables the weights.
+    """Importance weights. `token`: per token; `sequence`: the product of the sequence's token
+    weights; `geometric`: their geometric mean; null: none. The default is `token` if the rollout's
+    weights are older or rounded.
     """
     rollout_is_threshold: str = key(
         "2.0", allows="a number, or lower_upper such as 0.5_5.0", read_when=WEIGHS_ROLLOUT
@@ -107,10 +108,10 @@ class RolloutCorrectionConfig(Section):
         read_when=unless("rollout_rs"),
     )
     """Largest allowed k2 or k3; for k1, the allowed range of exp(k1), the rollout's probability
-    divided by the actor's. One value for all criteria, or one per criterion.
+    divided by the actor's (one number u: 1/u to u). One value for all criteria, or one for each.
     """
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
-    """Reject sequences with a token whose ratio is below this; null disables the veto."""
+    """Reject sequences with a token whose ratio, actor / rollout, is below this; null: no veto."""
     bypass_mode: bool = key(False)
     """Use the rollout's log-probs as old log-probs."""
     loss_type: str = key(
@@ -148,8 +149,8 @@ class ActorConfig(ShardedConfig):
     )
     """Samples per micro-batch and rank."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
-    """Limit micro-batches by tokens instead of samples. Setting a `…micro_batch_size_per_gpu` turns
-    this off.
+    """Limit micro-batches by tokens instead of samples. Setting `ppo_micro_batch_size_per_gpu` or
+    `log_prob_micro_batch_size_per_gpu` turns this off.
     """
     ppo_max_token_len_per_gpu: int | None = key(
         None,
@@ -166,16 +167,16 @@ class ActorConfig(ShardedConfig):
     """Reshuffle the mini-batches of actor and critic in each of the `ppo_epochs`."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """Clip range of the probability ratio, below and above 1. `geo_mean` clips the log-ratio
-    instead, below and above 0; `dppo_tv` limits the change of the probability, and
-    `dppo_kl` limits a KL.
+    instead, below and above 0; `dppo_tv` limits the change of a token's probability, and `dppo_kl`
+    its KL.
     """
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
     """Lower clip range; null: `clip_ratio`."""
     clip_ratio_high: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
     """Upper clip range; null: `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
-    """Dual clip. For A < 0, the largest loss is this number times -A. In `dppo_tv` and `dppo_kl`,
-    it is the largest ratio in the loss, for any A.
+    """Dual clip. For an advantage A < 0, the largest loss is this number times -A. In `dppo_tv` and
+    `dppo_kl`, it is the largest ratio in the loss, for any A.
     """
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """Choice of the policy loss, and its arguments."""
@@ -204,7 +205,7 @@ class ActorConfig(ShardedConfig):
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts; 0 disables it."""
     router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
-    """Whether the actor reuses the rollout's choice of experts."""
+    """Routing of a mixture of experts."""
     grad_clip: float = key(1.0, above=0)
     """Gradients are clipped to this norm."""
     optim: OptimConfig = key(factory=OptimConfig)
@@ -329,7 +330,7 @@ class CriticConfig(ShardedConfig):
     """The value model and its update."""
 
     model: CriticModelConfig = key(factory=CriticModelConfig)
-    """Value model. The head of a reward model is reused; otherwise it starts at zero."""
+    """Value model. A reward model's head is reused; a new head starts at zero."""
     parallel: dict[str, Any] = role_axes()
     """Parallel axes of the critic that override the run's `parallel`."""
     optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)

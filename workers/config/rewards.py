@@ -111,7 +111,7 @@ class RewardConfig(Section):
     default_score: float = key(
         0.0, allows="a number", read_when=(IS_NO_MODEL, when("on_failure", "default"))
     )
-    """Score of failed calls."""
+    """Score of samples whose call failed."""
     timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
     """Timeout per sample or request, in seconds; the timeout of a batch is 12 times as long."""
     path: str = key("", allows="a .py file, a module, or a model's folder or name")
@@ -190,7 +190,7 @@ class ScoringConfig(Section):
     rule_weight: float = key(1.0, allows="a number", read_when=when("reward.model.enable"))
     """Weight of the function or rule if a model also scores; 0 disables the function or rule."""
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Score of failed calls."""
+    """Score of samples whose call failed."""
     timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Timeout per sample in seconds; the timeout of a batch is 12 times as long."""
     overlong_penalty: OverlongPenaltyConfig = key(
@@ -202,8 +202,8 @@ class ScoringConfig(Section):
     )
     """Fraction of failed samples in a batch above which the run ends."""
     trust_programs: bool = key(False, read_when=MAY_FAIL, may_change_on_resume=True)
-    """Accept asserts of any form as tests; a model's program can then forge its score."""
+    """Accept asserts of any form as tests of programs, which can then forge their scores."""
     sandbox: dict[str, Any] = key(
         factory=dict, options=Sandbox, read_when=HAS_FUNCTION, may_change_on_resume=True
     )
-    """Sandbox of the reward functions: limits of memory, CPU time, files, processes and network."""
+    """Sandbox of the reward functions."""

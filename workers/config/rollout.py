@@ -154,11 +154,11 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = key(
         1, above=0, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """Ranks per vLLM engine; must divide the number of ranks in the rollout's pool."""
+    """Ranks per vLLM engine; must divide the ranks of the rollout's pool."""
     gpu_memory_utilization: float = key(
         0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """Fraction of a GPU's memory that vLLM uses; without effect on CPUs (see `kv_cache_gb`)."""
+    """Fraction of a GPU's memory that vLLM uses; on CPUs, see `kv_cache_gb`."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
     )

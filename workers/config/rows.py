@@ -42,7 +42,7 @@ class RowDataConfig(Section):
     max_length: int | None = key(None, above=1, hint="or null for at most 1,024")
     """Length in tokens to which rows are truncated; null: the model's positions, at most 1,024."""
     on_bad_row: str = key("error", choices=("error", "skip"))
-    """Invalid rows. `error`: reject them; `skip`: leave them out and count them."""
+    """Invalid rows. `error`: stop the run; `skip`: leave them out and count them."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
     """Limit micro-batches by tokens instead of rows."""
     max_token_len_per_gpu: int = key(
