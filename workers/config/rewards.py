@@ -76,9 +76,7 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
-    """Samples per forward pass and rank; null: as in the actor's passes (by
-    `ppo_max_token_len_per_gpu`, or `ppo_micro_batch_size_per_gpu` without `use_dynamic_bsz`).
-    """
+    """Samples per forward pass and rank; null: passes as large as the actor's."""
 
 
 REWARD_KINDS = ("function", "model", "remote")
@@ -127,9 +125,7 @@ class RewardConfig(Section):
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
     """`int8`: store linear weights as int8; null disables quantization."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
-    """Samples per forward pass and rank; null: as in the actor's passes (by
-    `ppo_max_token_len_per_gpu`, or `ppo_micro_batch_size_per_gpu` without `use_dynamic_bsz`).
-    """
+    """Samples per forward pass and rank; null: passes as large as the actor's."""
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
     """Address of the reward server."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)
