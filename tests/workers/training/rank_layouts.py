@@ -117,8 +117,8 @@ def trained(
     if family in WITH_ROUTER_LOSS and is_heard:
         section.router_aux_loss_coef = 0.5
     strategy = change.pop("strategy", "fsdp")
+    lm_head.CHUNK_BYTES = chunk or lm_head.CHUNK_BYTES
     if not is_alone:
-        lm_head.CHUNK_BYTES = chunk or lm_head.CHUNK_BYTES
         sharding.SMALL_ELEMENTS = sharding.SMALL_ELEMENTS if one_unit is None else one_unit
         section.strategy = config.critic.strategy = strategy
         config.parallel = ParallelConfig(**axes)
