@@ -60,7 +60,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_row_is_of_the_steps_after_the_first_as_the_run_wrote_them(
+def test_the_row_averages_the_steps_after_the_first(
     job_done: tuple[Path, str],
 ) -> None:
     folder, said = job_done
@@ -81,7 +81,7 @@ def test_the_row_is_of_the_steps_after_the_first_as_the_run_wrote_them(
     assert rate == pytest.approx(tokens / seconds, rel=1e-3)
 
 
-def test_the_parameters_are_those_that_a_loaded_model_has(
+def test_the_record_counts_the_parameters_of_the_model(
     job_done: tuple[Path, str], tiny_dir: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -91,7 +91,7 @@ def test_the_parameters_are_those_that_a_loaded_model_has(
     assert record["columns"]["parameters"] == model.num_parameters()
 
 
-def test_the_json_has_every_step_by_phase_and_all_settings(job_done: tuple[Path, str]) -> None:
+def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[Path, str]) -> None:
     folder, said = job_done
     assert said.splitlines()[-1] == "all results: made/job.json"
     record = json.loads((folder / "made" / "job.json").read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def test_the_json_has_every_step_by_phase_and_all_settings(job_done: tuple[Path,
         (["trainer.dry_run=true"], "trainer.dry_run=true: it runs no step"),
     ],
 )
-def test_a_job_that_could_not_be_measured_starts_nothing(
+def test_a_job_that_cannot_be_measured_starts_no_run(
     tiny_dir: Path, tmp_path: Path, more: list[str], words: str
 ) -> None:
     done = bench(tiny_dir, tmp_path, *more)
@@ -127,7 +127,7 @@ def test_a_job_that_could_not_be_measured_starts_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_with_a_run_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("", encoding="utf-8")
     assert "holds a run already" in bench(tiny_dir, tmp_path).stderr
@@ -142,7 +142,7 @@ def record(tiny: Path, steps: list[Any], **job: Any) -> dict[str, Any]:
     return RECORD.job_record("verl-like", whole, steps)
 
 
-def test_the_seconds_are_of_1024_prompts_whatever_a_step_has(tiny_dir: Path) -> None:
+def test_seconds_are_scaled_to_1024_prompts(tiny_dir: Path) -> None:
     """Two measured steps of 512 prompts, 3 and 5 seconds; the first took 100."""
     steps = [
         RECORD.JobStep(1, 100.0, 9, {}),
@@ -162,14 +162,14 @@ def test_the_seconds_are_of_1024_prompts_whatever_a_step_has(tiny_dir: Path) -> 
         ([1, 3, 3], "recorded 3, the last of them step 3"),
     ],
 )
-def test_steps_that_are_missing_or_twice_there_are_refused(
+def test_missing_and_repeated_steps_are_rejected(
     tiny_dir: Path, numbers: list[int], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         record(tiny_dir, [RECORD.JobStep(number, 1.0, 1, {}) for number in numbers])
 
 
-def test_a_job_on_cards_is_not_said_of_a_machine_without(
+def test_a_gpu_job_is_rejected_on_a_machine_without_gpus(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -178,7 +178,7 @@ def test_a_job_on_cards_is_not_said_of_a_machine_without(
         record(tiny_dir, steps, device="cuda")
 
 
-def test_the_commit_is_of_the_packages_own_checkout() -> None:
+def test_a_package_outside_its_own_checkout_has_no_commit() -> None:
     """An installation in a virtual environment inside another repository has no commit."""
     assert RECORD.commit_of("pytest") == "-"
     assert RECORD.commit_of("no-such-package") == "-"

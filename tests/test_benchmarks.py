@@ -61,7 +61,7 @@ def test_every_estimator_and_loss_is_measured(tmp_path: Path) -> None:
     assert "value loss" in measured
 
 
-def test_the_benchmark_of_the_head_finds_like_numbers_on_both_sides(
+def test_both_sides_of_the_lm_head_benchmark_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", lm_head.CHUNK_BYTES)  # the benchmark sets its own
@@ -75,7 +75,7 @@ def test_the_benchmark_of_the_head_finds_like_numbers_on_both_sides(
 
 
 @pytest.mark.slow
-def test_a_reference_as_int8_loads_in_three_fifths_of_its_float32_memory() -> None:
+def test_an_int8_reference_loads_in_60_percent_of_the_float32_memory() -> None:
     compare = load("benchmarks/bench_quantization.py").compare
     report = compare(hidden=256, layers=24, num_rows=2)
     if report["load peak of int8 / float32 model"] > 0.6:
@@ -87,14 +87,14 @@ def test_a_reference_as_int8_loads_in_three_fifths_of_its_float32_memory() -> No
     assert 0 < report["|log-prob apart|, mean"] < 0.2
 
 
-def test_the_memory_of_an_async_run_is_bounded_in_samples(tmp_path: Path) -> None:
+def test_an_async_run_keeps_a_bounded_number_of_samples(tmp_path: Path) -> None:
     rows = load("benchmarks/bench_async_memory.py").measure(tmp_path, steps=4)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["driver_mib"] > 50 and row["generator_mib"] > 50 for row in rows)
     assert all(row["open_samples"] <= 4 * 8 and row["queued"] <= 2 * 16 for row in rows)
 
 
-def test_the_benchmark_of_safety_switches_all_hashes_of_a_sync_off_and_on_again(
+def test_the_safety_benchmark_switches_weight_hashes_off_and_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_hashes, take = [], checksum.xxhash.xxh3_64_intdigest
@@ -129,7 +129,7 @@ def test_the_benchmark_of_safety_switches_all_hashes_of_a_sync_off_and_on_again(
 
 
 @pytest.mark.parametrize("part", ["sandbox", "watch"])
-def test_the_benchmark_of_safety_finds_what_it_switches_off_in_the_driver(part: str) -> None:
+def test_the_safety_benchmark_patches_and_restores_the_driver(part: str) -> None:
     owners = (Scorer, Transport, CallTimes)
     before = [dict(vars(owner)) for owner in owners]
     undo = getattr(load("benchmarks/bench_safety.py"), f"without_{part}")()

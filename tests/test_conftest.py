@@ -29,7 +29,7 @@ def print_loaded() -> None:
     sys.exit(f"in {Path.cwd()} with {sys.argv[1:]}")
 
 
-def test_a_forked_program_has_them_and_its_output_status_and_arguments_are_its_own(
+def test_a_forked_program_has_the_modules_and_its_own_output_and_status(
     tmp_path: Path,
 ) -> None:
     done = run_program(print_loaded, "one", folder=tmp_path)
@@ -39,7 +39,7 @@ def test_a_forked_program_has_them_and_its_output_status_and_arguments_are_its_o
 
 @pytest.mark.example
 @pytest.mark.parametrize("arguments", [["-c", "{}"], ["program.py"], ["-P", "-m", "program"]])
-def test_a_forked_python_runs_what_python_runs(
+def test_a_forked_python_runs_code_files_and_modules(
     forked_python: Path, tmp_path: Path, arguments: list[str]
 ) -> None:
     code = "import sys; print(__name__, sys.argv[1:], *sys.modules); sys.exit('words')"
@@ -59,7 +59,7 @@ def test_a_forked_python_runs_what_python_runs(
 
 
 @pytest.mark.example
-def test_a_forked_python_gets_the_signals_and_ends_as_it_does(forked_python: Path) -> None:
+def test_a_signal_to_a_forked_python_ends_the_fork(forked_python: Path) -> None:
     code = "import signal, sys, time; print('up', flush=True); time.sleep(60)"
     with subprocess.Popen([forked_python, "-c", code], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -67,7 +67,7 @@ def test_a_forked_python_gets_the_signals_and_ends_as_it_does(forked_python: Pat
         assert process.wait(30) == 128 + signal.SIGTERM
 
 
-def test_a_fork_that_has_ended_and_not_yet_been_reported_may_be_killed(
+def test_killing_a_fork_that_ended_unreported_raises_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bare_forks, "server", functools.cache(lambda: None))
@@ -83,7 +83,7 @@ def test_a_fork_that_has_ended_and_not_yet_been_reported_may_be_killed(
         assert process.wait() == -signal.SIGKILL
 
 
-def test_a_server_of_bare_forks_that_was_killed_is_replaced() -> None:
+def test_a_killed_server_of_bare_forks_is_replaced() -> None:
     def start() -> int:
         ours, theirs = Pipe()
         with ours, theirs:
@@ -100,7 +100,7 @@ def test_a_server_of_bare_forks_that_was_killed_is_replaced() -> None:
 
 
 @pytest.mark.ray
-def test_a_worker_of_the_shared_cluster_has_them_too(ray_session: None) -> None:
+def test_a_worker_of_the_shared_ray_cluster_has_the_modules(ray_session: None) -> None:
     import ray
 
     assert ray.get(ray.remote(num_cpus=0)(loaded).remote()) == PRELOADED

@@ -30,7 +30,7 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-def test_every_package_that_is_imported_is_declared() -> None:
+def test_every_imported_package_is_declared() -> None:
     lines = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     files = [file for folder in OURS for file in (ROOT / folder).rglob("*.py")]
@@ -49,7 +49,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert missing == set()
 
 
-def test_the_range_of_torch_is_said_alike_everywhere() -> None:
+def test_the_install_script_has_the_declared_range_of_torch() -> None:
     (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
     script = (ROOT / "tools" / "install.sh").read_text()
     assert f'install_or_exit "{torch}"' in script

@@ -45,7 +45,7 @@ def messages(package: str) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     symptoms = re.findall(r"^\| ([^|]*`[^|]*) \|", text, re.M)
     quoted = []
@@ -76,7 +76,7 @@ def load_and_plan(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", pages())
-def test_the_python_blocks_run(
+def test_the_python_blocks_of_a_page_run(
     path: Path, request: pytest.FixtureRequest, monkeypatch, tmp_path: Path, tiny_dir: Path
 ) -> None:
     if request.node.get_closest_marker("ray"):
@@ -98,7 +98,7 @@ def test_the_python_blocks_run(
 
 
 @pytest.mark.parametrize("page", ["troubleshooting.md", "reading_the_report.md"])
-def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> None:
+def test_the_code_writes_the_metrics_that_a_page_names(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     code = messages("trainer") + messages("workers")
     named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))

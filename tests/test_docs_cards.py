@@ -57,7 +57,7 @@ def test_every_registered_name_is_on_a_card() -> None:
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
-def test_a_card_is_whole(card: Any) -> None:
+def test_a_card_has_all_its_fields(card: Any) -> None:
     parts = ("formula", "watch", "source", "columns", "settings")
     assert [part for part in parts if not getattr(card, part)] == []
 
@@ -67,12 +67,12 @@ def test_the_example_of_a_card_composes(card: Any) -> None:
     load_config(["data.train_files=t", "actor_rollout_ref.model.path=m", *card.settings])
 
 
-def test_every_policy_loss_says_which_keys_it_reads() -> None:
+def test_every_policy_loss_declares_the_keys_it_reads() -> None:
     assert [name for name, loss in POLICY_LOSSES.items() if traits_of(loss).keys_read is None] == []
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
-def test_what_to_watch_is_there(card: Any, metrics: set[str]) -> None:
+def test_the_metrics_and_keys_of_a_card_exist(card: Any, metrics: set[str]) -> None:
     """Metrics have a slash and keys a dot; the last parts of a key are enough."""
     keys = list(named_keys(PPOConfig))
     words = in_backticks(card.watch)
@@ -93,14 +93,14 @@ def test_an_algorithm_has_a_curve_that_rises(kind: str, name: str) -> None:
     assert last > first + CURVES.LEAST_RISE
 
 
-def test_all_curves_are_in_one_picture_and_none_is_of_another_name() -> None:
+def test_the_picture_is_small_and_every_curve_has_an_algorithm() -> None:
     assert CURVES.ALL_IN_ONE.stat().st_size < LARGEST_PICTURE
     known = {CURVES.id_of(*which) for which in CURVES.runs()}
     assert set(CURVES.read_scores()) == known
 
 
 @pytest.mark.parametrize("preset", PPO.preset_names("algorithm"))
-def test_a_preset_says_of_every_key_where_it_is_from(preset: str) -> None:
+def test_a_preset_names_the_source_of_every_key(preset: str) -> None:
     """A line of its file sets one key, or opens a section."""
     lines = [line for line in DOCS.preset_text("algorithm", preset).splitlines() if line[0] != "#"]
     settings = [line for line in lines if not line.partition("  # ")[0].endswith(":")]

@@ -251,7 +251,7 @@ def test_a_command_composes_and_its_pools_have_room(
 
 
 @pytest.mark.parametrize("command", PLANNED, ids=str)
-def test_a_command_of_the_planner_can_be_planned(command: Command, tmp_path: Path) -> None:
+def test_a_plan_command_has_a_plannable_job(command: Command, tmp_path: Path) -> None:
     """The planner reads config.json of the model only: here one of 8 billion parameters."""
     words = [re.sub(r"^(\S*model\.path)=.*", rf"\1={tmp_path}", word) for word in command.words]
     (tmp_path / "config.json").write_text(LLAMA, encoding="utf-8")

@@ -12,7 +12,7 @@ PAGES = (LAYOUT, ROOT / "docs" / "dispatch.md", ROOT / "AGENTS.md")
 MOST_LINES = 110
 
 
-def test_every_path_of_these_pages_is_there() -> None:
+def test_every_path_on_these_pages_exists() -> None:
     named = {path.name: PATH.findall(path.read_text(encoding="utf-8")) for path in PAGES}
     assert len(named[LAYOUT.name]) > 20
     missing = {
@@ -22,7 +22,7 @@ def test_every_path_of_these_pages_is_there() -> None:
     assert {page: names for page, names in missing.items() if names} == {}
 
 
-def test_the_layout_is_short_and_names_every_folder_of_a_package() -> None:
+def test_contributing_is_short_and_names_every_folder() -> None:
     page = LAYOUT.read_text(encoding="utf-8")
     assert len(page.splitlines()) <= MOST_LINES
     folders = [
@@ -39,11 +39,11 @@ def test_the_index_links_to_every_page() -> None:
     assert {page.name for page in docs.glob("*.md")} - linked == set()
 
 
-def test_the_nav_of_the_site_has_every_page() -> None:
+def test_the_site_navigation_has_every_page() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     named = re.findall(r": (\w+\.md)$", text, re.M)
     assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
-def test_the_guide_for_agents_is_short() -> None:
+def test_agents_md_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) <= 80

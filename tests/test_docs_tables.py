@@ -36,7 +36,7 @@ def test_every_metric_of_the_code_has_a_meaning() -> None:
     assert [name for name in unknown if not any(fnmatchcase(name, key) for key in known)] == []
 
 
-def test_every_key_of_a_list_gets_an_anchor_with_its_whole_name() -> None:
+def test_every_listed_key_gets_an_anchor_with_its_whole_name() -> None:
     hooks = load("docs/hooks.py")
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     anchors = {*re.findall(r"\{#([\w.]+)\}", "\n".join(map(hooks.on_page_markdown, pages)))}

@@ -34,7 +34,7 @@ def is_there(dotted: str, keys_of_trainer: str) -> bool:
     return all(re.search(rf"\b{name}\b", text) for name in rest)
 
 
-def test_every_module_that_a_docstring_or_comment_names_is_there() -> None:
+def test_every_module_named_in_a_docstring_or_comment_exists() -> None:
     found = [
         (path, name)
         for package in PACKAGES

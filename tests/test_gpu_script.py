@@ -70,7 +70,7 @@ def test_both_scripts_start_one_runner(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 8])
-def test_all_parts_end_in_time(hour: ModuleType, num_gpus: int) -> None:
+def test_the_limits_of_all_parts_fit_the_total_time(hour: ModuleType, num_gpus: int) -> None:
     listed = parts_of(hour, num_gpus, Path())
     assert sum(part.limit_s + hour.GRACE_S for part in listed) <= LIMIT_S[num_gpus]
     assert len({part.name for part in listed}) == len(listed) > 9
@@ -83,7 +83,7 @@ def test_all_parts_end_in_time(hour: ModuleType, num_gpus: int) -> None:
         *((number, name, "vllm") for number, names in RUNS.items() for name in names),
     ],
 )
-def test_every_run_passes_the_checks_of_a_run_on_simulated_gpus(
+def test_every_run_passes_a_dry_run_on_simulated_gpus(
     hour: ModuleType, configs: Path, num_gpus: int, name: str, engine: str
 ) -> None:
     backend = "ray" if num_gpus > 1 else "local"
@@ -106,7 +106,7 @@ def part_that(hour: ModuleType, code: str, limit_s: int = 30, **more: object) ->
 WRITES = "from pathlib import Path; Path(r'{part}/figures.json').write_text('{\"MFU\": 0.5}')"
 
 
-def test_a_part_leaves_its_figures_and_its_log(hour: ModuleType, tmp_path: Path) -> None:
+def test_a_part_writes_its_figures_and_its_log(hour: ModuleType, tmp_path: Path) -> None:
     outcome = hour.run_part(part_that(hour, f"print('hello'); {WRITES}"), tmp_path / "it", None)
     assert (outcome.result, outcome.figures) == ("ok", {"MFU": 0.5})
     assert (tmp_path / "it" / "log.txt").read_text() == "hello\n"
@@ -116,7 +116,7 @@ def test_a_part_leaves_its_figures_and_its_log(hour: ModuleType, tmp_path: Path)
     ("code", "why"),
     [("raise SystemExit(3)", "exit code 3"), ("pass", "its figures cannot be read")],
 )
-def test_a_part_that_fails_says_why(hour: ModuleType, code: str, why: str, tmp_path: Path) -> None:
+def test_a_failed_part_reports_why(hour: ModuleType, code: str, why: str, tmp_path: Path) -> None:
     outcome = hour.run_part(part_that(hour, code), tmp_path / "it", None)
     assert outcome.result == "FAILED"
     assert outcome.why.startswith(why)
@@ -133,13 +133,13 @@ def has_ended(beat: Path) -> bool:
     return 0 < size == beat.stat().st_size
 
 
-def test_what_a_late_part_has_started_ends_with_it(hour: ModuleType, tmp_path: Path) -> None:
+def test_child_processes_of_a_late_part_end_with_it(hour: ModuleType, tmp_path: Path) -> None:
     outcome = hour.run_part(part_that(hour, STARTS, 8), tmp_path / "it", None)
     assert (outcome.result, outcome.why[:15], outcome.is_bad) == ("LATE", "not done in 8 s", True)
     assert has_ended(tmp_path / "it" / "beat")
 
 
-def test_a_runner_that_is_told_to_end_ends_its_part(hour: ModuleType, tmp_path: Path) -> None:
+def test_sigterm_to_the_runner_ends_its_part(hour: ModuleType, tmp_path: Path) -> None:
     beat = tmp_path / "it" / "beat"
 
     def end() -> None:
@@ -157,7 +157,7 @@ def test_a_runner_that_is_told_to_end_ends_its_part(hour: ModuleType, tmp_path: 
     assert has_ended(beat)
 
 
-def test_a_part_without_its_library_or_a_gpu_is_skipped_with_the_reason(
+def test_a_part_without_its_library_or_a_gpu_is_skipped(
     hour: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hour, "is_installed", lambda module: module != "vllm")
@@ -173,7 +173,7 @@ def run_of(hour: ModuleType, name: str, configs: Path) -> object:
     return part
 
 
-def test_a_runs_figures_are_medians_of_its_later_steps_over_the_data_sheet(
+def test_a_run_reports_medians_of_later_steps_against_the_data_sheet(
     hour: ModuleType, configs: Path, tmp_path: Path
 ) -> None:
     part = run_of(hour, "GRPO 7B, rollout apart: NCCL sync", configs)
@@ -206,7 +206,7 @@ def test_a_run_of_one_step_has_no_figures(hour: ModuleType, configs: Path, tmp_p
         run_of(hour, "GRPO 7B, FSDP2 over all", configs).figures(tmp_path, None)
 
 
-def test_no_part_begins_after_the_time_for_all_of_them(hour: ModuleType, tmp_path: Path) -> None:
+def test_no_part_starts_after_the_total_time(hour: ModuleType, tmp_path: Path) -> None:
     outcomes = hour.run_parts(hour.Machine(1, "cpu", True), tmp_path, [], seconds=1, patience=1)
     assert {outcome.result for outcome in outcomes} == {"skipped"}
     assert "only 1 s were left" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
@@ -246,9 +246,7 @@ class Absent:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "more"), [("gpu.sh", []), ("gpu_node.sh", ["--gpus", "2"])])
-def test_every_command_of_a_trial_on_the_cpu_works(
-    script: str, more: list[str], tmp_path: Path
-) -> None:
+def test_a_trial_on_the_cpu_runs_every_part(script: str, more: list[str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "benchmarks" / script), "--device", "cpu", "--tiny", *more]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out"), "--patience", "5"],

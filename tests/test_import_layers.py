@@ -200,13 +200,13 @@ def test_an_import_inside_a_function_closes_no_cycle() -> None:
     assert shown(closing) == []
 
 
-def test_ray_is_imported_by_its_backend_alone() -> None:
+def test_only_the_ray_backend_imports_ray() -> None:
     paths = [path for package in PACKAGES for path in sources(package)]
     importers = {module_name(path) for path in paths if "ray" in package_names(path)}
     assert {name for name in importers if not name.startswith("verl_like.backends.ray")} == set()
 
 
-def test_optional_packages_are_imported_when_they_are_chosen() -> None:
+def test_optional_packages_are_imported_only_in_functions() -> None:
     wrong = {}
     for package in PACKAGES:
         for path in sources(package):

@@ -156,7 +156,7 @@ def recorded(tiny: Path, folder: Path, *words: str, **job: str) -> subprocess.Co
 
 
 @pytest.mark.parametrize("peer", WRITTEN)
-def test_what_a_peer_has_written_becomes_a_row_of_our_columns(
+def test_the_output_of_a_framework_becomes_a_row_of_our_columns(
     peer: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "log").write_text(WRITTEN[peer], encoding="utf-8")
@@ -175,16 +175,14 @@ def test_what_a_peer_has_written_becomes_a_row_of_our_columns(
         assert all(0 < sum(s["phases"].values()) <= s["seconds"] for s in record["steps"])
 
 
-def test_a_log_of_another_version_is_refused_by_what_it_lacks(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_log_without_a_needed_key_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     log = WRITTEN["verl"].replace("response_length/mean", "lengths")
     (tmp_path / "log").write_text(log, encoding="utf-8")
     done = recorded(tiny_dir, tmp_path, "verl", "log", "bench.json")
     assert done.stderr.startswith("error: log: a step has no 'response_length/mean'. verl is of a ")
 
 
-def test_the_reward_is_one_in_every_form() -> None:
+def test_the_reward_is_the_same_in_every_form() -> None:
     reward = load("benchmarks/peers/reward.py")
     truths, answers = ["4", "5"], ["it is 4", "it is 4"]
     ours = [

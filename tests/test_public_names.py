@@ -53,13 +53,13 @@ def interface() -> str:
     return "\n".join(page.read_text(encoding="utf-8") for page in pages)
 
 
-def test_the_pages_of_the_interface_have_names_of_verl_like_only() -> None:
+def test_the_api_pages_list_only_names_of_verl_like() -> None:
     paths = set(re.findall(r"^::: (\S+)$", interface(), re.M))
     others = {path for path in paths if not path.startswith("verl_like.")}
     assert others == {"workers.rewards.code.run_tests"}, "settings name it by this path"
 
 
-def test_every_path_on_the_pages_of_the_interface_can_be_imported() -> None:
+def test_every_path_on_the_api_pages_can_be_imported() -> None:
     paths = re.findall(r"^::: (\S+)$", interface(), re.M)
     assert len(paths) >= 15
     assert [path for path in paths if find(path) is None] == []
@@ -71,7 +71,7 @@ def documented() -> set[str]:
     return {*re.findall(r"^::: (\S+)$", interface(), re.M)} | errors
 
 
-def test_the_pages_of_the_interface_have_every_name_that_the_docs_import() -> None:
+def test_the_api_pages_list_every_name_that_the_docs_import() -> None:
     imported = set[str]()
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
@@ -84,11 +84,11 @@ def test_the_pages_of_the_interface_have_every_name_that_the_docs_import() -> No
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_the_pages_of_the_interface_have_every_name(module: str) -> None:
+def test_the_api_pages_list_every_public_name(module: str) -> None:
     assert {f"{module}.{name}" for name in find(module).__all__} - documented() == set()
 
 
-def test_names_for_code_of_verl_can_be_imported_and_are_not_listed() -> None:
+def test_names_for_verl_code_can_be_imported_and_are_not_in_all() -> None:
     page = (ROOT / "docs/api_verl_like.md").read_text("utf-8")
     section = page.partition("## Names for code of verl\n")[2].partition("\n## ")[0]
     names = set(re.findall(r"^::: verl_like\.(\w+)$", section, re.M))
@@ -98,7 +98,7 @@ def test_names_for_code_of_verl_can_be_imported_and_are_not_listed() -> None:
     assert names & {*module.__all__, *dir(module)} == set()
 
 
-def test_each_name_is_in_one_of_the_public_modules() -> None:
+def test_each_name_is_in_only_one_public_module() -> None:
     users, authors = (set(find(module).__all__) for module in PUBLIC)
     assert users & authors == set()
     assert [name for name in authors if hasattr(find("verl_like"), name)] == []

@@ -21,7 +21,7 @@ def read(name: str) -> Case:
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_a_file_of_published_numbers_says_where_they_are_from(file: Path) -> None:
+def test_a_file_of_published_numbers_names_its_source(file: Path) -> None:
     published = json.loads(file.read_text())
     assert published["kind"] in BENCH.KINDS
     assert any(word in published["source"] for word in ("https://github.com/", "arXiv"))
@@ -31,7 +31,7 @@ def test_a_file_of_published_numbers_says_where_they_are_from(file: Path) -> Non
         assert case["gpus"] > 0
 
 
-def test_the_planner_agrees_with_the_published_best_placement_of_a_case(tmp_path: Path) -> None:
+def test_the_planner_picks_the_published_best_placement(tmp_path: Path) -> None:
     published = read("hybridflow")
     for case in published["cases"]:
         assert case["placement"] in case.get("tried", published["tried"])
@@ -48,7 +48,7 @@ def test_the_planner_agrees_with_the_published_best_placement_of_a_case(tmp_path
     assert (row["predicted"], row["agrees"]) == ("colocate", True)
 
 
-def test_memory_is_near_the_published_peaks(tmp_path: Path) -> None:
+def test_planned_memory_is_near_the_published_peaks(tmp_path: Path) -> None:
     published = read("prime_rl")
     of_size = "4B full 8 x H100"
     cases = [c for c in published["cases"] if "why" not in c and c["name"].startswith(of_size)]
@@ -57,7 +57,7 @@ def test_memory_is_near_the_published_peaks(tmp_path: Path) -> None:
     assert [row["ratio"] for row in rows] == pytest.approx([1] * len(rows), rel=0.12)
 
 
-def test_a_summary_counts_what_is_near() -> None:
+def test_a_summary_counts_the_cases_within_15_percent() -> None:
     row = {"case": "a", "of": "GiB", "ratio": 1.1}
     text = "1 of 2 within 15 % (1 of 1 where nothing is known to differ), at most x 0.5 (b)"
     rows = [row, row | {"case": "b", "ratio": 0.5, "why": "other kernels"}]

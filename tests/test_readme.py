@@ -21,7 +21,7 @@ PAGES = [
 ]
 
 
-def test_the_quoted_step_is_the_step() -> None:
+def test_the_readme_quotes_the_step_of_the_code() -> None:
     (quoted,) = re.findall(r"^```python no-run\n(.*?)^```", README, re.M | re.S)
     assert quoted == textwrap.dedent(inspect.getsource(PPOTrainer.step))
 
@@ -39,7 +39,7 @@ def test_links_and_images_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_headings_that_a_page_links_to_exist(page: Path) -> None:
+def test_linked_headings_exist(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text(encoding="utf-8")):
         named = page.parent / target if target else page
         headings = re.findall(r"^#+ (.*)", named.read_text(encoding="utf-8"), re.M)
@@ -48,7 +48,7 @@ def test_the_headings_that_a_page_links_to_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_row_that_starts_with_a_bar_is_in_a_table(page: Path) -> None:
+def test_every_line_that_starts_with_a_bar_is_in_a_table(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for block in re.split(r"\n\s*\n", text):
         rows = [line for line in block.splitlines() if line.startswith("|")]
@@ -65,6 +65,6 @@ def test_the_readme_is_short_and_begins_with_the_status() -> None:
     assert any("Status:" in line for line in lines[:10])
 
 
-def test_the_picture_of_the_architecture_is_what_its_script_draws() -> None:
+def test_the_architecture_picture_matches_its_script() -> None:
     script = load("docs/draw_architecture.py")
     assert script.PICTURE.read_text(encoding="utf-8") == script.draw()

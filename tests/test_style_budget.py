@@ -65,7 +65,7 @@ def test_no_function_is_long() -> None:
     assert long == {}
 
 
-def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:
+def test_no_file_or_folder_has_a_vague_name() -> None:
     named = {path.relative_to(ROOT) for path in files(*FOLDERS)}
     assert {str(path) for path in named if VAGUE_NAMES & {*path.with_suffix("").parts}} == set()
 
@@ -80,7 +80,7 @@ def length_of_docstring(function: Function) -> int:
     return 0 if ast.get_docstring(function) is None else num_lines(function.body[0])
 
 
-def test_no_two_places_of_the_code_share_twenty_lines() -> None:
+def test_no_two_places_share_twenty_lines() -> None:
     first_place: dict[tuple[str, ...], str] = {}
     copies = []
     for path in files("verl_like", "workers", "trainer", "examples", "benchmarks"):

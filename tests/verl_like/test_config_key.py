@@ -24,7 +24,9 @@ RUN = SimpleNamespace(trainer=SimpleNamespace(backend="local"))
         (when("on", otherwise="it is dark"), False, "`on` is true", "it is dark"),
     ],
 )
-def test_a_condition_is_told(condition: When, value: object, says: str, missing: str) -> None:
+def test_a_condition_describes_itself(
+    condition: When, value: object, says: str, missing: str
+) -> None:
     section = SimpleNamespace(on=value)
     assert not condition.holds(section, RUN)
     assert condition.says == says

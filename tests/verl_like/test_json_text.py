@@ -46,12 +46,12 @@ def test_numbers_keep_every_digit() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, b"\xff", "{", ""])
-def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
+def test_invalid_json_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError, match="."):
         parse_json(text)
 
 
-def test_a_file_is_known_by_its_size_and_its_bytes(tmp_path: Path) -> None:
+def test_a_fingerprint_detects_changes_of_size_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     facts = fingerprint(path)
@@ -65,7 +65,7 @@ def test_a_file_is_known_by_its_size_and_its_bytes(tmp_path: Path) -> None:
     assert file_fault(path, facts) == "is missing"
 
 
-def test_the_objects_of_lines_and_how_many_are_none(tmp_path: Path) -> None:
+def test_json_objects_counts_lines_without_an_object(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     assert json_objects(path) == ([], 0)
     path.write_bytes(b'{"a": 1}\n[2]\n\xff\n{"b": "\xff"}\n{"c')

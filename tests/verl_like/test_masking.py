@@ -30,7 +30,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ["HF_TOKEN", "WANDB_API_KEY", "token", "api-key", "apikey", "AWS_SECRET_ACCESS_KEY",
      "password", "DB_PASSWORD", "client_secret", "db.password", "credentials"],
 )  # fmt: skip
-def test_a_secret_is_known_by_its_name(name: str) -> None:
+def test_secret_names_are_recognized(name: str) -> None:
     assert is_secret_name(name)
 
 
@@ -39,11 +39,11 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
     ["token_env", "max_tokens", "eos_token", "pad_token", "monkey", "key", "prompt_key",
      "ppo_max_token_len_per_gpu", "stop_token_ids", "tokenizer", "secretary"],
 )  # fmt: skip
-def test_other_names_are_no_secrets(name: str) -> None:
+def test_other_names_are_not_secret(name: str) -> None:
     assert not is_secret_name(name)
 
 
-def test_secrets_are_masked_wherever_they_stand(known: set[str]) -> None:
+def test_secrets_are_masked_everywhere(known: set[str]) -> None:
     tree = {
         "env": {"HF_TOKEN": "hf_0123456789", "LANG": "C"},
         "rewards": [{"url": "http://me:pass-word@host:1/v1", "api_key": "sk-abcdefgh", "n": 3}],
@@ -60,7 +60,7 @@ def test_secrets_are_masked_wherever_they_stand(known: set[str]) -> None:
     assert mask_text(text) == f"refused: {MASK} at http://me:{MASK}@host ({MASK})"
 
 
-def test_secrets_of_the_environment_are_known_and_short_words_stay(
+def test_secrets_of_the_environment_are_masked_except_short_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     masking._known.cache_clear()
@@ -76,14 +76,14 @@ def test_no_default_of_a_run_is_masked() -> None:
     assert masked(plain) == plain
 
 
-def test_two_runs_that_differ_in_a_secret_are_one_configuration(known: set[str]) -> None:
+def test_runs_that_differ_in_a_secret_have_the_same_configuration(known: set[str]) -> None:
     one, other = PPOConfig(), PPOConfig()
     one.ray.runtime_env = {"env_vars": {"HF_TOKEN": "hf_0123456789"}}
     other.ray.runtime_env = {"env_vars": {"HF_TOKEN": "hf_9876543210"}}
     assert flat_config(one) == flat_config(other)
 
 
-def test_what_a_role_prints_is_logged_without_secrets(
+def test_prints_of_a_role_are_logged_without_secrets(
     known: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known.add("hf_0123456789")

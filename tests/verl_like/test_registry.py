@@ -20,7 +20,7 @@ def estimators():
     return registry
 
 
-def test_a_decorated_function_is_registered_and_handed_back(estimators):
+def test_a_decorated_function_is_registered_and_returned(estimators):
     @estimators.register("mine")
     def mine():
         return 3
@@ -34,7 +34,7 @@ def test_a_registry_is_a_mapping_in_the_order_of_registration(estimators):
     assert dict(estimators) == {"gae": 1, "grpo": 2, "group_relative": 2}
 
 
-def test_a_name_that_is_taken_is_refused(estimators):
+def test_a_name_or_alias_that_is_taken_is_rejected(estimators):
     with pytest.raises(
         ConfigError, match="estimator 'gae' is already registered, as 1. Use another name for 9"
     ):
@@ -42,7 +42,7 @@ def test_a_name_that_is_taken_is_refused(estimators):
     assert estimators["gae"] == 1
 
 
-def test_an_alias_that_is_taken_is_refused(estimators):
+def test_an_alias_that_is_taken_is_rejected(estimators):
     with pytest.raises(ConfigError, match="estimator 'grpo' is already registered"):
         estimators.register("new", "grpo")(9)
 
@@ -51,7 +51,7 @@ def test_a_dotted_path_is_imported(estimators):
     assert estimators.look_up("math.sqrt") is math.sqrt
 
 
-def test_an_unknown_name_lists_what_there_is_and_the_nearest(estimators):
+def test_an_unknown_name_lists_the_known_and_the_nearest(estimators):
     with pytest.raises(
         ConfigError,
         match=r"unknown estimator 'grp'\. Did you mean 'grpo'\? Known: gae, group_relative, grpo",
@@ -60,12 +60,12 @@ def test_an_unknown_name_lists_what_there_is_and_the_nearest(estimators):
 
 
 @pytest.mark.parametrize("path", ["no_such_package.f", "math.no_such_function"])
-def test_a_path_that_cannot_be_imported_says_why(estimators, path):
+def test_a_path_that_cannot_be_imported_is_rejected_with_the_reason(estimators, path):
     with pytest.raises(ConfigError, match=rf"estimator '{path}' cannot be imported \(.*no_such"):
         estimators.look_up(path)
 
 
-def test_a_missing_object_is_named_with_its_setting_and_the_nearest():
+def test_a_missing_object_names_its_setting_and_the_nearest():
     with pytest.raises(
         ConfigError,
         match=r"trainer.cls=math.sqr cannot be imported \(module 'math' has no 'sqr'\)."
@@ -75,7 +75,7 @@ def test_a_missing_object_is_named_with_its_setting_and_the_nearest():
 
 
 @pytest.mark.parametrize("path", ["no_dot", ".relative", "", "mine.py"])
-def test_what_is_no_path_is_refused_with_one_that_is(path):
+def test_an_invalid_path_is_rejected_with_an_example(path):
     refused = f"role_workers.critic={path} is not the path of an object, such as my_module.MyClass"
     with pytest.raises(ConfigError, match=re.escape(refused)):
         load_object(path, "role_workers.critic")
@@ -106,7 +106,7 @@ def test_a_file_that_has_changed_is_read_again(tmp_path):
         assert load_object(f"{file}:value", "here") == number
 
 
-def test_a_syntax_error_is_one_line_with_its_place(tmp_path, monkeypatch):
+def test_a_syntax_error_names_its_place_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "broken_code.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     for path in (f"{tmp_path}/broken_code.py:f", "broken_code.f", "broken_code:f"):
@@ -115,7 +115,7 @@ def test_a_syntax_error_is_one_line_with_its_place(tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
-def test_a_name_is_found_in_a_file(tmp_path):
+def test_an_object_is_loaded_from_a_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def score():\n    return 7\n", encoding="utf-8")
     assert load_from(str(file), "score", *KEYS)() == 7
@@ -134,27 +134,27 @@ def test_a_dataclass_with_postponed_annotations_loads_from_a_file(tmp_path):
     assert load_from(str(file), "Row", *KEYS)().prompt == "hi"
 
 
-def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path):
+def test_a_missing_file_names_the_folders_searched(tmp_path):
     file = tmp_path / "nowhere.py"
     with pytest.raises(ConfigError, match=r"data.custom_cls.path=.*there is no such file \(looked"):
         load_from(str(file), "Row", *KEYS)
 
 
-def test_a_file_that_imports_what_is_not_installed_is_named(tmp_path):
+def test_a_file_that_imports_a_missing_package_is_rejected(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("import no_such_package\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"own.py cannot be imported \(.*no_such_package"):
         load_from(str(file), "Row", *KEYS)
 
 
-def test_a_missing_module_is_named_with_the_forms_there_are():
+def test_a_missing_module_names_the_accepted_forms():
     with pytest.raises(
         ConfigError, match=r"data.custom_cls.path=no_such_module cannot be imported .*ends in .py"
     ):
         load_from("no_such_module", "Row", *KEYS)
 
 
-def test_a_missing_name_is_listed_with_those_there_are(tmp_path):
+def test_a_missing_name_lists_the_names_of_the_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("letters = digits = 1\n_private = 2\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"name='leters': .* no such name, only digits, letters"):

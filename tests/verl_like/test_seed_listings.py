@@ -112,7 +112,7 @@ def machine_of_eight_gpus(folder: Path) -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHON": f"{folder}/python", "DATA": str(folder)}
 
 
-def test_the_last_listing_starts_a_run_on_the_pools_of_the_first(tmp_path: Path) -> None:
+def test_the_last_listing_runs_on_the_pools_of_the_first(tmp_path: Path) -> None:
     done = subprocess.run(
         STEP_4.split(),
         cwd=ROOT / "examples" / "split_placement",

@@ -28,7 +28,7 @@ class Base:
         return 0
 
 
-def test_what_fits_is_let_through() -> None:
+def test_matching_signatures_are_accepted() -> None:
     check_call(lambda batch, seed: None, "it", SCORE)
     check_call(lambda *values, **named: None, "it", SCORE)
     check_call(lambda other_name, *, seed=1, more=2: None, "it", SCORE)
@@ -48,24 +48,24 @@ def test_what_fits_is_let_through() -> None:
         (3, "it is a int, which cannot be called"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_both(function: Any, words: str) -> None:
+def test_a_wrong_signature_is_rejected_with_the_call(function: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_call(function, "it", SCORE)
 
 
-def test_a_parameter_without_a_name_cannot_be_filled_by_name() -> None:
+def test_positional_only_parameters_are_rejected() -> None:
     check_by_name(lambda a, *rest, b=1, **more: None, "it")
     check_by_name(math.hypot, "it")
     with pytest.raises(ConfigError, match=r"it has .*\(a, /, b\), but is called by name with"):
         check_by_name(lambda a, /, b: None, "it")
 
 
-def test_the_call_of_a_method_has_what_it_must_be_given() -> None:
+def test_call_of_has_the_required_arguments() -> None:
     assert str(call_of(vars(Base)["draw"])) == "(rows, *, seed)"
     assert str(call_of(vars(Base)["pad"])) == str(call_of(vars(Base)["make"])) == "(rows)"
 
 
-def test_methods_of_a_subclass_take_what_those_of_its_base_take() -> None:
+def test_methods_of_a_subclass_must_accept_the_calls_of_its_base() -> None:
     class Fits(Base):
         def draw(self, rows: Any, seed: int, attempt: int = 0, more: int = 0) -> None: ...
 
@@ -84,7 +84,7 @@ def test_methods_of_a_subclass_take_what_those_of_its_base_take() -> None:
         check_methods(Narrow, Base, "my.Narrow")
 
 
-def test_a_registry_refuses_what_cannot_be_called_as_it_will_be() -> None:
+def test_a_registry_rejects_functions_with_a_wrong_signature() -> None:
     losses: Registry[Any] = Registry("loss", lambda found, what: check_call(found, what, SCORE))
     losses.register("of_ours")("of_ours")  # a name that another module has
     losses.register("fits")(lambda batch, seed: None)

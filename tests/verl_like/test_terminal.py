@@ -14,7 +14,7 @@ from verl_like.terminal import draw_table, fit
 ROWS = [("pool", "processes", "CPUs"), ("main", "2", "1.5"), ("critic_pool", "1", "1")]
 
 
-def test_text_for_a_file_is_left_as_it_is() -> None:
+def test_text_for_a_file_is_not_wrapped() -> None:
     assert fit("a  b\n" * 50, None) == "a  b\n" * 50
 
 
@@ -29,7 +29,7 @@ def test_a_path_is_never_cut() -> None:
     ]
 
 
-def test_a_table_that_fits_stands_in_columns() -> None:
+def test_a_table_that_fits_is_drawn_in_columns() -> None:
     assert draw_table(ROWS, 40) == [
         "pool         processes  CPUs",
         "main         2          1.5",
@@ -76,7 +76,7 @@ with open(sys.argv[1], "w") as file:
         '"$@" <&- >&- 2>&-',
     ],
 )
-def test_a_program_outlives_a_console_that_cannot_print(shell: str, tmp_path: Path) -> None:
+def test_a_program_survives_a_console_that_cannot_print(shell: str, tmp_path: Path) -> None:
     program = [sys.executable, "-c", PRINTS, tmp_path / "file"]
     done = subprocess.run(
         ["bash", "-c", shell, "bash", *program],
@@ -90,7 +90,7 @@ def test_a_program_outlives_a_console_that_cannot_print(shell: str, tmp_path: Pa
     assert set(done.stdout + done.stderr) <= set("\u2016\\u2016\n")
 
 
-def test_control_characters_are_written_out() -> None:
+def test_control_characters_are_escaped() -> None:
     name = "a\x1b[2J\rb\x9b"
     assert fit(f"{name}\n\tc", None) == "a\\x1b[2J\\x0db\\x9b\n\tc"
     assert draw_table([["metric"], [name]]) == ["metric", "a\\x1b[2J\\x0db\\x9b"]

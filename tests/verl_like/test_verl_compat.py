@@ -63,12 +63,12 @@ def drive(resource_pool, ray_worker_group_cls, wrap) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_it_runs_locally(size: int) -> None:
+def test_a_verl_driver_runs_locally(size: int) -> None:
     drive(verl_like.ResourcePool([size]), LocalWorkerGroup, lambda cls: cls)
 
 
 @pytest.mark.ray
-def test_it_runs_on_ray(ray_session) -> None:
+def test_a_verl_driver_runs_on_ray(ray_session) -> None:
     import ray
 
     pool = RayResourcePool(

@@ -15,7 +15,7 @@ from verl_like import Worker
 from verl_like.errors import BatchError
 
 
-def test_every_name_is_here() -> None:
+def test_every_imported_name_exists() -> None:
     for imports in MODULES.values():
         for source, names in imports.items():
             module = importlib.import_module(source)
@@ -24,7 +24,7 @@ def test_every_name_is_here() -> None:
         assert all(hasattr(importlib.import_module("verl_like"), ours) for ours in names.values())
 
 
-def test_the_alias_gives_our_names(tmp_path: Path) -> None:
+def test_the_alias_package_exports_our_names(tmp_path: Path) -> None:
     write_alias(tmp_path)
     path = tmp_path / "verl" / "single_controller" / "base" / "__init__.py"
     space: dict[str, object] = {}
@@ -33,7 +33,7 @@ def test_the_alias_gives_our_names(tmp_path: Path) -> None:
     assert "verl" not in sys.modules
 
 
-def test_a_name_that_is_not_here_fails_where_it_is_called() -> None:
+def test_a_missing_name_raises_when_it_is_called() -> None:
     absent = absent_names("verl.utils", ["verl.utils.device"])
     call = absent("shared_memory")
     with pytest.raises(NotImplementedError, match=r"verl\.utils\.shared_memory is not here"):
@@ -42,7 +42,7 @@ def test_a_name_that_is_not_here_fails_where_it_is_called() -> None:
         absent("device")
 
 
-def test_a_refusal_counts_where_an_assertion_is_expected() -> None:
+def test_our_errors_count_as_assertion_errors() -> None:
     raises = refusals_are_assertions(pytest.raises)
     with raises(AssertionError, match="in other words"):
         raise BatchError("refused")
@@ -50,7 +50,7 @@ def test_a_refusal_counts_where_an_assertion_is_expected() -> None:
         raise BatchError("refused")
 
 
-def test_a_report_is_counted(tmp_path: Path) -> None:
+def test_read_report_counts_passed_and_other_tests(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
         '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="wrong\n'

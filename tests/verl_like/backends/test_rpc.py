@@ -72,7 +72,7 @@ def make(requests: Requests, method: str, *args: object) -> Any:
     return requests.ask("concurrent", call, ())
 
 
-def test_calls_are_answered_with_payload_and_header(endpoint: Endpoint) -> None:
+def test_calls_return_payload_and_header_or_an_error(endpoint: Endpoint) -> None:
     requests = connect(endpoint)
     for number in range(5):
         assert make(requests, "give", number).result(LIMIT_S) == ((number,), "header")
@@ -87,7 +87,7 @@ def test_calls_are_answered_with_payload_and_header(endpoint: Endpoint) -> None:
     assert make(requests, "give", 5).result(LIMIT_S) == ((5,), "header")
 
 
-def test_a_request_does_not_wait_for_one_that_is_under_way(endpoint: Endpoint, host: Any) -> None:
+def test_a_request_does_not_wait_for_a_running_one(endpoint: Endpoint, host: Any) -> None:
     requests = connect(endpoint)
     held = [make(requests, "hold", number) for number in range(3)]
     assert requests.ask("stacks").result(LIMIT_S) == "idle"
@@ -96,7 +96,7 @@ def test_a_request_does_not_wait_for_one_that_is_under_way(endpoint: Endpoint, h
     assert [future.result(LIMIT_S)[0] for future in held] == [(0,), (1,), (2,)]
 
 
-def test_a_process_that_is_gone_is_told_in_the_middle_of_a_request_and_before_one() -> None:
+def test_a_dead_process_is_reported_during_and_before_a_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], b"0" * 16)
         requests = connect(endpoint)
@@ -111,7 +111,7 @@ def test_a_process_that_is_gone_is_told_in_the_middle_of_a_request_and_before_on
         connect(endpoint)
 
 
-def test_a_driver_that_goes_ends_the_answering_thread(endpoint: Endpoint) -> None:
+def test_the_serving_thread_ends_when_the_driver_disconnects(endpoint: Endpoint) -> None:
     def num_answering() -> int:
         return sum(thread.name == "pipe" for thread in threading.enumerate())
 
@@ -124,7 +124,9 @@ def test_a_driver_that_goes_ends_the_answering_thread(endpoint: Endpoint) -> Non
         ours.detach()
 
 
-def test_strangers_keep_nobody_waiting(endpoint: Endpoint, stack: ExitStack) -> None:
+def test_connections_without_a_key_do_not_delay_the_driver(
+    endpoint: Endpoint, stack: ExitStack
+) -> None:
     for _ in range(50):
         stranger(endpoint, stack)
     began = time.monotonic()
@@ -132,7 +134,7 @@ def test_strangers_keep_nobody_waiting(endpoint: Endpoint, stack: ExitStack) -> 
     assert time.monotonic() - began < rpc.KEY_S / 2, "they have so long each"
 
 
-def test_a_key_that_comes_in_pieces_is_a_key(endpoint: Endpoint, stack: ExitStack) -> None:
+def test_a_key_may_arrive_in_pieces(endpoint: Endpoint, stack: ExitStack) -> None:
     connection = stranger(endpoint, stack)
     for byte in endpoint.key:
         connection.sendall(bytes([byte]))
@@ -142,7 +144,7 @@ def test_a_key_that_comes_in_pieces_is_a_key(endpoint: Endpoint, stack: ExitStac
 
 
 @pytest.mark.parametrize("sent", [b"", b"0123", b"0" * 16, b"\0" * 1000])
-def test_who_sends_another_key_or_half_of_it_is_turned_away(
+def test_a_wrong_or_partial_key_is_rejected(
     endpoint: Endpoint, stack: ExitStack, sent: bytes
 ) -> None:
     connection = stranger(endpoint, stack)
@@ -154,14 +156,14 @@ def test_who_sends_another_key_or_half_of_it_is_turned_away(
     assert connect(endpoint).ask("stacks").result(LIMIT_S) == "idle"
 
 
-def test_who_says_nothing_is_let_go_in_time(
+def test_a_silent_connection_is_closed_after_a_timeout(
     host: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc, "KEY_S", 0.1)
     assert stranger(rpc.listen("127.0.0.1", host), stack).recv(1) == b""
 
 
-def test_nobody_else_is_let_in_once_the_driver_has_come(endpoint: Endpoint) -> None:
+def test_only_one_driver_can_connect(endpoint: Endpoint) -> None:
     requests = connect(endpoint)
     assert requests.ask("stacks").result(LIMIT_S) == "idle"
     with pytest.raises(WorkerDiedError, match="refused"):

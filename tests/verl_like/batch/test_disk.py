@@ -15,7 +15,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 
 
-def test_a_file_brings_back_types_exactly(tmp_path):
+def test_a_file_keeps_types_exactly(tmp_path):
     data = of_every_dtype()
     objects = [
         [1, -(2**70), 1.5, float("inf"), True, None, "ü\ud800"],
@@ -66,7 +66,7 @@ def test_empty_batches_survive_a_file(data, tmp_path):
     assert (back.batch is None) == (data.batch is None)
 
 
-def test_two_columns_over_one_memory_survive_a_file(tmp_path):
+def test_columns_that_share_memory_survive_a_file(tmp_path):
     shared = torch.arange(8).reshape(4, 2)
     data = DataProto.from_dict({"a": shared, "b": shared, "c": shared[:, 0]})
     data.save_to_disk(tmp_path / "batch")
@@ -88,7 +88,7 @@ class Opaque:
         (1 << 5000, "int"),
     ],
 )
-def test_an_object_that_json_cannot_hold_is_refused_by_column_and_row(value, named, tmp_path):
+def test_an_object_that_json_cannot_encode_is_rejected_with_its_place(value, named, tmp_path):
     with pytest.raises(BatchError, match=f"'extra', row 1: .*{named}"):
         DataProto.from_dict(None, {"extra": ["fine", value]}).save_to_disk(tmp_path / "batch")
     with pytest.raises(BatchError, match=rf"meta_info\['key'\]: .*{named}"):
@@ -96,14 +96,14 @@ def test_an_object_that_json_cannot_hold_is_refused_by_column_and_row(value, nam
     assert os.listdir(tmp_path) == []
 
 
-def test_what_refers_to_itself_is_refused(tmp_path):
+def test_an_object_that_contains_itself_is_rejected(tmp_path):
     loop = []
     loop.append(loop)
     with pytest.raises(BatchError, match="'extra', row 0"):
         DataProto.from_dict(None, {"extra": [loop]}).save_to_disk(tmp_path / "batch")
 
 
-def test_dtypes_that_a_file_cannot_hold_are_refused_by_name(tmp_path):
+def test_dtypes_that_a_file_cannot_store_are_rejected_by_name(tmp_path):
     records = DataProto(non_tensor_batch={"pairs": np.zeros(2, dtype="i4,f8")})
     with pytest.raises(BatchError, match="'pairs' has dtype"):
         records.save_to_disk(tmp_path / "batch")
@@ -113,7 +113,7 @@ def test_dtypes_that_a_file_cannot_hold_are_refused_by_name(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path):
+def test_a_failed_save_keeps_the_old_file(tmp_path):
     path = tmp_path / "batch"
     of_every_dtype().save_to_disk(path)
     with pytest.raises(BatchError):
@@ -131,7 +131,7 @@ class RunsCode:
         return open, (str(self.path), "w")
 
 
-def test_loading_a_pickle_runs_nothing(tmp_path):
+def test_loading_a_pickle_runs_no_code(tmp_path):
     (tmp_path / "evil").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
     with pytest.raises(BatchError, match="not a batch file"):
         DataProto.load_from_disk(tmp_path / "evil")
@@ -139,7 +139,7 @@ def test_loading_a_pickle_runs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 3, 7, 100, 0.5, 0.9, -1])
-def test_a_truncated_file_is_refused(kept, tmp_path):
+def test_a_truncated_file_is_rejected(kept, tmp_path):
     of_every_dtype().save_to_disk(tmp_path / "batch")
     content = (tmp_path / "batch").read_bytes()
     num_bytes = int(kept * len(content)) if isinstance(kept, float) else kept
@@ -173,7 +173,7 @@ OBJECTS = {"name": "o", "shape": [3], "dtype": "|O"}
         {"meta_info": {"x": {"!": "int8", "value": [1]}}, "rows": 4},
     ],
 )
-def test_a_document_that_lies_is_refused(change, tmp_path):
+def test_an_inconsistent_document_is_rejected(change, tmp_path):
     path = tmp_path / "batch"
     of_every_dtype().save_to_disk(path)
     stored = load_file(path)
@@ -186,7 +186,7 @@ def test_a_document_that_lies_is_refused(change, tmp_path):
         DataProto.load_from_disk(path)
 
 
-def test_other_safetensors_and_deep_json_are_refused(tmp_path):
+def test_other_safetensors_and_deep_json_are_rejected(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "other")
     deep = torch.frombuffer(bytearray(b"[" * 100_000), dtype=torch.uint8)
     save_file(

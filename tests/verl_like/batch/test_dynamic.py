@@ -40,7 +40,7 @@ def totals(rows: list[list[int]], lengths: list[int] = LENGTHS) -> list[int]:
 
 
 @pytest.mark.parametrize("batch", [padded(), jagged()], ids=["padded", "jagged"])
-def test_micro_batches_hold_every_row_once_within_the_limit(batch: TensorDict) -> None:
+def test_micro_batches_have_every_row_once_within_the_limit(batch: TensorDict) -> None:
     for limit in (9, 13, 26, 52, 100):
         micro_batches, rows = rearrange_micro_batches(batch, limit)
         assert max(totals(rows)) <= limit
@@ -48,20 +48,20 @@ def test_micro_batches_hold_every_row_once_within_the_limit(batch: TensorDict) -
         assert [part["x"].tolist() for part in micro_batches] == rows
 
 
-def test_a_limit_that_balance_alone_would_pass_is_kept() -> None:
+def test_balancing_never_exceeds_the_limit() -> None:
     lengths = [6, 6, 6]  # 18 tokens are two times 9, and no two rows fit into 9
     _, rows = rearrange_micro_batches(padded(lengths), 9)
     assert len(rows) == 3
 
 
-def test_the_lightest_come_first_and_last() -> None:
+def test_the_lightest_micro_batches_are_first_and_last() -> None:
     _, rows = rearrange_micro_batches(padded([1, 9, 5, 7, 3]), 9, min_num_micro_batch=5)
     assert totals(rows, [1, 9, 5, 7, 3]) == [1, 5, 9, 7, 3]
     _, rows = rearrange_micro_batches(padded(), 26, use_dynamic_bsz_balance=False)
     assert rows == sorted(rows)
 
 
-def test_their_number_obeys_a_minimum_and_a_divisor() -> None:
+def test_the_number_of_micro_batches_obeys_a_minimum_and_a_divisor() -> None:
     assert len(rearrange_micro_batches(padded(), 26)[1]) == 2
     assert len(rearrange_micro_batches(padded(), 26, min_num_micro_batch=5)[1]) == 5
     assert len(rearrange_micro_batches(padded(), 26, num_batches_divided_by=4)[1]) == 4
@@ -82,22 +82,24 @@ def test_groups_stay_together() -> None:
         (50, {"min_num_micro_batch": 11}, "11 micro-batches cannot be made of 10 rows"),
     ],
 )
-def test_what_cannot_be_is_refused(limit: int, options: dict[str, int], words: str) -> None:
+def test_impossible_limits_and_groups_are_rejected(
+    limit: int, options: dict[str, int], words: str
+) -> None:
     with pytest.raises(BatchError, match=words):
         rearrange_micro_batches(padded(), limit, **options)
 
 
-def test_a_batch_without_rows_is_refused() -> None:
+def test_a_batch_without_rows_is_rejected() -> None:
     with pytest.raises(BatchError, match="a batch without rows cannot be split"):
         rearrange_micro_batches(padded()[:0], 26)
 
 
-def test_a_batch_without_lengths_is_refused() -> None:
+def test_a_batch_without_lengths_is_rejected() -> None:
     with pytest.raises(MissingColumnError, match="need the column 'attention_mask'.*has: x"):
         rearrange_micro_batches(padded().exclude("attention_mask"), 26)
 
 
-def test_ranks_of_a_group_agree_on_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank wants three, and accepts the common number."""
     others: Iterator[int] = iter([3, 3])
     monkeypatch.setattr(
@@ -108,7 +110,7 @@ def test_ranks_of_a_group_agree_on_the_number(monkeypatch: pytest.MonkeyPatch) -
     assert len(rearrange_micro_batches(padded(), 26, group, same_micro_num_in_dp=False)[1]) == 2
 
 
-def test_results_come_back_in_the_order_of_the_rows() -> None:
+def test_results_return_to_the_order_of_the_rows() -> None:
     uids = {"uid": [f"u{row}" for row in range(10)]}
     data = DataProto.from_dict(dict(padded().items()), uids, {"temperature": 0.5})
     parts, rows = prepare_dynamic_batch(data, 13)
@@ -119,7 +121,7 @@ def test_results_come_back_in_the_order_of_the_rows() -> None:
     assert restore_dynamic_batch(results, rows).tolist() == [2 * row for row in range(10)]
 
 
-def test_nested_results_come_back_too() -> None:
+def test_nested_results_return_to_the_order_of_the_rows() -> None:
     _, rows = rearrange_micro_batches(jagged(), 13)
     of_rows = [torch.full((LENGTHS[row],), row) for part in rows for row in part]
     restored = restore_dynamic_batch(
@@ -128,6 +130,6 @@ def test_nested_results_come_back_too() -> None:
     assert [row.tolist() for row in restored.unbind()] == [[n] * k for n, k in enumerate(LENGTHS)]
 
 
-def test_results_that_miss_rows_are_refused() -> None:
+def test_results_with_missing_rows_are_rejected() -> None:
     with pytest.raises(BatchError, match="got 2 rows, but index lists of 3 rows"):
         restore_dynamic_batch(torch.zeros(2), [[0, 2], [1]])

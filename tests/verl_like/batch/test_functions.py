@@ -23,7 +23,7 @@ def test_padding_to_a_divisor_cycles_from_the_front():
 
 
 @pytest.mark.parametrize("divisor", [0, -1])
-def test_a_divisor_below_one_is_refused(divisor):
+def test_a_divisor_below_one_is_rejected(divisor):
     with pytest.raises(BatchError, match=f"not {divisor}"):
         pad_dataproto_to_divisor(make(2), divisor)
 

@@ -19,7 +19,7 @@ def every_column_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.uint8])
 @pytest.mark.parametrize("layout", ["plain", "transposed", "no rows", "one dim"])
-def test_the_rows_are_those_of_torch(dtype: torch.dtype, layout: str) -> None:
+def test_copies_and_joins_have_the_rows_of_torch(dtype: torch.dtype, layout: str) -> None:
     plain = torch.arange(12).reshape(4, 3).to(dtype)
     layouts = {"plain": plain, "transposed": plain.T, "no rows": plain[:0], "one dim": plain[:, 1]}
     column = layouts[layout]
@@ -33,14 +33,14 @@ def test_the_rows_are_those_of_torch(dtype: torch.dtype, layout: str) -> None:
             assert made.untyped_storage().data_ptr() != column.untyped_storage().data_ptr()
 
 
-def test_a_gradient_goes_through() -> None:
+def test_copies_and_joins_pass_gradients() -> None:
     column = torch.ones(2, 3, requires_grad=True)
     join_rows([torch.zeros(1, 3), copy_of(column), column]).sum().backward()
     assert column.grad is not None
     assert column.grad.tolist() == [[2.0] * 3] * 2
 
 
-def test_a_block_is_used_again_once_nothing_refers_to_its_column() -> None:
+def test_a_block_is_reused_once_its_column_is_unreferenced() -> None:
     column = torch.arange(STEP_BYTES)
     first = copy_of(column)
     place = first.data_ptr()
@@ -58,7 +58,7 @@ def test_a_block_is_used_again_once_nothing_refers_to_its_column() -> None:
     assert torch.equal(third, column + 2)
 
 
-def test_a_cache_keeps_no_more_than_it_may_and_lends_what_fits() -> None:
+def test_a_cache_keeps_a_limit_and_lends_blocks_that_fit() -> None:
     cache = BlockCache(kept_bytes=3 * STEP_BYTES)
     lent = [cache.lend(STEP_BYTES) for _ in range(5)]
     assert cache.unused_bytes() == 0

@@ -23,7 +23,7 @@ def test_union_adds_in_place_and_returns_self():
     assert set(other.batch.keys()) == {"new", "ids"}
 
 
-def test_union_with_nothing_gives_the_other_side():
+def test_union_with_an_empty_batch_gives_the_other_side():
     assert_same(DataProto().union(make(4, t=1)), make(4, t=1))
     assert_same(make(4, t=1).union(DataProto()), make(4, t=1))
 
@@ -49,14 +49,14 @@ def test_union_with_nothing_gives_the_other_side():
         (DataProto(meta_info={"t": 2}), r"meta_info\['t'\] is 1 and 2"),
     ],
 )
-def test_a_union_in_conflict_says_where_and_changes_nothing(other, said):
+def test_a_conflicting_union_names_the_place_and_changes_nothing(other, said):
     data = make(4, t=1)
     with pytest.raises(BatchError, match=said):
         data.union(other)
     assert_same(data, make(4, t=1))
 
 
-def test_the_free_unions_leave_both_sides_alone():
+def test_the_union_functions_change_neither_side():
     left = TensorDict({"a": torch.zeros(2)}, batch_size=[2])
     merged = union_tensor_dict(left, TensorDict({"b": torch.ones(2)}, batch_size=[2]))
     assert (set(merged.keys()), set(left.keys())) == ({"a", "b"}, {"a"})
@@ -67,7 +67,7 @@ def test_the_free_unions_leave_both_sides_alone():
         union_tensor_dict(left, TensorDict({}, batch_size=[3]))
 
 
-def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_the_metric():
+def test_concat_collects_metrics_into_lists():
     parts = [
         make(1, metrics={"loss": 1.0, "only0": 5}),
         make(1, metrics=[{"loss": 2.0}, {"loss": 3.0}]),
@@ -105,12 +105,12 @@ def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_th
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_named(parts, said):
+def test_concat_names_the_batch_that_does_not_fit(parts, said):
     with pytest.raises(BatchError, match=said):
         DataProto.concat(parts)
 
 
-def test_containers_that_hold_themselves_are_compared():
+def test_containers_that_contain_themselves_are_compared():
     one, other = np.array([None], dtype=object), np.array([None], dtype=object)
     one[0], other[0] = one, other
     assert same_value(one, other)

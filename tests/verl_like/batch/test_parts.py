@@ -13,7 +13,7 @@ from verl_like.batch.protocol import DataProto, Shard
 from verl_like.errors import BatchError
 
 
-def test_length_comes_from_tensors_then_arrays_then_is_zero():
+def test_length_comes_from_tensors_or_arrays_or_is_zero():
     assert len(make(3)) == 3
     assert len(DataProto.from_dict(non_tensors={"uid": ["a", "b"]})) == 2
     assert len(DataProto(TensorDict({}, batch_size=[5]))) == 5
@@ -51,12 +51,12 @@ def test_columns_of_different_lengths_are_named_with_their_lengths():
         (lambda: DataProto.from_tensordict(TensorDict({}, batch_size=[])), r"\(\)"),
     ],
 )
-def test_what_is_no_column_is_refused_by_name(build, said):
+def test_invalid_columns_are_rejected_by_name(build, said):
     with pytest.raises(BatchError, match=said):
         build()
 
 
-def test_a_shard_marks_pad_rows_and_ends_with_the_chunk():
+def test_a_shard_marks_pad_rows_and_derived_batches_have_none():
     chunk = make(4)
     assert (chunk.num_real_rows, chunk.pad_mask.tolist()) == (4, [False] * 4)
     chunk.shard = Shard(index=1, count=2, start=4, rows=3, total=7)
@@ -81,7 +81,7 @@ def test_a_shard_marks_pad_rows_and_ends_with_the_chunk():
     assert chunk.reorder([3, 2, 1, 0]).shard is None
 
 
-def test_the_texts_name_the_columns(capsys):
+def test_repr_and_data_info_name_the_columns(capsys):
     data = make(2, t=1.0)
     assert repr(data) == "DataProto(2 rows; columns: ids, score, uid, weight; meta: t)"
     for line in ("ids: (2, 2) torch.int64 on cpu", "uid: (2,) object", "t: float"):

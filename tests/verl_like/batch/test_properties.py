@@ -160,7 +160,7 @@ def test_unfold_undoes_fold(data, choose):
 
 @quick
 @given(batches(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_every_operation_on_ragged_columns_is_that_on_their_rectangles(data, times, random):
+def test_operations_on_ragged_columns_match_their_rectangles(data, times, random):
     order = list(range(len(data)))
     random.shuffle(order)
     operations = [
@@ -204,7 +204,7 @@ def test_pickle_keeps_everything(protocol, data):
 
 @quick
 @given(batches())
-def test_pickle_with_buffers_outside_keeps_everything(data):
+def test_pickle_with_out_of_band_buffers_keeps_everything(data):
     buffers = []
     head = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     assert_same(pickle.loads(head, buffers=[bytes(buffer.raw()) for buffer in buffers]), data)

@@ -18,7 +18,7 @@ def test_from_single_dict_sorts_by_type():
     assert data.meta_info == {"t": 1}
 
 
-def test_select_takes_columns_and_leaves_the_batch_alone():
+def test_select_takes_columns_and_does_not_change_the_batch():
     data = make(4, t=1, k=2)
     picked = data.select(["ids"], ["uid"], ["t"])
     assert list(picked.batch.keys()) == ["ids"]
@@ -65,7 +65,7 @@ def test_rename_keeps_the_order_and_can_swap():
         (lambda d: d.unfold_column_chunks(2, ["idss"]), "Did you mean 'ids'"),
     ],
 )
-def test_a_missing_column_offers_the_nearest_names(call, said):
+def test_a_missing_column_suggests_the_nearest_name(call, said):
     data = make(4, temperature=1.0)
     with pytest.raises(MissingColumnError, match=said):
         call(data)
@@ -81,7 +81,7 @@ def test_a_missing_column_offers_the_nearest_names(call, said):
         (None, None, "both sides"),
     ],
 )
-def test_rename_refuses_names_that_do_not_pair(old, new, said):
+def test_rename_rejects_names_that_do_not_pair(old, new, said):
     with pytest.raises(BatchError, match=said):
         make(4).rename(old, new)
 
@@ -93,7 +93,7 @@ def test_to_moves_in_place():
     assert DataProto().to("cpu").batch is None
 
 
-def test_copies_share_as_much_as_they_say():
+def test_a_copy_shares_tensors_and_a_deep_copy_shares_nothing():
     data = DataProto.from_dict({"a": torch.zeros(1)}, {"o": [[1]]}, {"m": [1]})
     shared, deep = copy.copy(data), copy.deepcopy(data)
     shared.batch["new"] = torch.zeros(1)

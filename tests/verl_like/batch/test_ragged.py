@@ -14,7 +14,7 @@ def column(**options) -> Ragged:
     return Ragged.from_rows([torch.tensor([5, 6]), torch.tensor([7])], 3, **options)
 
 
-def test_it_stands_for_a_rectangle():
+def test_a_ragged_column_represents_a_rectangle():
     assert column().padded().tolist() == [[5, 6, 0], [7, 0, 0]]
     assert column(at_end=True, fill=9).padded().tolist() == [[9, 5, 6], [9, 9, 7]]
     assert (column().shape, column().dtype, len(column())) == ((2, 3), torch.int64, 2)
@@ -22,7 +22,7 @@ def test_it_stands_for_a_rectangle():
     assert column(at_end=True).like(rectangle).values.tolist() == [1, 2, 5]
 
 
-def test_a_row_may_have_several_spans_and_a_value_dims_of_its_own():
+def test_rows_may_have_several_spans_and_values_more_dims():
     values = torch.arange(10.0).view(5, 2).requires_grad_()
     pairs = Ragged(values, torch.tensor([[2, 0], [1, 2]]), 3)
     assert pairs.shape == (2, 2, 3, 2)
@@ -35,7 +35,7 @@ def test_a_row_may_have_several_spans_and_a_value_dims_of_its_own():
     assert values.grad.eq(1).all()
 
 
-def test_picked_rows_are_those_of_the_rectangle_and_no_others_are_cut(monkeypatch):
+def test_index_select_matches_the_rectangle_and_cuts_no_other_rows(monkeypatch):
     lengths = torch.arange(7) % 4
     longer = Ragged(torch.arange(int(lengths.sum())), lengths, 5, torch.arange(7) % 2, fill=-1)
     pairs = Ragged(torch.arange(6), torch.tensor([[2, 0], [1, 1], [0, 2]]), 3)
@@ -59,12 +59,12 @@ def test_picked_rows_are_those_of_the_rectangle_and_no_others_are_cut(monkeypatc
         (lambda: Ragged(torch.zeros(2), torch.tensor([2]), 1), "width of 1"),
     ],
 )
-def test_spans_that_do_not_fit_are_refused(build, said):
+def test_spans_that_do_not_fit_are_rejected(build, said):
     with pytest.raises(BatchError, match=said):
         build()
 
 
-def test_a_batch_keeps_it_until_somebody_asks_for_the_rectangles():
+def test_a_batch_keeps_ragged_columns_until_rectangles_are_requested():
     data = DataProto.from_dict({"ids": column(), "index": torch.arange(2)}, {"uid": ["a", "b"]})
     assert isinstance(data.column("ids"), Ragged)
     assert data.padded("ids").tolist() == [[5, 6, 0], [7, 0, 0]]
@@ -87,7 +87,7 @@ def test_columns_are_set_in_place_and_checked():
         data.column("mores")
 
 
-def test_a_batch_of_ragged_columns_alone_knows_its_rows():
+def test_a_batch_with_only_ragged_columns_knows_its_rows():
     data = DataProto.from_dict({"ids": column()})
     assert len(data) == 2
     assert len(data.select([])) == 2
@@ -97,7 +97,7 @@ def test_a_batch_of_ragged_columns_alone_knows_its_rows():
     assert len(DataProto().union(DataProto.from_dict({"ids": column()}))) == 2
 
 
-def test_columns_of_other_widths_are_not_concatenated():
+def test_columns_of_different_widths_are_not_concatenated():
     wide = Ragged.from_rows([torch.tensor([1])], 4)
     with pytest.raises(BatchError, match=r"\(1, 4\) in part 1, but torch.int64 \(2, 3\)"):
         DataProto.concat([DataProto.from_dict({"ids": c}) for c in (column(), wide)])

@@ -56,7 +56,7 @@ def test_an_index_picks_the_same_rows_of_every_column(index, rows):
         (torch.tensor(1), "one dim"),
     ],
 )
-def test_an_index_that_fits_no_rows_says_why(index, said):
+def test_an_invalid_index_is_rejected_with_the_reason(index, said):
     with pytest.raises(BatchError, match=said):
         make(4)[index]
 
@@ -75,13 +75,13 @@ def test_chunk_is_balanced(rows, chunks, sizes):
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_counts_below_one_are_refused(count):
+def test_counts_below_one_are_rejected(count):
     for call in (make(2).chunk, make(2).split, make(2).unfold_column_chunks):
         with pytest.raises(BatchError, match=f"not {count}"):
             call(count)
 
 
-def test_repeat_may_leave_no_row():
+def test_repeat_zero_times_leaves_no_row():
     assert len(make(2).repeat(0)) == len(make(2).repeat(0, interleave=False)) == 0
     with pytest.raises(BatchError, match="not -1"):
         make(2).repeat(-1)
@@ -90,7 +90,7 @@ def test_repeat_may_leave_no_row():
 @pytest.mark.parametrize(
     "counts", [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1]), torch.tensor([2, 0, 1])]
 )
-def test_sample_level_repeat_counts_per_row(counts):
+def test_sample_level_repeat_repeats_each_row_by_its_count(counts):
     assert uids(make(3).sample_level_repeat(counts)) == ["0-0", "0-0", "2-0"]
 
 
@@ -109,7 +109,7 @@ def test_unfold_column_chunks_turns_dim_1_into_rows():
         make(2).unfold_column_chunks(3, ["ids"])
 
 
-def test_reorder_wants_a_permutation():
+def test_reorder_needs_a_permutation():
     assert uids(make(3).reorder([2, 0, 1])) == ["2-0", "0-0", "1-0"]
     with pytest.raises(BatchError, match="each of the 3 rows once"):
         make(3).reorder([0, 0, 1])
@@ -148,7 +148,7 @@ def test_padding_appends_copies_of_the_last_or_first_row():
             make(rows).padding(size, candidate)
 
 
-def test_unfold_column_chunks_cuts_the_lists_of_an_object_column():
+def test_unfold_column_chunks_splits_the_lists_of_an_object_column():
     labels = [["a1", "a2"], ["b1", "b2", "b3", "b4"]]
     data = DataProto.from_dict({"x": torch.arange(2)}, {"labels": labels, "uid": ["a", "b"]})
     cut = data.unfold_column_chunks(2, ["labels"])
@@ -158,7 +158,7 @@ def test_unfold_column_chunks_cuts_the_lists_of_an_object_column():
 
 
 @pytest.mark.parametrize(("bad", "words"), [(["b1"], "a list of 1"), (7, "a int 7")])
-def test_an_object_that_does_not_divide_is_named_by_its_row(bad, words):
+def test_a_list_that_does_not_divide_is_rejected_with_its_row(bad, words):
     data = DataProto.from_dict(non_tensors={"labels": [["a1", "a2"], bad]})
     with pytest.raises(BatchError, match=f"row 1 of column 'labels' is {words}: .* 2 chunks"):
         data.unfold_column_chunks(2, ["labels"])

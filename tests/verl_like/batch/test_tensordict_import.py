@@ -21,7 +21,7 @@ assert torch.equal(compiled(batch), work(batch))
 """
 
 
-def test_the_compiler_is_not_loaded_before_it_is_used() -> None:
+def test_code_with_tensordicts_can_be_compiled() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
     )

@@ -45,11 +45,11 @@ def assert_equal(one: TensorDict, other: TensorDict) -> None:
             assert one[name] == other[name]
 
 
-def test_every_kind_of_column_comes_back() -> None:
+def test_every_kind_of_column_survives_the_round_trip() -> None:
     assert_equal(TensorDictRows.of(make()).to_tensordict(), make())
 
 
-def test_a_pickle_keeps_it() -> None:
+def test_every_kind_of_column_survives_a_pickle() -> None:
     buffers: list[pickle.PickleBuffer] = []
     rows = TensorDictRows.of(make())
     pickled = pickle.dumps(rows, protocol=5, buffer_callback=buffers.append)
@@ -57,7 +57,7 @@ def test_a_pickle_keeps_it() -> None:
     assert_equal(pickle.loads(pickle.dumps(rows)).to_tensordict(), make())
 
 
-def test_chunks_are_padded_and_join_again() -> None:
+def test_chunks_are_padded_and_can_be_joined() -> None:
     chunks = split_rows(TensorDictRows.of(make()), 2)
     last = chunks[1].to_tensordict()
     assert last.batch_size == (3,)
@@ -78,7 +78,7 @@ def test_a_copy_shares_no_nested_memory() -> None:
     assert_equal(copied.to_tensordict(), make())
 
 
-def test_of_joined_chunks_the_first_has_the_entries() -> None:
+def test_joined_chunks_have_the_entries_of_the_first() -> None:
     one, other = (TensorDict({"m": NonTensorData(n)}, batch_size=[]) for n in (1, 2))
     joined = join_chunks([TensorDictRows.of(one), TensorDictRows.of(other)])
     assert joined.to_tensordict()["m"] == 1
@@ -90,7 +90,7 @@ def test_a_tensor_needs_rows() -> None:
         TensorDictRows.of(TensorDict({"x": torch.ones(2)}, batch_size=[]))
 
 
-def test_nested_tensors_of_the_strided_layout_are_refused_with_a_way_out() -> None:
+def test_strided_nested_tensors_are_rejected_with_an_alternative() -> None:
     strided = torch.nested.nested_tensor([torch.ones(n, n + 1) for n in LENGTHS])
     with pytest.raises(BatchError, match=r"'images' is a nested.*layout=torch.jagged"):
         TensorDictRows.of(TensorDict({"images": strided}, batch_size=[5]))

@@ -8,7 +8,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 
 
-def test_a_tensordict_and_back_keeps_rows_of_objects_and_meta():
+def test_a_tensordict_round_trip_keeps_objects_and_meta():
     data = DataProto.from_dict(
         {"a": torch.zeros(3)},
         {"o": [[1, 2], {"k": None}, "x"]},
@@ -21,7 +21,7 @@ def test_a_tensordict_and_back_keeps_rows_of_objects_and_meta():
     assert_same(DataProto.from_tensordict(objects_only.to_tensordict()), objects_only)
 
 
-def test_a_tensordict_needs_different_names():
+def test_columns_and_meta_need_different_names_in_a_tensordict():
     for clashing in (
         DataProto.from_dict({"a": torch.zeros(1)}, {"a": ["x"]}),
         DataProto.from_dict({"a": torch.zeros(1)}, meta_info={"a": 1}),

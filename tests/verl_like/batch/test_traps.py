@@ -35,7 +35,7 @@ def make(rows=4, **meta):
         lambda d: d.select(deepcopy=True),
     ],
 )
-def test_writing_into_picked_rows_leaves_the_batch_alone(pick):
+def test_writing_into_selected_rows_does_not_change_the_batch(pick):
     data = DataProto.from_dict(
         {"a": torch.zeros(4, 2)}, {"uid": list("wxyz"), "n": np.zeros((4, 2))}
     )
@@ -59,7 +59,7 @@ def test_new_columns_of_a_selection_do_not_appear_in_the_batch():
     assert list(data.non_tensor_batch) == ["uid"]
 
 
-def test_building_a_batch_leaves_the_callers_dicts_alone():
+def test_a_new_batch_does_not_change_the_callers_dicts():
     tensors, non_tensors, meta = {"a": torch.zeros(2)}, {"uid": ["x", "y"]}, {"t": 1}
     data = DataProto.from_dict(tensors, non_tensors, meta, auto_padding=True)
     data.batch["b"], data.non_tensor_batch["c"], data.meta_info["d"] = (
@@ -70,7 +70,7 @@ def test_building_a_batch_leaves_the_callers_dicts_alone():
     assert (list(tensors), non_tensors, meta) == (["a"], {"uid": ["x", "y"]}, {"t": 1})
 
 
-def test_methods_in_place_leave_the_callers_tensordict_alone():
+def test_in_place_methods_do_not_change_the_callers_tensordict():
     given = TensorDict({"a": torch.zeros(2)}, batch_size=[2])
     DataProto(given).union(DataProto.from_dict({"b": torch.zeros(2)}))
     DataProto(given).rename("a", "z")

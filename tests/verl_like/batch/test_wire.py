@@ -20,7 +20,7 @@ def out_of_band(data):
     return head, buffers
 
 
-def test_tensors_and_numeric_arrays_leave_the_pickle():
+def test_tensors_and_numeric_arrays_are_out_of_band():
     data = DataProto.from_dict(
         {"a": torch.rand(1000, 100), "b": torch.zeros(1000).bfloat16()},
         {"n": np.zeros(1000), "uid": ["x"] * 1000},
@@ -41,7 +41,7 @@ def test_every_dtype_survives_read_only_buffers_without_a_warning(rows):
     assert [column.dtype for column in tensors_of(back.batch).values()] == DTYPES
 
 
-def test_loading_copies_nothing_large_and_a_writable_copy_copies_everything():
+def test_loading_shares_memory_and_a_writable_copy_shares_none():
     memory = bytearray(of_every_dtype(3000).batch["torch.float32"].numpy().tobytes())
     data = DataProto.from_dict({"a": torch.rand(3000, 2)}, {"n": np.zeros(3000)}, {"t": 1})
     head, buffers = out_of_band(data)
@@ -70,7 +70,7 @@ def test_loading_copies_nothing_large_and_a_writable_copy_copies_everything():
         torch.nn.Parameter(torch.ones(4)),
     ],
 )
-def test_any_layout_of_tensor_travels(column, tmp_path):
+def test_any_layout_of_a_tensor_survives_pickle_and_disk(column, tmp_path):
     data = DataProto.from_dict({"a": column}, {"n": np.arange(8).reshape(2, 4).T})
     for protocol in (4, 5):
         assert_same(pickle.loads(pickle.dumps(data, protocol=protocol)), data)
@@ -80,7 +80,7 @@ def test_any_layout_of_tensor_travels(column, tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_padding_does_not_travel_and_comes_back_bit_for_bit(dtype, protocol, tmp_path):
+def test_padding_is_not_stored_and_is_restored_bit_for_bit(dtype, protocol, tmp_path):
     rows = [(torch.randn(row % 40 + 1) * 100).to(dtype) for row in range(64)]
     names = {f"{at_end}": Ragged.from_rows(rows, 4096, at_end=at_end) for at_end in (False, True)}
     data = DataProto.from_dict(names)
@@ -92,7 +92,7 @@ def test_padding_does_not_travel_and_comes_back_bit_for_bit(dtype, protocol, tmp
     assert_same(DataProto.load_from_disk(tmp_path / "batch"), data)
 
 
-def test_objects_meta_and_shard_travel_by_pickle():
+def test_objects_meta_and_shard_survive_a_pickle():
     data = DataProto.from_dict(
         None, {"o": [{"x": (1, {2})}, torch.ones(2)]}, {"m": torch.zeros(1), "d": {"k": [None]}}
     )
@@ -103,6 +103,6 @@ def test_objects_meta_and_shard_travel_by_pickle():
     assert back.batch is None
 
 
-def test_rows_without_columns_travel():
+def test_rows_without_columns_survive_a_pickle():
     data = DataProto(TensorDict({}, batch_size=[7]))
     assert len(pickle.loads(pickle.dumps(data))) == 7

@@ -58,7 +58,7 @@ def header(rank: int, error: Exception | None = None) -> Header:
     return Header("actor", "update", rank, 1000 + rank, 0.0, 1.0, 0.5, error=said)
 
 
-def test_the_words_on_a_call_that_hangs_fit_a_screen_and_name_the_odd_rank_first() -> None:
+def test_a_hang_report_fits_a_screen_and_starts_with_the_odd_rank() -> None:
     with pytest.raises(WaitTimeoutError) as caught:
         Ranks({7: header(7)}).call().get(timeout=0.0)
     lines = str(caught.value).splitlines()
@@ -75,7 +75,7 @@ def test_the_words_on_a_call_that_hangs_fit_a_screen_and_name_the_odd_rank_first
     ]
 
 
-def test_stacks_that_all_differ_are_shown_as_far_as_they_can_be_read() -> None:
+def test_only_a_few_different_stacks_are_shown() -> None:
     class Apart(Ranks):
         def stacks(self, seconds: float) -> dict[int, str]:
             return {rank: STACK.format(f"all_reduce  # {rank}") for rank in range(NUM_RANKS)}
@@ -87,7 +87,7 @@ def test_stacks_that_all_differ_are_shown_as_far_as_they_can_be_read() -> None:
     assert shown[-1] == "--- 1016 other stacks, of rank 8-1023"
 
 
-def test_of_a_thousand_ranks_that_fail_each_for_itself_the_first_are_told() -> None:
+def test_only_the_first_of_a_thousand_failures_are_shown() -> None:
     failed = {rank: header(rank, ValueError(f"rows of rank {rank}")) for rank in range(NUM_RANKS)}
     with pytest.raises(ValueError, match="rows of rank 0") as caught:
         Ranks(failed).call().get()

@@ -28,19 +28,19 @@ def test_the_first_call_has_the_whole_deadline() -> None:
     assert times_of(20.0, 20.0, 20.0).limit_s("actor.update_critic", 0, LIMITS) == 7200.0
 
 
-def test_until_the_median_is_known_a_call_is_late_at_ten_times_the_slowest_one() -> None:
+def test_the_first_calls_are_late_at_ten_times_the_slowest() -> None:
     assert times_of(20.0).limit_s("actor.update_actor", 0, LIMITS) == 200.0
     assert times_of(20.0, 30.0).limit_s("actor.update_actor", 0, LIMITS) == 300.0
     assert times_of(0.1).limit_s("actor.update_actor", 0, LIMITS) == 60.0
 
 
-def test_a_first_call_of_few_rows_or_none_does_not_make_the_second_late() -> None:
+def test_a_small_first_call_does_not_make_the_second_late() -> None:
     assert times_of(20.0, rows=2).limit_s("actor.update_actor", 16, LIMITS) == 1600.0
     assert times_of(0.1, rows=1).limit_s("actor.update_actor", 400, LIMITS) == 400.0
     assert times_of(0.1, rows=0).limit_s("actor.update_actor", 16, LIMITS) == 7200.0
 
 
-def test_a_call_is_late_at_ten_times_its_median_between_the_floor_and_the_deadline() -> None:
+def test_a_call_is_late_at_ten_times_its_median_within_bounds() -> None:
     assert times_of(20.0, 900.0, 21.0).limit_s("actor.update_actor", 0, LIMITS) == 210.0
     assert times_of(0.1, 0.1, 0.1).limit_s("actor.update_actor", 0, LIMITS) == 60.0
     assert times_of(2e3, 2e3, 2e3).limit_s("actor.update_actor", 0, LIMITS) == 7200.0
@@ -48,11 +48,11 @@ def test_a_call_is_late_at_ten_times_its_median_between_the_floor_and_the_deadli
     assert times_of(1.0, 1.0, 1.0).limit_s("actor.update_actor", 0, short) == 30.0
 
 
-def test_the_median_is_of_the_last_calls() -> None:
+def test_the_median_covers_only_recent_calls() -> None:
     assert times_of(*[7.0] * 30, *[50.0] * 25).limit_s("actor.update_actor", 0, LIMITS) == 500.0
 
 
-def test_more_rows_than_usual_have_more_time_and_fewer_have_no_less() -> None:
+def test_more_rows_get_more_time_and_fewer_rows_no_less() -> None:
     times = times_of(20.0, 20.0, 20.0, rows=8)
     assert times.limit_s("actor.update_actor", 80, LIMITS) == 2000.0
     assert times.limit_s("actor.update_actor", 4, LIMITS) == 200.0
@@ -61,9 +61,7 @@ def test_more_rows_than_usual_have_more_time_and_fewer_have_no_less() -> None:
 
 @pytest.mark.parametrize("slowest", [5.9, 6.0, 6.1, 30.0])
 @pytest.mark.parametrize("rows", [0, 3, 4, 5, 12])
-def test_the_limit_is_that_of_the_medians_whether_or_not_they_are_looked_at(
-    slowest: float, rows: int
-) -> None:
+def test_the_limit_matches_the_medians(slowest: float, rows: int) -> None:
     times, seconds = CallTimes(), [0.5, slowest, slowest]
     for took, of_rows in zip(seconds, (8, 4, 4), strict=True):
         times.add("a", took, of_rows)
@@ -72,7 +70,7 @@ def test_the_limit_is_that_of_the_medians_whether_or_not_they_are_looked_at(
     assert times.limit_s("a", rows, LIMITS) == limit
 
 
-def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
+def test_a_hanging_call_is_late_by_the_times_of_its_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = fake_group(1)
@@ -87,7 +85,7 @@ def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
         group.echo(batch)
 
 
-def test_the_first_call_of_a_method_is_not_said_to_be_late_while_it_is_waited_for(
+def test_the_warning_says_when_a_call_is_the_first_of_its_method(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = fake_group(1)

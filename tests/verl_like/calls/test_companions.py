@@ -17,7 +17,7 @@ from verl_like.errors import WorkerDiedError
 
 
 @pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
-def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
+def test_a_dead_or_stopped_idle_worker_ends_the_wait_for_another(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -58,7 +58,7 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         assert time.monotonic() - began < 20
 
 
-def test_a_worker_that_is_stopped_within_a_call_is_given_up(
+def test_a_worker_that_is_stopped_during_a_call_counts_as_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rpc, "STOPPED_S", 0.5)

@@ -50,24 +50,24 @@ def test_likely_cause_reads_stacks() -> None:
         "    with self._lock:\n",
     ],
 )
-def test_a_rank_at_a_lock_is_said_to_wait_for_one(inner: str) -> None:
+def test_the_likely_cause_names_ranks_that_wait_for_a_lock(inner: str) -> None:
     stack = f'thread MainThread:\nFile "/code/a.py", line 7, in take\n{inner}'
     cause = likely_cause({0: stack, 1: "idle: no call is running"}, [0])
     assert "rank 0 in take, a.py:7 waits for a lock, an event or a queue" in cause
 
 
-def test_ranks_that_follow_each_other_are_one_span() -> None:
+def test_consecutive_ranks_are_one_span() -> None:
     assert describe_ranks([3]) == "rank 3"
     assert describe_ranks([2, 1]) == "rank 1, 2"
     assert describe_ranks([*range(512), *range(513, 1024)]) == "rank 0-511, 513-1023"
     assert describe_ranks(range(0, 100, 2)).endswith(", 28, 30 and 34 more")
 
 
-def test_the_value_of_the_fewest_ranks_comes_first() -> None:
+def test_ranks_alike_starts_with_the_rarest_value() -> None:
     assert ranks_alike({0: "a", 1: "b", 2: "a", 3: "c", 4: "a"}) == [[1], [3], [0, 2, 4]]
 
 
-def test_of_a_thousand_ranks_in_a_collective_the_one_that_is_elsewhere_comes_first() -> None:
+def test_the_odd_rank_of_a_thousand_comes_first() -> None:
     stacks = dict.fromkeys(range(1024), FRAME.format("step", "all_reduce"))
     stacks[512] = FRAME.format("save", "barrier")
     assert likely_cause(stacks, range(1024)) == (
@@ -76,7 +76,7 @@ def test_of_a_thousand_ranks_in_a_collective_the_one_that_is_elsewhere_comes_fir
     )
 
 
-def test_a_thousand_ranks_at_places_of_their_own_are_counted() -> None:
+def test_a_thousand_ranks_in_different_places_are_counted() -> None:
     stacks = {rank: FRAME.format(f"f{rank}", "all_reduce") for rank in range(1024)}
     cause = likely_cause(stacks, range(1024))
     assert cause.endswith("rank 7 in all_reduce (f7, a.py:1) and 1016 more.")
@@ -101,7 +101,7 @@ LOCK = 'File "b.py", line 1, in take\n    lock.acquire()\n'
 WORK = 'File "b.py", line {}, in compute\n    x = x @ y\n'
 
 
-def test_ranks_that_stand_still_and_wait_are_explained_once(
+def test_a_hang_is_explained_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     waits = {0: FRAME.format("f", "barrier"), 1: "idle: no call is running"}
@@ -121,20 +121,20 @@ def test_ranks_that_stand_still_and_wait_are_explained_once(
     ],
     ids=["a rank moves", "a rank computes in one place"],
 )
-def test_who_works_or_waits_for_one_that_does_is_left_alone(
+def test_no_hang_is_reported_while_a_rank_computes(
     first: dict[int, str], second: dict[int, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert watched(first, second, late=[0, 1], caplog=caplog) == []
 
 
-def test_a_gpu_that_waits_for_others_is_in_the_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_show_the_collective_that_a_gpu_waits_in(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 7, "state": "started"}
     entry["process_group"] = ["0", "default_pg"]
     dump = json.dumps({"entries": [entry | {"is_p2p": True}, entry]})
     monkeypatch.setattr(
         torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda **_: dump, raising=False
     )
-    shown = stacks_of_calls(None, test_a_gpu_that_waits_for_others_is_in_the_stacks.__code__)
+    shown = stacks_of_calls(None, test_stacks_show_the_collective_that_a_gpu_waits_in.__code__)
     assert shown == "NCCL: all_reduce, number 7 of group 0 default_pg"
     assert "rank 0 in all_reduce (number 7" in who_waits({0: shown}, [0])
 
@@ -147,7 +147,7 @@ def test_a_gpu_that_waits_for_others_is_in_the_stacks(monkeypatch: pytest.Monkey
         ("waits_for_itself", "rank 0, 1 in waits_for_itself.* waits for a lock"),
     ],
 )
-def test_a_hang_is_explained_while_it_is_waited_for_and_ends_at_its_deadline(
+def test_a_hang_is_explained_before_its_deadline(
     backend: str,
     method: str,
     words: str,

@@ -59,14 +59,14 @@ def test_collect_undoes_dispatch_on_a_mesh(rows: int, shape: tuple[int, int], la
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 17), st.integers(1, 4), st.integers(1, 4))
-def test_a_future_arrives_whole_at_a_group_of_any_size(rows: int, first: int, second: int) -> None:
+def test_a_future_keeps_all_rows_at_a_group_of_any_size(rows: int, first: int, second: int) -> None:
     future = GROUPS[first].echo.remote(batch(rows))
     assert_same(GROUPS[second].same(future), future.get(), but=())
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 17), st.integers(1, 4))
-def test_other_modes_lose_nothing(rows: int, world: int) -> None:
+def test_other_modes_keep_every_row(rows: int, world: int) -> None:
     group, given = GROUPS[world], batch(rows)
     assert sum(group.metric(given)) == given.batch["x"].sum()
     chunks = group.chunks(given)
@@ -82,7 +82,7 @@ def test_other_modes_lose_nothing(rows: int, world: int) -> None:
     st.integers(1, 4),
     st.lists(st.integers(), max_size=4) | st.text(max_size=4) | st.tuples(st.integers()),
 )
-def test_a_plain_value_is_broadcast_whatever_its_length(world: int, value: object) -> None:
+def test_a_plain_value_of_any_length_is_broadcast(world: int, value: object) -> None:
     group = GROUPS[world]
     assert group.one_to_all(value) == [(rank, value) for rank in range(world)]
     assert group.all_to_all(value) == [(rank, value, None) for rank in range(world)]
@@ -103,7 +103,7 @@ def test_scatter_gives_each_worker_its_element(world: int) -> None:
     assert group.dp_compute_first(["only"]) == (0, "only")
 
 
-def test_a_list_of_the_wrong_length_is_refused_by_name() -> None:
+def test_a_list_of_the_wrong_length_is_rejected_by_name() -> None:
     with pytest.raises(
         DispatchError,
         match=r"modes.dp_compute: argument 'value' .* each of 3 workers, got list of 2",
@@ -115,7 +115,7 @@ def test_a_list_of_the_wrong_length_is_refused_by_name() -> None:
         GROUPS[3].all_to_all(0, other=Scatter([1]))
 
 
-def test_a_value_that_is_no_batch_is_refused_with_role_method_argument_and_type() -> None:
+def test_an_argument_that_is_no_batch_is_rejected_by_name() -> None:
     with pytest.raises(
         DispatchError, match=r"modes.add: argument 'more' must be a DataProto .* got dict"
     ):
@@ -128,13 +128,13 @@ def test_a_value_that_is_no_batch_is_refused_with_role_method_argument_and_type(
         GROUPS[2].execute_with_func_generator(batch(2))
 
 
-def test_a_batch_without_rows_is_refused() -> None:
+def test_a_batch_without_rows_is_rejected() -> None:
     with pytest.raises(BatchError, match="modes.echo: argument 'data' has no rows"):
         GROUPS[2].echo(batch(1)[:0])
 
 
 @worlds
-def test_a_result_that_is_no_batch_is_refused(world: int) -> None:
+def test_a_result_that_is_no_batch_is_rejected(world: int) -> None:
     with pytest.raises(
         DispatchError,
         match=r"modes.returns_seven returned int on rank 0; .* must return a DataProto",
@@ -145,7 +145,7 @@ def test_a_result_that_is_no_batch_is_refused(world: int) -> None:
         GROUPS[2].same(future)
 
 
-def test_a_padded_result_of_another_length_is_refused() -> None:
+def test_a_padded_result_of_another_length_is_rejected() -> None:
     with pytest.raises(
         DispatchError,
         match=r"modes.loses_rows on rank 1 returned 1 rows for 2 \(1 of them padding\)",
@@ -154,13 +154,13 @@ def test_a_padded_result_of_another_length_is_refused() -> None:
     assert len(GROUPS[2].loses_rows(batch(4))) == 2
 
 
-def test_shards_say_where_the_rows_come_from_and_which_are_real() -> None:
+def test_shards_have_the_position_and_number_of_real_rows() -> None:
     seen = GROUPS[3].shards(batch(7)).meta_info["metrics"]["shard"]
     assert seen == [(0, 0, 3, 7), (1, 3, 3, 7), (2, 6, 1, 7)]
     assert GROUPS[4].shards(batch(2)).meta_info["metrics"]["shard"] == [(0, 0, 1, 2), (1, 1, 1, 2)]
 
 
-def test_a_worker_may_write_into_its_batch_and_nobody_sees_it() -> None:
+def test_writes_of_a_worker_into_its_batch_are_private() -> None:
     given = batch(4)
     future = GROUPS[2].same.remote(given)
     assert GROUPS[2].overwrite(future).batch["x"].tolist() == [-1] * 4
@@ -168,7 +168,7 @@ def test_a_worker_may_write_into_its_batch_and_nobody_sees_it() -> None:
     assert_same(given, batch(4))
 
 
-def test_futures_arrive_as_what_get_gives() -> None:
+def test_a_future_arrives_as_its_result() -> None:
     group = GROUPS[2]
     assert group.describe(group.one_to_all.remote(3)) == ["list [(0, 3), (1, 3)]"] * 2
     assert group.describe(group.rank_zero.remote(3)) == ["tuple (0, 3)"] * 2
@@ -176,7 +176,7 @@ def test_futures_arrive_as_what_get_gives() -> None:
     assert group.describe(group.same.remote(batch(3))) == ["3 rows"] * 2
 
 
-def test_modes_of_the_users_own() -> None:
+def test_users_can_define_dispatch_modes() -> None:
     assert GROUPS[3].letters("abc") == "a-bb-ccc"
     with pytest.raises(
         DispatchError, match=r"modes.letters: the dispatch function must return .* per worker \(4\)"
@@ -205,7 +205,7 @@ def test_modes_of_the_users_own() -> None:
         Dispatch.remove("give_rank")
 
 
-def test_enumerations_are_open_and_travel_by_name() -> None:
+def test_dispatch_modes_are_looked_up_and_pickled_by_name() -> None:
     assert Dispatch.from_name("one_to_all") is Dispatch.ONE_TO_ALL
     assert pickle.loads(pickle.dumps(Execute.RANK_ZERO)) is Execute.RANK_ZERO
     with pytest.raises(
@@ -216,14 +216,14 @@ def test_enumerations_are_open_and_travel_by_name() -> None:
         register(dispatch_mode="TWO_TO_ALL")
 
 
-def test_a_method_that_would_shadow_an_attribute_is_refused() -> None:
+def test_a_method_that_would_shadow_an_attribute_is_rejected() -> None:
     with pytest.raises(
         DispatchError, match=r"'spawn' of shadow \(Shadow\) would shadow an attribute of its group"
     ):
         fake_group(1, Shadow, "shadow")
 
 
-def test_a_role_does_not_inherit_methods_of_a_role_whose_name_it_begins() -> None:
+def test_a_role_lacks_methods_of_a_role_with_a_longer_name() -> None:
     class Rollout(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def rollout_step(self):
@@ -250,7 +250,7 @@ def test_a_role_does_not_inherit_methods_of_a_role_whose_name_it_begins() -> Non
     assert not hasattr(groups["actor_rollout"], "step")
 
 
-def test_two_roles_cannot_give_one_name() -> None:
+def test_methods_of_two_roles_cannot_have_the_same_name() -> None:
     class Step(Worker):
         @register()
         def step(self): ...

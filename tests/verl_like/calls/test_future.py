@@ -43,7 +43,7 @@ class Releasing(logging.Handler):
         self.event.set()
 
 
-def test_a_failure_is_logged_while_an_earlier_future_is_still_on_its_way() -> None:
+def test_a_failure_is_logged_while_an_earlier_future_is_pending() -> None:
     logged = threading.Event()
     handler = Releasing(logged)
     logging.getLogger("verl_like.calls.future").addHandler(handler)
@@ -57,34 +57,34 @@ def test_a_failure_is_logged_while_an_earlier_future_is_still_on_its_way() -> No
     assert logged.is_set()
 
 
-def test_one_timeout_covers_all() -> None:
+def test_one_timeout_covers_all_futures() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError, match="too late") as caught:
         gather(Later(1, never), Later(2, never), timeout=0.05)
     assert [str(other) for other in caught.value.others] == ["too late"]
 
 
-def test_with_grace_the_others_are_waited_for_no_longer_than_that_after_a_failure() -> None:
+def test_after_a_failure_gather_waits_only_for_the_grace_period() -> None:
     never = threading.Event()
     with pytest.raises(KeyError, match="left the collective") as caught:
         gather(Later("receiver", never), Later(KeyError("left the collective")), grace_s=0.05)
     assert "not finished 0.05 s after the failure" in str(caught.value.others[0])
 
 
-def test_after_a_death_the_others_have_a_second_at_most() -> None:
+def test_after_a_death_gather_waits_at_most_a_second() -> None:
     never, lost = threading.Event(), WorkerDiedError("rollout rank 0 is gone")
     with pytest.raises(WorkerDiedError) as caught:
         gather(Later("sender", never), Later(lost), grace_s=9.0)
     assert "not finished 1 s after the failure" in str(caught.value.others[0])
 
 
-def test_with_grace_all_that_end_in_time_give_what_they_have() -> None:
+def test_the_grace_period_starts_only_at_a_failure() -> None:
     event = threading.Event()
     threading.Timer(0.05, event.set).start()
     assert gather(Later(1, event), Later(2), grace_s=0.01) == [1, 2]
 
 
-def test_of_several_failures_a_death_is_raised_for_it_explains_the_others() -> None:
+def test_gather_raises_a_death_before_other_failures() -> None:
     lost, broken = WorkerDiedError("rollout rank 0 is gone"), KeyError("nothing came")
     with pytest.raises(WorkerDiedError) as caught:
         gather(Later(broken), Later(lost))
@@ -130,7 +130,7 @@ def header(error: RemoteError | None = None) -> Header:
     return Header("role", "method", 0, 1, 0.0, 1.0, 0.5, error=error)
 
 
-def test_answers_of_several_calls_that_come_soon_are_read_by_one_request() -> None:
+def test_results_of_quick_calls_are_read_by_one_request() -> None:
     store = Store({"first": header(), "second": header()})
     assert gather(store.call("first"), Later("other"), store.call("second")) == [
         ["first"],
@@ -142,7 +142,7 @@ def test_answers_of_several_calls_that_come_soon_are_read_by_one_request() -> No
     assert len(store.take_finished()) == 2
 
 
-def test_a_call_that_fails_is_raised_after_the_others_have_been_read() -> None:
+def test_a_failure_is_raised_after_the_other_results_are_read() -> None:
     store = Store({"first": header(), "bad": header(RemoteError.of(KeyError("of the worker")))})
     good = store.call("first")
     with pytest.raises(KeyError, match="of the worker"):
@@ -151,14 +151,14 @@ def test_a_call_that_fails_is_raised_after_the_others_have_been_read() -> None:
     assert good.get() == ["first"]
 
 
-def test_calls_that_do_not_come_soon_are_watched_by_one_thread_of_their_backend() -> None:
+def test_one_thread_per_backend_watches_slow_calls() -> None:
     store = Store({"first": header()})
     assert gather(store.call("first"), store.call("late")) == [["first"], ["late"]]
     assert store.requests[0] == ["first", "late"]
     assert store.threads == ["gather"]
 
 
-def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_on_its_way() -> None:
+def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_pending() -> None:
     store = Store({"bad": header(RemoteError.of(KeyError("of the worker")))})
     store.held["late"] = logged = threading.Event()
     handler = Releasing(logged)
@@ -173,7 +173,7 @@ def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_on_its_way() -> No
     assert late.get() == ["late"]
 
 
-def test_what_cannot_be_fetched_is_the_error_of_its_own_call() -> None:
+def test_a_result_that_cannot_be_fetched_is_the_error_of_its_call() -> None:
     class Lossy(Store):
         def fetch(self, reference: Any) -> Any:
             if reference == "lost":
@@ -187,7 +187,7 @@ def test_what_cannot_be_fetched_is_the_error_of_its_own_call() -> None:
     assert kept.get() == ["kept"]
 
 
-def test_calls_of_one_pool_that_are_late_have_asked_it_once_what_it_does() -> None:
+def test_late_calls_of_one_pool_read_its_stacks_once() -> None:
     class Hanging(Store):
         asked = 0
 
@@ -202,7 +202,7 @@ def test_calls_of_one_pool_that_are_late_have_asked_it_once_what_it_does() -> No
     assert store.asked == 1
 
 
-def test_an_error_of_the_watch_is_that_of_every_call_that_it_had_left() -> None:
+def test_an_error_of_the_watching_thread_fails_every_pending_call() -> None:
     class Broken(Store):
         def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
             raise OSError("no connection")
@@ -213,7 +213,7 @@ def test_an_error_of_the_watch_is_that_of_every_call_that_it_had_left() -> None:
     assert [str(other) for other in caught.value.others] == ["no connection"]
 
 
-def test_of_hundreds_of_failures_the_first_ones_are_told_and_the_others_counted() -> None:
+def test_gather_shows_the_first_failures_and_counts_the_others() -> None:
     failing = [Later(KeyError(number)) for number in range(300)]
     with pytest.raises(KeyError, match="0") as caught:
         gather(*failing)

@@ -59,9 +59,7 @@ def groups(fused):
     return fused.spawn(fused.roles)
 
 
-def test_a_role_is_reached_by_prefix_on_the_fused_group_and_plainly_on_its_own(
-    fused, groups
-) -> None:
+def test_methods_have_a_prefix_only_on_the_fused_group(fused, groups) -> None:
     assert fused.adder_add(batch()).batch["x"].tolist() == [1, 2, 3, 4, 5]
     assert groups["adder"].add(batch()).batch["x"].tolist() == [1, 2, 3, 4, 5]
     assert groups["add"].add(batch()).batch["x"].tolist() == [10, 11, 12, 13, 14]
@@ -76,12 +74,12 @@ def test_a_local_pool_of_one_runs_in_the_callers_thread(groups, backend) -> None
     assert (place == current_place()) is (backend[0] == "inline")
 
 
-def test_siblings_see_each_other(groups) -> None:
+def test_roles_of_a_process_find_their_siblings(groups) -> None:
     assert set(groups["adder"].sibling_amount("add")) == {10}
     assert set(groups["adder"].sibling_amount("nobody")) == {None}
 
 
-def test_ragged_batches_come_back_whole_and_the_callers_is_untouched(groups) -> None:
+def test_uneven_batches_return_whole_and_the_input_is_unchanged(groups) -> None:
     for rows in (1, 2, 5):
         given = batch(rows)
         result = groups["adder"].add(given)
@@ -93,7 +91,7 @@ def test_ragged_batches_come_back_whole_and_the_callers_is_untouched(groups) -> 
         assert given.batch["x"].tolist() == list(range(rows))
 
 
-def test_a_result_may_be_written_and_others_do_not_see_it(groups) -> None:
+def test_writes_into_a_result_are_private(groups) -> None:
     future = groups["modes"].same.remote(batch(4))
     future.get().batch["x"].fill_(9)
     assert groups["modes"].same(future).batch["x"].tolist() == [0, 1, 2, 3]
@@ -102,7 +100,7 @@ def test_a_result_may_be_written_and_others_do_not_see_it(groups) -> None:
     assert groups["modes"].same(future).batch["x"].tolist() == [0, 1, 2, 3]
 
 
-def test_large_values_are_shared_and_private(groups) -> None:
+def test_writes_into_large_batches_are_private(groups) -> None:
     big = DataProto.from_dict(
         {"x": torch.zeros(4, 10_000, dtype=torch.int64)}, {"o": np.array(["a"] * 4, object)}
     )
@@ -126,7 +124,7 @@ def test_a_worker_may_write_into_a_tensor_or_array(groups, size: int) -> None:
         assert not value.any()
 
 
-def test_futures_chain_between_groups(groups) -> None:
+def test_futures_can_be_chained_between_groups(groups) -> None:
     future = groups["adder"].add.remote(batch())
     for _ in range(3):
         future = groups["add"].add.remote(future)
@@ -137,14 +135,14 @@ def test_futures_chain_between_groups(groups) -> None:
     assert set(groups["modes"].describe(groups["modes"].rank_zero.remote(1))) == {"tuple (0, 1)"}
 
 
-def test_a_method_returns_what_it_returns_whatever_it_declares(fused, groups) -> None:
+def test_a_method_declared_to_return_none_may_return_a_value(fused, groups) -> None:
     nothing = groups["adder"].say.remote("nothing")
     assert nothing.get() == [None] * fused.world_size
     assert set(groups["modes"].describe(nothing)) == {f"list {nothing.get()}"}
     assert groups["faulty"].returns_all_the_same() == [3] * fused.world_size
 
 
-def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups, backend) -> None:
+def test_a_future_with_metrics_is_passed_on_as_its_batch(groups, backend) -> None:
     modes, num_workers = groups["modes"], backend[1][0]
     ranks = [value for rank in range(num_workers) for value in (rank, rank + 0.5)]
     result, metrics = modes.with_metrics(batch(4))
@@ -169,7 +167,7 @@ def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups,
         modes.metrics_of_a_tensor(batch(4))
 
 
-def test_an_error_keeps_its_type_and_its_traceback_and_travels_along_futures(groups) -> None:
+def test_an_error_keeps_its_type_and_traceback_across_futures(groups) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         groups["faulty"].raises(batch())
     (note, *_) = caught.value.__notes__
@@ -182,7 +180,7 @@ def test_an_error_keeps_its_type_and_its_traceback_and_travels_along_futures(gro
         groups["faulty"].raises_on_last(batch())
 
 
-def test_what_cannot_be_pickled_is_named(groups, backend) -> None:
+def test_unpicklable_errors_and_results_name_their_call(groups, backend) -> None:
     with pytest.raises(
         WorkerError, match=r"faulty.raises_unpicklable, .* raised .*sample_workers.Sent"
     ) as caught:
@@ -206,7 +204,7 @@ def test_gather_waits_for_all_and_raises_the_first_failure_with_the_others(group
     assert [len(v) for v in values] == [5, 1]
 
 
-def test_a_failure_that_nobody_reads_is_logged(groups, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_without_a_reader_is_logged(groups, caplog: pytest.LogCaptureFixture) -> None:
     future = groups["faulty"].raises.remote(batch())
     wait_until(future.done)
     del future
@@ -234,7 +232,7 @@ def test_each_role_draws_its_own_numbers(groups) -> None:
     assert len({*first, *second}) == len(first) * 2
 
 
-def test_ranks_meet_in_a_process_group_that_roles_share(groups) -> None:
+def test_roles_share_a_process_group(groups) -> None:
     expected = sum(range(1, groups["adder"].world_size + 1))
     assert (
         groups["adder"].allreduce()
@@ -243,7 +241,7 @@ def test_ranks_meet_in_a_process_group_that_roles_share(groups) -> None:
     )
 
 
-def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, backend) -> None:
+def test_a_concurrent_method_runs_during_another_call(groups, backend) -> None:
     answers: list[object] = []
     waiting = threading.Thread(
         target=lambda: answers.extend(groups["faulty"].waits_to_be_stopped().get())
@@ -281,7 +279,7 @@ def test_a_constructor_that_raises_shows_its_traceback_once(backend) -> None:
     assert "start of bad, bad rank" in text
 
 
-def test_bad_names_and_environments_are_refused_before_a_process_starts(backend) -> None:
+def test_bad_names_and_environments_are_rejected_before_the_start(backend) -> None:
     with (
         pytest.raises(DispatchError, match="would shadow"),
         start(backend[0], {"shadow": (Shadow, ())}, backend[1]),
@@ -309,7 +307,7 @@ def test_worker_env_reaches_the_workers(backend) -> None:
         assert group.variable("OMP_NUM_THREADS") == ["1", "1"]
 
 
-def test_a_call_after_shutdown_says_so_in_every_group_of_the_processes() -> None:
+def test_a_call_after_shutdown_raises_in_every_group() -> None:
     roles = {"first": (Adder, (1,)), "second": (Adder, (2,))}
     with start("inline", roles, [1]) as fused:
         second = fused.spawn(["second"])["second"]
@@ -322,7 +320,7 @@ def test_a_call_after_shutdown_says_so_in_every_group_of_the_processes() -> None
     assert repr(second) == "<WorkerGroup second, world_size=1, shut down>"
 
 
-def test_a_group_ends_with_its_block_when_an_error_ends_that() -> None:
+def test_an_error_in_its_block_shuts_a_group_down() -> None:
     with pytest.raises(ZeroDivisionError), start("inline", {"a": (Adder, ())}, [1]) as group:
         raise ZeroDivisionError
     with pytest.raises(WorkerError, match="was shut down"):

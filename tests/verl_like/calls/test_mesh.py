@@ -62,7 +62,7 @@ def fused_with_meshes(layouts: dict[str, int]) -> WorkerGroup:
     return WorkerGroup(transport, dict.fromkeys(layouts, OnRows), prefixed=layouts)
 
 
-def test_a_call_is_collected_by_its_own_roles_mesh_while_another_role_is_called() -> None:
+def test_a_call_is_collected_by_its_own_role_during_another_call() -> None:
     fused = fused_with_meshes({"one": 2, "other": 1})
     FUSED[:] = [fused]
     result = fused.one_collected_in_between(batch(4))
@@ -71,7 +71,7 @@ def test_a_call_is_collected_by_its_own_roles_mesh_while_another_role_is_called(
     assert fused.other_on_rows(batch(4)).batch["rank"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_call_is_collected_by_the_layout_that_it_was_split_by() -> None:
+def test_a_call_is_collected_by_the_layout_of_its_dispatch() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     before = group.on_rows.remote(batch(4))
     group.lay_out_again(4)
@@ -80,7 +80,7 @@ def test_a_call_is_collected_by_the_layout_that_it_was_split_by() -> None:
     assert group.on_rows(batch(4)).batch["rank"].tolist() == [0, 0, 0, 0]
 
 
-def test_of_ranks_that_share_a_chunk_one_sends_its_result_and_all_their_headers() -> None:
+def test_only_one_rank_of_a_chunk_sends_its_result() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     future = group.on_rows.remote(batch(4))
     sent = [group.transport.fetch(each.payload) for each in future.pending]
@@ -90,7 +90,7 @@ def test_of_ranks_that_share_a_chunk_one_sends_its_result_and_all_their_headers(
     assert len(future.get()) == 4
 
 
-def test_an_unregistered_mesh_is_refused_by_name() -> None:
+def test_an_unregistered_mesh_is_rejected_by_name() -> None:
     group = fake_group(2)
     with pytest.raises(
         DispatchError,
@@ -104,7 +104,7 @@ def test_an_unregistered_mesh_is_refused_by_name() -> None:
         group.on_mesh(batch(2))
 
 
-def test_a_mesh_counts_once_the_call_that_registers_it_was_read() -> None:
+def test_a_mesh_is_known_once_its_registration_was_read() -> None:
     group = fake_group(4)
     registering = group.make_mesh(2)
     with pytest.raises(DispatchError, match="in a call whose result was read before this one"):
@@ -113,7 +113,7 @@ def test_a_mesh_counts_once_the_call_that_registers_it_was_read() -> None:
     assert_same(group.on_mesh(batch(5)), batch(5))
 
 
-def test_headers_tell_of_meshes_once_unless_a_call_registers_another() -> None:
+def test_headers_contain_a_mesh_layout_only_when_it_changes() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     group.on_rows(batch(4))
     assert [header.mesh_layout for header in group.transport.finished] == [None] * 4

@@ -10,7 +10,7 @@ from verl_like.calls.future import WorkerFuture
 from verl_like.errors import DispatchError
 
 
-def test_metrics_are_lists_in_rank_order_and_ranks_of_padding_give_none() -> None:
+def test_metrics_are_in_rank_order_without_ranks_of_padding() -> None:
     result, metrics = GROUPS[3].with_metrics(batch(7))
     assert_same(result, batch(7))
     assert metrics["ranks"] == [0, 0.5, 1, 1.5, 2, 2.5]
@@ -20,7 +20,7 @@ def test_metrics_are_lists_in_rank_order_and_ranks_of_padding_give_none() -> Non
     assert GROUPS[4].metrics_alone(batch(4))["sum"] == [0, 1, 2, 3]
 
 
-def test_metrics_come_from_the_ranks_that_collect() -> None:
+def test_only_collecting_ranks_return_metrics() -> None:
     GROUPS[4].make_mesh(2).get()
     result, metrics = GROUPS[4].metrics_on_mesh(batch(5))
     assert_same(result, batch(5))
@@ -28,7 +28,7 @@ def test_metrics_come_from_the_ranks_that_collect() -> None:
 
 
 @worlds
-def test_a_future_with_metrics_is_cut_again_as_its_batch(world: int) -> None:
+def test_a_future_with_metrics_is_split_again_as_its_batch(world: int) -> None:
     future = GROUPS[3].with_metrics.remote(batch(7))
     again = GROUPS[world].with_metrics.remote(future)
     assert_same(again.get()[0], batch(7))
@@ -36,7 +36,7 @@ def test_a_future_with_metrics_is_cut_again_as_its_batch(world: int) -> None:
     assert again.get()[1]["first"] == [0.5]
 
 
-def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:
+def test_mixed_results_and_tensors_as_metrics_are_rejected() -> None:
     with pytest.raises(
         DispatchError,
         match=r"metrics_on_the_first returned only metrics on rank\(s\) \[0\], and something else",
@@ -49,7 +49,7 @@ def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:
         GROUPS[2].metrics_of_a_tensor(batch(4))
 
 
-def test_what_a_method_declares_is_held_against_what_it_returns() -> None:
+def test_results_are_checked_against_their_declaration() -> None:
     result = GROUPS[2].with_metrics(batch(4))
     assert isinstance(result, CallResult)
     assert GROUPS[2].with_metrics.remote(batch(4)).batch().batch["x"].tolist() == [0, 1, 2, 3]

@@ -89,7 +89,7 @@ def test_every_thread_gets_the_results_of_its_own_calls(pools) -> None:
     assert taken.count("add") == taken.count("more") == 2 * NUM_CALLS
 
 
-def test_calls_past_the_queue_come_back_to_their_threads_while_it_is_busy(pools) -> None:
+def test_concurrent_calls_return_to_their_threads_while_a_call_runs(pools) -> None:
     if pools[0]["add"].transport.place(0) == "in the caller's thread":
         busy = None
     else:
@@ -103,7 +103,7 @@ def test_calls_past_the_queue_come_back_to_their_threads_while_it_is_busy(pools)
     assert busy is None or busy.get() == [0]
 
 
-def test_two_threads_on_inline_pools_draw_what_one_thread_draws() -> None:
+def test_inline_pools_draw_the_same_numbers_in_one_or_more_threads() -> None:
     drawn = []
     for together in (False, True):
         with start("inline", ROLES, [1], seed=5) as one, start("inline", ROLES, [1], seed=6) as two:
@@ -124,7 +124,7 @@ def test_two_threads_on_inline_pools_draw_what_one_thread_draws() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_what_another_thread_has_taken_is_not_taken_twice() -> None:
+def test_take_all_survives_a_thread_that_takes_the_last_entry() -> None:
     class Emptied(deque[int]):
         """Loses its last entry once its length has been read."""
 
@@ -134,7 +134,7 @@ def test_what_another_thread_has_taken_is_not_taken_twice() -> None:
     assert list(take_all(Emptied([1, 2]))) == [1, 2]
 
 
-def test_calls_nobody_reads_are_reported_once_whoever_waits(
+def test_unread_failures_are_reported_once_across_threads(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with start("inline", ROLES, [1]) as fused:

@@ -54,7 +54,7 @@ def sample(rows: int = 5) -> TensorDict:
     return TensorDict({**columns, **others}, batch_size=[rows])
 
 
-def test_methods_are_called_by_their_names(group) -> None:
+def test_methods_can_be_called_by_name(group) -> None:
     ranks = range(group.world_size)
     assert group.execute_all_sync("adder_plain", 3, y=4) == [(rank, 3, 4) for rank in ranks]
     future = group.execute_all_async("adder_plain", [1, 2])
@@ -65,12 +65,12 @@ def test_methods_are_called_by_their_names(group) -> None:
     assert group.execute_all_sync("adder_plain", each) == [(r, 10 * r, 0) for r in ranks]
 
 
-def test_a_name_that_no_worker_has_is_refused(group) -> None:
+def test_an_unknown_method_name_is_rejected(group) -> None:
     with pytest.raises(DispatchError, match=r"no method 'adder_plan'. Did you mean 'adder_plain'"):
         group.execute_all_sync("adder_plan")
 
 
-def test_roles_of_a_process_call_each_other_and_are_called(group) -> None:
+def test_roles_of_a_process_can_call_each_other(group) -> None:
     ranks = range(group.world_size)
     assert group.both(1) == [10 * (1 + rank) for rank in ranks]
     assert group.adder_add(1) == [1 + rank for rank in ranks]
@@ -79,7 +79,7 @@ def test_roles_of_a_process_call_each_other_and_are_called(group) -> None:
     assert group.shares_processes_with(roles["adder"])
 
 
-def test_workers_find_their_place_in_the_environment(group) -> None:
+def test_the_environment_has_the_ranks_of_a_worker(group) -> None:
     size = group.world_size
     for name in ("LOCAL_RANK", "RAY_LOCAL_RANK", "RANK"):
         assert group.execute_all_sync("getenv", name) == [str(rank) for rank in range(size)]
@@ -89,13 +89,13 @@ def test_workers_find_their_place_in_the_environment(group) -> None:
         assert group.execute_all_sync("getenv", key="MINE") == ["7"] * size
 
 
-def test_a_free_port_is_on_the_rank_s_own_machine(group) -> None:
+def test_a_free_port_is_on_the_machine_of_the_rank(group) -> None:
     for address, port in group.execute_all_sync("get_available_master_addr_port"):
         with socket.socket() as taken:
             taken.bind((address, port))
 
 
-def test_an_address_is_of_the_machine_that_is_asked_not_of_rank_zero_s() -> None:
+def test_a_rank_returns_its_own_address_not_that_of_rank_zero() -> None:
     facts = ProcessInfo(rank=1, world_size=2, master=("127.9.9.9", 29500))
     with construction(facts, {}):
         address, _ = Worker().get_available_master_addr_port()
@@ -103,7 +103,7 @@ def test_an_address_is_of_the_machine_that_is_asked_not_of_rank_zero_s() -> None
     assert address != "127.9.9.9"
 
 
-def test_a_mesh_is_taken_over_from_a_worker_within(group) -> None:
+def test_a_worker_can_adopt_the_mesh_of_an_inner_worker(group) -> None:
     ranks = list(range(group.world_size))
     assert group._query_dispatch_info("all") == ranks
     assert group._query_collect_info("all") == [True for _ in ranks]
@@ -126,7 +126,7 @@ def test_tensordicts_are_split_padded_and_collected(group) -> None:
     assert "length" not in given.keys()
 
 
-def test_metrics_come_beside_a_tensordict_and_pad_rows_are_marked(group) -> None:
+def test_a_tensordict_can_return_with_metrics(group) -> None:
     future = group.double_later(sample())
     assert isinstance(future, DataProtoFuture)
     result, metrics = future.get()
@@ -134,29 +134,29 @@ def test_metrics_come_beside_a_tensordict_and_pad_rows_are_marked(group) -> None
     assert metrics == {"rows": [5] if group.world_size == 1 else [3, 2]}
 
 
-def test_the_future_of_a_tensordict_is_passed_on(group) -> None:
+def test_the_future_of_a_tensordict_can_be_passed_on(group) -> None:
     future = group.double_later(sample())
     assert group.double(future)["x"].tolist() == [0, 4, 8, 12, 16]
     assert group.total(future) == [20] * group.world_size
 
 
-def test_a_list_mode_gives_tensordicts_without_pad_rows(group) -> None:
+def test_a_list_mode_returns_tensordicts_without_pad_rows(group) -> None:
     chunks = group.chunks(sample())
     assert all(isinstance(chunk, TensorDict) for chunk in chunks)
     assert [row for chunk in chunks for row in chunk["x"].tolist()] == [0, 1, 2, 3, 4]
 
 
-def test_a_tensordict_goes_to_every_worker_as_it_is(group) -> None:
+def test_one_to_all_sends_the_whole_tensordict_to_every_worker(group) -> None:
     assert group.total(sample()) == [10] * group.world_size
 
 
-def test_facts_without_rows_are_those_of_the_first_rank(group) -> None:
+def test_values_without_rows_come_from_the_first_rank(group) -> None:
     result = group.report(sample())
     assert result.batch_size == ()
     assert result["sum"] == (10 if group.world_size == 1 else 0 + 1 + 2)
 
 
-def test_lists_are_scattered_for_drivers_that_ask_for_it(group, monkeypatch) -> None:
+def test_lists_are_scattered_after_scatter_lists(group, monkeypatch) -> None:
     ranks = range(group.world_size)
     monkeypatch.setattr(Dispatch.ALL_TO_ALL, "mode", Dispatch.ALL_TO_ALL.mode)
     scatter_lists()
@@ -167,7 +167,7 @@ def test_lists_are_scattered_for_drivers_that_ask_for_it(group, monkeypatch) -> 
     assert group.execute_all_sync("adder_plain", longer) == [(rank, longer, 0) for rank in ranks]
 
 
-def test_meshes_that_cannot_be_taken_over_are_refused() -> None:
+def test_meshes_that_cannot_be_adopted_are_rejected() -> None:
     worker, other = Worker(), Worker()
     other._register_dispatch_collect_info("one", 0, True)
     worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
@@ -182,14 +182,14 @@ def test_meshes_that_cannot_be_taken_over_are_refused() -> None:
         worker._query_dispatch_info("mein")
 
 
-def test_ranks_that_return_different_kinds_are_refused() -> None:
+def test_ranks_that_return_different_kinds_are_rejected() -> None:
     outputs = [DataProto.from_dict({"x": torch.ones(1)}), TensorDictRows.of(sample(1))]
     target = SimpleNamespace(call_site="critic.update")
     with pytest.raises(DispatchError, match=r"critic.update returned a TensorDict on some ranks"):
         collect_dataproto(target, outputs)
 
 
-def test_roles_that_cannot_be_attributes_are_refused() -> None:
+def test_role_names_that_shadow_attributes_are_rejected() -> None:
     with pytest.raises(PlacementError, match="role 'rank' would be shadowed"):
         create_colocated_worker_raw_cls({"rank": ClassWithInitArgs(Worker)})
     with pytest.raises(PlacementError, match="name_prefix 'adder' is also the name of a role"):

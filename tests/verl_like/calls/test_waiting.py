@@ -56,9 +56,7 @@ def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ],
     indirect=["fresh"],
 )
-def test_a_worker_that_dies_fails_every_future_on_it(
-    fresh, tmp_path: Path, how: str, cause: str
-) -> None:
+def test_a_dead_worker_fails_all_its_futures(fresh, tmp_path: Path, how: str, cause: str) -> None:
     began = time.monotonic()
     dying, queued = fresh["faulty"].dies(how), fresh["adder"].pid.remote()
     with pytest.raises(
@@ -72,7 +70,7 @@ def test_a_worker_that_dies_fails_every_future_on_it(
 
 
 @pytest.mark.parametrize("fresh", ["child"], indirect=True)
-def test_a_rank_that_never_comes_is_named(fresh) -> None:
+def test_a_rank_that_never_enters_a_collective_is_named(fresh) -> None:
     with pytest.raises(
         WaitTimeoutError,
         match="rank 0 in barrier .* waits in a collective that rank 1 never entered",
@@ -81,23 +79,21 @@ def test_a_rank_that_never_comes_is_named(fresh) -> None:
 
 
 @pytest.mark.parametrize("fresh", BACKENDS, indirect=True)
-def test_a_rendezvous_that_fails_names_the_missing_rank(fresh) -> None:
+def test_a_failed_rendezvous_names_the_missing_rank(fresh) -> None:
     with pytest.raises(
         WorkerError, match=r"faulty rank 0 of 2 waited 2 s \(timeouts.rendezvous_s\) .* for rank 1"
     ):
         fresh["faulty"].meets_alone()
 
 
-def test_a_timeout_may_be_followed_by_another_try(groups) -> None:
+def test_a_future_can_be_read_after_a_timeout(groups) -> None:
     future = groups["faulty"].sleeps(1.0)
     with pytest.raises(WaitTimeoutError, match="still computing .or sleeping"):
         gather(future, timeout=0.3)
     assert future.get() == [0, 1]
 
 
-def test_native_code_that_holds_the_interpreter_is_asked_by_signal(
-    groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_of_native_code_are_read_by_signal(groups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(future, "STACKS_S", 0.5)
     hanging = groups["faulty"].holds_the_interpreter(3)
     time.sleep(0.3)
@@ -107,7 +103,7 @@ def test_native_code_that_holds_the_interpreter_is_asked_by_signal(
 
 
 @pytest.mark.parametrize("fresh", BACKENDS, indirect=True)
-def test_ranks_in_different_collectives_are_shown(fresh, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_in_different_collectives_are_named(fresh, caplog: pytest.LogCaptureFixture) -> None:
     fresh["adder"].allreduce()
     with caplog.at_level(logging.WARNING), pytest.raises(WaitTimeoutError) as caught:
         fresh["faulty"].different_collectives().get(timeout=2.0)
@@ -130,7 +126,7 @@ def call_and_die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_whose_caller_died_does_not_linger(tmp_path: Path) -> None:
+def test_workers_end_when_their_driver_is_killed(tmp_path: Path) -> None:
     done = run_program(call_and_die, folder=tmp_path)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr

@@ -35,7 +35,7 @@ def test_a_plan_fits_a_narrow_terminal(plan: Placement) -> None:
     assert " ".join(narrow[1:3]).split() == words.split()
 
 
-def test_of_a_pool_on_many_nodes_those_that_are_alike_are_one_row_but_not_in_a_file() -> None:
+def test_equal_nodes_share_a_row_except_in_a_file() -> None:
     nodes = [Node(f"n{number}", devices=8, cpus=64.0) for number in range(100)]
     pools = {"main": [8] * 60 + [4] * 20, "rest": [8, 8]}
     plan = Placement.plan(pools, {"actor": "main", "critic": "rest"}, nodes)
@@ -50,41 +50,41 @@ def test_a_plan_knows_the_pool_of_every_role(plan: Placement) -> None:
     assert plan.role_mapping == {"actor": "main", "rollout": "main", "critic": "critic_pool"}
 
 
-def test_a_pool_takes_a_node_of_its_own_for_every_entry(plan: Placement) -> None:
+def test_every_entry_of_a_pool_gets_its_own_node(plan: Placement) -> None:
     assert [node.name for node in plan.pools["main"].nodes] == ["a", "b"]
     assert [node.name for node in plan.pools["critic_pool"].nodes] == ["a"]
 
 
-def test_a_pool_larger_than_its_node_is_refused_with_what_is_free() -> None:
+def test_a_pool_larger_than_any_node_is_rejected_with_the_free_slots() -> None:
     with pytest.raises(
         PlacementError, match=r"pool 'main' needs 1 node\(s\), and none .* 5 .* a: 4 of 4 CPU slots"
     ):
         Placement.plan({"main": [5]}, {"actor": "main"}, NODES)
 
 
-def test_a_refusal_marks_the_node_that_holds_another_part_of_the_pool() -> None:
+def test_an_error_marks_the_node_that_the_pool_uses_already() -> None:
     with pytest.raises(
         PlacementError, match=r"a: 1 of 4 .* \(holds another part of this pool\); b: 2 of 2 CPU sl"
     ):
         Placement.plan({"main": [3, 3]}, {"actor": "main"}, NODES)
 
 
-def test_a_pool_that_is_short_of_cpus_is_refused() -> None:
+def test_a_pool_without_enough_cpus_is_rejected() -> None:
     with pytest.raises(PlacementError, match="set cpus_per_process below 3"):
         Placement.plan({"main": [2]}, {"actor": "main"}, NODES, cpus_per_process=3.0)
 
 
-def test_processes_share_few_cpus() -> None:
+def test_processes_share_scarce_cpus() -> None:
     placement = Placement.plan({"main": [4]}, {"actor": "main"}, [Node("a", 4, 1.0)])
     assert placement.pools["main"].cpus_per_process == 0.25
 
 
-def test_processes_without_cpus_are_refused() -> None:
+def test_zero_cpus_per_process_are_rejected() -> None:
     with pytest.raises(PlacementError, match="cpus_per_process must be above 0"):
         Placement.plan({"main": [1]}, {"actor": "main"}, NODES, cpus_per_process=0.0)
 
 
-def test_a_mapping_to_an_unknown_pool_is_refused() -> None:
+def test_a_mapping_to_an_unknown_pool_is_rejected() -> None:
     with pytest.raises(PlacementError, match="'critic' is mapped to pool 'critic_pol'"):
         Placement.plan({"critic_pool": [1]}, {"critic": "critic_pol"}, NODES)
 
@@ -105,7 +105,7 @@ def test_a_pool_on_cpus_leaves_the_gpus_of_its_node_to_others() -> None:
     assert "2 GPUs" in str(plan).splitlines()[2]
 
 
-def test_processes_may_share_a_gpu() -> None:
+def test_processes_can_share_a_gpu() -> None:
     node = Node("a", devices=1, cpus=4.0, kind="GPU")
     half = dict.fromkeys(TWO_POOLS, ProcessNeeds(gpus=0.25))
     plan = Placement.plan(TWO_POOLS, ROLES, [node], needs=half)
@@ -116,7 +116,7 @@ def test_processes_may_share_a_gpu() -> None:
         )
 
 
-def test_a_pool_that_wants_gpus_goes_where_they_are_or_is_refused() -> None:
+def test_a_pool_on_gpus_is_placed_on_gpu_nodes_or_rejected() -> None:
     wants = {"trainer_pool": ProcessNeeds("cuda")}
     with_gpus = Node("c", devices=2, cpus=2.0, kind="GPU")
     plan = Placement.plan(TWO_POOLS, ROLES, [*NODES, with_gpus], needs=wants)
@@ -125,7 +125,7 @@ def test_a_pool_that_wants_gpus_goes_where_they_are_or_is_refused() -> None:
         Placement.plan(TWO_POOLS, ROLES, NODES, needs=wants)
 
 
-def test_cpus_of_a_pool_of_its_own_come_before_the_shares_of_the_others() -> None:
+def test_a_pools_own_cpus_are_reserved_before_the_others_share() -> None:
     needs = {"generator_pool": ProcessNeeds(cpus=0.25)}
     plan = Placement.plan(TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs=needs)
     assert [p.cpus_per_process for p in plan.pools.values()] == [0.25, 0.75]
@@ -135,7 +135,7 @@ def test_cpus_of_a_pool_of_its_own_come_before_the_shares_of_the_others() -> Non
         )
 
 
-def test_custom_resources_are_counted_where_they_are_known() -> None:
+def test_custom_resources_are_counted_on_nodes_that_declare_them() -> None:
     needs = {"generator_pool": ProcessNeeds(resources={"accel": 1.0})}
     plan = Placement.plan(TWO_POOLS, ROLES, NODES, needs=needs)
     assert "2 CPU slots, 2 accel" in str(plan).splitlines()[1]
@@ -164,7 +164,7 @@ def node(name: str, devices: int) -> Node:
     return Node(name, devices, float(devices), key=name)
 
 
-def test_a_pool_that_has_lost_a_node_moves_alone_and_only_as_far_as_it_must() -> None:
+def test_only_the_lost_part_of_a_pool_moves_to_a_spare_node() -> None:
     large, small, other, spare = (node(n, d) for n, d in (("a", 2), ("b", 1), ("c", 1), ("d", 1)))
     before = cluster(large, small, other, spare)
     assert before.pools["generators"].nodes == (small, other)
@@ -174,7 +174,7 @@ def test_a_pool_that_has_lost_a_node_moves_alone_and_only_as_far_as_it_must() ->
     assert before.moved("generators", [large, small, other]) == before
 
 
-def test_a_pool_moves_to_no_node_that_others_fill_or_that_holds_another_part_of_it() -> None:
+def test_a_pool_moves_only_to_a_free_node_it_does_not_use() -> None:
     before = cluster(node("a", 2), node("b", 1), node("c", 1))
     wide = node("c", 3)  # it holds the other part, and has room for two more
     with pytest.raises(InsufficientResourcesError) as error:
@@ -185,7 +185,7 @@ def test_a_pool_moves_to_no_node_that_others_fill_or_that_holds_another_part_of_
     assert "c: 2 of 3 CPU slots and 2 of 3 CPUs free (holds another part of this pool)" in said
 
 
-def test_on_gpus_it_moves_to_gpus() -> None:
+def test_a_pool_on_gpus_moves_to_gpus() -> None:
     first, slots, second = (
         Node("a", 1, 4.0, "GPU", "a"),
         Node("b", 4, 4.0, "CPU slot", "b"),

@@ -11,7 +11,7 @@ from verl_like.placement.pools import PoolManager, cpu_share
 
 
 @pytest.mark.parametrize("counts", [[], [0], [2, -1], ["2"], [1.5], [True]])
-def test_counts_below_one_are_refused(counts: list[object]) -> None:
+def test_counts_below_one_are_rejected(counts: list[object]) -> None:
     with pytest.raises(PlacementError, match="each 1 or more"):
         ResourcePool(counts)
 
@@ -31,7 +31,7 @@ def test_an_uneven_pool_counts_its_ranks() -> None:
     assert pool.node_list() == [0, 1, 1, 2, 2, 2]
 
 
-def test_a_local_group_knows_nothing_of_ray_pools() -> None:
+def test_a_local_group_accepts_a_ray_pool() -> None:
     from tests.verl_like.sample_workers import Adder
 
     group = LocalWorkerGroup(RayResourcePool([1]), ClassWithInitArgs(Adder))
@@ -47,7 +47,7 @@ def manager() -> PoolManager:
     )
 
 
-def test_the_manager_makes_each_pool_once_and_knows_aliases(manager: PoolManager) -> None:
+def test_the_manager_creates_each_pool_once_and_resolves_aliases(manager: PoolManager) -> None:
     manager.create_resource_pool()
     assert manager.get_resource_pool(Role.ActorRollout) is manager.get_resource_pool("rollout")
 
@@ -60,23 +60,23 @@ def test_the_manager_counts_the_devices_of_all_pools(manager: PoolManager) -> No
     assert manager.get_n_gpus() == 4
 
 
-def test_the_manager_refuses_an_unmapped_role_with_the_nearest(manager: PoolManager) -> None:
+def test_the_manager_rejects_an_unmapped_role_with_a_suggestion(manager: PoolManager) -> None:
     with pytest.raises(PlacementError, match="role 'critics' is on no pool. Did you mean 'critic'"):
         manager.get_resource_pool("critics")
 
 
-def test_the_manager_refuses_a_mapping_to_no_pool_at_once() -> None:
+def test_the_manager_rejects_a_mapping_to_an_unknown_pool() -> None:
     with pytest.raises(PlacementError, match="'critic' is mapped to pool 'two'"):
         PoolManager({"one": [1]}, {"critic": "two"})
 
 
-def test_the_public_manager_makes_pools_of_ray() -> None:
+def test_the_public_manager_creates_ray_pools() -> None:
     spec, mapping = {"main": [2]}, {"critic": "main"}
     manager = verl_like.ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)
     assert type(manager.get_resource_pool("critic")) is RayResourcePool
 
 
-def test_a_pool_is_released_after_its_block_and_says_what_it_is() -> None:
+def test_a_pool_is_released_after_its_block_and_has_a_repr() -> None:
     released = []
 
     class Reserving(ResourcePool):

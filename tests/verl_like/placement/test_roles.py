@@ -8,7 +8,7 @@ from verl_like.errors import PlacementError
 from verl_like.placement.roles import Role, expand_roles, roles_by_pool
 
 
-def test_an_alias_stands_for_several_roles() -> None:
+def test_an_alias_expands_to_several_roles() -> None:
     assert expand_roles({Role.ActorRolloutRef: "p"}) == {"actor": "p", "rollout": "p", "ref": "p"}
 
 
@@ -23,13 +23,13 @@ def test_an_alias_stands_for_several_roles() -> None:
         ),
     ],
 )
-def test_of_two_names_for_a_role_the_narrower_one_counts(
+def test_the_narrower_of_two_names_of_a_role_counts(
     mapping: dict[str, str], expanded: dict[str, str]
 ) -> None:
     assert expand_roles(mapping) == expanded
 
 
-def test_the_roles_of_a_pool_come_in_the_order_of_the_mapping() -> None:
+def test_roles_of_a_pool_have_the_order_of_the_mapping() -> None:
     mapping = {"critic": "p", "actor_rollout": "p", "my_own_role": "q"}
     assert roles_by_pool(["q", "p"], mapping) == {
         "q": ["my_own_role"],
@@ -37,7 +37,7 @@ def test_the_roles_of_a_pool_come_in_the_order_of_the_mapping() -> None:
     }
 
 
-def test_an_unknown_pool_is_refused_with_the_nearest() -> None:
+def test_an_unknown_pool_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(
         PlacementError,
         match=r"'critic' is mapped to pool 'critic_pol'.* Did you mean 'critic_pool'",
@@ -45,6 +45,6 @@ def test_an_unknown_pool_is_refused_with_the_nearest() -> None:
         roles_by_pool(["critic_pool"], {"critic": "critic_pol"})
 
 
-def test_a_pool_without_a_role_is_refused() -> None:
+def test_a_pool_without_a_role_is_rejected() -> None:
     with pytest.raises(PlacementError, match="pool 'spare' has no role"):
         roles_by_pool(["main", "spare"], {"critic": "main"})

@@ -20,7 +20,7 @@ def main(pipe, *arguments):
     sys.exit(7)
 
 
-def test_a_program_gets_its_arguments_the_import_path_and_the_environment(monkeypatch, tmp_path):
+def test_a_child_gets_arguments_import_path_and_environment(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     program = "tests.verl_like.process.test_child"
     process, pipe = start_child(program, "one", "two", env={"GIVEN": "yes"})
@@ -40,7 +40,7 @@ process.wait()
 """
 
 
-def test_a_script_without_a_guard_is_not_run_again_in_its_children(tmp_path: Path) -> None:
+def test_children_do_not_run_a_script_without_a_main_guard(tmp_path: Path) -> None:
     (tmp_path / "session.py").write_text(SESSION)
     (tmp_path / "own_program.py").write_text("def main(pipe):\n    pipe.send('here')\n")
     done = subprocess.run(
@@ -53,7 +53,7 @@ def test_a_script_without_a_guard_is_not_run_again_in_its_children(tmp_path: Pat
     assert done.stdout == "the session begins\nhere\n"
 
 
-def test_a_child_that_ends_before_it_listens_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ends_before_it_connects_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen] = []
 
     class Noted(subprocess.Popen):

@@ -23,7 +23,7 @@ def looked_at() -> set[int]:
 
 
 @pytest.mark.usefixtures("nothing_is_kept")
-def test_within_the_collector_leaves_alone_what_exists_already() -> None:
+def test_the_collector_ignores_objects_that_existed_before() -> None:
     before = [{} for _ in range(1000)]
 
     with ignore_old_objects():
@@ -35,7 +35,7 @@ def test_within_the_collector_leaves_alone_what_exists_already() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_kept")
-def test_afterwards_it_looks_at_all_again_however_the_run_ended() -> None:
+def test_the_collector_sees_old_objects_again_after_an_error() -> None:
     before: list[int] = []
 
     with pytest.raises(KeyError), ignore_old_objects():
@@ -45,7 +45,7 @@ def test_afterwards_it_looks_at_all_again_however_the_run_ended() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_kept")
-def test_what_somebody_keeps_for_longer_stays_kept() -> None:
+def test_objects_frozen_by_others_stay_frozen() -> None:
     before: list[int] = []
     with ignore_old_objects():
         pass  # when nobody did yet
@@ -58,7 +58,7 @@ def test_what_somebody_keeps_for_longer_stays_kept() -> None:
     assert id(before) not in looked_at()
 
 
-def test_the_collector_rests_within_and_works_again_if_it_did_before() -> None:
+def test_pause_collection_can_be_nested() -> None:
     with pause_collection():
         with pause_collection():
             pass

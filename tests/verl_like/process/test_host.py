@@ -37,7 +37,7 @@ class Late(Worker):
         print(text)
 
 
-def test_a_header_arrives_as_it_was_packed():
+def test_a_header_survives_packing():
     facts = {"actor": {"dp": (3, True)}}
     plain = Header("actor", "update", 3, 77, 1.5, 2.5, 0.25)
     failed = Header(
@@ -68,7 +68,7 @@ def started(roles: list[str], facts: ProcessInfo, monkeypatch) -> WorkerHost:
     return host
 
 
-def test_two_coroutines_past_the_queue_share_one_loop(monkeypatch):
+def test_concurrent_coroutines_share_one_event_loop(monkeypatch):
     host = started(["late"], ProcessInfo("late", 0, 1, 0), monkeypatch)
     made: list[Any] = []
     new_event_loop = asyncio.new_event_loop
@@ -118,7 +118,7 @@ class Talkative(Worker):
         print(config.judges[0].api_key)
 
 
-def test_a_secret_of_the_configuration_alone_is_masked_in_a_worker_s_log(tmp_path, monkeypatch):
+def test_a_secret_of_the_configuration_is_masked_in_a_workers_log(tmp_path, monkeypatch):
     known: set[str] = set()
     monkeypatch.setattr(masking, "_known", lambda: known)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
@@ -130,7 +130,7 @@ def test_a_secret_of_the_configuration_alone_is_masked_in_a_worker_s_log(tmp_pat
     assert (tmp_path / "talkative-0.log").read_text() == f"{masking.MASK}\n"
 
 
-def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, monkeypatch):
+def test_prints_of_two_roles_go_to_separate_logs(tmp_path, monkeypatch):
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(
             sys, stream, getattr(sys, stream)
@@ -148,7 +148,7 @@ def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, mon
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "é"), ("ascii", "\\xe9")])
-def test_a_role_may_print_what_no_file_can_hold(
+def test_a_role_may_print_characters_that_cannot_be_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str
 ) -> None:
     own = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
@@ -164,7 +164,7 @@ def test_a_role_may_print_what_no_file_can_hold(
     assert (tmp_path / "one-0.log").read_text(encoding="utf-8") == "a \\ud800 é\n"
 
 
-def test_a_full_log_begins_anew_in_its_place_and_the_one_before_stays(tmp_path, monkeypatch):
+def test_a_full_log_is_rotated_and_the_last_one_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(RotatingLog, "LIMIT", 10)
     path = tmp_path / "one-0.log"
     path.write_text("before\n")
@@ -179,7 +179,7 @@ def test_a_full_log_begins_anew_in_its_place_and_the_one_before_stays(tmp_path, 
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / "one-0.log.1"]
 
 
-def test_the_stacks_of_a_process_show_the_call_that_runs_and_nothing_else(monkeypatch):
+def test_stacks_show_only_the_running_call(monkeypatch):
     host = started(["late"], ProcessInfo("late", 0, 1, 0), monkeypatch)
     assert host.stacks() == "idle: no call is running"
     entered, leave = threading.Event(), threading.Event()
@@ -239,7 +239,7 @@ def in_a_thread(host: WorkerHost, call: Call) -> Header:
 
 @pytest.mark.parametrize(("method", "concurrent"), KINDS)
 @pytest.mark.parametrize("raised", [GeneratorExit, KeyboardInterrupt, SystemExit, BaseException])
-def test_what_is_no_exception_is_answered_as_an_error_that_the_driver_can_catch(
+def test_base_exceptions_reach_the_driver_as_worker_errors(
     method: str, concurrent: bool, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = started_with(Raises, monkeypatch)
@@ -253,7 +253,7 @@ def test_what_is_no_exception_is_answered_as_an_error_that_the_driver_can_catch(
 
 
 @pytest.mark.parametrize(("method", "concurrent"), KINDS)
-def test_an_exception_without_a_text_arrives_with_its_rank_and_traceback(
+def test_an_exception_whose_str_fails_has_its_rank_and_traceback(
     method: str, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = started_with(Raises, monkeypatch)
@@ -266,14 +266,14 @@ def test_an_exception_without_a_text_arrives_with_its_rank_and_traceback(
     assert f"in {method}" in error.__notes__[0]
 
 
-def test_an_exit_in_a_processes_own_turn_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sys_exit_in_the_main_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host = started_with(Raises, monkeypatch)
     with pytest.raises(SystemExit):
         host.call(Call("raises", "in_turn", (SystemExit(3),)), ())
     host.close()
 
 
-def test_in_the_drivers_own_thread_ctrl_c_alone_passes() -> None:
+def test_only_ctrl_c_passes_through_an_inline_call() -> None:
     host = WorkerHost({"raises": (Raises, (), {})}, ProcessInfo("raises", 0, 1, 0), {})
     assert host.start(None).error is None
     with pytest.raises(KeyboardInterrupt):
@@ -289,7 +289,7 @@ def started_with(role: type[Worker], monkeypatch: pytest.MonkeyPatch) -> WorkerH
     return host
 
 
-def test_a_class_of_a_file_arrives_where_nobody_knows_its_module(tmp_path, monkeypatch):
+def test_a_class_from_a_file_is_pickled_without_its_module(tmp_path, monkeypatch):
     (tmp_path / "of_file.py").write_text(
         "class Own:\n    def __init__(self, n):\n        self.n = n"
     )

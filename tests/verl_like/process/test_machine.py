@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 from verl_like.process.machine import children, process_state, resident_bytes
 
 
-def test_a_process_sleeps_is_stopped_ends_and_is_gone(tmp_path: Path) -> None:
+def test_process_state_follows_a_process_to_its_end(tmp_path: Path) -> None:
     program = tmp_path / "odd) R (name"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "60"]) as process:
@@ -26,7 +26,7 @@ def test_a_process_sleeps_is_stopped_ends_and_is_gone(tmp_path: Path) -> None:
     assert process_state(process.pid) is None
 
 
-def test_a_child_is_listed_while_it_lives() -> None:
+def test_children_lists_running_children() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as process:
         assert process.pid in children(os.getpid())
         process.kill()
@@ -38,7 +38,7 @@ def await_state(pid: int, state: str) -> None:
     wait_until(lambda: process_state(pid) == state)
 
 
-def test_resident_memory_grows_with_what_is_held() -> None:
+def test_resident_bytes_grow_with_allocated_memory() -> None:
     size = 64 * 2**20
     before = resident_bytes(os.getpid())
     with mmap.mmap(-1, size) as held:  # pages of its own, whatever the heap has left

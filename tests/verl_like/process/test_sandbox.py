@@ -18,7 +18,7 @@ from verl_like.process.sandbox import (
 )
 
 
-def test_of_the_environment_it_sees_what_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_visible_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"HF_TOKEN": "s", "WANDB_API_KEY": "s", "JUDGE_KEY": "k", "LC_ALL": "C", "HOME": "/h"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -41,7 +41,7 @@ class NoNamespaces:
         return -1
 
 
-def test_a_machine_without_landlock_keeps_nobody_from_writing(
+def test_without_landlock_the_sandbox_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: NoNamespaces)
@@ -49,7 +49,7 @@ def test_a_machine_without_landlock_keeps_nobody_from_writing(
         _restrict_with_landlock("/tmp")
 
 
-def test_a_machine_without_namespaces_keeps_nobody_from_the_network(
+def test_without_namespaces_network_isolation_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: NoNamespaces)
@@ -58,7 +58,7 @@ def test_a_machine_without_namespaces_keeps_nobody_from_the_network(
 
 
 @pytest.mark.parametrize("start", [run, lambda config: PPO(config, [])])
-def test_no_run_starts_in_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_starts_in_a_sandbox(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "1")
     config = SimpleNamespace(trainer=SimpleNamespace(dry_run=False))
     with pytest.raises(

@@ -21,12 +21,12 @@ def server() -> dist.TCPStore:
     return open_store("127.0.0.1")
 
 
-def test_a_store_listens_at_its_address_alone(server: dist.TCPStore) -> None:
+def test_a_store_listens_only_at_its_address(server: dist.TCPStore) -> None:
     ports = {port: address for address, port, _ in listeners([os.getpid()])}
     assert ports[server.port] == "127.0.0.1"
 
 
-def test_who_has_the_secret_reads_what_was_written_with_it(server: dist.TCPStore) -> None:
+def test_holders_of_the_secret_read_each_others_values(server: dist.TCPStore) -> None:
     secret = new_secret()
     ours, theirs = SignedStore(server, secret, "a"), SignedStore(server, secret, "a")
     ours.set("text", "here")
@@ -39,7 +39,7 @@ def test_who_has_the_secret_reads_what_was_written_with_it(server: dist.TCPStore
 
 
 @pytest.mark.parametrize("other", ["another secret", "another part", "no secret"])
-def test_what_others_write_is_not_there(server: dist.TCPStore, other: str) -> None:
+def test_values_written_by_others_do_not_exist(server: dist.TCPStore, other: str) -> None:
     secret = new_secret()
     stranger = {
         "another secret": SignedStore(server, new_secret(), "a"),
@@ -53,7 +53,7 @@ def test_what_others_write_is_not_there(server: dist.TCPStore, other: str) -> No
         ours.wait(["joined"], SHORT)
 
 
-def test_a_value_that_was_written_over_or_moved_is_refused(server: dist.TCPStore) -> None:
+def test_an_overwritten_or_moved_value_is_rejected(server: dist.TCPStore) -> None:
     ours = SignedStore(server, new_secret(), "a")
     ours.set("one", "1")
     first = next(name for name in server.list_keys() if name.startswith("a/"))
@@ -67,7 +67,7 @@ def test_a_value_that_was_written_over_or_moved_is_refused(server: dist.TCPStore
         ours.get("one")
 
 
-def test_a_part_is_taken_out_whole_and_alone(server: dist.TCPStore) -> None:
+def test_delete_all_removes_only_the_keys_of_its_prefix(server: dist.TCPStore) -> None:
     secret = new_secret()
     part, other = SignedStore(server, secret, "sync 1"), SignedStore(server, secret, "sync 11")
     for store in (part, other):

@@ -40,14 +40,14 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     remove_folder(str(place))
 
 
-def test_a_deep_folder_is_removed_and_what_it_links_to_is_not(folder: Path) -> None:
+def test_a_deep_folder_is_removed_without_the_targets_of_its_links(folder: Path) -> None:
     remove_folder(str(folder))
     assert not folder.exists()
     assert (folder.parent / "outside" / "kept").exists()
     remove_folder(str(folder))
 
 
-def test_what_the_console_does_not_take_is_dropped() -> None:
+def test_output_that_the_console_rejects_is_dropped() -> None:
     with open("/dev/full", "wb") as console:
         _OutputForwarder().forward(console.fileno(), b"printed")
 

@@ -71,13 +71,13 @@ def come_as_rank_1(stranger: dist.TCPStore, seen: str) -> None:
         stranger.set(name, "here")
 
 
-def test_a_stranger_that_lists_names_cannot_come_in_the_place_of_a_rank() -> None:
+def test_a_stranger_that_lists_names_cannot_replace_a_rank() -> None:
     _, _, first = with_stranger(0.3, come_as_rank_1)
     with pytest.raises(WorkerError, match="rank 0 of 2 waited .* for rank 1 to open"):
         first.result()
 
 
-def test_the_ranks_meet_beside_a_stranger_and_the_secret_is_nowhere_in_their_store() -> None:
+def test_ranks_meet_despite_a_stranger_and_do_not_store_the_secret() -> None:
     server, secret, first = with_stranger(
         20.0, lambda stranger, seen: stranger.set(seen, "a stranger's")
     )
@@ -89,7 +89,7 @@ def test_the_ranks_meet_beside_a_stranger_and_the_secret_is_nowhere_in_their_sto
         assert secret.encode() not in server.get(name)
 
 
-def test_an_address_that_a_stranger_has_written_over_is_refused_in_words() -> None:
+def test_an_address_overwritten_by_a_stranger_is_rejected() -> None:
     server, secret, first = with_stranger(20.0, lambda *_: None)
     stores: list[Any] = [meet(server, secret, 1), first.result()]
     stores[0].set("address", "here")
@@ -99,7 +99,7 @@ def test_an_address_that_a_stranger_has_written_over_is_refused_in_words() -> No
         stores[1].get("address")
 
 
-def test_groups_can_be_made_as_long_as_the_process_lives() -> None:
+def test_process_groups_can_be_created_later() -> None:
     with start("child", {"meeting": (Meeting, ())}, [2]) as group:
         assert group.sum_in_a_group_that_is_made_later() == [3.0, 3.0]
 
@@ -110,7 +110,7 @@ def on_gpus(**facts: Any) -> Worker:
         return Worker()
 
 
-def test_on_gpus_a_collective_ends_by_its_own_limit_in_groups_that_are_made_later_too(
+def test_the_collective_timeout_on_gpus_also_covers_later_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits: list[timedelta] = []
@@ -125,7 +125,7 @@ def test_on_gpus_a_collective_ends_by_its_own_limit_in_groups_that_are_made_late
     assert distributed_c10d._get_default_timeout("cpu:gloo,cuda:nccl") == timedelta(seconds=90)
 
 
-def test_a_workers_device_stays_what_it_was_when_the_process_is_told_of_others(
+def test_a_worker_keeps_its_device_when_the_visible_gpus_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -175,7 +175,7 @@ def rank_3_of_8(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, l
         dist.destroy_process_group()
 
 
-def test_rank_3_of_a_node_makes_its_mesh_on_the_one_gpu_that_it_sees(rank_3_of_8) -> None:
+def test_rank_3_creates_its_mesh_on_its_only_visible_gpu(rank_3_of_8) -> None:
     host, current = rank_3_of_8
     shape, header = host.call(Call("actor", "make_mesh"), ())
     assert header.error is None
@@ -183,7 +183,7 @@ def test_rank_3_of_a_node_makes_its_mesh_on_the_one_gpu_that_it_sees(rank_3_of_8
     assert set(current) == {0}
 
 
-def test_local_rank_is_the_index_of_a_visible_gpu_and_rays_is_the_rank_on_the_node(
+def test_local_rank_counts_visible_gpus_and_ray_local_rank_processes(
     rank_3_of_8,
 ) -> None:
     variables, header = rank_3_of_8[0].call(Call("actor", "variables"), ())

@@ -21,7 +21,7 @@ def spread(lengths, partitions):
 
 @pytest.mark.parametrize("equal_size", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_partitions_cover_every_row_once_and_none_is_empty(seed, equal_size):
+def test_partitions_have_every_row_once_and_none_is_empty(seed, equal_size):
     rng = random.Random(seed)
     k = rng.randint(1, 5)
     num_rows = k * rng.randint(1, 6) if equal_size else k + rng.randint(0, 20)
@@ -35,7 +35,7 @@ def test_partitions_cover_every_row_once_and_none_is_empty(seed, equal_size):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_equal_partitions_are_near_the_best_of_all(seed):
+def test_two_equal_partitions_are_near_the_optimum(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 100) for _ in range(8)]
     halves = (set(half) for half in itertools.combinations(range(8), 4))
@@ -56,13 +56,13 @@ def test_a_large_batch_is_balanced_to_a_thousandth():
             )
 
 
-def test_equal_lengths_are_cut_the_same_way_each_time():
+def test_equal_lengths_are_partitioned_deterministically():
     found = get_seqlen_balanced_partitions([5] * 6, 3, equal_size=True)
     assert found == [[0, 5], [1, 4], [2, 3]]
     assert get_seqlen_balanced_partitions([5, 5], 2) == [[0], [1]]
 
 
-def test_balancing_refuses_what_cannot_be_cut():
+def test_impossible_partitions_are_rejected():
     with pytest.raises(BatchError, match="cannot split 2 rows into 3"):
         get_seqlen_balanced_partitions([1, 2], 3)
     with pytest.raises(
@@ -88,6 +88,6 @@ def test_rows_of_one_uid_stay_in_one_partition():
     ("uids", "k", "words"),
     [([0, 0, 1], 3, "cannot split 2 uids into 3"), ([0], 1, "3 lengths and 1 uids")],
 )
-def test_groups_that_do_not_divide_are_refused(uids, k, words):
+def test_groups_that_do_not_divide_are_rejected(uids, k, words):
     with pytest.raises(BatchError, match=words):
         get_group_balanced_partitions([1, 2, 3], uids, k)

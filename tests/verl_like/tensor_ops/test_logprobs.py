@@ -30,7 +30,7 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_fused_logprob_and_entropy_equal_log_softmax_and_so_do_their_gradients(temperature):
+def test_fused_logprobs_entropy_and_gradients_equal_log_softmax(temperature):
     torch.manual_seed(0)
     logits, labels = torch.randn(7, 11, dtype=torch.float64), torch.randint(11, (7,))
     weights, entropy_weights = (
@@ -53,7 +53,7 @@ def test_fused_logprob_and_entropy_equal_log_softmax_and_so_do_their_gradients(t
 @pytest.mark.parametrize(
     ("dtype", "wants_entropy"), [(torch.float64, True), (torch.bfloat16, False)]
 )
-def test_the_compiled_form_gives_the_numbers_of_the_other(dtype, wants_entropy, monkeypatch):
+def test_the_compiled_form_equals_the_other(dtype, wants_entropy, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.manual_seed(0)
     logits, labels = torch.randn(7, 11).to(dtype), torch.randint(11, (7,))
@@ -76,7 +76,7 @@ def test_the_compiled_form_gives_the_numbers_of_the_other(dtype, wants_entropy, 
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_separate_forms_agree_with_the_fused_one_on_any_leading_shape():
+def test_the_separate_form_agrees_with_the_fused_one_on_any_shape():
     logits, labels = torch.randn(2, 3, 11), torch.randint(11, (2, 3))
     logprob, entropy = logprobs_and_entropy_from_logits(logits, labels)
     assert logprob.shape == entropy.shape == (2, 3)
@@ -85,7 +85,7 @@ def test_separate_forms_agree_with_the_fused_one_on_any_leading_shape():
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sums_of_squared_probabilities_equal_those_of_the_softmax(temperature):
+def test_sums_of_squared_probabilities_equal_the_softmax(temperature):
     logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
     expected = (logits.detach() / temperature).softmax(dim=-1).square().sum(dim=-1)
     found = sum_pi_squared_from_logits(logits, temperature=temperature)
@@ -96,7 +96,7 @@ def test_sums_of_squared_probabilities_equal_those_of_the_softmax(temperature):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_gradients_pass_autograds_own_check():
+def test_gradients_pass_gradcheck():
     logits, labels = (
         torch.randn(5, 11, dtype=torch.float64, requires_grad=True),
         torch.randint(11, (5,)),
@@ -139,7 +139,7 @@ def test_the_gradient_can_overwrite_the_logits():
     assert grads[1][0].data_ptr() == logits.data_ptr()
 
 
-def test_a_second_backward_over_overwritten_logits_is_refused():
+def test_a_second_backward_over_overwritten_logits_raises():
     logits = torch.randn(2, 5, requires_grad=True) * 1
     logprob = logprobs_from_logits(logits, torch.tensor([0, 1]), inplace_backward=True).sum()
     logprob.backward(retain_graph=True)
@@ -147,7 +147,7 @@ def test_a_second_backward_over_overwritten_logits_is_refused():
         logprob.backward()
 
 
-def test_a_card_gets_slices_of_rows_eight_times_as_large():
+def test_chunks_on_a_gpu_are_about_eight_times_as_large():
     sizes = {}
     for device in ("cpu", "meta"):
         logits = torch.empty(1, 151_936, device=device).expand(1024, -1)
@@ -155,7 +155,7 @@ def test_a_card_gets_slices_of_rows_eight_times_as_large():
     assert sizes == {"cpu": 6, "meta": 55}
 
 
-def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_beside_logits_and_gradient(monkeypatch):
+def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_more(monkeypatch):
     rows, vocabulary = 512, 32768  # a quarter of the rows in a quarter of the chunk, to be quick
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", logprobs.CHUNK_BYTES // 4)
     logits = torch.randn(rows, vocabulary, requires_grad=True)

@@ -25,7 +25,7 @@ def masked(request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_zeroing_what_is_outside_equals_where_bit_for_bit(masked, dtype):
+def test_zero_outside_equals_where_bit_for_bit(masked, dtype):
     values, mask = masked
     values = values.nan_to_num(posinf=1).to(dtype) if dtype == torch.int64 else values.to(dtype)
     kept = zero_outside(values, mask)
@@ -34,7 +34,7 @@ def test_zeroing_what_is_outside_equals_where_bit_for_bit(masked, dtype):
     assert not kept.double().isnan().any()
 
 
-def test_zeroing_what_is_outside_keeps_gradients_and_shapes_as_where_does(masked):
+def test_zero_outside_has_the_gradients_and_shapes_of_where(masked):
     values, mask = masked
     rows = torch.randn(5, 1).requires_grad_()
     for leaf in (values.clone().requires_grad_(), rows):
@@ -53,14 +53,14 @@ def test_nan_inside_the_mask_is_kept():
     )
 
 
-def test_masked_reductions_equal_those_of_the_selected_values(masked):
+def test_masked_reductions_equal_reductions_of_selected_values(masked):
     values, mask = masked
     inside = values[mask.bool()]
     torch.testing.assert_close(masked_sum(values, mask), inside.sum())
     torch.testing.assert_close(masked_mean(values, mask), inside.mean())
 
 
-def test_masked_reductions_along_an_axis_equal_those_of_each_row(masked):
+def test_masked_reductions_along_an_axis_equal_reductions_by_row(masked):
     values, mask = masked
     by_row = [row[inside.bool()] for row, inside in zip(values, mask, strict=True)]
     torch.testing.assert_close(
@@ -88,7 +88,7 @@ def test_masked_mean_has_no_gradient_outside_the_mask():
     assert values.grad.tolist() == [0.5, 0.0, 0.5]
 
 
-def test_the_last_place_is_that_of_a_mask_with_holes() -> None:
+def test_last_places_handles_masks_with_holes() -> None:
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     assert last_places(mask).tolist() == [2, 0, 3]
     assert last_places(mask.bool()).tolist() == [2, 0, 3]

@@ -12,7 +12,7 @@ from tests.programs import found_by
 
 
 @pytest.mark.ray
-def test_a_head_that_is_gone_is_named_and_a_frozen_daemon_does_not_keep_the_driver(
+def test_a_lost_head_is_reported_and_a_frozen_daemon_does_not_block_exit(
     ray_session: None,
 ) -> None:
     facts = found_by(sys.executable, "tests.verl_like.broken_cluster", limit_s=150)

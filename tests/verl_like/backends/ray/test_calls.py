@@ -108,7 +108,7 @@ def group():
         yield group
 
 
-def test_calls_run_in_the_order_in_which_they_were_made(group) -> None:
+def test_calls_run_in_the_order_of_submission(group) -> None:
     before = len(group.all_seen()[0])
     for number in range(30):
         if number % 7 < 3:
@@ -119,7 +119,7 @@ def test_calls_run_in_the_order_in_which_they_were_made(group) -> None:
     assert group.is_in_main_thread() == [True, True]
 
 
-def test_several_threads_may_call(group) -> None:
+def test_several_threads_can_call_one_group(group) -> None:
     def both(number: int) -> list[object]:
         group.see_later(number, 0.001)
         return group.give(number)
@@ -129,7 +129,7 @@ def test_several_threads_may_call(group) -> None:
     assert sorted(group.all_seen()[1][-40:]) == list(range(40))
 
 
-def test_large_results_and_arguments_come_whole_and_small_calls_go_on(group) -> None:
+def test_large_results_and_arguments_arrive_whole(group) -> None:
     assert [len(rank) for rank in group.zeros(LARGE)] == [LARGE] * 2
     assert group.give("x" * LARGE) == ["x" * LARGE] * 2
     assert group.give(torch.ones(LARGE))[1].sum() == LARGE
@@ -142,7 +142,7 @@ def test_a_batch_is_a_private_copy(group) -> None:
     assert data.batch["x"].tolist() == [0, 1, 2]
 
 
-def test_what_cannot_travel_is_told_as_for_a_task(group) -> None:
+def test_unpicklable_values_raise_the_errors_of_a_ray_task(group) -> None:
     for _ in range(2):
         with pytest.raises(
             WorkerError, match="witness.generator.*cannot be pickled for another process.*generator"
@@ -175,7 +175,7 @@ def test_what_cannot_travel_is_told_as_for_a_task(group) -> None:
     assert group.give(1) == [1, 1]
 
 
-def test_a_call_past_its_deadline_is_shown_and_the_next_ones_run(group) -> None:
+def test_a_late_call_shows_its_stack_and_later_calls_run(group) -> None:
     with pytest.raises(
         WaitTimeoutError, match=r"(?s)witness.sleep_s: .* within 2.0 s.*in sleep_s"
     ) as caught:
@@ -186,7 +186,7 @@ def test_a_call_past_its_deadline_is_shown_and_the_next_ones_run(group) -> None:
     assert group.give_concurrently("after") == ["after", "after"]
 
 
-def test_the_stacks_of_a_call_that_runs_are_told(group) -> None:
+def test_stacks_show_the_running_call(group) -> None:
     assert group.transport.stacks(5.0) == dict.fromkeys([0, 1], "idle: no call is running")
     running = group.see_later("shown", 1.0)
     until = time.monotonic() + 10
@@ -195,7 +195,7 @@ def test_the_stacks_of_a_call_that_runs_are_told(group) -> None:
     running.get()
 
 
-def test_what_late_calls_of_a_pool_give_is_brought_by_one_request(
+def test_results_of_late_calls_of_a_pool_come_in_one_request(
     group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, get = [], ray.get
@@ -210,7 +210,7 @@ def test_what_late_calls_of_a_pool_give_is_brought_by_one_request(
 
 
 @pytest.mark.parametrize("method", ["die", "die_concurrently"])
-def test_a_death_in_a_call_is_told_with_its_cause(method: str) -> None:
+def test_a_death_in_a_call_is_reported_with_its_cause(method: str) -> None:
     deadlines = Deadlines(start_s=180, call_s=60, grace_s=2)
     with start("ray", {"witness": (Witness, ())}, [2], deadlines=deadlines) as group:
         cause = "killed by SIGKILL" if method == "die" else "it ended without"

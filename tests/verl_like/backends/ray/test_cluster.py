@@ -41,7 +41,7 @@ def at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[]
     return calls
 
 
-def test_the_session_is_in_a_private_folder_and_goes_with_the_process(
+def test_the_session_folder_is_private_and_removed_at_exit(
     at_exit: list[Callable[[], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cluster._session_folder()
@@ -57,13 +57,13 @@ def test_the_session_is_in_a_private_folder_and_goes_with_the_process(
     assert not folder.exists()
 
 
-def test_with_the_longest_path_and_number_of_a_process_a_socket_has_a_path() -> None:
+def test_socket_paths_fit_with_the_longest_folder_and_pid() -> None:
     of_ray = "session_2026-11-24_14-54-19_381012_4194304/sockets/plasma_store"
     assert len(f"{'x' * cluster.LONGEST_PATH}/ray-4194304-qabpbtls/{of_ray}") <= 107
 
 
 @pytest.mark.usefixtures("at_exit")
-def test_what_killed_runs_left_goes_and_what_living_ones_use_stays(tmp_path: Path) -> None:
+def test_folders_of_killed_runs_are_removed_and_those_in_use_stay(tmp_path: Path) -> None:
     private = private_folder(str(tmp_path))
     left, used = private / "ray-4194999-abc", private / f"ray-{os.getpid()}-abc"
     left.mkdir()
@@ -75,7 +75,7 @@ def test_what_killed_runs_left_goes_and_what_living_ones_use_stays(tmp_path: Pat
 
 @pytest.mark.usefixtures("at_exit")
 @pytest.mark.parametrize("is_there", [False, True])
-def test_the_token_is_for_its_user_alone(tmp_path: Path, is_there: bool) -> None:
+def test_only_its_user_can_read_the_token(tmp_path: Path, is_there: bool) -> None:
     token = tmp_path / ".ray" / "auth_token"
     if is_there:
         token.parent.mkdir()
@@ -87,13 +87,13 @@ def test_the_token_is_for_its_user_alone(tmp_path: Path, is_there: bool) -> None
     assert len(token.read_text()) == (9 if is_there else 64)
 
 
-def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_enter_is_rejected(tmp_path: Path) -> None:
     private_folder(str(tmp_path)).chmod(0o755)
     with pytest.raises(WorkerError, match="not private to this user"):
         private_folder(str(tmp_path))
 
 
-def test_a_cluster_of_this_machine_has_no_metrics_unless_there_is_a_dashboard(
+def test_a_local_cluster_collects_metrics_only_for_a_dashboard(
     at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -134,7 +134,7 @@ def of_a_node() -> Callable[[], str | None]:
 
 
 @pytest.mark.parametrize("probed", [of_the_head, of_a_node])
-def test_who_does_not_listen_is_gone_before_a_death_is_late(
+def test_a_silent_head_or_node_counts_as_gone_in_time(
     network: SimpleNamespace, probed: Callable[[], Callable[[], str | None]]
 ) -> None:
     node_failure_cause, began = probed(), network.seconds
@@ -145,7 +145,7 @@ def test_who_does_not_listen_is_gone_before_a_death_is_late(
 
 
 @pytest.mark.parametrize("probed", [of_the_head, of_a_node])
-def test_who_listens_again_is_not_gone(
+def test_a_head_or_node_that_listens_again_is_not_gone(
     network: SimpleNamespace, probed: Callable[[], Callable[[], str | None]]
 ) -> None:
     node_failure_cause = probed()

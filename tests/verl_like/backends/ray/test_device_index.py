@@ -24,7 +24,7 @@ ON_GPU = ProcessInfo(device_kind="cuda", local_rank=1)
         (["5"], "5", ProcessInfo(), None),
     ],
 )
-def test_the_index_counts_the_devices_that_the_process_sees(
+def test_the_device_index_counts_visible_devices(
     monkeypatch: pytest.MonkeyPatch,
     assigned: list[str],
     visible: str | None,

@@ -33,14 +33,14 @@ def test_detached_workers_are_found_again_by_their_names() -> None:
         found.shutdown()
 
 
-def test_what_cannot_stay_is_refused() -> None:
+def test_invalid_detached_groups_are_rejected() -> None:
     with pytest.raises(PlacementError, match="detached workers need a pool that outlives"):
         RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Hybrid), detached=True)
     with pytest.raises(PlacementError, match="no worker of that name runs in Ray's namespace"):
         RayWorkerGroup.from_detached(["nobody"], RayClassWithInitArgs(Hybrid))
 
 
-def test_a_device_that_the_pool_has_not_is_refused() -> None:
+def test_a_device_that_the_pool_lacks_is_rejected() -> None:
     with (
         RayResourcePool([1], use_gpu=False, cpus_per_process=0.5) as pool,
         pytest.raises(PlacementError, match=r"device_name='cuda': pool .* has the device cpu"),
@@ -48,7 +48,7 @@ def test_a_device_that_the_pool_has_not_is_refused() -> None:
         RayWorkerGroup(pool, RayClassWithInitArgs(Hybrid), device_name="cuda")
 
 
-def test_roles_of_one_process_agree_on_its_environment() -> None:
+def test_roles_of_one_process_must_agree_on_its_environment() -> None:
     made = RayClassWithInitArgs(Hybrid)
     made.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
     with pytest.raises(ConfigError, match="worker sets MINE=8 .* another role sets 7;"):

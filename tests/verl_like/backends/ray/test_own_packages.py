@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.ray
 
 
-def test_folders_with_namesakes_of_our_packages_move_behind_ours(
+def test_folders_that_shadow_our_packages_move_behind_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from verl_like.backends.ray.host import local_packages, prefer_local_packages

@@ -16,7 +16,7 @@ from verl_like import DataProto
 from verl_like.backends.ray.transport import Packed, pack
 
 
-def test_a_packed_batch_is_the_batch_and_its_columns_are_not_copied() -> None:
+def test_a_packed_batch_is_read_back_without_copies_of_its_columns() -> None:
     columns = {"x": torch.randperm(3000), "half": torch.rand(3000).bfloat16()}
     given = DataProto.from_dict(columns, {"uid": list("abc") * 1000}, {"temperature": 0.5})
     inner: list[pickle.PickleBuffer] = []
@@ -34,13 +34,13 @@ def test_a_packed_batch_is_the_batch_and_its_columns_are_not_copied() -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_what_ray_has_to_count_is_left_to_it() -> None:
+def test_values_with_object_references_are_left_to_ray() -> None:
     assert pack(("actor", "update", (ray.put(1),), {})) is None
     assert pack(("actor", "update", (), {"more": [{"reference": ray.put(1)}]})) is None
     assert pack(("actor", "update", (1,), {})) is not None
 
 
-def test_functions_and_classes_that_others_cannot_import_are_left_to_ray(
+def test_functions_and_classes_without_a_module_are_left_to_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = type("Own", (), {"__module__": "__main__"})

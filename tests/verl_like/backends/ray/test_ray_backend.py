@@ -70,7 +70,7 @@ def test_local_and_ray_agree_bit_for_bit() -> None:
         assert local.meta_info == on_ray.meta_info
 
 
-def test_a_shortage_of_cpus_ends_with_a_message() -> None:
+def test_a_shortage_of_cpus_raises_an_error() -> None:
     hog = RayResourcePool([1], cpus_per_process=15.0)
     hog.bundles()
     pool = RayResourcePool(
@@ -108,7 +108,7 @@ def adders() -> Iterator[tuple[Any, Any]]:
         yield one, two
 
 
-def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references(adders) -> None:
+def test_two_pools_run_in_parallel_and_pass_references(adders) -> None:
     first, second = adders
     gather(first.add_slowly(batch(2, seconds=1.0)), second.add_slowly(batch(2, seconds=1.0)))
     calls = [call for group in (first, second) for call in group.transport.take_finished()]
@@ -123,7 +123,9 @@ def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references(adder
     assert back.get().batch["x"].tolist() == [31, 32, 33, 34, 35]
 
 
-def test_the_headers_of_many_chunks_travel_as_one(adders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_headers_of_many_chunks_are_sent_as_one(
+    adders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("verl_like.backends.ray.transport.MOST_APART", 1)
     group = adders[1]
     future = group.add_slowly(batch(5, seconds=0.2))
@@ -136,7 +138,7 @@ def test_the_headers_of_many_chunks_travel_as_one(adders, monkeypatch: pytest.Mo
         failed.get()
 
 
-def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
+def test_groups_share_a_pool_and_pools_split_and_merge() -> None:
     pool = RayResourcePool([3], cpus_per_process=0.5, name_prefix="shared")
     from verl_like import merge_resource_pool, split_resource_pool
 
@@ -163,7 +165,7 @@ def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
     pool.release()
 
 
-def test_a_pool_has_one_placement_group_a_node() -> None:
+def test_a_pool_has_one_placement_group_per_node() -> None:
     pool = RayResourcePool([2, 3], use_gpu=False, cpus_per_process=0.1, name_prefix="nodes")
     try:
         groups = pool.get_placement_groups()
@@ -174,7 +176,7 @@ def test_a_pool_has_one_placement_group_a_node() -> None:
         pool.release()
 
 
-def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
+def test_a_lost_result_counts_as_the_death_of_its_worker(
     adders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(reference: object, **settings: object) -> object:
@@ -187,7 +189,7 @@ def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
         future.get()
 
 
-def test_a_taken_port_is_named() -> None:
+def test_a_taken_port_is_reported() -> None:
     pool = RayResourcePool([1], cpus_per_process=0.5)
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -200,7 +202,7 @@ def test_a_taken_port_is_named() -> None:
     pool.release()
 
 
-def test_ray_init_gets_what_connect_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_passes_its_arguments_to_ray_init(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from verl_like.backends.ray import connect
 
@@ -215,7 +217,7 @@ def test_ray_init_gets_what_connect_is_given(monkeypatch: pytest.MonkeyPatch) ->
     assert given["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
 
 
-def test_a_cluster_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_cluster_raises_after_the_connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_like.backends.ray import connect
 
     silent = threading.Event()
@@ -230,7 +232,7 @@ def test_a_cluster_that_does_not_answer_ends_the_wait(monkeypatch: pytest.Monkey
     silent.set()
 
 
-def test_a_signal_while_the_cluster_starts_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_interrupts_the_start_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_like.backends.ray import connect
 
     silent = threading.Event()
@@ -256,7 +258,7 @@ def test_a_signal_while_the_cluster_starts_ends_the_wait(monkeypatch: pytest.Mon
     assert time.monotonic() - began < 10
 
 
-def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed(
+def test_an_uneven_pool_starts_and_a_lost_node_or_low_memory_is_noticed(
     tmp_path: Path, forked_python: Path
 ) -> None:
     facts = found_by(forked_python, "tests.verl_like.two_node_cluster", tmp_path, limit_s=150)

@@ -22,7 +22,7 @@ def batch(rows: int = 50_000, **meta: object) -> DataProto:
     return DataProto.from_dict(columns, {"uid": [f"{row}" for row in range(rows)]}, meta)
 
 
-def test_an_equal_batch_is_not_put_again_while_the_first_is_held() -> None:
+def test_an_equal_batch_is_put_only_once_while_it_is_referenced() -> None:
     first, second = put_once(batch(4)), put_once(batch(4))
     assert second.reference == first.reference
     assert torch.equal(ray.get(second.reference).batch["x"], torch.arange(4))
@@ -31,7 +31,7 @@ def test_an_equal_batch_is_not_put_again_while_the_first_is_held() -> None:
     assert put_once(batch(4)).reference.hex() != gone
 
 
-def test_whatever_differs_makes_another_batch() -> None:
+def test_any_difference_makes_another_batch() -> None:
     first, changed, renamed = put_once(batch(4)), batch(4), batch(4)
     changed.batch["x"].numpy()[3] = 7  # nothing of torch sees this
     renamed.non_tensor_batch["uid"][0] = "other"
@@ -40,7 +40,7 @@ def test_whatever_differs_makes_another_batch() -> None:
     assert ray.get(put_once(changed).reference).batch["x"].tolist() == [0, 1, 2, 7]
 
 
-def test_a_batch_that_is_small_without_its_padding_goes_with_the_call() -> None:
+def test_a_batch_that_is_small_without_padding_is_sent_with_the_call() -> None:
     rows = [torch.arange(30) for _ in range(200)]
     ragged = DataProto.from_dict({"tokens": Ragged.from_rows(rows, width=256, at_end=True)})
     whole = DataProto.from_dict({"tokens": torch.randint(9, (200, 256))})
@@ -53,13 +53,13 @@ def test_a_batch_that_is_small_without_its_padding_goes_with_the_call() -> None:
     assert torch.equal(ray.get(part).batch["tokens"], whole.batch["tokens"])
 
 
-def test_what_is_no_batch_or_cannot_be_compared_is_put_as_it_is() -> None:
+def test_other_and_incomparable_values_are_put_unchanged() -> None:
     assert ray.get(put_once("text").reference) == "text"
     own = DataProto.from_dict({"x": torch.arange(2)}, meta_info={"key": lambda: 3})
     assert ray.get(put_once(own).reference).meta_info["key"]() == 3
 
 
-def test_two_calls_on_one_batch_put_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_calls_on_a_batch_put_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     puts = []
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
