@@ -16,7 +16,7 @@ from verl_like.config_key import Section, When, key, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import CallSignature, check_call, check_method
-from workers.config.conditions import SAVE_EVERY_MINUTES, SAVES
+from workers.config.conditions import SAVES
 
 ON_RAY = when("trainer.backend", "ray")
 SEVERAL_POOLS = When(
@@ -106,7 +106,7 @@ class TrainerConfig(Section):
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 to disable step-based checkpoints")
     """Steps between checkpoints; -1 disables step-based checkpoints."""
     save_every_minutes: float | None = key(
-        SAVE_EVERY_MINUTES, above=0, hint="or null to disable timed checkpoints"
+        30.0, above=0, hint="or null to disable timed checkpoints"
     )
     """Minutes between checkpoints; null disables timed checkpoints. A run that lasts longer also
     saves its last step.

@@ -13,11 +13,6 @@ from verl_like.config_key import When, unless, when
 from verl_like.registry import registry_of
 
 ACTOR = "actor_rollout_ref.actor"
-SAVE_EVERY_MINUTES = 30.0
-"""Default of `trainer.save_every_minutes`.
-
-A checkpoint is written after the first step that ends this long after the last checkpoint.
-"""
 
 
 def _asks_for_validations(_: Any, run: Any) -> bool:
@@ -109,22 +104,11 @@ NO_REWARD_LIST = When(
 )
 SAVES = When(
     "`trainer.save_freq` or `trainer.save_every_minutes` is set",
-    lambda _, run: (
-        run.trainer.save_freq > 0
-        or run.trainer.save_every_minutes not in (None, SAVE_EVERY_MINUTES)
-    ),
-    "trainer.save_freq and trainer.save_every_minutes are not set",
+    lambda _, run: run.trainer.save_freq > 0 or run.trainer.save_every_minutes is not None,
+    "this run writes no checkpoints (trainer.save_freq=-1, trainer.save_every_minutes=null)",
 )
-"""True if you have set that the run saves checkpoints.
-
-The default of `save_every_minutes`, a safeguard, does not count.
-"""
 VALIDATES_OR_SAVES = When(
     "the run validates, or writes checkpoints",
-    lambda section, run: (
-        VALIDATES.holds(section, run)
-        or run.trainer.save_freq > 0
-        or run.trainer.save_every_minutes is not None
-    ),
+    lambda section, run: VALIDATES.holds(section, run) or SAVES.holds(section, run),
     "this run neither validates nor writes checkpoints. Set data.val_files, or trainer.save_freq",
 )

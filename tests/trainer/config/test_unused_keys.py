@@ -47,7 +47,10 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
             "actor_rollout_ref.actor.clip_ratio_c=4",
             ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
         ),
-        ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", ["trainer.save_freq=-1"]),
+        (
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+            ["trainer.save_every_minutes=null"],
+        ),
         (
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
             ["algorithm.use_kl_in_reward=true", BY_TOKENS],
@@ -98,6 +101,11 @@ def test_the_notice_names_the_key_and_the_reason(
     settings: list[str], notice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert notices(caplog, *settings) == [f"note: {notice}"]
+
+
+def test_timed_checkpoints_read_the_number_to_keep(caplog: pytest.LogCaptureFixture) -> None:
+    assert notices(caplog, "trainer.max_ckpt_to_keep=null") == []
+    assert load_config([*NEEDED, "trainer.max_ckpt_to_keep=null"]).trainer.max_ckpt_to_keep is None
 
 
 def test_keys_of_one_reason_share_a_notice(caplog: pytest.LogCaptureFixture) -> None:
