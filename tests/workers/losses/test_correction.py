@@ -63,7 +63,7 @@ def test_rejection_equals_plain_python(batch: Columns, name: str) -> None:
     assert 0 < kept.sum() < mask.sum(), "the example tells nothing"
 
 
-def test_what_one_of_several_criteria_refuses_is_rejected(batch: Columns) -> None:
+def test_a_token_that_one_of_several_criteria_rejects_is_rejected(batch: Columns) -> None:
     inputs = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
     names, thresholds = "token_k1,seq_max_k3", "0.6_1.4,0.2"
     _, both, _ = corrected(*inputs, rollout_rs=names, rollout_rs_threshold=thresholds)
@@ -99,7 +99,7 @@ def test_a_token_without_weight_stays_in_the_denominator() -> None:
     assert loss == pytest.approx(2.0 * 2 / 4)
 
 
-def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected() -> None:
+def test_a_token_with_a_non_finite_log_prob_is_rejected() -> None:
     behavior = torch.tensor([[0.0, math.nan, -math.inf, 0.0]])
     mask, zeros = torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4)
     for name in CRITERIA:
@@ -119,7 +119,7 @@ def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected() -> None:
     assert kept.sum() == 0
 
 
-def test_ratios_that_no_number_can_hold_are_cut_first() -> None:
+def test_ratios_that_would_overflow_are_clamped() -> None:
     far = torch.full((1, 4), -400.0)
     for level in LEVELS:
         weights, _, figures = corrected(
@@ -186,15 +186,13 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
         ),
     ],
 )
-def test_settings_that_mean_nothing_are_refused_with_their_key(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_invalid_settings_are_rejected_with_their_key(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="algorithm.rollout_correction") as caught:
         RolloutCorrection.of(RolloutCorrectionConfig(**settings))
     assert words in str(caught.value)
 
 
-def test_one_number_for_a_ratio_is_also_the_inverse_of_the_lower_end() -> None:
+def test_one_threshold_of_a_ratio_also_bounds_its_inverse() -> None:
     correction = RolloutCorrection.of(
         RolloutCorrectionConfig(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold="2")
     )

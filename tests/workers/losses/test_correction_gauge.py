@@ -64,9 +64,7 @@ def share(flags: list[bool]) -> float:
 
 @pytest.mark.parametrize("threshold", ["1.4", "0.7_1.4"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_figures_of_weights_equal_plain_python(
-    batch: Columns, level: str, threshold: str
-) -> None:
+def test_metrics_of_weights_equal_plain_python(batch: Columns, level: str, threshold: str) -> None:
     mask = batch["response_mask"]
     weights, _, found = corrected(
         *(batch["log_prob"], batch["old_log_prob"], mask),
@@ -92,7 +90,7 @@ def test_the_figures_of_weights_equal_plain_python(
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_the_figures_of_a_criterion_equal_plain_python(batch: Columns, name: str) -> None:
+def test_metrics_of_a_criterion_equal_plain_python(batch: Columns, name: str) -> None:
     _, _, found = corrected(
         *(batch["log_prob"], batch["old_log_prob"], batch["response_mask"]),
         rollout_rs=name,
@@ -117,7 +115,7 @@ def test_the_figures_of_a_criterion_equal_plain_python(batch: Columns, name: str
     assert found == pytest.approx({f"rollout_corr/{key}": value for key, value in names.items()})
 
 
-def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch: Columns) -> None:
+def test_metrics_of_chunks_add_up_to_those_of_the_batch(batch: Columns) -> None:
     settings = RolloutCorrectionConfig(
         rollout_is="sequence",
         rollout_is_threshold="0.7_1.4",
@@ -142,7 +140,7 @@ def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch: Columns) -> 
     assert torch.equal(torch.cat([chunk[1] for chunk in chunks]), kept[order])
 
 
-def test_a_batch_without_tokens_has_no_figures() -> None:
+def test_a_batch_without_tokens_has_no_metrics() -> None:
     nothing = torch.zeros(2, 3)
     settings = {"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": "1"}
     assert corrected(nothing, nothing, nothing, **settings)[2] == {}

@@ -62,9 +62,7 @@ def chosen_by(policy_loss: PolicyLoss, batch: Columns, **settings: float) -> Col
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_clip_cov_drops_every_candidate_where_the_share_allows_it(
-    batch: Columns, mode: str
-) -> None:
+def test_clip_cov_drops_every_candidate_at_ratio_one(batch: Columns, mode: str) -> None:
     tokens = tokens_with_covariance(batch)
     candidates = clip_cov_candidates(tokens, 0.1, 1.2)
     assert 2 <= len(candidates) < len(tokens)
@@ -83,7 +81,7 @@ def test_clip_cov_drops_every_candidate_where_the_share_allows_it(
 
 
 @pytest.mark.parametrize("share", [0.0, 2.2 / 15])
-def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(
+def test_clip_cov_drops_its_ratio_of_candidates_and_at_least_one(
     batch: Columns, share: float
 ) -> None:
     tokens = tokens_with_covariance(batch)

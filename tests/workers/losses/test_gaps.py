@@ -176,7 +176,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name: str, whole: Columns) -> None:
+def test_a_row_with_gaps_gives_the_result_without_gaps(name: str, whole: Columns) -> None:
     mask = whole["response_mask"]
     generator = torch.Generator().manual_seed(3)
     places = torch.rand(ROWS, 2 * WIDTH, generator=generator).argsort(dim=-1).argsort(dim=-1)
@@ -194,7 +194,7 @@ def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name: str, whole:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_what_was_observed_changes_no_bit(name: str, batch: Columns) -> None:
+def test_values_outside_the_mask_change_no_bit(name: str, batch: Columns) -> None:
     batch["weights"] = batch["weights"].abs()
     mask = batch["response_mask"]
     outside = mask == 0
@@ -214,7 +214,7 @@ def test_what_was_observed_changes_no_bit(name: str, batch: Columns) -> None:
     ("dtype", "by_blocks"), [(torch.bool, False), (torch.int32, True), (torch.float64, False)]
 )
 @pytest.mark.parametrize("name", FORMULAS)
-def test_neither_blocks_nor_the_masks_dtype_show_and_nothing_given_is_written(
+def test_blocks_and_mask_dtypes_give_equal_results_and_modify_no_input(
     name: str, dtype: torch.dtype, by_blocks: bool, batch: Columns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch["weights"] = batch["weights"].abs()
@@ -232,9 +232,7 @@ def test_neither_blocks_nor_the_masks_dtype_show_and_nothing_given_is_written(
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_loss_that_is_nan_by_an_old_log_prob_has_a_gradient_that_skips_the_step(
-    name: str, whole: Columns
-) -> None:
+def test_a_nan_old_log_prob_gives_a_non_finite_gradient(name: str, whole: Columns) -> None:
     row, place = whole["response_mask"].nonzero()[0].tolist()
     whole["old_log_prob"] = whole["old_log_prob"].clone()
     whole["old_log_prob"][row, place] = torch.nan

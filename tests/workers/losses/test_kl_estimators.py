@@ -23,7 +23,7 @@ KL_FORMULAS = {
 
 
 @pytest.mark.parametrize("name", KL_FORMULAS)
-def test_kl_estimates_equal_their_formulas_and_plus_takes_the_gradient_of_k2(name: str) -> None:
+def test_kl_estimates_equal_their_formulas_and_plus_has_k2_s_gradient(name: str) -> None:
     logprob = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
     expected = [
@@ -41,6 +41,6 @@ def test_k3_is_clamped() -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "k4+", "low_var"])
-def test_an_unknown_kl_estimator_is_refused_with_the_list(name: str) -> None:
+def test_an_unknown_kl_estimator_is_rejected_with_the_list(name: str) -> None:
     with pytest.raises(ConfigError, match="unknown KL estimator .* Known: kl, k1, abs"):
         kl_penalty(torch.zeros(1), torch.zeros(1), name)

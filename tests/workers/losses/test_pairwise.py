@@ -20,7 +20,7 @@ def in_plain_python(gap: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", PAIRWISE_LOSSES)
-def test_loss_and_slope_are_finite_and_right_for_gaps_up_to_10000(name: str) -> None:
+def test_loss_and_gradient_are_right_for_gaps_up_to_10000(name: str) -> None:
     gaps = torch.tensor(GAPS, requires_grad=True)
     losses = PAIRWISE_LOSSES[name](gaps)
     losses.sum().backward()
@@ -30,7 +30,7 @@ def test_loss_and_slope_are_finite_and_right_for_gaps_up_to_10000(name: str) -> 
     assert gaps.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-8)
 
 
-def test_a_margin_raises_the_gap_that_is_asked_for_and_centring_holds_the_sum_down() -> None:
+def test_a_margin_raises_the_target_gap_and_centering_limits_the_sum() -> None:
     scores = torch.tensor([[2.0, 0.5], [-1.0, 1.0]], dtype=torch.float64)
     margins = torch.tensor([1.0, 0.0], dtype=torch.float64)
     losses = compute_reward_loss(PAIRWISE_LOSSES["log_sigmoid"], scores, margins, 0.1)

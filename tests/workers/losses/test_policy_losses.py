@@ -57,9 +57,7 @@ def policy_inputs(batch: Columns, rows: slice = slice(None)) -> Columns:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", BY_TOKEN)
-def test_policy_losses_equal_their_twins_token_by_token(
-    batch: Columns, name: str, mode: str
-) -> None:
+def test_policy_losses_equal_their_twins(batch: Columns, name: str, mode: str) -> None:
     loss, _ = POLICY_LOSSES[name](**policy_inputs(batch), loss_agg_mode=mode, config=CONFIG)
     assert loss.item() == pytest.approx(aggregate(naive_losses(name, batch), mode))
 
@@ -119,7 +117,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
             assert_same(key, value, whole[key], check_dtype=False)
 
 
-def test_a_gradient_found_by_blocks_is_given_away_once(
+def test_a_gradient_by_blocks_can_be_used_only_once(
     batch: Columns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK_TOKENS", 2 * WIDTH)
@@ -174,7 +172,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch: Columns, name: str)
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - set(SURROGATES)))
-def test_the_gradient_is_that_of_finite_differences(batch: Columns, name: str) -> None:
+def test_the_gradient_matches_finite_differences(batch: Columns, name: str) -> None:
     inputs = policy_inputs(batch) | chosen_tokens(batch, name)
     log_prob = inputs.pop("log_prob").nan_to_num().requires_grad_()
 
@@ -185,7 +183,7 @@ def test_the_gradient_is_that_of_finite_differences(batch: Columns, name: str) -
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_with_weights_held_fast_the_gradient_is_that_of_finite_differences(
+def test_the_gradient_with_fixed_weights_matches_finite_differences(
     batch: Columns, name: str
 ) -> None:
     mask, step = batch["response_mask"], 1e-6
@@ -227,7 +225,7 @@ def test_vanilla_reports_verls_metrics(batch: Columns) -> None:
     assert held_lower.any()
 
 
-def test_clip_ratio_alone_sets_both_sides() -> None:
+def test_clip_ratio_sets_both_sides() -> None:
     assert clip_widths(ActorConfig(clip_ratio=0.1)) == (0.1, 0.1)
     assert clip_widths(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.3)) == (0.1, 0.3)
     assert clip_widths(ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.0)) == (0.2, 0.0)
@@ -239,7 +237,7 @@ def test_an_extreme_ratio_stays_finite(batch: Columns) -> None:
         assert torch.isfinite(policy_loss(**far, config=CONFIG)[0])
 
 
-def test_gspo_counts_the_whole_of_a_token_that_moved_far() -> None:
+def test_gspo_does_not_clamp_the_log_ratio_of_one_token() -> None:
     old, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.int64)
     new = torch.tensor([[25.0, -24.0, -0.5, 0.0]], dtype=torch.float64)
     loss, _ = POLICY_LOSSES["gspo"](old, new, torch.ones(1, 4), mask, config=CONFIG)
@@ -269,7 +267,7 @@ def test_policy_losses_are_found_by_name_or_dotted_path() -> None:
         get_policy_loss("gpso")
 
 
-def test_a_users_loss_is_found_by_the_name_of_its_decorator(
+def test_a_user_s_loss_is_found_by_its_registered_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(POLICY_LOSSES, "_entries", dict(POLICY_LOSSES))
@@ -283,7 +281,7 @@ def test_a_users_loss_is_found_by_the_name_of_its_decorator(
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_loss_reads_the_keys_that_it_says_it_reads(batch: Columns, name: str) -> None:
+def test_a_loss_reads_exactly_its_declared_keys(batch: Columns, name: str) -> None:
     class Recorded:
         """The actor's settings; it records which ones are read."""
 

@@ -48,7 +48,7 @@ def columns_of(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", TOKEN_SUMS)
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_loss_is_its_formula_summed_and_has_its_slope(name: str, per_token: bool) -> None:
+def test_a_loss_and_its_gradient_match_the_formula(name: str, per_token: bool) -> None:
     loss, columns = TOKEN_SUMS[name], columns_of(name)
     if per_token and loss.optional_columns:
         columns["clip_low_threshold"] = torch.linspace(0.5, 0.9, 15).double().view(3, 5)
@@ -80,7 +80,7 @@ def test_a_loss_is_its_formula_summed_and_has_its_slope(name: str, per_token: bo
         )
 
 
-def test_a_token_without_advantage_adds_nothing_however_unlikely() -> None:
+def test_an_unlikely_token_without_advantage_adds_nothing() -> None:
     log_probs = torch.tensor([[-1.0]], requires_grad=True)
     columns = {"logprobs": torch.tensor([[-500.0]]), "advantages": torch.tensor([[0.0]])}
     total = TOKEN_SUMS["importance_sampling"].of_tokens(log_probs, columns, {}).sum()

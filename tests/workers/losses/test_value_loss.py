@@ -33,7 +33,7 @@ def test_the_value_loss_is_half_the_worse_squared_error(batch: Columns, mode: st
     assert clipfrac.item() == pytest.approx(sum(held) / len(held))
 
 
-def test_the_value_loss_adds_up_over_parts_and_has_no_gradient_outside_the_mask(
+def test_the_value_loss_adds_up_over_rows_and_is_zero_outside_the_mask(
     batch: Columns,
 ) -> None:
     leaf, mask = batch["vpreds"].clone().requires_grad_(), batch["response_mask"]

@@ -65,7 +65,7 @@ def groups_of(dims: ParallelDims) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_groups_by_what_they_are_for(dims: ParallelDims, last: dict[str, Any]) -> None:
+def test_groups_of_ranks_by_axis(dims: ParallelDims, last: dict[str, Any]) -> None:
     found = run_kept(4, groups_of, dims)[3]
     alone = dict.fromkeys(("data", "loss", "model", "sp", "tp", "pp"))
     last = {"batch": last.get("data"), **last}

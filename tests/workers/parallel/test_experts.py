@@ -95,7 +95,7 @@ def compare(trained: str) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize("trained", ["", ".experts."])
-def test_a_rank_whose_experts_no_token_reached_takes_part(trained: str) -> None:
+def test_a_rank_whose_experts_get_no_token_joins_the_collectives(trained: str) -> None:
     for apart, errors in run_kept(2, compare, trained):
         assert apart < 1e-6
         assert {name: error for name, error in errors.items() if error > 2e-6} == {}
@@ -113,6 +113,6 @@ def test_a_rank_whose_experts_no_token_reached_takes_part(trained: str) -> None:
         (2, "llama4_text", "Llama4TextExperts, which is not supported"),
     ],
 )
-def test_what_cannot_be_spread_is_refused(size: int, family: str, words: str) -> None:
+def test_models_without_spreadable_experts_are_rejected(size: int, family: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_experts(make_model(family), size)

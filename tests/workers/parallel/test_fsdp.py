@@ -71,7 +71,7 @@ def alone_in_bfloat16(one_layer_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload", "shard_grad_op"])
-def test_a_strategy_changes_where_weights_lie_and_nothing_else(
+def test_a_strategy_changes_only_where_weights_are_stored(
     one_layer_dir: Path, alone: dict[str, Any], strategy: str
 ) -> None:
     results = run_kept(2, under, one_layer_dir, strategy)
@@ -100,18 +100,18 @@ def wholes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> bo
     return all(found)
 
 
-def test_weights_of_any_type_and_number_of_rows_come_whole_to_every_rank() -> None:
+def test_every_rank_gathers_whole_weights_of_any_type_and_size() -> None:
     shapes, dtypes = [(64, 8), (7,), (4, 3), (1, 5)], [torch.float32, torch.bfloat16, torch.int8]
     assert run_kept(3, wholes, shapes, dtypes) == [True] * 3
 
 
-def test_offloading_on_the_cpu_is_bit_equal_to_none(one_layer_dir: Path) -> None:
+def test_offloading_on_the_cpu_changes_no_bit(one_layer_dir: Path) -> None:
     assert (
         under(one_layer_dir, "fsdp_offload")["checksum"] == under(one_layer_dir, "fsdp")["checksum"]
     )
 
 
-def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(
+def test_mixed_precision_computes_in_bfloat16_with_float32_weights(
     alone: dict[str, Any], alone_in_bfloat16: dict[str, Any]
 ) -> None:
     for name, grad in alone["gradients"].items():
@@ -132,7 +132,7 @@ def test_numbers_in_bfloat16_do_not_depend_on_the_strategy(
 
 
 @pytest.mark.parametrize("stored", ["mapped", "before torch 1.6", "two files"])
-def test_weights_in_pickles_are_read_as_those_in_safetensors(
+def test_weights_in_pickles_equal_those_in_safetensors(
     one_layer_dir: Path, tmp_path: Path, stored: str
 ) -> None:
     model = load_model(tiny_config(one_layer_dir).actor_rollout_ref.model, "token")
@@ -183,7 +183,7 @@ def anonymous_bytes() -> int:
         ("shard_grad_op+offload", FSDPConfig(optimizer_offload=False), "contradict each other"),
     ],
 )
-def test_a_strategy_that_its_fsdp_config_contradicts_is_refused(
+def test_a_strategy_that_contradicts_its_fsdp_config_is_rejected(
     strategy: str, config: FSDPConfig, answer: str
 ) -> None:
     with pytest.raises(ConfigError, match=answer):

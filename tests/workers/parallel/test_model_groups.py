@@ -20,7 +20,7 @@ def test_the_axes_fill_the_pool() -> None:
     )
 
 
-def test_models_that_do_not_fill_the_pool_are_refused() -> None:
+def test_models_that_do_not_fill_the_pool_are_rejected() -> None:
     axes = settle("fsdp", FSDPConfig(), ParallelConfig(sp=3, tp=2))
     with pytest.raises(
         ConfigError, match="1 x 3 x 2 = 6 ranks per model .* the 8 ranks .*nearest: 4 or 8"

@@ -88,7 +88,7 @@ def training() -> Iterator[tuple[nn.Module, Any]]:
     yield module, optimizer
 
 
-def test_weights_and_moments_rest_in_one_locked_block_each_however_often_they_come_and_go(
+def test_weights_and_moments_reuse_one_locked_block_each(
     card: Card,
 ) -> None:
     blocks = HostBlocks()
@@ -110,7 +110,7 @@ def test_weights_and_moments_rest_in_one_locked_block_each_however_often_they_co
     assert module[2].weight is module[0].weight
 
 
-def test_copies_do_not_wait_where_memory_is_locked_and_the_host_reads_none_before_they_are_there(
+def test_copies_of_locked_memory_wait_only_once_at_the_end(
     card: Card,
 ) -> None:
     blocks, logs = HostBlocks(), []
@@ -125,7 +125,7 @@ def test_copies_do_not_wait_where_memory_is_locked_and_the_host_reads_none_befor
     assert logs == [["fetch and wait"] * num_tensors + after, ["fetch"] * num_tensors + after]
 
 
-def test_what_rests_on_the_card_is_not_touched_and_its_free_memory_is_kept(card: Card) -> None:
+def test_states_that_stay_on_the_gpu_are_not_copied(card: Card) -> None:
     stays = Sharding("fsdp", 1, param_offload=False, optimizer_offload=False)
     with training() as (module, optimizer):
         card.log.clear()
@@ -161,7 +161,7 @@ def sharded_steps(offloads: bool) -> dict[str, Any]:
     return {"weights": weights, "pinned": pinned, "blocks": len(card.locked)}
 
 
-def test_sharded_weights_that_come_and_go_train_as_those_that_stay() -> None:
+def test_offloaded_sharded_weights_train_like_resident_weights() -> None:
     offloaded, stayed = run_kept(2, sharded_steps, True), run_kept(2, sharded_steps, False)
     for ours, theirs in zip(offloaded, stayed, strict=True):
         assert ours["weights"] == theirs["weights"]
@@ -169,7 +169,7 @@ def test_sharded_weights_that_come_and_go_train_as_those_that_stay() -> None:
         assert (ours["blocks"], theirs["blocks"]) == (2, 0)
 
 
-def test_what_goes_to_a_card_goes_from_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_gpu_start_from_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(3)
     log: list[Any] = []
 

@@ -23,7 +23,7 @@ KINDS = ("gpipe", "1f1b", "interleaved")
 @pytest.mark.parametrize("num_passes", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_rank_waits_for_what_nobody_sends(kind: str, num_ranks: int, num_passes: int) -> None:
+def test_a_schedule_has_no_deadlock(kind: str, num_ranks: int, num_passes: int) -> None:
     last = num_ranks * num_chunks(kind) - 1
     lists = [schedule(kind, rank, num_ranks, num_passes) for rank in range(num_ranks)]
     done: set[tuple[bool, int, int]] = set()
@@ -54,7 +54,7 @@ def test_no_rank_waits_for_what_nobody_sends(kind: str, num_ranks: int, num_pass
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_schedules_are_those_of_torch(kind: str, num_ranks: int, rounds: int) -> None:
+def test_schedules_match_torch(kind: str, num_ranks: int, rounds: int) -> None:
     from torch.distributed.pipelining import schedules
 
     num_passes, chunks = rounds * num_ranks, num_chunks(kind)
@@ -79,7 +79,7 @@ def test_schedules_are_those_of_torch(kind: str, num_ranks: int, rounds: int) ->
         assert own == theirs
 
 
-def test_one_rank_goes_forward_and_back_pass_by_pass() -> None:
+def test_one_rank_alternates_forward_and_backward_passes() -> None:
     assert schedule("1f1b", 0, 1, 2) == [
         *(Action(True, 0, 0), Action(False, 0, 0), Action(True, 0, 1), Action(False, 0, 1))
     ]
@@ -94,7 +94,7 @@ def fits(costs: list[float], first: float, last: float, ranges: list[range]) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_largest_stage_is_as_small_as_any_cut_makes_it(seed: int) -> None:
+def test_the_largest_stage_is_as_small_as_possible(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     *costs, first, last = torch.randint(1, 20, (10,), generator=generator).tolist()
     for num_stages in (2, 3, 4):
@@ -128,7 +128,7 @@ def held(folder: Path, pp: int, **more: Any) -> RoleModelSpec:
     return RoleModelSpec("model.path", model, parallel=parallel, trains=True, **more)
 
 
-def test_models_that_have_no_stages_are_refused(tmp_path: Path) -> None:
+def test_models_without_enough_stages_are_rejected(tmp_path: Path) -> None:
     saved(tmp_path, "llama", num_hidden_layers=3)
     held(tmp_path, 3).check_axes(3)
     with pytest.raises(ConfigError, match=r"^parallel.pp=4 .* makes 4 stages of the 3 layers .*=3"):
@@ -162,7 +162,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_class_that_cannot_be_cut_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_class_that_cannot_be_split_into_stages_is_rejected(tmp_path: Path, name: str) -> None:
     import transformers
 
     own, message = OTHERS[name]
@@ -176,12 +176,12 @@ def test_a_class_that_cannot_be_cut_is_refused(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_of_a_family_compute_what_it_computes(tmp_path: Path, family: str) -> None:
+def test_stages_of_a_family_match_the_whole_model(tmp_path: Path, family: str) -> None:
     saved(tmp_path, family)
     held(tmp_path, 2).check_axes(2)
 
 
-def test_memory_is_that_of_the_rank_with_the_most(tmp_path: Path) -> None:
+def test_the_memory_estimate_is_of_the_largest_rank(tmp_path: Path) -> None:
     saved(tmp_path, "llama", num_hidden_layers=8, tie_word_embeddings=False)
     largest = LargestPass(64, 32)
 

@@ -76,6 +76,6 @@ def is_right(rows: int) -> list[tuple[bool, bool, bool]]:
 
 
 @pytest.mark.parametrize("rows", [32, 6, 2])
-def test_a_weight_is_whole_at_every_placement(rows: int) -> None:
+def test_a_weight_is_gathered_from_every_placement(rows: int) -> None:
     for found in run_kept(4, is_right, rows):
         assert found == [(True, True, True)] * len(PLACEMENTS)

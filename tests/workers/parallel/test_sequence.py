@@ -86,7 +86,7 @@ def on_ranks() -> Found:
     return all_cases(SequenceRanks(dist.group.WORLD, 1))
 
 
-def test_ranks_attend_as_one_that_has_all_tokens() -> None:
+def test_attention_over_ranks_matches_one_rank() -> None:
     results = run_kept(4, on_ranks)
     for case, (*alone, _) in all_cases(None).items():
         order = torch.cat([result[case][-1] for result in results]).argsort()[: sum(LENGTHS)]

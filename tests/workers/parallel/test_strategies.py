@@ -86,7 +86,7 @@ def note_gradients(held: Held, step: Callable[[], Any], module: Any, share: Any)
     step()
 
 
-def test_shard_grad_op_gathers_weights_once_a_mini_batch_and_fsdp_in_every_pass(
+def test_shard_grad_op_gathers_once_per_mini_batch_and_fsdp_per_pass(
     tiny_dir: Path,
 ) -> None:
     alone = held_by_layers(tiny_dir, "single").full_gradients
@@ -103,7 +103,7 @@ def test_shard_grad_op_gathers_weights_once_a_mini_batch_and_fsdp_in_every_pass(
             assert max(*held.weights_after, held.gradients, held.moments) < 0.6
 
 
-def test_offload_is_a_word_behind_a_strategy() -> None:
+def test_offload_is_a_suffix_of_a_strategy() -> None:
     config = FSDPConfig()
     assert settle("shard_grad_op+offload", config) == Sharding("shard_grad_op", -1, True, True)
     assert settle("fsdp+offload", config) == settle("fsdp_offload", config)
@@ -129,7 +129,7 @@ def order_of_gathers(tiny_dir: Path) -> list[str]:
     return log
 
 
-def test_the_next_layer_s_weights_are_asked_for_before_a_layer_computes(tiny_dir: Path) -> None:
+def test_the_next_layer_s_weights_are_prefetched(tiny_dir: Path) -> None:
     rest, layer = "gather", "gather"
     for log in run_kept(2, order_of_gathers, tiny_dir):
         assert log == [rest, layer, layer, "0", "1"]

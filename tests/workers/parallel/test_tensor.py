@@ -54,40 +54,40 @@ def number_of_states_left(case: str) -> int:
     return sum(found() is not None for found in marks)
 
 
-def test_nothing_is_left_of_a_pass() -> None:
+def test_no_state_of_a_pass_survives_it() -> None:
     assert run_kept(2, number_of_states_left, "mixtral") == [0, 0]
 
 
-def refusal(case: str, tp: int, **changes: Any) -> str:
+def rejection(case: str, tp: int, **changes: Any) -> str:
     with torch.device("meta"), pytest.raises(ConfigError) as caught:
         tensor.check(model_of(case, changes), tp, "actor.parallel.tp")
     return str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
-def test_a_family_without_a_plan_is_refused_by_name(family: str) -> None:
-    assert refusal(family, 2) == (
+def test_a_family_without_a_plan_is_rejected_by_name(family: str) -> None:
+    assert rejection(family, 2) == (
         f"actor.parallel.tp=2: transformers has no tensor parallel plan for {family}. Set "
         "actor.parallel.tp=1, and shard with fsdp."
     )
 
 
-def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_do() -> None:
-    assert refusal("llama", 3) == (
+def test_heads_that_do_not_divide_are_rejected_with_valid_sizes() -> None:
+    assert rejection("llama", 3) == (
         "actor.parallel.tp=3 does not divide attention heads (4), key-value heads (2) of "
         "llama; sizes that do: 1, 2."
     )
-    assert "does not divide key-value heads (2) of llama" in refusal("llama", 4)
+    assert "does not divide key-value heads (2) of llama" in rejection("llama", 4)
 
 
-def test_a_rule_of_no_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_of_no_layer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama", {})
     model._tp_plan = {**model._tp_plan, "model.encoder.*.q_proj": "colwise"}
     with pytest.raises(ConfigError, match=r"rule model\.encoder\.\*\.q_proj matches no layer"):
         tensor.check(model, 2, "actor.parallel.tp")
 
 
-def test_a_weight_beside_cut_ones_without_a_rule_is_refused() -> None:
+def test_a_weight_without_a_rule_next_to_split_weights_is_rejected() -> None:
     model = model_of("llama", {})
     model.model.layers[1].mlp.scale = torch.nn.LayerNorm(64)
     with pytest.raises(ConfigError, match=r"no rule for model\.layers\.1\.mlp\.scale\.weight"):

@@ -56,7 +56,7 @@ def gradients(strategy: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_expert_unused_on_one_rank_has_the_gradient_of_the_others(strategy: str) -> None:
+def test_an_expert_unused_on_one_rank_has_the_other_rank_s_gradient(strategy: str) -> None:
     alone = gradients("single")
     assert len(alone) == 6
     assert not alone["experts.2.weight"].any()

@@ -89,7 +89,7 @@ def assert_equal(state: State, expected: State) -> None:
 
 
 @pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_checkpoint_passes_through_every_axis_bit_for_bit(tmp_path: Path, lora_rank: int) -> None:
+def test_a_checkpoint_resumes_on_every_axis_bit_for_bit(tmp_path: Path, lora_rank: int) -> None:
     folder = saved(tmp_path, "qwen3-moe", num_hidden_layers=5)
     first = run_kept(2, updated_and_saved, folder, ParallelConfig(tp=2), lora_rank)
     expected, checksum = whole(first)

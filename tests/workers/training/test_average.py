@@ -54,12 +54,12 @@ def assert_average(policies: list[Weights], average: Weights) -> None:
         torch.testing.assert_close(average[name].double(), expected, rtol=0, atol=1e-7)
 
 
-def test_shards_average_as_the_whole(one_layer_dir: Path) -> None:
+def test_shards_have_the_average_of_whole_weights(one_layer_dir: Path) -> None:
     for policies, average in run_kept(2, after_two_updates, str(one_layer_dir)):
         assert_average(policies, average)
 
 
-def test_a_resumed_actor_goes_on_with_its_average_bit_for_bit(
+def test_a_resumed_actor_has_the_same_average_bit_for_bit(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     first, second = (actor_of(one_layer_dir, lora_rank=4) for _ in range(2))
@@ -74,7 +74,7 @@ def test_a_resumed_actor_goes_on_with_its_average_bit_for_bit(
     assert all(tensor.equal(expected[name]) for name, tensor in averaged(second).items())
 
 
-def test_training_is_the_same_with_it_and_without(one_layer_dir: Path) -> None:
+def test_the_average_does_not_change_training(one_layer_dir: Path) -> None:
     sums = []
     for decay in (DECAY, None):
         actor = actor_of(one_layer_dir, decay)
@@ -86,7 +86,7 @@ def test_training_is_the_same_with_it_and_without(one_layer_dir: Path) -> None:
     assert sums[0] == sums[1]
 
 
-def test_from_a_checkpoint_without_one_it_starts_at_the_weights_and_says_so(
+def test_without_a_saved_average_it_starts_at_the_weights_and_warns(
     one_layer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     without, actor = actor_of(one_layer_dir, None), actor_of(one_layer_dir)
@@ -98,7 +98,9 @@ def test_from_a_checkpoint_without_one_it_starts_at_the_weights_and_says_so(
     assert all(tensor.equal(expected[name]) for name, tensor in averaged(actor).items())
 
 
-def test_a_checkpoint_with_one_goes_on_without_it(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_average_resumes_without_one(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
     first, without = actor_of(one_layer_dir), actor_of(one_layer_dir, None)
     update(first, 0)
     first.save_checkpoint(str(tmp_path / "actor"))

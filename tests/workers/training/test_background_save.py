@@ -58,9 +58,7 @@ def save_both_ways(one_layer_dir: Path, folder: Path) -> list[bool]:
     return [is_left, moved, actor.weights_checksum() == before]
 
 
-def test_what_is_written_later_is_what_was_there_bit_for_bit(
-    one_layer_dir: Path, tmp_path: Path
-) -> None:
+def test_a_later_write_has_the_bytes_of_the_saved_step(one_layer_dir: Path, tmp_path: Path) -> None:
     assert run(2, save_both_ways, one_layer_dir, tmp_path) == [[True] * 3] * 2
     later = contents(tmp_path / "later")
     assert later == contents(tmp_path / "at once")
@@ -78,7 +76,7 @@ def copied(tmp_path: Path, tensors: list[torch.Tensor], copies: FileCopies) -> b
     return path.read_bytes()
 
 
-def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(tmp_path: Path) -> None:
+def test_a_copy_reuses_memory_and_truncates_a_longer_file(tmp_path: Path) -> None:
     copies, addresses = FileCopies(least_bytes=0), []
     for length in (40, 30, 40):
         tensors = [torch.arange(length), torch.tensor(1.5), torch.ones(3, 2).bfloat16().T]
@@ -90,13 +88,13 @@ def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(tmp_path: Path)
     assert addresses[0] == addresses[1] == addresses[2]
 
 
-def test_a_role_with_little_to_write_leaves_nothing(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_a_small_checkpoint_is_written_at_once(one_layer_dir: Path, tmp_path: Path) -> None:
     actor = started(ActorWorker, tiny_config(one_layer_dir), 10)
     assert not actor.start_checkpoint(str(tmp_path / "actor"), 1)
     assert (tmp_path / "actor" / "manifest.json").is_file()
 
 
-def test_a_host_without_room_for_copies_writes_at_once_and_says_so_once(
+def test_without_memory_for_copies_files_are_written_at_once_and_one_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(file_copies, "free_memory_gb", lambda: 0.25)
@@ -121,7 +119,7 @@ def test_a_failed_write_names_rank_and_file(one_layer_dir: Path, tmp_path: Path)
         actor.write_checkpoint()
 
 
-def test_a_dropped_checkpoint_is_written_no_further(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_an_abandoned_checkpoint_is_not_written(one_layer_dir: Path, tmp_path: Path) -> None:
     actor = started(BackgroundActor, tiny_config(one_layer_dir), 10)
     assert actor.start_checkpoint(str(tmp_path / "actor"), 1)
     actor.hurry_checkpoint(is_wanted=False)

@@ -17,7 +17,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_segments_can_grow(settings: list[str]) -> None:
+def test_allocator_segments_can_grow(settings: list[str]) -> None:
     build.prepare_gpu_process()
     assert settings == ["expandable_segments:True"]
 

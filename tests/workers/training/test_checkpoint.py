@@ -56,7 +56,7 @@ def update(worker: Any, seed: int) -> dict[str, float]:
     return learned(method(batch)) | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
 
 
-def save_and_go_on(
+def save_and_continue(
     cls: type, one_layer_dir: Path, folder: Path, **settings: Any
 ) -> tuple[list[dict[str, float]], str]:
     """Do two updates and a checkpoint; return the results of two more updates."""
@@ -68,7 +68,7 @@ def save_and_go_on(
     return [update(worker, seed) for seed in (2, 3)], worker.weights_checksum()
 
 
-def load_and_go_on(
+def load_and_continue(
     cls: type, one_layer_dir: Path, folder: Path, updates_before: int = 0, **settings: Any
 ) -> tuple[list[dict[str, float]], str]:
     """Do the same two updates with a new worker, which may have updates to forget."""
@@ -80,15 +80,17 @@ def load_and_go_on(
 
 
 @pytest.mark.parametrize(("cls", "lora_rank"), [(ActorWorker, 0), (CriticWorker, 4)])
-def test_a_resumed_worker_goes_on_bit_for_bit(
+def test_a_worker_resumes_bit_for_bit(
     one_layer_dir: Path, tmp_path: Path, cls: type, lora_rank: int
 ) -> None:
-    expected = save_and_go_on(cls, one_layer_dir, tmp_path / "role", lora_rank=lora_rank)
-    assert load_and_go_on(cls, one_layer_dir, tmp_path / "role", 1, lora_rank=lora_rank) == expected
+    expected = save_and_continue(cls, one_layer_dir, tmp_path / "role", lora_rank=lora_rank)
+    assert (
+        load_and_continue(cls, one_layer_dir, tmp_path / "role", 1, lora_rank=lora_rank) == expected
+    )
     assert not (tmp_path / "role.part").exists()
 
 
-def test_a_checkpoint_from_before_the_first_update_brings_back_a_fresh_optimizer(
+def test_a_checkpoint_before_the_first_update_restores_a_fresh_optimizer(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     actor = actor_of(one_layer_dir)
@@ -102,13 +104,17 @@ def test_a_checkpoint_from_before_the_first_update_brings_back_a_fresh_optimizer
     assert [update(other, seed) for seed in (2, 3)] == expected
 
 
-def test_two_ranks_go_on_bit_for_bit(one_layer_dir: Path, tmp_path: Path) -> None:
-    expected = run_kept(2, save_and_go_on, ActorWorker, one_layer_dir, tmp_path / "actor")
-    assert run_kept(2, load_and_go_on, ActorWorker, one_layer_dir, tmp_path / "actor") == expected
+def test_two_ranks_resume_bit_for_bit(one_layer_dir: Path, tmp_path: Path) -> None:
+    expected = run_kept(2, save_and_continue, ActorWorker, one_layer_dir, tmp_path / "actor")
+    assert (
+        run_kept(2, load_and_continue, ActorWorker, one_layer_dir, tmp_path / "actor") == expected
+    )
     assert expected[0][0][0]["drawn"] != expected[1][0][0]["drawn"]
 
 
-def test_a_huggingface_folder_loads_and_scores_alike(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_a_huggingface_export_has_the_actor_s_weights_and_tokenizer(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     actor = actor_of(one_layer_dir, contents=EVERYTHING)
@@ -154,7 +160,7 @@ def export_in_shards(one_layer_dir: Path, folder: Path) -> dict[str, torch.Tenso
     return weights_of(actor)
 
 
-def test_a_large_model_is_exported_in_shards_by_rank_0_with_its_adapter_merged(
+def test_rank_0_exports_a_large_model_in_shards_with_its_adapter_merged(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -182,7 +188,7 @@ def saved(one_layer_dir: Path, folder: Path, **settings: Any) -> ActorWorker:
     return actor
 
 
-def refusal(worker: Any, folder: Path) -> str:
+def rejection(worker: Any, folder: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         worker.load_checkpoint(str(folder))
     return str(error.value)
@@ -195,17 +201,17 @@ def test_a_damaged_or_missing_shard_is_named(one_layer_dir: Path, tmp_path: Path
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     before = actor.weights_checksum()
-    assert "is damaged: shards/0.safetensors has" in refusal(actor, tmp_path / "actor")
+    assert "is damaged: shards/0.safetensors has" in rejection(actor, tmp_path / "actor")
     shard.unlink()
-    assert "shards/0.safetensors is missing" in refusal(actor, tmp_path / "actor")
+    assert "shards/0.safetensors is missing" in rejection(actor, tmp_path / "actor")
     (tmp_path / "actor" / "manifest.json").write_text("{")
-    assert "manifest.json is damaged" in refusal(actor, tmp_path / "actor")
+    assert "manifest.json is damaged" in rejection(actor, tmp_path / "actor")
     (tmp_path / "actor" / "manifest.json").unlink()
-    assert "it has no manifest.json, so it was never completed" in refusal(
+    assert "it has no manifest.json, so it was never completed" in rejection(
         actor, tmp_path / "actor"
     )
     shutil.rmtree(tmp_path / "actor")
-    assert "there is no such folder" in refusal(actor, tmp_path / "actor")
+    assert "there is no such folder" in rejection(actor, tmp_path / "actor")
     assert actor.weights_checksum() == before
 
 
@@ -214,38 +220,38 @@ def damage_on_two_ranks(one_layer_dir: Path, folder: Path) -> str:
     if actor.rank == 0:
         (folder / "shards" / "1.safetensors").unlink()
     torch.distributed.barrier()
-    return refusal(actor, folder)
+    return rejection(actor, folder)
 
 
-def test_every_rank_hears_of_the_shard_of_another(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_every_rank_reports_another_rank_s_missing_shard(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
     for message in run_kept(2, damage_on_two_ranks, one_layer_dir, tmp_path / "actor"):
         assert "shards/1.safetensors is missing" in message
 
 
-def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
+def test_a_checkpoint_of_another_model_is_rejected_with_its_tensors(
     one_layer_dir: Path, make_tiny: ModuleType, tmp_path: Path
 ) -> None:
     make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=2)
     saved(tmp_path / "wide", tmp_path / "actor")
-    message = refusal(actor_of(one_layer_dir), tmp_path / "actor")
+    message = rejection(actor_of(one_layer_dir), tmp_path / "actor")
     assert "belongs to a different model" in message
     assert "9 unknown here: model.layers.1.input_layernorm.weight, " in message
     assert re.search(
         r"weight \(\[\d+, 32\] in the checkpoint, \[\d+, 64\] in this run\)",
         message,
     )
-    message = refusal(actor_of(one_layer_dir, lora_rank=4), tmp_path / "actor")
+    message = rejection(actor_of(one_layer_dir, lora_rank=4), tmp_path / "actor")
     assert (
         "missing in the checkpoint: model.layers.0.self_attn.q_proj.lora_A.default.weight"
         in message
     )
 
 
-def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(
-    one_layer_dir: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_weights_is_rejected(one_layer_dir: Path, tmp_path: Path) -> None:
     actor = saved(one_layer_dir, tmp_path / "actor", contents=["hf_model"])
-    message = refusal(actor, tmp_path / "actor")
+    message = rejection(actor, tmp_path / "actor")
     assert "has no weights: checkpoint.save_contents lacked 'model'" in message
 
 
@@ -265,9 +271,7 @@ def fill_the_disk(one_layer_dir: Path, folder: Path) -> tuple[str, str]:
     return str(error.value), actor.weights_checksum()
 
 
-def test_a_disk_that_is_full_leaves_the_earlier_checkpoint(
-    one_layer_dir: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoint(one_layer_dir: Path, tmp_path: Path) -> None:
     initial = actor_of(one_layer_dir).weights_checksum()
     for message, checksum in run(2, fill_the_disk, one_layer_dir, tmp_path / "actor"):
         assert "was not written (an earlier one is untouched)" in message

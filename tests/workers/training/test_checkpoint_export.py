@@ -69,7 +69,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(("cls", "lora_rank"), [(ActorWorker, 4), (CriticWorker, 0)])
-def test_the_folder_is_the_one_that_the_run_exports(
+def test_an_export_equals_the_run_s_own_export(
     one_layer_dir: Path, tmp_path: Path, cls: type, lora_rank: int
 ) -> None:
     save(cls, one_layer_dir, tmp_path / "role", lora_rank)
@@ -81,7 +81,7 @@ def test_the_folder_is_the_one_that_the_run_exports(
     assert (out / "config.json").read_text() == (by_run / "config.json").read_text()
 
 
-def test_the_checkpoint_of_two_ranks_is_exported_by_one_process(
+def test_one_process_exports_the_checkpoint_of_two_ranks(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     run_kept(2, save, ActorWorker, one_layer_dir, tmp_path / "actor")
@@ -91,7 +91,7 @@ def test_the_checkpoint_of_two_ranks_is_exported_by_one_process(
     assert not all(tensor.equal(base[name]) for name, tensor in found.items())
 
 
-def test_an_adapter_is_exported_as_the_checkpoint_keeps_it(
+def test_an_exported_adapter_equals_the_checkpoint_s_adapter(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     save(ActorWorker, one_layer_dir, tmp_path / "actor", lora_rank=4)
@@ -100,7 +100,9 @@ def test_an_adapter_is_exported_as_the_checkpoint_keeps_it(
     assert (tmp_path / "out" / "adapter_config.json").is_file()
 
 
-def test_the_average_takes_the_place_of_the_weights(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_the_average_is_exported_instead_of_the_weights(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
     average = save(ActorWorker, one_layer_dir, tmp_path / "actor", ema_decay=0.5)
     found = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out", of_average=True)
     assert_equal(found, average)
@@ -108,7 +110,9 @@ def test_the_average_takes_the_place_of_the_weights(one_layer_dir: Path, tmp_pat
     assert not all(tensor.equal(weights[name]) for name, tensor in found.items())
 
 
-def test_what_a_checkpoint_does_not_hold_is_refused(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_an_export_rejects_what_the_checkpoint_does_not_have(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
     actor, out = tmp_path / "actor", tmp_path / "out"
     save(ActorWorker, one_layer_dir, actor, contents=["model"])
     with pytest.raises(CheckpointError, match="has no adapter .lora_rank=0."):
@@ -125,7 +129,7 @@ def test_what_a_checkpoint_does_not_hold_is_refused(one_layer_dir: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor"]
 
 
-def test_an_export_waits_for_the_disk(
+def test_an_export_is_synced_to_the_disk(
     one_layer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(ActorWorker, one_layer_dir, tmp_path / "role")

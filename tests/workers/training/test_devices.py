@@ -61,13 +61,13 @@ def actor(one_layer_dir: Path) -> ActorWorker:
     return made
 
 
-def test_the_stand_in_refuses_tensors_of_another_device() -> None:
+def test_the_simulated_gpu_rejects_tensors_of_another_device() -> None:
     with pytest.raises(RuntimeError, match="not on the expected device"):
         torch.ones(3, device=META) * torch.ones(3)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_a_policy_loss_is_of_the_model_s_device(actor: ActorWorker, name: str) -> None:
+def test_a_policy_loss_computes_on_the_model_s_device(actor: ActorWorker, name: str) -> None:
     actor.objective_settings.policy_loss = get_policy_loss(name)
     names = actor.objective(batch_with_more()).loss.columns
     totals = run_passes(actor, [*names, "rollout_is_weights"])
@@ -75,7 +75,7 @@ def test_a_policy_loss_is_of_the_model_s_device(actor: ActorWorker, name: str) -
     assert {weight.grad.device for weight in actor.engine.parameters()} == {META}
 
 
-def test_a_value_loss_is_of_the_model_s_device(one_layer_dir: Path) -> None:
+def test_a_value_loss_computes_on_the_model_s_device(one_layer_dir: Path) -> None:
     critic = on_meta(started(CriticWorker, tiny_config(one_layer_dir), 10))
     totals = run_passes(critic, ["values", "returns"])
     assert {total.device for total in totals.values()} == {META}

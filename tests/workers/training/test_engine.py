@@ -135,7 +135,7 @@ def test_the_scheduler_steps_once_per_update(tiny_dir: Path) -> None:
     assert rates == pytest.approx([5e-4, 1e-3, 5e-4, 0.0])
 
 
-def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_update(
+def test_an_error_within_a_mini_batch_leaves_no_gradient_behind(
     tiny_dir: Path,
 ) -> None:
     actor, other = (
@@ -175,7 +175,7 @@ def out_of_memory(actor: Any, most_rows: int) -> list[int]:
     return passes
 
 
-def test_a_mini_batch_that_does_not_fit_is_repeated_in_smaller_passes(
+def test_a_mini_batch_out_of_memory_is_repeated_in_smaller_passes(
     tiny_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     actor, small = (
@@ -191,7 +191,7 @@ def test_a_mini_batch_that_does_not_fit_is_repeated_in_smaller_passes(
     assert "CUDA out of memory: the mini-batch is repeated in passes of 2 rows" in caplog.text
 
 
-def test_a_row_that_does_not_fit_ends_the_run(tiny_dir: Path) -> None:
+def test_a_single_row_out_of_memory_ends_the_run(tiny_dir: Path) -> None:
     actor = tiny_actor(tiny_dir, ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=2)
     passes = out_of_memory(actor, most_rows=0)
     with pytest.raises(torch.OutOfMemoryError):
@@ -233,7 +233,7 @@ def test_rows_without_a_response_give_no_loss_and_no_nan(tiny_dir: Path) -> None
     assert all(torch.isfinite(weight).all() for _, weight in actor.engine.named_full_tensors())
 
 
-def test_micro_batch_and_pad_columns_never_touch_the_caller_s_batch(tiny_dir: Path) -> None:
+def test_passes_do_not_modify_the_caller_s_batch(tiny_dir: Path) -> None:
     actor, batch = tiny_actor(tiny_dir, ppo_mini_batch_size=4), make_batch(4)
     actor.compute_log_prob(batch)
     actor.update_actor(batch)
@@ -242,19 +242,19 @@ def test_micro_batch_and_pad_columns_never_touch_the_caller_s_batch(tiny_dir: Pa
     )
 
 
-def test_a_folder_without_a_model_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_rejected_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config.json there.*verl-like make-tiny"):
         tiny_actor(tmp_path)
 
 
-def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_no_causal_lm_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match="cannot load .* as a causal LM"):
         tiny_actor(tmp_path)
 
 
-def test_rows_longer_than_the_model_s_positions_are_refused(tiny_dir: Path) -> None:
+def test_rows_longer_than_the_model_s_positions_are_rejected(tiny_dir: Path) -> None:
     actor = tiny_actor(tiny_dir)
     actor.engine.module.config.max_position_embeddings = 4
     with pytest.raises(ConfigError, match=r"a row of \d+ tokens.*4 positions"):

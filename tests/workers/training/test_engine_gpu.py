@@ -51,7 +51,7 @@ def actor(tiny_dir: Path, *, strategy: str = "fsdp", **model: Any) -> ActorWorke
         pytest.param("bfloat16", "flash_attention_2", 5e-2, marks=no_flash),
     ],
 )
-def test_packed_rows_are_padded_ones_on_a_gpu(
+def test_packed_rows_match_padded_rows_on_a_gpu(
     tiny_dir: Path, dtype: str, attention: str, limit: float
 ) -> None:
     batch, log_probs, grads = make_batch(8), [], []
@@ -74,7 +74,7 @@ def test_packed_rows_are_padded_ones_on_a_gpu(
 @pytest.mark.parametrize(
     "find", [_torch_varlen, pytest.param(LIBRARIES["flash_attention_2"].load, marks=no_flash)]
 )
-def test_a_kernel_for_packed_rows_computes_what_sdpa_does_in_bfloat16(
+def test_a_kernel_for_packed_rows_matches_sdpa_in_bfloat16(
     find: Callable[[torch.dtype], VarlenKernel], window: int | None
 ) -> None:
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_a_kernel_for_packed_rows_computes_what_sdpa_does_in_bfloat16(
         assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
 
 
-def test_by_default_packed_rows_run_on_flash_attention_in_bfloat16_over_float32_weights(
+def test_the_default_is_flash_attention_in_bfloat16_over_float32_weights(
     tiny_dir: Path,
 ) -> None:
     engine = actor(tiny_dir).engine
@@ -102,7 +102,7 @@ def test_by_default_packed_rows_run_on_flash_attention_in_bfloat16_over_float32_
     assert {weight.dtype for weight in engine.parameters()} == {torch.float32}
 
 
-def test_an_update_in_bfloat16_has_the_gradients_of_float32_but_for_rounding(
+def test_gradients_in_bfloat16_match_float32_up_to_rounding(
     tiny_dir: Path,
 ) -> None:
     exact, rounded = (
@@ -114,7 +114,7 @@ def test_an_update_in_bfloat16_has_the_gradients_of_float32_but_for_rounding(
         assert (rounded[name] - gradient).norm() < 0.1 * gradient.norm(), name
 
 
-def test_offloaded_states_are_on_the_gpu_only_while_they_are_used(tiny_dir: Path) -> None:
+def test_offloaded_states_are_on_the_gpu_only_during_use(tiny_dir: Path) -> None:
     offloaded, resident = (actor(tiny_dir, strategy=name) for name in ("fsdp_offload", "fsdp"))
     for own in (offloaded, resident):
         own.update_actor(make_batch(8))

@@ -76,7 +76,7 @@ def is_whole(found: Files, path: Path) -> bool:
     return found == {"file": fingerprint(path)} and path.read_bytes() == CONTENTS.numpy().tobytes()
 
 
-def test_a_process_writes_the_file_and_is_gone(
+def test_a_writer_process_writes_the_file_and_exits(
     copies: FileCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = own_children()
@@ -87,7 +87,7 @@ def test_a_process_writes_the_file_and_is_gone(
     assert own_children() == before
 
 
-def test_a_small_file_is_written_at_once_and_has_the_name_that_it_is_given(tmp_path: Path) -> None:
+def test_a_small_file_is_written_at_once_and_renamed(tmp_path: Path) -> None:
     copies = FileCopies(least_bytes=NUM_BYTES + 1)
     copies.begin(tmp_path)
     copies.add(tmp_path / "draft", CONTENTS[:8].numpy().tobytes(), [CONTENTS[8:]])
@@ -96,7 +96,7 @@ def test_a_small_file_is_written_at_once_and_has_the_name_that_it_is_given(tmp_p
     assert not copies.has_files
 
 
-def test_when_somebody_waits_the_rest_is_written_at_once(
+def test_hurry_writes_the_rest_at_once(
     children_before: set[int],
     copies: FileCopies,
     halted: Future[Files],
@@ -108,7 +108,7 @@ def test_when_somebody_waits_the_rest_is_written_at_once(
     assert (own_children(), caplog.messages) == (children_before, [])
 
 
-def test_what_a_killed_process_leaves_is_written_and_said(
+def test_the_rest_of_a_killed_writer_is_written_with_a_warning(
     children_before: set[int],
     halted: Future[Files],
     tmp_path: Path,
@@ -122,7 +122,7 @@ def test_what_a_killed_process_leaves_is_written_and_said(
     assert f"{tmp_path / 'file'}: the writer process ended with SIGKILL" in said
 
 
-def test_a_dropped_file_is_written_no_further(
+def test_an_abandoned_file_is_not_finished(
     children_before: set[int], copies: FileCopies, halted: Future[Files], tmp_path: Path
 ) -> None:
     copies.hurry(is_wanted=False)
@@ -132,7 +132,7 @@ def test_a_dropped_file_is_written_no_further(
     assert own_children() == children_before
 
 
-def test_where_no_process_can_be_had_this_one_writes_and_says_so(
+def test_without_a_writer_process_the_caller_writes_with_a_warning(
     copies: FileCopies,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -143,14 +143,12 @@ def test_where_no_process_can_be_had_this_one_writes_and_says_so(
     assert ": no writer process could be started (" in caplog.text
 
 
-def test_a_full_disk_is_named() -> None:
+def test_a_full_disk_is_an_error_with_the_path() -> None:
     with pytest.raises(CheckpointError, match=r"/dev/full: OSError: .*No space left on device"):
         with_a_file(Path("/dev/full")).write()
 
 
-def test_the_process_ends_with_the_worker_that_it_writes_for(
-    copies: FileCopies, tmp_path: Path
-) -> None:
+def test_a_writer_process_ends_with_its_worker(copies: FileCopies, tmp_path: Path) -> None:
     (copy,) = copies._files.values()
     block = write_copy.BLOCK_BYTES
     os.ftruncate(copy.descriptor, 3 * block)
@@ -168,7 +166,7 @@ def test_the_process_ends_with_the_worker_that_it_writes_for(
     assert (tmp_path / "file").stat().st_size == block
 
 
-def test_a_file_is_written_in_blocks_over_a_longer_one_or_on_from_where_one_has_stopped(
+def test_a_file_is_written_in_blocks_and_from_an_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_copy, "BLOCK_BYTES", 4096)
@@ -182,7 +180,7 @@ def test_a_file_is_written_in_blocks_over_a_longer_one_or_on_from_where_one_has_
     assert path.read_bytes() == contents
 
 
-def test_memory_goes_with_its_copy() -> None:
+def test_a_deleted_copy_frees_its_memory() -> None:
     held = file_copies._FileCopy()
     inode = os.fstat(held.descriptor).st_ino
     assert inode in open_files()
@@ -199,7 +197,7 @@ def open_files() -> set[int]:
     return found
 
 
-def test_page_locked_memory_is_let_go_before_it_is_unmapped(
+def test_page_locked_memory_is_unlocked_before_it_is_unmapped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[tuple[int, ...]] = []
@@ -231,7 +229,7 @@ def test_page_locked_memory_is_let_go_before_it_is_unmapped(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_memory_for_tensors_of_a_gpu_is_page_locked_also_when_it_has_grown() -> None:
+def test_memory_for_gpu_tensors_is_page_locked_after_it_grows() -> None:
     held = file_copies._FileCopy()
     for num_bytes in (NUM_BYTES, 3 * NUM_BYTES):
         held._hold(num_bytes, pinned=True)

@@ -96,7 +96,7 @@ def expected_columns(folder: Path, data: DataProto, temperature: float) -> dict[
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
+def test_chunks_match_the_columns_and_gradients_of_whole_logits(
     folders: Callable[[str], Path], head: str, small_chunks: None
 ) -> None:
     data = make_batch(BATCH)
@@ -148,7 +148,7 @@ def logits_of_an_update(tiny_dir: Path) -> Callable[..., int]:
     return measured
 
 
-def test_no_tensor_holds_the_logits_of_more_than_a_chunk(
+def test_no_tensor_has_the_logits_of_more_than_a_chunk(
     logits_of_an_update: Callable[..., int], small_chunks: None
 ) -> None:
     assert logits_of_an_update() == ROWS_OF_A_CHUNK
@@ -156,7 +156,7 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(
     assert logits_of_an_update(use_fused_kernels=False) == num_tokens
 
 
-def test_small_logits_stand_whole(logits_of_an_update: Callable[..., int]) -> None:
+def test_small_logits_are_not_chunked(logits_of_an_update: Callable[..., int]) -> None:
     num_tokens = int(make_batch(BATCH).batch["response_mask"].sum())
     assert logits_of_an_update() == num_tokens
 
@@ -174,7 +174,7 @@ def on_ranks(folder: Path, num_rows_of_chunk: int) -> dict[str, Any]:
     }
 
 
-def test_two_ranks_compute_in_chunks_what_one_computes_whole(
+def test_two_ranks_in_chunks_match_one_rank_with_whole_logits(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("tied")
@@ -188,7 +188,7 @@ def test_two_ranks_compute_in_chunks_what_one_computes_whole(
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["q_proj", "lm_head"]])
-def test_adapters_get_the_same_gradients_at_the_head_too(
+def test_adapters_get_the_same_gradients_in_chunks(
     folders: Callable[[str], Path], target: Any, small_chunks: None
 ) -> None:
     pytest.importorskip("peft")
@@ -216,7 +216,7 @@ def forgotten_proofs() -> Iterator[None]:
     proof._answer_of.cache_clear()
 
 
-def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
+def test_a_model_with_other_results_in_chunks_keeps_whole_logits(
     logits_of_an_update: Callable[..., int],
     small_chunks: None,
     forgotten_proofs: None,
@@ -236,21 +236,21 @@ def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
     assert "does not compute its head in chunks (in a small model of its class" in caplog.text
 
 
-def test_a_model_that_goes_around_its_base_model_keeps_whole_logits(
+def test_a_model_that_bypasses_its_base_model_keeps_whole_logits(
     forgotten_proofs: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert "does not call its base model" in chunking_blocker(transformers.OPTConfig())
     assert "all logits of a pass are stored at once" in caplog.text
 
 
-def test_a_chunk_on_a_card_has_a_thousand_rows_at_least_however_many_words() -> None:
+def test_a_chunk_on_a_gpu_has_at_least_1024_rows() -> None:
     for words, rows in ((151_936, 1024), (32_000, 2097)):
         config = transformers.Qwen2Config(vocab_size=words)
         assert rows_per_chunk(config, device_type="cuda") == rows
         assert positions_per_chunk(config, 5000, device_type="cuda") == rows
 
 
-def test_a_pass_asks_for_the_chunks_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_uses_the_chunk_size_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def noted(*args: Any) -> int:

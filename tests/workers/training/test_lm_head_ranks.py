@@ -51,7 +51,7 @@ def errors(is_tied: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_chunks_of_a_part_of_the_words_give_the_numbers_of_whole_logits(is_tied: bool) -> None:
+def test_chunks_of_a_split_vocabulary_match_whole_logits(is_tied: bool) -> None:
     for found in run_kept(2, errors, is_tied):
         assert "sum_pi_squared" in found
         assert max(found.values()) < 1e-6, found

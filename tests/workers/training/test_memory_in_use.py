@@ -9,7 +9,7 @@ from workers.training import mfu as device_memory
 from workers.training.mfu import memory_in_use
 
 
-def test_memory_is_that_of_the_device_and_of_the_machine_in_gibibytes(
+def test_memory_metrics_of_device_and_machine_are_in_gib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peaks = {torch.device("cuda", 1): 3 * 2**29}
@@ -24,6 +24,8 @@ def test_memory_is_that_of_the_device_and_of_the_machine_in_gibibytes(
     assert memory_in_use(torch.device("cpu")) == {"perf/cpu_memory_used_gb": 9.5}
 
 
-def test_a_machine_that_does_not_tell_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_memory_information_has_no_metric(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(device_memory, "memory_gb", lambda field: None)
     assert memory_in_use(torch.device("cpu")) == {}

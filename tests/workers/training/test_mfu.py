@@ -41,7 +41,7 @@ def worker(cls: type, tiny_dir: Any, **model: Any) -> Any:
         (CriticWorker, "update_critic"),
     ],
 )
-def test_the_count_is_that_of_the_products_that_run(cls: type, method: str, tiny_dir: Any) -> None:
+def test_the_count_matches_torch_s_flop_counter(cls: type, method: str, tiny_dir: Any) -> None:
     batch, own = (
         make_batch(8),
         worker(cls, tiny_dir, use_remove_padding=False, attn_implementation="eager"),
@@ -71,7 +71,7 @@ def test_frozen_weights_get_no_gradient(tiny_dir: Any) -> None:
     assert needed_flops(own.engine, batch, trains=True) < 0.8 * trained
 
 
-def test_a_known_peak_gives_the_share_of_it_that_was_used(
+def test_a_known_peak_gives_its_used_fraction(
     tiny_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, actor, critic = (
@@ -114,7 +114,7 @@ def test_a_known_peak_gives_the_share_of_it_that_was_used(
         ("NVIDIA RTX A3000 Laptop GPU", math.nan),
     ],
 )
-def test_a_gpu_s_peak_goes_by_the_words_of_its_name(
+def test_a_gpu_s_peak_follows_from_its_name(
     name: str, peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

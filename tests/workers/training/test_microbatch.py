@@ -31,7 +31,7 @@ def numbered(num_rows: int) -> DataProto:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_a_mini_batch_is_the_same_set_of_samples_at_every_number_of_ranks(world_size: int) -> None:
+def test_a_mini_batch_has_the_same_samples_on_any_number_of_ranks(world_size: int) -> None:
     seen: list[list[int]] = [[], [], []]
     for chunk in split_rows(numbered(12), world_size):
         rows = Rows.take(chunk, NAMES, world_size)
@@ -41,7 +41,7 @@ def test_a_mini_batch_is_the_same_set_of_samples_at_every_number_of_ranks(world_
     assert seen == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
-def test_pad_rows_are_dropped_and_come_back_as_zeros() -> None:
+def test_pad_rows_are_dropped_and_restored_as_zeros() -> None:
     last = split_rows(numbered(7), 3)[2]
     rows = Rows.take(last, NAMES, 3)
     assert rows.columns["responses"].padded()[:, 0].tolist() == [6]
@@ -50,7 +50,7 @@ def test_pad_rows_are_dropped_and_come_back_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("holes", [False, True])
-def test_columns_with_padding_and_without_are_the_same_rows(holes: bool) -> None:
+def test_padded_and_ragged_columns_give_the_same_rows(holes: bool) -> None:
     dense = make_batch(6).select(INPUTS)
     spans = Rows.take(dense, INPUTS).columns
     if holes:
@@ -81,7 +81,7 @@ def test_counts_of_a_mini_batch_leave_out_rows_without_a_response() -> None:
     assert chosen.num_tokens == int(batch.batch["response_mask"].sum())
 
 
-def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts() -> None:
+def test_a_rank_without_rows_runs_dummies_of_one_token_without_loss() -> None:
     columns = Rows.take(make_batch(3), INPUTS).columns
     ((dummy, real),) = micro_batches(columns, [], None, CPU)
     assert real == 0
@@ -96,7 +96,7 @@ def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones() ->
     assert cut([3, 0, 9, 5, 4], MicroBatchBudget(rows=2)) == [[2, 3], [4, 0]]
 
 
-def test_a_token_budget_is_filled_and_never_passed() -> None:
+def test_a_token_budget_is_filled_and_never_exceeded() -> None:
     lengths = [3, 9, 5, 4, 1, 7]
     cuts = cut(lengths, MicroBatchBudget(tokens=12))
     assert [[lengths[row] for row in rows] for rows in cuts] == [[9], [7, 5], [4, 3, 1]]
@@ -111,19 +111,19 @@ def test_padded_rows_cost_their_rectangle() -> None:
 @pytest.mark.parametrize(
     ("total", "size", "nearest"), [(12, 5, "4 or 6"), (7, 2, "1 or 7"), (4, 0, "1")]
 )
-def test_a_mini_batch_size_that_does_not_divide_is_refused_with_the_nearest_that_do(
+def test_a_mini_batch_size_that_does_not_divide_is_rejected(
     total: int, size: int, nearest: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"nearest that do: {nearest}\\."):
         count_mini_batches(total, size)
 
 
-def test_a_micro_batch_of_no_samples_is_refused() -> None:
+def test_a_micro_batch_of_no_samples_is_rejected() -> None:
     with pytest.raises(ConfigError, match="a micro-batch needs at least 1 row or token"):
         cut([4], MicroBatchBudget(rows=0))
 
 
-def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank() -> None:
+def test_several_ranks_reject_a_batch_that_was_not_split_for_them() -> None:
     with pytest.raises(BatchError, match="worker group"):
         Rows.take(make_batch(4), NAMES, num_ranks=2)
     with pytest.raises(
@@ -132,7 +132,7 @@ def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank() -> None
         Rows.take(split_rows(make_batch(4), 4)[0], NAMES, num_ranks=2)
 
 
-def test_rows_over_the_border_share_no_micro_batch_with_others() -> None:
+def test_rows_above_the_border_are_in_separate_micro_batches() -> None:
     lengths = [5, 20, 16, 0, 17, 3]
     assert cut(lengths, MicroBatchBudget(rows=4), border=16) == [[1, 4], [2, 0, 5]]
     assert cut(lengths, MicroBatchBudget(tokens=40), border=16) == [[1, 4], [2, 0, 5]]

@@ -64,28 +64,28 @@ def assert_average(found: list[Weights], decay: float) -> None:
         torch.testing.assert_close(reference[name].double(), expected, rtol=0, atol=1e-7)
 
 
-def test_without_a_decay_the_reference_is_the_actor(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_without_a_decay_the_reference_equals_the_actor(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
     found = follow(str(one_layer_dir), 0.0, str(tmp_path))
     assert all(found[-1][name].equal(found[-2][name]) for name in found[-1])
 
 
-def test_shards_move_as_the_whole_and_go_on_from_a_checkpoint(
+def test_shards_have_the_average_and_resume_from_a_checkpoint(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     for found in run_kept(2, follow, str(one_layer_dir), DECAY, str(tmp_path), True):
         assert_average(found, DECAY)
 
 
-def test_a_checkpoint_of_one_rank_is_taken_over_bit_for_bit(
-    one_layer_dir: Path, tmp_path: Path
-) -> None:
+def test_one_rank_resumes_its_average_bit_for_bit(one_layer_dir: Path, tmp_path: Path) -> None:
     found = follow(str(one_layer_dir), DECAY, str(tmp_path))
     assert_average(found, DECAY)
     resumed = follow(str(one_layer_dir), DECAY, str(tmp_path), True)[-1]
     assert all(resumed[name].equal(weight) for name, weight in found[-1].items())
 
 
-def test_narrow_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_bfloat16_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: Path) -> None:
     config = config_of(one_layer_dir, 0.999)
     actor = started(ActorWorker, config, 10)
     config.actor_rollout_ref.model.dtype = "bfloat16"
@@ -107,7 +107,7 @@ def test_narrow_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: P
     assert weights_of(other)[name].equal(weights_of(reference)[name])
 
 
-def test_weights_of_another_model_are_refused_by_name(one_layer_dir: Path) -> None:
+def test_weights_of_another_model_are_rejected_by_name(one_layer_dir: Path) -> None:
     actor = started(ActorWorker, config_of(one_layer_dir), 1)
     reference = beside(actor, ReferenceWorker, config_of(one_layer_dir))
     tensors = weights_of(actor)
@@ -120,9 +120,7 @@ def test_weights_of_another_model_are_refused_by_name(one_layer_dir: Path) -> No
         assert part in str(caught.value)
 
 
-def test_a_checkpoint_of_a_reference_that_stood_still_is_refused(
-    one_layer_dir: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_a_fixed_reference_is_rejected(one_layer_dir: Path, tmp_path: Path) -> None:
     started(ReferenceWorker, tiny_config(one_layer_dir)).save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match=r"holds no weights.*ref.update_every"):
         started(ReferenceWorker, config_of(one_layer_dir)).load_checkpoint(str(tmp_path))

@@ -57,7 +57,7 @@ def assert_named(counts: list[tuple[float, int, bool]], message: str, unchanged:
     assert unchanged
 
 
-def test_the_samples_of_a_skipped_step_are_named_and_six_in_a_row_are_too_many(
+def test_a_skipped_step_names_its_samples_and_six_in_a_row_are_an_error(
     one_layer_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -69,12 +69,12 @@ def test_the_samples_of_a_skipped_step_are_named_and_six_in_a_row_are_too_many(
     )
 
 
-def test_samples_of_every_rank_are_named(one_layer_dir: Path) -> None:
+def test_a_skipped_step_names_the_samples_of_every_rank(one_layer_dir: Path) -> None:
     for result in run_kept(2, update_twice, one_layer_dir):
         assert_named(*result)
 
 
-def test_a_resumed_worker_counts_on(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_worker_continues_the_count(tiny_dir: Path, tmp_path: Path) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     actor = started(ActorWorker, config, 10)
     for _ in range(5):
@@ -100,7 +100,7 @@ WEIGHED = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
         ("ref_log_prob", {}, math.nan),
     ],
 )
-def test_a_log_prob_that_is_not_finite_skips_the_step(
+def test_a_non_finite_log_prob_skips_the_step(
     one_layer_dir: Path, column: str, correction: dict[str, Any], value: float
 ) -> None:
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4, use_kl_loss=True)

@@ -22,7 +22,7 @@ def config_of(one_layer_dir: Path) -> WorkersConfig:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamWMatrixDecay"])
-def test_norms_and_biases_do_not_decay_if_only_matrices_shall(optimizer: str) -> None:
+def test_matrix_decay_spares_norms_and_biases(optimizer: str) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     for parameter in module.parameters():
         nn.init.ones_(parameter)
@@ -68,7 +68,7 @@ def test_two_ranks_resume_both_groups(one_layer_dir: Path, tmp_path: Path) -> No
         assert resumed == expected
 
 
-def test_norms_stand_still_where_there_is_no_gradient(one_layer_dir: Path) -> None:
+def test_norms_do_not_change_without_a_gradient(one_layer_dir: Path) -> None:
     for norms_moved, matrices_moved in run_kept(2, moved_without_gradient, one_layer_dir):
         assert not norms_moved
         assert matrices_moved

@@ -67,7 +67,7 @@ def workers(folder: Path, packed: bool) -> tuple[ActorWorker, CriticWorker]:
     return started(ActorWorker, config, 1), started(CriticWorker, config, 1)
 
 
-def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(folder: Path) -> None:
+def test_packed_rows_match_padded_rows(folder: Path) -> None:
     batch, results = odd_batch(), []
     for packed in (True, False):
         actor, critic = workers(folder, packed)
@@ -92,7 +92,7 @@ def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(fold
             )  # a key's bias has none but rounding
 
 
-def test_what_a_pack_holds_follows_the_real_tokens(one_layer_dir: Path) -> None:
+def test_a_pack_has_only_the_needed_tokens(one_layer_dir: Path) -> None:
     columns = Rows.take(odd_batch(), INPUTS).columns
     needed = needed_lengths(response_reads(columns))
     assert needed[0] == 0
@@ -100,7 +100,7 @@ def test_what_a_pack_holds_follows_the_real_tokens(one_layer_dir: Path) -> None:
     assert last_token_reads(columns).sums().tolist() == [1] * 8
 
 
-def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(
+def test_a_family_that_cannot_be_packed_is_padded_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     import transformers
@@ -120,7 +120,7 @@ def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(
 @pytest.mark.parametrize("in_mask", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("lengths", [[7, 7, 7], [9, 8, 3, 1], [100, 95, 40, 2]])
-def test_packed_attention_is_attention_of_each_row_alone(
+def test_packed_attention_matches_attention_of_single_rows(
     lengths: list[int], window: int | None, in_mask: bool
 ) -> None:
     torch.manual_seed(0)
@@ -173,7 +173,7 @@ def test_an_empty_model_has_buffers_and_no_weights(one_layer_dir: Path) -> None:
     assert not any(buffer.is_meta for buffer in module.buffers())
 
 
-def test_what_a_card_is_fed_comes_from_locked_memory_and_nobody_waits_for_it(
+def test_inputs_of_a_gpu_are_copied_from_locked_memory_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     columns = Rows.take(odd_batch(), INPUTS).columns

@@ -52,7 +52,7 @@ def worker_of(worker: type[SFTWorker], one_layer_dir: Path) -> Any:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_each_side_gets_what_the_model_says_of_it_alone(apart: bool, one_layer_dir: Path) -> None:
+def test_each_side_has_the_log_probs_of_a_single_row(apart: bool, one_layer_dir: Path) -> None:
     batch = pairs()
     role = worker_of(LikelierWorker, one_layer_dir)
     if apart:  # as for models whose rows may not share a pass
@@ -75,7 +75,7 @@ def test_each_side_gets_what_the_model_says_of_it_alone(apart: bool, one_layer_d
 
 
 @pytest.mark.parametrize("score_at", ["last_token", "legacy_mean"])
-def test_a_score_is_read_at_real_tokens_alone(score_at: str, one_layer_dir: Path) -> None:
+def test_a_score_reads_only_real_tokens(score_at: str, one_layer_dir: Path) -> None:
     batch = pairs()
     role = worker_of(HigherWorker, one_layer_dir)
     torch.nn.init.normal_(role.engine.module.score.weight)

@@ -55,7 +55,7 @@ def worker(cls: type, folder: Any, *, shares: bool, **model: Any) -> Any:
     ("cls", "columns", "option"),
     [(CriticWorker, ("values", "returns"), "lora"), (ActorWorker, ACTOR_COLUMNS, "checkpointing")],
 )
-def test_gradients_are_those_of_separate_rows(
+def test_shared_prefixes_have_the_gradients_of_separate_rows(
     cls: type, columns: tuple[str, ...], option: str, tiny_dir: Path
 ) -> None:
     model = {"lora": {"lora_rank": 4}, "checkpointing": {"enable_gradient_checkpointing": True}}
@@ -95,7 +95,7 @@ def test_tokens_that_are_read_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 1, 2, 3, 4], [5, 6, 7, 8, 0, 1, 2, 3]])
-def test_rows_with_positions_of_their_own_are_separate(positions: list[int]) -> None:
+def test_rows_with_other_positions_are_not_shared(positions: list[int]) -> None:
     tokens = {
         "input_ids": torch.tensor([1, 2, 3, 4] * 2),
         "position_ids": torch.tensor(positions),
@@ -142,7 +142,7 @@ def test_samples_of_a_prompt_are_in_one_pass() -> None:
     assert {len(rows[row]) for row in longest_first[0]} == {6}
 
 
-def test_a_copy_of_a_token_takes_a_quarter_of_it_from_the_budget() -> None:
+def test_a_copied_token_costs_a_quarter_of_a_token() -> None:
     rows = [[*range(start, start + 8), sample] for start in (100, 200) for sample in range(9)]
     ids, reads = ragged(*rows), last_read(*[9] * 18)
     cuts = RowPasses("packed", shares=True).cut(ids, reads, MicroBatchBudget(tokens=9 + 7 * 3))
@@ -165,7 +165,7 @@ def test_operations_count_a_shared_prefix_once(tiny_dir: Path) -> None:
     assert saved == 7 * (PROMPT - 1) * per_token
 
 
-def test_windows_see_a_copy_of_the_prefix(tmp_path: Path) -> None:
+def test_windowed_attention_sees_the_shared_prefix(tmp_path: Path) -> None:
     saved_model(tmp_path, "mistral", {"sliding_window": 3})
     batch = samples_of_prompts(3, 4)
     shared, separate = (worker(ActorWorker, tmp_path, shares=shares) for shares in (True, False))

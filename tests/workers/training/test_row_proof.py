@@ -90,7 +90,7 @@ def ragged_rows() -> DataProto:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_one_short_row_is_a_pass_like_any_other(tmp_path: Path, model_type: str) -> None:
+def test_a_pass_of_one_short_row_matches_transformers(tmp_path: Path, model_type: str) -> None:
     folder, data = saved_model(tmp_path, model_type, TYPES[model_type]), ragged_rows()
     engine = started(ActorWorker, tiny_config(folder), 1).engine
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -105,7 +105,7 @@ def test_one_short_row_is_a_pass_like_any_other(tmp_path: Path, model_type: str)
     torch.testing.assert_close(log_probs[0, :response], expected, atol=1e-4, rtol=0)
 
 
-def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
+def test_rows_across_longrope_s_original_length_never_share_a_pass(
     tmp_path: Path,
 ) -> None:
     folder, data = saved_model(tmp_path, "phi3", LONGROPE), ragged_rows()
@@ -114,7 +114,7 @@ def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
     assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
 
 
-def test_passes_whose_attention_grows_with_their_square_are_short(
+def test_passes_with_quadratic_attention_are_short(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_proof, "LARGEST_SQUARE", 20)
@@ -129,7 +129,7 @@ def test_passes_whose_attention_grows_with_their_square_are_short(
     assert max(sum(tokens[row] for row in rows) for rows in cuts) <= 20
 
 
-def test_a_model_that_looks_ahead_is_refused_before_a_step(tmp_path: Path) -> None:
+def test_a_model_that_is_not_causal_is_rejected_before_a_step(tmp_path: Path) -> None:
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -142,7 +142,7 @@ def test_a_model_that_looks_ahead_is_refused_before_a_step(tmp_path: Path) -> No
         started(ActorWorker, tiny_config(tmp_path), 1)
 
 
-def test_without_a_small_model_to_prove_it_on_rows_are_padded(
+def test_without_a_small_model_for_the_proof_rows_are_padded(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none_built(*_: Any) -> Any:
@@ -158,7 +158,7 @@ def test_without_a_small_model_to_prove_it_on_rows_are_padded(
     assert "a width that does not shrink" in caplog.text
 
 
-def test_gradient_checkpointing_that_a_class_lacks_is_refused(tmp_path: Path) -> None:
+def test_gradient_checkpointing_that_a_class_lacks_is_rejected(tmp_path: Path) -> None:
     config = tiny_config(saved_model(tmp_path, "jetmoe", TYPES["jetmoe"]))
     config.actor_rollout_ref.model.enable_gradient_checkpointing = True
     with pytest.raises(ConfigError, match="jetmoe has no gradient checkpointing"):
@@ -166,7 +166,7 @@ def test_gradient_checkpointing_that_a_class_lacks_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("prompt_end", [3, 5])
-def test_a_prompt_padded_on_the_right_is_refused_by_name(tiny_dir: Path, prompt_end: int) -> None:
+def test_a_prompt_padded_on_the_right_is_rejected_by_name(tiny_dir: Path, prompt_end: int) -> None:
     batch = make_batch(4)
     batch.batch["attention_mask"][2] = 1
     batch.batch["attention_mask"][2, prompt_end:6] = 0
@@ -175,7 +175,7 @@ def test_a_prompt_padded_on_the_right_is_refused_by_name(tiny_dir: Path, prompt_
         engine.forward_rows(batch, NEIGHBOURS)
 
 
-def test_a_stand_in_keeps_each_kind_of_layer_and_is_past_every_limit() -> None:
+def test_the_small_model_has_each_kind_of_layer_and_exceeds_every_limit() -> None:
     config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)
     small = stand_in(config, "sdpa").config
     assert set(small.layer_types) == set(config.layer_types)

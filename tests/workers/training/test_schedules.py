@@ -50,7 +50,7 @@ def curve(config: OptimConfig, num_calls: int = TOTAL + 3) -> list[float]:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_curve_is_its_definition_call_by_call(name: str) -> None:
+def test_a_schedule_matches_its_definition(name: str) -> None:
     expected = [(step + 1) / (WARMUP + 1) for step in range(WARMUP)]
     for step in range(WARMUP, TOTAL + 3):
         left = max(TOTAL - step, 0)
@@ -62,7 +62,7 @@ def test_there_is_a_twin_for_every_schedule() -> None:
     assert set(LR_SCHEDULES) == set(TWINS)
 
 
-def test_a_share_of_all_calls_warms_up_as_that_number_does() -> None:
+def test_a_warmup_ratio_equals_that_number_of_steps() -> None:
     share = optim("wsd", lr_warmup_steps=-1, lr_warmup_steps_ratio=0.2)
     assert curve(share) == curve(optim("wsd"))
     assert lr_factor(0, TOTAL, optim("cosine", lr_warmup_steps=-1)) == 1.0
@@ -76,15 +76,15 @@ def asks_for_more(progress: float, min_lr_ration: float) -> float:
     return min_lr_ration
 
 
-def test_a_schedule_of_the_users_is_found_by_its_path_and_gets_its_settings() -> None:
+def test_a_user_s_schedule_is_found_by_its_path_and_gets_its_settings() -> None:
     assert lr_factor(WARMUP, TOTAL, optim(f"{__name__}.halved")) == 0.6
 
 
-def test_a_parameter_that_is_no_key_is_refused_with_the_nearest() -> None:
+def test_a_parameter_that_is_no_key_is_rejected_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'min_lr_ration' is not a key.*'min_lr_ratio'"):
         check_optim(optim(f"{__name__}.asks_for_more"), "optim")
 
 
-def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:
+def test_an_unknown_schedule_is_rejected_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
         check_optim(optim("cosin"), "optim")

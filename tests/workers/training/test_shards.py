@@ -33,7 +33,7 @@ def of_every_type() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_whole_tensors_come_back_and_are_written_once(tmp_path: Path, num_ranks: int) -> None:
+def test_whole_tensors_are_written_once_and_read_back(tmp_path: Path, num_ranks: int) -> None:
     tensors = of_every_type()
     for rank in range(num_ranks):
         write_shards(tensors, tmp_path, rank, num_ranks)
@@ -59,7 +59,7 @@ def sharded(rows: Tensor, rank: int, replicas: int) -> DTensor:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_shards_under_replicas_are_written_once_and_read_by_any_number(
+def test_replicated_shards_are_written_once_and_read_by_any_number(
     tmp_path: Path, replicas: int
 ) -> None:
     run_kept(1, write_and_read, tmp_path, replicas)  # a process without a group of its own
@@ -89,7 +89,7 @@ def write_and_read(tmp_path: Path, replicas: int) -> None:
         dist.destroy_process_group()
 
 
-def test_packed_weights_are_two_chunks_of_a_rank_which_torch_reads_without_us(
+def test_packed_weights_are_two_chunks_per_rank_that_torch_can_read(
     tmp_path: Path,
 ) -> None:
     run_kept(1, write_packed, tmp_path)  # a process without a group of its own
@@ -169,7 +169,7 @@ def twice(folder: Path) -> None:
         (at(0), "does not hold every element"),
     ],
 )
-def test_files_that_do_not_hold_the_tensors_are_refused_in_words(
+def test_files_without_the_tensors_are_rejected(
     tmp_path: Path, change: Callable[[Path], None], message: str
 ) -> None:
     part(tmp_path, 0)
@@ -179,7 +179,7 @@ def test_files_that_do_not_hold_the_tensors_are_refused_in_words(
         read_shards({"w": torch.zeros(4, 2)}, tmp_path)
 
 
-def test_torch_reads_the_files_without_us(tmp_path: Path) -> None:
+def test_torch_can_read_the_files(tmp_path: Path) -> None:
     tensors = {"w": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3.0)}
     write_shards(tensors, tmp_path, 0, 1)
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -187,7 +187,7 @@ def test_torch_reads_the_files_without_us(tmp_path: Path) -> None:
     assert all(found[name].equal(tensor) for name, tensor in tensors.items())
 
 
-def test_a_type_without_a_place_in_the_format_is_named(tmp_path: Path) -> None:
+def test_a_dtype_that_the_format_lacks_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="w is torch.complex64, which a tensor file cannot store"
     ):

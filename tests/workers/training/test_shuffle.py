@@ -46,7 +46,7 @@ def test_a_pass_has_every_sample_once_in_mini_batches_of_equal_size() -> None:
     assert set.union(*found[:3]) == set.union(*found[3:]) == set(range(ROWS))
 
 
-def test_passes_update_calls_and_seeds_have_other_mini_batches() -> None:
+def test_passes_updates_and_seeds_have_different_mini_batches() -> None:
     found = mini_batches(numbered(), 1)
     assert found[:3] != found[3:]
     assert mini_batches(numbered(), 1, call=1) != found
@@ -55,7 +55,7 @@ def test_passes_update_calls_and_seeds_have_other_mini_batches() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_they_are_the_same_samples_on_ranks_balanced_by_tokens(world_size: int) -> None:
+def test_ranks_balanced_by_tokens_have_the_same_mini_batches(world_size: int) -> None:
     lengths = make_batch(ROWS).batch["attention_mask"].sum(-1)
     sorted_rows = make_batch(ROWS).select_idxs(lengths.argsort())
     given = write_columns(sorted_rows, sample_number=torch.arange(ROWS))
@@ -65,7 +65,7 @@ def test_they_are_the_same_samples_on_ranks_balanced_by_tokens(world_size: int) 
     assert mini_batches(batch, world_size) == mini_batches(given, 1)
 
 
-def test_samples_taken_out_after_they_were_numbered_are_refused() -> None:
+def test_samples_removed_after_the_numbering_are_rejected() -> None:
     rows = Rows.take(numbered().select_idxs([0, 2, 11]), NAMES)
     with pytest.raises(BatchError, match="sample_number 11 in a batch of 3 samples"):
         list(epoch_rows(rows, 1, 7, 0))
@@ -92,7 +92,7 @@ def test_two_ranks_train_as_one(one_layer_dir: Path) -> None:
             assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_an_actor_that_resumes_goes_on_with_the_orders_bit_for_bit(
+def test_a_resumed_actor_continues_the_orders_bit_for_bit(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     first, second = actor_of(one_layer_dir), actor_of(one_layer_dir)
@@ -103,6 +103,6 @@ def test_an_actor_that_resumes_goes_on_with_the_orders_bit_for_bit(
     assert second.weights_checksum() == first.weights_checksum()
 
 
-def test_a_batch_without_numbers_is_refused_by_who_writes_them(one_layer_dir: Path) -> None:
+def test_a_batch_without_sample_numbers_names_their_writer(one_layer_dir: Path) -> None:
     with pytest.raises(MissingColumnError, match=r"sample_number.*the driver's balance"):
         actor_of(one_layer_dir).update_actor(make_batch(4))

@@ -77,7 +77,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize(("size", "value_size"), [(16, 16), (12, 12), (24, 8)])
-def test_a_kernel_computes_what_rectangles_do(
+def test_a_kernel_matches_rectangles(
     kernel: VarlenKernel, window: int | None, size: int, value_size: int
 ) -> None:
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_a_kernel_computes_what_rectangles_do(
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_states_wider_than_the_kernel_s_type_are_cast_and_the_output_is_of_the_value_s() -> None:
+def test_states_are_cast_to_the_kernel_s_type_and_the_output_back() -> None:
     seen = []
 
     def function(query: torch.Tensor, *states: Any, **settings: Any) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_states_wider_than_the_kernel_s_type_are_cast_and_the_output_is_of_the_v
     assert (seen, output.dtype) == ([BFLOAT16], FLOAT32)
 
 
-def test_states_that_a_kernel_takes_are_not_copied_for_it() -> None:
+def test_states_of_the_kernel_s_type_are_not_copied() -> None:
     states = [torch.randn(1, 2, 4, 8) for _ in range(3)]
     seen: list[int] = []
 
@@ -118,7 +118,7 @@ def test_states_that_a_kernel_takes_are_not_copied_for_it() -> None:
     assert seen == [part.data_ptr() for part in states]
 
 
-def test_heads_too_large_for_a_kernel_go_by_rectangles() -> None:
+def test_heads_too_large_for_a_kernel_use_rectangles() -> None:
     states = [torch.randn(1, 1, 4, 512) for _ in range(3)]
     layout = RowLayout([3, 1], CPU)
     assert torch.equal(attended(states, layout, FLASH), attended(states, layout, None))
@@ -126,7 +126,7 @@ def test_heads_too_large_for_a_kernel_go_by_rectangles() -> None:
 
 @pytest.mark.parametrize("kernel", [FLASH, KERNELS[1], None], ids=["flash", "torch", "none"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_scores_are_capped_by_a_kernel_that_can_else_in_rectangles(
+def test_scores_are_capped_by_a_kernel_or_in_rectangles(
     kernel: VarlenKernel | None, window: int | None
 ) -> None:
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_scores_are_capped_by_a_kernel_that_can_else_in_rectangles(
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_flash_attn_is_taken_where_it_is_else_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_flash_attn_if_installed_otherwise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, reason = find_kernel("auto", CPU, BFLOAT16)
     assert kernel is not None
     assert kernel.name == "torch.nn.attention.varlen"
@@ -177,7 +177,7 @@ def test_flash_attn_is_taken_where_it_is_else_torch_s_own(monkeypatch: pytest.Mo
         ((12, 0), (4, 3), "torch.nn.attention.varlen"),
     ],
 )
-def test_the_newest_flash_attention_for_the_card_is_taken(
+def test_auto_uses_the_newest_flash_attention_for_the_gpu(
     capability: tuple[int, int],
     there: Sequence[int],
     chosen: str,
@@ -198,7 +198,7 @@ def test_the_newest_flash_attention_for_the_card_is_taken(
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_a_kernel_that_does_not_take_the_model_s_heads_gives_way_to_the_next(
+def test_the_next_kernel_is_used_if_one_lacks_the_head_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def small_heads(q: torch.Tensor, *states: Any, **settings: Any) -> Any:
@@ -219,7 +219,7 @@ def test_a_kernel_that_does_not_take_the_model_s_heads_gives_way_to_the_next(
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_a_flash_attention_that_is_asked_for_by_number_and_is_not_there_is_named(
+def test_a_missing_flash_attention_version_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -233,7 +233,7 @@ def test_a_flash_attention_that_is_asked_for_by_number_and_is_not_there_is_named
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_a_kernel_that_is_wrong_or_does_not_load_is_not_taken(
+def test_a_kernel_that_is_wrong_or_does_not_load_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def sees_too_far(*states: Any, **settings: Any) -> torch.Tensor:
@@ -264,7 +264,7 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_taken(
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("wrong", ["is left out", "is refused"])
-def test_a_kernel_that_does_not_cap_scores_is_taken_for_models_without_a_cap(
+def test_a_kernel_without_a_score_cap_is_used_for_models_without_one(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_cap(*states: Any, **settings: Any) -> torch.Tensor:
@@ -278,7 +278,7 @@ def test_a_kernel_that_does_not_cap_scores_is_taken_for_models_without_a_cap(
     assert (kernel.name, kernel.has_softcap) == ("flash-attn 2.8.3", False)
 
 
-def test_on_a_cpu_nothing_is_said_above_information(
+def test_on_a_cpu_attention_logs_only_information(
     tiny_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert find_kernel("auto", CPU, FLOAT32) == (
@@ -301,7 +301,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_trains_by_a_kernel_as_without(
+def test_a_model_trains_the_same_with_and_without_a_kernel(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers

@@ -101,7 +101,7 @@ TWINS: dict[str, Callable[..., float]] = {
 
 
 @pytest.mark.parametrize("name", ON_PAIRS)
-def test_a_loss_of_pairs_is_that_of_plain_python(name: str) -> None:
+def test_a_loss_of_pairs_matches_plain_python(name: str) -> None:
     columns = pairs()
     found = compute_losses(name, columns, SETTINGS)
     for number, own in enumerate(found.tolist()):
@@ -111,7 +111,7 @@ def test_a_loss_of_pairs_is_that_of_plain_python(name: str) -> None:
         assert own == pytest.approx(twin, rel=1e-9)
 
 
-def test_kto_is_one_less_the_value_of_plain_python() -> None:
+def test_kto_matches_plain_python() -> None:
     columns = rows()
     for number, own in enumerate(compute_losses("kto", columns, SETTINGS).tolist()):
         reward = float(columns["log_probs"][number] - columns["ref_log_probs"][number]) - 0.4
@@ -122,7 +122,7 @@ def test_kto_is_one_less_the_value_of_plain_python() -> None:
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_the_slope_is_that_of_finite_differences(name: str) -> None:
+def test_the_gradient_of_a_preference_loss_matches_finite_differences(name: str) -> None:
     columns = columns_of(name)
 
     def of_log_probs(log_probs: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def test_extreme_log_ratios_stay_finite(name: str, gap: float) -> None:
     assert columns["log_probs"].grad.isfinite().all()
 
 
-def test_a_loss_says_by_its_parameters_what_it_reads() -> None:
+def test_the_parameters_of_a_loss_are_columns_or_settings() -> None:
     for name, loss in PREFERENCE_LOSSES.items():
         unknown = {*parameters_of(loss)} - {*COLUMNS} - {*vars(SETTINGS)}
         assert unknown == set(), name
@@ -194,7 +194,7 @@ def test_reference_free_is_a_reference_of_zeros() -> None:
         assert values.equal(expected[name]), name
 
 
-def test_without_a_reference_a_reward_is_of_the_log_prob_a_token() -> None:
+def test_without_a_reference_a_reward_uses_the_log_prob_per_token() -> None:
     columns = {
         "log_probs": torch.tensor([[-2.0, -6.0]]),
         "num_tokens": torch.tensor([[2.0, 4.0]]),
@@ -206,7 +206,7 @@ def test_without_a_reference_a_reward_is_of_the_log_prob_a_token() -> None:
     assert "kl/row" not in found
 
 
-def test_means_of_rows_with_a_label_are_those_of_its_rows() -> None:
+def test_means_of_a_label_are_over_its_rows() -> None:
     columns = rows()
     good = columns["desirable"]
     columns["label_share"] = torch.where(good, good.double().mean(), (~good).double().mean())

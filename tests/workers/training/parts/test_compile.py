@@ -59,7 +59,7 @@ def numbers(own: ActorWorker) -> dict[str, Any]:
     }
 
 
-def test_layers_as_graphs_give_the_numbers_of_others_by_the_same_graphs_in_every_call(
+def test_traced_layers_match_others_and_reuse_their_graphs(
     one_layer_dir: Path,
 ) -> None:
     in_float8 = {"fp8_linear": True, "compute_dtype": "bfloat16"}
@@ -79,7 +79,7 @@ def test_layers_as_graphs_give_the_numbers_of_others_by_the_same_graphs_in_every
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_give_the_numbers_of_others_but_for_rounding(
+def test_compiled_layers_match_others_up_to_rounding(
     one_layer_dir: Path, alone: dict[str, Any], checkpointing: bool
 ) -> None:
     policy = actor(one_layer_dir, "on", enable_gradient_checkpointing=checkpointing)
@@ -90,11 +90,11 @@ def test_compiled_layers_give_the_numbers_of_others_but_for_rounding(
     assert not any("forward" in vars(layer) for layer in policy.engine.module.modules())
 
 
-def test_auto_compiles_on_cards_alone(tiny_dir: Path) -> None:
+def test_auto_compiles_only_on_gpus(tiny_dir: Path) -> None:
     assert not actor(tiny_dir, "auto").engine.is_compiled
 
 
-def test_without_a_compiler_auto_runs_on_with_a_word_and_on_is_refused(
+def test_without_a_compiler_auto_warns_and_on_is_rejected(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(_: Any) -> Any:

@@ -26,7 +26,7 @@ def layer_and_states(num_rows: int) -> tuple[nn.Linear, Tensor]:
     return layer, torch.randn(num_rows, 64).to(BFLOAT16)
 
 
-def test_outputs_and_gradients_are_those_of_bfloat16_but_for_rounding() -> None:
+def test_outputs_and_gradients_match_bfloat16_up_to_rounding() -> None:
     layer, states = layer_and_states(40)
     grad, found = torch.randn(40, 32).to(BFLOAT16), []
     for layers in ([], [layer]):
@@ -61,7 +61,7 @@ def actor(tiny_dir: Path, **model: Any) -> ActorWorker:
     return started(ActorWorker, config, 10)
 
 
-def test_an_actor_computes_in_float8_by_key_all_its_layers_but_the_head(tiny_dir: Path) -> None:
+def test_the_key_makes_all_layers_except_the_head_float8(tiny_dir: Path) -> None:
     found = []
     for is_rounded in (False, True):
         own = actor(tiny_dir, fp8_linear=is_rounded)
@@ -80,7 +80,7 @@ def test_an_actor_computes_in_float8_by_key_all_its_layers_but_the_head(tiny_dir
     own.update_actor(make_batch(8))
 
 
-def test_a_device_or_type_without_float8_is_refused_in_words(
+def test_a_device_or_type_without_float8_is_rejected(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="fp8_linear: its products are in bfloat16.*float32"):

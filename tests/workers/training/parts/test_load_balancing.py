@@ -85,14 +85,14 @@ def loss_twin(layers: list[torch.Tensor]) -> float:
     return total / len(layers)
 
 
-def test_the_metric_is_the_definition_over_the_tokens_of_the_mini_batch(experts_dir: Path) -> None:
+def test_the_metric_matches_the_definition_over_the_mini_batch(experts_dir: Path) -> None:
     metrics = actor_of(experts_dir).update_actor(make_batch(6))
     expected = loss_twin(logits_by_layer(experts_dir))
     assert expected > NUM_CHOSEN + 0.05  # the routers are not balanced
     assert metrics["actor/router_aux_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_in_one_layer_it_is_that_of_transformers(experts_dir: Path) -> None:
+def test_the_loss_of_one_layer_matches_transformers(experts_dir: Path) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     layer = logits_by_layer(experts_dir)[0]
@@ -112,7 +112,7 @@ def router_gradients(actor: ActorWorker, rows: int) -> Gradients:
     [{"packed": False}, {"checkpointing": True}],
     ids=["padded", "checkpointing"],
 )
-def test_neither_the_cut_nor_the_way_of_the_rows_changes_the_gradient(
+def test_the_gradient_does_not_depend_on_the_micro_batch_cut(
     experts_dir: Path, changes: dict[str, bool]
 ) -> None:
     whole = router_gradients(actor_of(experts_dir), 6)
@@ -133,7 +133,7 @@ def log_likelihood(outputs: Columns, columns: Columns, batch: MiniBatch) -> Any:
     return loss, {"likelihood": loss}
 
 
-def test_rows_with_a_loss_of_their_own_beside_it_are_not_counted(experts_dir: Path) -> None:
+def test_rows_with_another_loss_are_not_counted(experts_dir: Path) -> None:
     actor = actor_of(experts_dir)
     engine, names = actor.engine, (*INPUTS, *ACTOR_COLUMNS)
     ours, others = (
@@ -152,7 +152,7 @@ def test_rows_with_a_loss_of_their_own_beside_it_are_not_counted(experts_dir: Pa
     assert both["router_aux_loss"] == pytest.approx(alone["router_aux_loss"], rel=1e-6)
 
 
-def test_the_weight_scales_what_it_adds_to_the_gradient(experts_dir: Path) -> None:
+def test_the_coefficient_scales_the_gradient(experts_dir: Path) -> None:
     none, half, one = (
         router_gradients(actor_of(experts_dir, router_aux_loss_coef=coef), 6)
         for coef in (0.0, 0.5, 1.0)
@@ -187,14 +187,14 @@ def test_updates_balance_the_experts(experts_dir: Path) -> None:
     assert losses[-1] < losses[0] - 0.01
 
 
-def test_a_batch_without_responses_has_none(experts_dir: Path) -> None:
+def test_a_batch_without_responses_has_no_loss(experts_dir: Path) -> None:
     batch = make_batch(6)
     batch.batch["response_mask"].zero_()
     metrics = actor_of(experts_dir).update_actor(batch)
     assert metrics["actor/router_aux_loss"] == metrics["actor/grad_norm"] == 0.0
 
 
-def test_a_model_without_experts_is_refused_before_the_start_and_when_it_is_built(
+def test_a_model_without_experts_is_rejected(
     tiny_dir: Path,
 ) -> None:
     with pytest.raises(ConfigError, match="has no load-balancing loss for model type 'llama'"):

@@ -83,7 +83,7 @@ def any_choices(actor: ActorWorker, seed: int = 0) -> list[Tensor]:
     return rows
 
 
-def test_own_choices_change_no_bit_of_log_probs_and_updates(tmp_path: Path) -> None:
+def test_replaying_the_own_choices_changes_no_bit(tmp_path: Path) -> None:
     folder = saved(tmp_path, "mixtral")
     plain, actor = actor_of(folder, "disabled"), actor_of(folder)
     # a router sees the same bits in a pass of its own rows alone, or the choices might differ
@@ -99,9 +99,7 @@ def test_own_choices_change_no_bit_of_log_probs_and_updates(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("family", "packed"), [("mixtral", True), ("deepseek-v3", False)])
-def test_experts_get_the_tokens_that_the_column_sends_to_them(
-    tmp_path: Path, family: str, packed: bool
-) -> None:
+def test_experts_get_the_tokens_of_the_column(tmp_path: Path, family: str, packed: bool) -> None:
     actor = actor_of(saved(tmp_path, family), use_remove_padding=packed)
     rows = any_choices(actor)
     batch = with_column(make_batch(NUM_ROWS), rows)
@@ -120,7 +118,7 @@ def test_experts_get_the_tokens_that_the_column_sends_to_them(
     assert difference.abs().max() > 1e-3
 
 
-def test_layers_that_are_run_again_choose_the_same_experts(tmp_path: Path) -> None:
+def test_checkpointed_layers_choose_the_same_experts_again(tmp_path: Path) -> None:
     folder = saved(tmp_path, "qwen3-moe")
     plain, again = actor_of(folder), actor_of(folder, enable_gradient_checkpointing=True)
     batch = with_column(make_batch(NUM_ROWS), any_choices(plain))
@@ -174,7 +172,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "change"), cells())
-def test_two_ranks_replay_as_one(tmp_path: Path, family: str, change: str) -> None:
+def test_two_ranks_replay_like_one(tmp_path: Path, family: str, change: str) -> None:
     folder = saved(tmp_path, family)
     alone = trained(folder, CHANGES[change])
     for result in run_kept(2, trained, folder, CHANGES[change], deadline_s=150):
@@ -185,7 +183,7 @@ def test_two_ranks_replay_as_one(tmp_path: Path, family: str, change: str) -> No
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-def test_a_batch_without_the_column_or_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_batch_without_the_column_or_of_another_model_is_rejected(tmp_path: Path) -> None:
     actor = actor_of(saved(tmp_path, "mixtral"))
     batch = make_batch(NUM_ROWS)
     with pytest.raises(MissingColumnError, match="'routed_experts' .written by rollout.generate"):
@@ -200,7 +198,7 @@ def test_a_batch_without_the_column_or_of_another_model_is_refused(tmp_path: Pat
         actor.update_actor(with_column(batch, [row + 3 for row in rows]))
 
 
-def test_rows_beside_an_update_go_where_routers_send_them(tmp_path: Path) -> None:
+def test_rows_without_the_column_use_the_routers(tmp_path: Path) -> None:
     """PTX rows have no column; a reference that is the actor without adapters reads none."""
     actor = actor_of(saved(tmp_path, "mixtral"))
     plain = actor_of(tmp_path, "disabled")
