@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import overrides
-from tests.trainer.config.partitions import ROLES, partitions
 from trainer import PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Loop
+from trainer.planner.search import partitions
 from trainer.ppo.config import PPOConfig
 from trainer.record import Metrics, Run
 
+ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
 PARTITIONS = sorted(partitions(ROLES))
 SOME = PARTITIONS[5::9]
 """Every two roles share a pool in one of these, and have pools of their own in another."""
@@ -33,7 +34,8 @@ SETTINGS = [
     "actor_rollout_ref.rollout.n=1",
     "data.max_response_length=2",
 ]
-Step = Callable[[list[list[str]], str], Metrics]
+Parts = Sequence[Sequence[str]]
+Step = Callable[[Parts, str], Metrics]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def step(
 
 
 def run_step(
-    config: PPOConfig, inputs: Sequence[Any], at_start: Any, parts: list[list[str]], backend: str
+    config: PPOConfig, inputs: Sequence[Any], at_start: Any, parts: Parts, backend: str
 ) -> Metrics:
     pools = dict(enumerate(parts))
     trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(parts))
@@ -92,6 +94,6 @@ def test_partitions_run_a_step_in_process_with_the_same_numbers(
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTITIONS, ids=str)
 def test_every_partition_runs_a_step_on_ray_with_the_same_numbers(
-    ray_session: None, step: Step, expected: Metrics, parts: list[list[str]]
+    ray_session: None, step: Step, expected: Metrics, parts: Parts
 ) -> None:
     assert step(parts, "ray") == expected

@@ -28,7 +28,7 @@ PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
 
 
 @pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardModel, DPO])
-def test_every_flat_name_reaches_a_key_and_is_none_itself(cls: Any) -> None:
+def test_every_flat_name_stands_for_a_key_and_is_no_key(cls: Any) -> None:
     recipe = load_object(cls.recipe, "")
     keys = named_keys(recipe.schema)
     assert set(cls.flat_names.values()) <= keys.keys()
@@ -62,7 +62,9 @@ def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("cls", "rows"), [(SFT, ROWS), (DPO, PAIRS)])
-def test_rows_take_all_forms_of_keys(cls: Any, rows: Any, tiny_dir: Path, tmp_path: Path) -> None:
+def test_recipes_on_rows_accept_all_forms_of_keys(
+    cls: Any, rows: Any, tiny_dir: Path, tmp_path: Path
+) -> None:
     run = cls(
         tiny_dir / "model",
         rows,
@@ -80,13 +82,6 @@ def test_rows_take_all_forms_of_keys(cls: Any, rows: Any, tiny_dir: Path, tmp_pa
         "float32",
     )
     assert (config.data.train_batch_size, config.data.max_length) == (2, 64)
-
-
-def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Path) -> None:
-    run = SFT(model=tiny_dir / "model", rows=ROWS, save_to=tmp_path)
-    assert run.settings["model.path"] == str(tiny_dir / "model")
-    with pytest.raises(ConfigError, match=r"SFT\(model, rows\) needs both"):
-        SFT(model=tiny_dir / "model")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_unknown_and_repeated_names_are_rejected(keywords: dict[str, Any], words
         settings_of(keywords, PPO.flat_names, PPO_RECIPE)
 
 
-def test_trl_s_names_are_names_of_nothing_else() -> None:
+def test_names_of_trl_clash_with_no_key() -> None:
     names = OF_TRL | LIKE_TRL
     keys = {*named_keys(PPO_RECIPE.schema)}
     assert {*names.values()} <= {*OF_PPO, *keys}

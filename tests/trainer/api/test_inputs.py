@@ -15,7 +15,6 @@ from trainer.api.inputs import (
     file_names,
     is_file_name,
     model_path,
-    models_by_role,
     prompt_row,
     rows_in_memory,
     write_rows,
@@ -41,15 +40,15 @@ class Dataset:
     "prompts",
     [["say a", "say b"], [CHAT, CHAT], Dataset([{"prompt": "say a", "answer": np.float32(1)}])],
 )
-def test_prompts_of_every_kind_are_rows_that_ppo_reads(prompts: Any, tmp_path: Path) -> None:
+def test_prompts_of_every_kind_become_rows_that_ppo_reads(prompts: Any, tmp_path: Path) -> None:
     rows = [prompt_row(item, "prompt") for item in rows_in_memory(prompts, "prompts")]
     path = write_rows(rows, "prompts", tmp_path / "train.jsonl")
     read, _ = read_rows(DataConfig(train_files=path), "train_files")
-    given = [item["prompt"] if isinstance(item, dict) else item for item in prompts]
-    assert [row["prompt"] for row in read] == given
+    expected = [item["prompt"] if isinstance(item, dict) else item for item in prompts]
+    assert [row["prompt"] for row in read] == expected
 
 
-def test_a_ground_truth_goes_where_verl_has_it_and_other_columns_stay() -> None:
+def test_a_ground_truth_moves_to_its_column_and_others_stay() -> None:
     row = prompt_row({"question": "2 + 2", "ground_truth": "4", "level": 1}, "question")
     assert row["reward_model"] == {"ground_truth": "4"}
     assert other_columns([row], "question") == ["level"]
@@ -60,7 +59,7 @@ def test_images_are_no_column_of_plain_values() -> None:
     assert other_columns(rows, "prompt") == ["level"]
 
 
-def test_texts_that_end_like_files_are_file_names() -> None:
+def test_names_of_files_and_data_sets_are_recognized() -> None:
     assert is_file_name("org/dataset")
     assert is_file_name([Path("a.parquet"), "b.jsonl"])
     assert is_file_name(["a.csv", "b.csv"])
@@ -76,7 +75,7 @@ def test_a_value_that_json_lacks_is_named_with_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"), [([], "is empty"), ({"a": 1}, "a dict of a: .*one split"), (3, "a int")]
 )
-def test_what_is_no_data_is_refused(data: Any, words: str) -> None:
+def test_invalid_data_is_rejected(data: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         rows_in_memory(data, "prompts")
 
@@ -98,8 +97,3 @@ def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_dir: Path, tmp_pat
         model_path(model, tokenizer, tmp_path)
     with pytest.raises(ConfigError, match="is the one in its folder"):
         model_path("gpt2", tokenizer, tmp_path)
-
-
-def test_several_models_without_roles_are_answered_with_the_roles() -> None:
-    with pytest.raises(ConfigError, match=r'of 2: pass a dict of roles, \{"actor": ...,'):
-        models_by_role(lambda: ["a", "b"], ["actor", "critic"])

@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_new_tokens": 8, "
         (AsyncPPO, {}, "local"),
     ],
 )
-def test_pools_that_would_take_turns_in_one_process_are_on_ray(
+def test_several_pools_of_one_run_are_on_ray(
     cls: Any, keys: dict[str, Any], backend: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     run = cls(tiny_dir / "model", PROMPTS, lambda response: 1.0, save_to=tmp_path, **SMALL, **keys)

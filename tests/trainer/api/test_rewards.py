@@ -37,17 +37,17 @@ def object_with(bonus: Any) -> Any:
 def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -> None:
     weights = {"a": 2.0, "b": 1.0}
 
-    async def of_a_session(response: str, letter: str) -> dict[str, float]:
+    async def of_a_response(response: str, letter: str) -> dict[str, float]:
         return {"score": response.count(letter) * weights[letter], "size": len(response)}
 
     def of_a_batch(responses: list[str], letter: list[str]) -> list[float]:
         return [
-            weights[own] * len(response) for own, response in zip(letter, responses, strict=True)
+            weights[name] * len(response) for name, response in zip(letter, responses, strict=True)
         ]
 
-    given = [of_a_session, lambda prompt, **row: len(prompt), object_with(0.5), of_a_batch]
-    items = reward_list(given, tmp_path, ["letter"])
-    assert [item["name"] for item in items] == ["of_a_session", "reward", "Bonus", "of_a_batch"]
+    functions = [of_a_response, lambda prompt, **row: len(prompt), object_with(0.5), of_a_batch]
+    items = reward_list(functions, tmp_path, ["letter"])
+    assert [item["name"] for item in items] == ["of_a_response", "reward", "Bonus", "of_a_batch"]
 
     scores = []
     for item in items:
@@ -60,7 +60,7 @@ def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -
     assert scores == [(4.0, {"size": 3.0}, None), (5.0, {}, None), (3.5, {}, None), (6.0, {}, None)]
 
 
-def test_an_error_of_a_function_of_a_session_names_the_session_s_line(tmp_path: Path) -> None:
+def test_an_error_of_a_local_function_has_its_line(tmp_path: Path) -> None:
     def broken(response: str) -> float:
         return float(response)  # the line
 
@@ -85,10 +85,14 @@ def test_module_functions_have_their_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "rewards").exists()
 
 
-def test_settings_stand_beside_a_function_and_other_kinds_stay(tmp_path: Path) -> None:
+def test_a_function_may_have_settings_and_other_kinds_stay(tmp_path: Path) -> None:
     remote = {"name": "judge", "kind": "remote", "url": "http://127.0.0.1:1/score"}
-    own = {"function": lambda response, bonus: bonus, "weight": 0.5, "kwargs": {"bonus": 1}}
-    first, second, third = reward_list([own, remote, lambda response: 0.0], tmp_path, [])
+    with_settings = {
+        "function": lambda response, bonus: bonus,
+        "weight": 0.5,
+        "kwargs": {"bonus": 1},
+    }
+    first, second, third = reward_list([with_settings, remote, lambda response: 0.0], tmp_path, [])
     assert first["weight"] == 0.5
     assert second == remote
     assert [first["name"], third["name"]] == ["reward", "reward_2"]
@@ -101,7 +105,7 @@ class OfTensors(torch.nn.Module):
         return input_ids.sum()
 
 
-def test_a_module_that_reads_a_response_is_a_function(tmp_path: Path) -> None:
+def test_a_module_that_reads_a_response_is_a_reward(tmp_path: Path) -> None:
     class Judge(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,11 +120,11 @@ def test_a_module_that_reads_a_response_is_a_function(tmp_path: Path) -> None:
     assert loaded("aab").item() == 6.0
 
 
-def test_a_reward_model_in_memory_becomes_a_role_s_folder(tmp_path: Path) -> None:
+def test_a_reward_model_in_memory_is_written_to_a_folder(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_labels=1, **sizes)
-    given = {"name": "taste", "function": LlamaForSequenceClassification(config), "weight": 0.5}
-    (item,) = reward_list([given], tmp_path, [])
+    reward = {"name": "taste", "function": LlamaForSequenceClassification(config), "weight": 0.5}
+    (item,) = reward_list([reward], tmp_path, [])
     assert item == {
         "name": "taste",
         "weight": 0.5,
@@ -144,6 +148,6 @@ def test_a_reward_model_in_memory_becomes_a_role_s_folder(tmp_path: Path) -> Non
         ({"function": object_with(threading.Lock())}, "cannot be sent to the process.*pickle"),
     ],
 )
-def test_impossible_rewards_are_rejected_at_once(reward: Any, words: str, tmp_path: Path) -> None:
+def test_impossible_rewards_are_rejected(reward: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         reward_list([reward], tmp_path, ["letter"])

@@ -35,8 +35,8 @@ SMALL_SFT: dict[str, Any] = {
 }
 
 
-class Noted:
-    """Records every hook in the order of the calls."""
+class HookRecorder:
+    """A callback that records every hook with its step."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -48,7 +48,7 @@ class Noted:
 
 
 class Failing:
-    """Its hook raises in the second step."""
+    """A callback whose hook raises in the second step."""
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         if trainer.global_step == 2:
@@ -66,22 +66,22 @@ def make_ppo(tiny_dir: Path, folder: Path, **more: Any) -> PPO:
 
 
 @pytest.fixture(scope="module")
-def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PPO, RunResult]:
-    """A run of three steps, and its result."""
+def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PPO, RunResult]:
+    """A run of two steps, and its result."""
     ppo = make_ppo(tiny_dir, tmp_path_factory.mktemp("run"))
-    return ppo, ppo.fit(steps=3)
+    return ppo, ppo.fit(steps=2)
 
 
-def test_a_run_gives_its_numbers_and_folders(made: tuple[PPO, RunResult]) -> None:
-    ppo, result = made
-    assert [line["step"] for line in result.metrics] == [1, 2, 3]
+def test_a_run_returns_its_metrics_and_folders(finished: tuple[PPO, RunResult]) -> None:
+    ppo, result = finished
+    assert [line["step"] for line in result.metrics] == [1, 2]
     assert {"critic/score/mean", "reward/score_score/mean"} <= result.metrics[0].keys()
     assert result.folder == ppo.folder
     assert result.model_folder == ppo.folder / "model"
     assert (result.model_folder / "config.json").is_file()
 
 
-def test_a_run_is_printed_with_its_class_model_and_folder(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_run_prints_its_class_model_and_folder(tiny_dir: Path, tmp_path: Path) -> None:
     ppo, model = make_ppo(tiny_dir, tmp_path / "ppo"), tiny_dir / "model"
     assert repr(ppo) == f"PPO(model='{model}', folder='{tmp_path / 'ppo'}')"
     sft = SFT(model, ROWS, save_to=tmp_path / "sft", **SMALL_SFT)
@@ -89,29 +89,28 @@ def test_a_run_is_printed_with_its_class_model_and_folder(tiny_dir: Path, tmp_pa
 
 
 def test_the_command_line_has_the_same_configuration(
-    made: tuple[PPO, RunResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    finished: tuple[PPO, RunResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ppo, result = made
-    seen: list[Any] = []
-    monkeypatch.setattr("trainer.launch.run", seen.append)
+    ppo, result = finished
+    configs: list[Any] = []
+    monkeypatch.setattr("trainer.launch.run", configs.append)
     monkeypatch.chdir(tmp_path)
-    _, command, *arguments = shlex.split(ppo.command(steps=3).replace("steps=6", "steps=3"))
+    _, command, *arguments = shlex.split(ppo.command(steps=2).replace("steps=4", "steps=2"))
     monkeypatch.setattr(sys, "argv", ["verl-like", *arguments])
     main_ppo.main()
     assert command == "ppo"
-    assert config_hash(seen[0]) == result.config_hash
+    assert config_hash(configs[0]) == result.config_hash
 
     saved = ppo.folder / "config.yaml"
     assert saved.read_text().startswith(f"# config hash {result.config_hash}\n")
     values = OmegaConf.to_container(OmegaConf.load(saved))
     keys = overrides_of(flat_settings(PPO_RECIPE.schema, values))
-    again = load_recipe_config([], PPO_RECIPE, defaults=keys)
-    assert config_hash(again) == result.config_hash
+    reloaded = load_recipe_config([], PPO_RECIPE, defaults=keys)
+    assert config_hash(reloaded) == result.config_hash
 
 
-@pytest.mark.parametrize("keys", [{"data.total_prompts": 8}])
-def test_unset_keys_cause_no_errors(tiny_dir: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
-    ppo = make_ppo(tiny_dir, tmp_path, **{"trainer.save_freq": -1, **keys})
+def test_unset_keys_cause_no_errors(tiny_dir: Path, tmp_path: Path) -> None:
+    ppo = make_ppo(tiny_dir, tmp_path, **{"trainer.save_freq": -1, "data.total_prompts": 8})
     assert "save_contents" not in ppo.command()
     config = load_recipe_config(ppo.overrides(steps=2), PPO_RECIPE)
     assert (config.trainer.save_freq, config.trainer.backend) == (-1, "local")
@@ -122,26 +121,30 @@ def test_unset_keys_cause_no_errors(tiny_dir: Path, tmp_path: Path, keys: dict[s
     assert rows_keys <= set(rows.overrides(steps=2))
 
 
-def test_two_parts_are_one_run(made: tuple[PPO, RunResult], tiny_dir: Path, tmp_path: Path) -> None:
+def test_two_calls_of_fit_are_one_run(
+    finished: tuple[PPO, RunResult], tiny_dir: Path, tmp_path: Path
+) -> None:
     ppo = make_ppo(tiny_dir, tmp_path)
     assert len(ppo.fit(steps=1).metrics) == 1
-    assert len(ppo.fit(steps=2).metrics) == 3
-    assert numbers(tmp_path) == numbers(made[0].folder)
+    assert len(ppo.fit(steps=1).metrics) == 2
+    assert numbers(tmp_path) == numbers(finished[0].folder)
 
 
-def test_rollouts_are_counted_and_partial_updates_trained(tiny_dir: Path, tmp_path: Path) -> None:
+def test_episodes_are_counted_and_a_partial_update_is_trained(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     ppo = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
-    result = ppo.fit(num_episodes=3, max_timesteps=3, update_timesteps=4)
+    result = ppo.fit(num_episodes=5, max_timesteps=1, update_timesteps=4)
     files = [tmp_path / "rollouts" / f"{step + 1}.jsonl" for step in range(len(result.metrics))]
     rows = [len(file.read_text().splitlines()) for file in files]
-    assert rows == [8, 8, 2]
+    assert rows == [8, 2]
     assert all(line["actor/grad_norm"] > 0 for line in result.metrics)
 
-    again = ppo.fit(num_episodes=1, max_timesteps=2, update_timesteps=2)
-    assert len(again.metrics) == 3 + 1
+    resumed = ppo.fit(num_episodes=1, max_timesteps=2, update_timesteps=2)
+    assert len(resumed.metrics) == 2 + 1
 
 
-def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_impossible_counts_are_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     ppo = make_ppo(tiny_dir, tmp_path)
     with pytest.raises(ConfigError, match="steps=0: pass a number above 0"):
         ppo.fit(steps=0)
@@ -160,29 +163,31 @@ def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> No
         ppo.fit(num_episodes=1, max_timesteps=7, update_timesteps=4)
 
 
-def test_a_run_goes_on_with_its_own_rows_alone(made: tuple[PPO, RunResult], tiny_dir: Path) -> None:
-    ppo, _ = made
+def test_a_run_resumes_only_with_its_own_rows(
+    finished: tuple[PPO, RunResult], tiny_dir: Path
+) -> None:
+    ppo, _ = finished
     before = (ppo.folder / "inputs" / "train_files.jsonl").read_text()
     with pytest.raises(ConfigError, match=r"a run on different rows .*choose another folder"):
         PPO(tiny_dir / "model", ["say a"] * 8, save_to=ppo.folder, **SMALL)
     assert (ppo.folder / "inputs" / "train_files.jsonl").read_text() == before
-    assert make_ppo(tiny_dir, ppo.folder).steps_made() == 3
+    assert make_ppo(tiny_dir, ppo.folder).steps_made() == 2
 
 
-def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
-    noted = Noted()
+def test_hooks_of_ppo_are_called_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
+    recorder = HookRecorder()
     more = {"val_prompts": PROMPTS[:2], "trainer.test_freq": 1}
     ppo = PPO(
         tiny_dir / "model",
         PROMPTS,
         lambda response: len(response) / 8,
         save_to=tmp_path,
-        callbacks=[noted],
+        callbacks=[recorder],
         **SMALL,
         **more,
     )
     ppo.fit(steps=1)
-    assert noted.calls == [
+    assert recorder.calls == [
         "on_init_end 0",
         "on_train_begin 0",
         "on_validate_begin 0",
@@ -203,12 +208,12 @@ def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Pat
         "on_train_end 1",
     ]
     hooks = {name for name in vars(Hooks) if name.startswith("on_")}
-    assert {call.split()[0] for call in noted.calls} == hooks
+    assert {call.split()[0] for call in recorder.calls} == hooks
 
 
-def test_sft_trains_its_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: Path) -> None:
-    noted = Noted()
-    ppo = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[noted], **SMALL_SFT)
+def test_sft_trains_the_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: Path) -> None:
+    recorder = HookRecorder()
+    ppo = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[recorder], **SMALL_SFT)
     torch.set_num_threads(2)  # those of the session, which stay
     result = ppo.fit()
     assert torch.get_num_threads() == 2
@@ -216,7 +221,7 @@ def test_sft_trains_its_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: 
     assert [line["train/num_tokens"] for line in result.metrics] == [16.0, 16.0, 8.0]
     assert result.model_folder == tmp_path / "model"
     step = ["on_step_begin {}", "on_step_end {}"]
-    assert noted.calls == [
+    assert recorder.calls == [
         *["on_init_end 0", "on_train_begin 0"],
         *[hook.format(number) for number in (1, 2, 3) for hook in step],
         *["on_save_end 3", "on_train_end 3"],
@@ -228,9 +233,11 @@ def test_sft_trains_its_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: 
 
 def test_an_error_of_a_callback_names_it_and_ends_the_run(tiny_dir: Path, tmp_path: Path) -> None:
     ppo = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[Failing()], **SMALL_SFT)
-    with pytest.raises(CallbackError, match=r"Failing\.on_step_end failed at step 2: KeyErr") as e:
+    with pytest.raises(
+        CallbackError, match=r"Failing\.on_step_end failed at step 2: KeyErr"
+    ) as caught:
         ppo.fit()
-    assert isinstance(e.value.__cause__, KeyError)
+    assert isinstance(caught.value.__cause__, KeyError)
     assert [line["step"] for line in numbers(tmp_path)] == [1]
 
 
@@ -241,14 +248,14 @@ def test_an_error_of_a_callback_names_it_and_ends_the_run(tiny_dir: Path, tmp_pa
         (object(), "object has no hook"),
     ],
 )
-def test_a_callback_that_would_never_be_called_is_refused(
+def test_a_callback_without_a_hook_is_rejected(
     callback: object, words: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[callback])
 
 
-def test_a_key_that_an_argument_stands_for_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_an_argument_sets_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path='b' is set as a key"):
         SFT("a", ROWS, save_to=tmp_path, **{"model.path": "b"})
     with pytest.raises(ConfigError, match=r"there is no key 'optim\.lrr'.*'optim\.lr'"):
@@ -272,18 +279,18 @@ def test_rewards_are_a_function_a_list_or_the_section(tiny_dir: Path) -> None:
     def reward_of(reward: Any) -> Any:
         return PPO(tiny_dir / "model", ["say a"] * 4, reward).config().reward
 
-    assert [one.name for one in reward_of(short).list] == ["short"]
-    assert [one.name for one in reward_of([short, judge]).list] == ["short", "judge"]
+    assert [item.name for item in reward_of(short).list] == ["short"]
+    assert [item.name for item in reward_of([short, judge]).list] == ["short", "judge"]
     section = reward_of(
         {"list": [short], "max_failed_fraction": 0.1, "overlong_penalty": {"len": 2}}
     )
-    assert [one.name for one in section.list] == ["short"]
+    assert [item.name for item in section.list] == ["short"]
     assert section.max_failed_fraction == 0.1
     model = reward_of({"model": {"enable": True, "path": "j"}, "rule_weight": 0})
     assert (model.model.path, model.rule_weight, model.list) == ("j", 0, [])
 
 
-def test_few_prompts_are_one_batch_and_mini_batches_divide_it(tiny_dir: Path) -> None:
+def test_few_prompts_are_one_batch(tiny_dir: Path) -> None:
     ppo = PPO(tiny_dir / "model", ["say a"] * 6, reward=lambda response: 1.0)
     config = ppo.config()
     assert config.data.train_batch_size == 6
@@ -293,7 +300,7 @@ def test_few_prompts_are_one_batch_and_mini_batches_divide_it(tiny_dir: Path) ->
     assert larger.actor_rollout_ref.actor.ppo_mini_batch_size == 50
 
 
-def test_a_run_that_is_refused_leaves_no_folder(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_rejected_run_leaves_no_folder(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no key 'nokey'"):
         PPO(tiny_dir / "model", ["say a"], save_to=tmp_path / "run", nokey=1)
     with pytest.raises(ConfigError, match="above 0"):

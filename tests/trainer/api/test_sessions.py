@@ -48,7 +48,7 @@ from pathlib import Path
 from trainer import SFT
 
 run = SFT(MODEL, ["a b c"] * 4, data={"train_batch_size": 4, "max_length": 16}, save_to="run")
-Path("steps").write_text(str(len(run.fit(steps=2).metrics)))
+Path("steps").write_text(str(len(run.fit(steps=1).metrics)))
 """
 
 
@@ -65,7 +65,7 @@ def run_on_a_full_disk() -> None:
 @pytest.mark.parametrize(
     "places", ["algorithm='grpo'", pytest.param("placement='split'", marks=pytest.mark.ray)]
 )
-def test_the_script_runs_once_and_its_function_is_found(
+def test_a_script_runs_once_and_its_reward_function_is_found(
     places: str, tiny_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     cluster = {}
@@ -83,9 +83,9 @@ def test_the_script_runs_once_and_its_function_is_found(
     assert "failed: 0.0" in done.stdout
 
 
-def test_a_run_outlives_a_console_that_cannot_print(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_run_continues_on_a_full_disk_for_its_output(tiny_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(PRINTS_NOTHING.replace("MODEL", f'"{tiny_dir}/model"'))
     done = run_program(run_on_a_full_disk, str(script), folder=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "steps").read_text() == "2"
+    assert (tmp_path / "steps").read_text() == "1"

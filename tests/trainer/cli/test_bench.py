@@ -1,4 +1,4 @@
-"""`verl-like bench overlap`: its output for given and measured seconds, and its errors."""
+"""`verl-like bench overlap`: predictions from options and from a measured run, and its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.trainer.report.report_runs import make_run
 from trainer.cli import bench
 from verl_like.errors import ConfigError
 
-GIVEN = ["--gen=1.2", "--score=0.3", "--update=0.8", "--sync=0.1"]
+SECONDS = ["--gen=1.2", "--score=0.3", "--update=0.8", "--sync=0.1"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -24,11 +24,11 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return json.loads(printed(capsys, *arguments, "--json"))
 
 
-def test_each_run_has_its_seconds_speed_up_and_limit(
+def test_the_table_has_seconds_speed_up_and_limit_of_each_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "240")
-    lines = printed(capsys, *GIVEN, "--generators=1", "--staleness=0,1").splitlines()
+    lines = printed(capsys, *SECONDS, "--generators=1", "--staleness=0,1").splitlines()
     runs = [line.split() for line in lines[2:5]]
     assert runs[1][:5] == ["1", "1", "synchronous", "2.4", "1.00"]
     assert runs[1][-2:] == ["staleness", "bound"]
@@ -44,24 +44,24 @@ def test_each_run_has_its_seconds_speed_up_and_limit(
     )
 
 
-def test_json_has_what_the_tables_have(capsys: pytest.CaptureFixture[str]) -> None:
-    found = as_json(capsys, *GIVEN)
-    assert found["phases"] == {"generate": [1.2], "score": [0.3], "update": [0.8], "sync": [0.1]}
-    assert [(run["num_generators"], run["run"]) for run in found["runs"]] == [
+def test_json_has_the_phases_and_runs_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    report = as_json(capsys, *SECONDS)
+    assert report["phases"] == {"generate": [1.2], "score": [0.3], "update": [0.8], "sync": [0.1]}
+    assert [(run["num_generators"], run["run"]) for run in report["runs"]] == [
         (generators, run)
         for generators in (1, 2)
         for run in ("synchronous", "staleness 1", "staleness 4")
     ]
-    for run in [*found["runs"], *found["ratios"]]:
+    for run in [*report["runs"], *report["ratios"]]:
         assert sum(run["shares"]["generator 0"].values()) == pytest.approx(1.0)
 
 
-def test_unevenly_shared_generators_are_slower(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generators_shared_unevenly_are_slower(capsys: pytest.CaptureFixture[str]) -> None:
     slow = as_json(capsys, "--gen=3", "--update=0.2", "--generators=3", "--trainers=2")
     even = as_json(capsys, "--gen=3", "--update=0.2", "--generators=4", "--trainers=2")
     assert "with 3 generators and 2 trainers, trainer 1 has 1 of the generators" in slow["notes"][0]
     assert even["notes"] == []
-    times = [found["runs"][-1]["seconds_per_step"] for found in (slow, even)]
+    times = [report["runs"][-1]["seconds_per_step"] for report in (slow, even)]
     assert times[0] == pytest.approx(2 * times[1], rel=0.05), (
         "a rank's half waits for one generator"
     )
@@ -80,9 +80,9 @@ def test_options_replace_measurements(capsys: pytest.CaptureFixture[str], tmp_pa
     [
         ([], "missing: --gen and --update"),
         (["--gen=0", "--update=1"], "^Set --gen to seconds above 0\\."),
-        ([*GIVEN, "--max-inflight=1"], "--max-inflight=1 is less than a batch of 2 chunks"),
+        ([*SECONDS, "--max-inflight=1"], "--max-inflight=1 is less than a batch of 2 chunks"),
     ],
 )
-def test_what_cannot_be_predicted_is_refused(arguments: list[str], words: str) -> None:
+def test_missing_and_impossible_seconds_are_rejected(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         bench.overlap(arguments)

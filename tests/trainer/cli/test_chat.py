@@ -1,4 +1,4 @@
-"""`verl-like chat`: the responses are the model's, and a pipe gets nothing else."""
+"""`verl-like chat` prints the responses of the model, and only these into a pipe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,9 +14,6 @@ from trainer.cli import chat as command
 from trainer.cli.chat import Chat, talk
 from trainer.cli.eval import model_and_settings
 from verl_like.errors import ConfigError, VerlLikeError
-
-ROUNDS = "{% for i in range(90000) %}"
-ENDLESS = f"{ROUNDS}{ROUNDS}{'{% endfor %}' * 2}"
 
 
 def greedy(folder: Path, messages: list[dict[str, str]], max_tokens: int) -> str:
@@ -43,15 +41,12 @@ def user(text: str) -> dict[str, str]:
     ("template", "words"),
     [
         ("{{ 1 // 0 }}", "the chat template rejects it: "),
-        ("{{ 'x' * 20000000 }}", "it has 20,000,000 characters, of which"),
-        (ENDLESS, "on a message of one letter: it wrote no chat within 1 s"),
+        ("{{ 'x' * 5000000 }}", "it has 5,000,000 characters, of which"),
     ],
 )
-def test_a_strangers_template_is_refused_in_words(
-    template: str, words: str, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_fails_is_an_error(
+    template: str, words: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    if template == ENDLESS:
-        monkeypatch.setattr("workers.models.tokenizers.SECONDS", 1.0)
     folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(VerlLikeError, match=words):
@@ -70,13 +65,13 @@ def test_a_conversation_has_a_history(tiny_dir: Path, capsys: pytest.CaptureFixt
     assert chat.answer("say a") == first
 
 
-def test_a_pipe_is_one_message_and_gets_the_answer_alone(
+def test_a_pipe_is_one_message_and_gets_only_the_response(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("say a\n"))
     command.main([f"{tiny_dir}/model", "--max-tokens", "6"])
-    answer = greedy(tiny_dir / "model", [user("say a")], 6)
-    assert capsys.readouterr().out.rstrip("\n") == answer.rstrip("\n")
+    response = greedy(tiny_dir / "model", [user("say a")], 6)
+    assert capsys.readouterr().out.rstrip("\n") == response.rstrip("\n")
 
 
 def test_a_model_of_the_hub_is_downloaded(
@@ -95,45 +90,38 @@ def test_a_model_of_the_hub_is_downloaded(
     assert settings["trainer.default_local_dir"] == "runs/eval/tiny-chat"
 
 
-def test_sampling_is_repeated_by_its_seed(
+def test_a_seed_repeats_the_sampled_response(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = []
+    responses = []
     for seed in ("1", "1", "2"):
         monkeypatch.setattr("sys.stdin", io.StringIO("say a"))
         command.main([f"{tiny_dir}/model", "--max-tokens=8", "--temperature=1", "--seed", seed])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != said[2]
+        responses.append(capsys.readouterr().out)
+    assert responses[0] == responses[1] != responses[2]
 
 
-def test_a_terminal_is_asked_until_its_end(
+def test_a_terminal_is_read_until_it_ends(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = iter(["say a", "", "/new", "say a"])
-    monkeypatch.setattr("builtins.input", lambda _: next_or_end(typed))
+    typed = Mock(side_effect=["say a", "", "/new", "say a", EOFError])
+    monkeypatch.setattr("builtins.input", typed)
     chat = Chat(tiny_dir / "model", system="", max_tokens=6, temperature=0.0)
     talk(chat)
-    answer = greedy(tiny_dir / "model", [user("say a")], 6)
+    response = greedy(tiny_dir / "model", [user("say a")], 6)
     assert len(chat.messages) == 2
-    expected = f"/new starts a new conversation, Ctrl-D ends\n{answer}\n{answer}\n\n"
+    expected = f"/new starts a new conversation, Ctrl-D ends\n{response}\n{response}\n\n"
     assert capsys.readouterr().out == expected
 
 
-def next_or_end(typed: object) -> str:
-    try:
-        return next(typed)
-    except StopIteration:
-        raise EOFError from None
-
-
-def test_what_says_nothing_is_refused(classifier: Path, tiny_dir: Path) -> None:
+def test_a_classifier_and_zero_tokens_are_rejected(classifier: Path, tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="LlamaForSequenceClassification: it scores"):
         Chat(classifier, system="", max_tokens=6, temperature=0.0)
     with pytest.raises(ConfigError, match="--max-tokens=0 .* the first must be 1 or more"):
         command.main([f"{tiny_dir}/model", "--max-tokens", "0"])
 
 
-def test_weights_that_do_not_load_are_said_in_words(tiny_dir: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_load_are_an_error(tiny_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"[" * 1000)
     with pytest.raises(ConfigError, match="cannot load a model from its weights"):

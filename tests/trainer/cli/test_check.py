@@ -15,27 +15,22 @@ from trainer.cli.check import explain, full_plan, main
 from trainer.launch import ALL_FOUND
 from verl_like.errors import ConfigError
 
-TWO_POOLS = ("placement=split", "trainer.n_gpus_per_node=2")
-NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
+TWO_POOLS = ("trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=2")
+REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
 
 
 def explained(*overrides: str) -> str:
-    return explain(load_config([*NEEDED, *overrides]))
+    return explain(load_config([*REQUIRED, *overrides]))
 
 
-def test_a_split_placement_says_who_overlaps() -> None:
-    text = explained("placement=split", "trainer.n_gpus_per_node=8")
-    assert re.search(r"critic_pool +node 0 +4 devices +critic", text)
-    assert "critic.update_critic ‖ actor.update_actor" in text
-    assert "Calls on different pools run concurrently" in text
-    assert "Roles on actor_rollout_ref_pool share its processes and run one after the other" in text
-
-
-def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:
+def test_a_split_placement_lists_axes_of_ranks_and_concurrent_calls() -> None:
     axes = ("actor_rollout_ref.actor.parallel.tp=2", "critic.parallel.sp=4")
     text = explained("placement=split", "trainer.n_gpus_per_node=8", *axes)
     assert "actor (shard 2, tp 2), rollout" in text
-    assert "critic (sp 4)" in text
+    assert re.search(r"critic_pool +node 0 +4 devices +critic \(sp 4\)", text)
+    assert "critic.update_critic ‖ actor.update_actor" in text
+    assert "Calls on different pools run concurrently" in text
+    assert "Roles on actor_rollout_ref_pool share its processes and run one after the other" in text
 
 
 def changed_keys(*overrides: str) -> dict[str, str]:
@@ -45,21 +40,21 @@ def changed_keys(*overrides: str) -> dict[str, str]:
     return {line.partition("=")[0]: line for line in lines}
 
 
-def test_keys_that_only_the_recipe_sets_are_not_changed() -> None:
+def test_keys_that_only_the_recipe_sets_are_not_listed_as_changed() -> None:
     folder, critic = "trainer.default_local_dir", "critic.model.path"
-    of_recipe = {folder, critic, "role_workers"}
-    assert not of_recipe & {*changed_keys()}
-    assert not of_recipe & {*changed_keys("trainer.project_name=mine")}
+    recipe_keys = {folder, critic, "role_workers"}
+    assert not recipe_keys & {*changed_keys()}
+    assert not recipe_keys & {*changed_keys("trainer.project_name=mine")}
     assert {folder, critic} <= {*changed_keys(f"{folder}=out", f"{critic}=judge")}
 
 
-def test_changed_keys_that_the_run_does_not_read_are_not_listed() -> None:
+def test_unread_keys_are_not_listed_as_changed() -> None:
     key = "critic.cliprange_value"
     assert key in changed_keys(f"{key}=0.1")
     assert key not in changed_keys(f"{key}=0.1", "algorithm=grpo")
 
 
-def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
+def test_metrics_to_watch_depend_on_estimator_and_loss() -> None:
     text = explained("algorithm=gspo").partition("Metrics to watch")[2].partition("Changed")[0]
     assert "grpo: If `actor/grad_norm`" in text
     assert "gspo: `actor/pg_clipfrac` is usually 0.1 or more" in text
@@ -75,7 +70,7 @@ def test_keys_without_effect_are_listed_with_the_reason() -> None:
 def test_an_async_run_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = make_run(tmp_path / "run", 3, samples=1)
-    config = load_config([*NEEDED, "async_training.generators=2"], ASYNC)
+    config = load_config([*REQUIRED, "async_training.generators=2"], ASYNC)
     text = full_plan(config, str(folder))
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
     assert re.search(r"\n-+\nStep: 0\.\d+ s\nBusy: generator 0 \d+%.*\nLimited by: trainer", text)
@@ -84,28 +79,22 @@ def test_an_async_run_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "--measured RUN_DIR" in full_plan(config)
 
 
-def test_only_an_async_run_is_predicted() -> None:
+def test_measured_works_only_with_async() -> None:
     with pytest.raises(ConfigError, match=r"--measured=x works only with `verl-like check async"):
-        main(["--measured=x", *NEEDED])
+        main(["--measured=x", *REQUIRED])
 
 
-def test_an_algorithm_is_checked_by_its_name(
+def test_an_algorithm_s_name_is_a_recipe_to_check(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["grpo", "--full", *overrides(tiny_dir, tmp_path / "run", "trainer.backend=local")])
     assert "algorithm.adv_estimator=grpo (default gae)" in capsys.readouterr().out
 
 
-def test_a_check_for_gpus_that_are_not_here_finds_nothing_wrong(
+def test_a_run_is_checked_for_gpus_of_another_machine(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(
-        [
-            "--gpus",
-            "2xH100",
-            *overrides(tiny_dir, tmp_path / "run", "trainer.backend=ray", *TWO_POOLS),
-        ]
-    )
+    main(["--gpus=2xH100", *overrides(tiny_dir, tmp_path / "run", *TWO_POOLS)])
     text = " ".join(capsys.readouterr().out.split())
     assert "2 x H100" in text
     assert ALL_FOUND in text
@@ -119,7 +108,7 @@ def test_a_check_rejects_what_the_run_would_reject(tiny_dir: Path, tmp_path: Pat
         main(settings)
 
 
-def test_rows_are_checked_by_the_name_of_their_recipe(
+def test_a_recipe_on_rows_is_checked_by_its_name(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""`verl-like doctor` finds missing parts and ends each failing line with its fix."""
+"""`verl-like doctor` checks the machine, and each failing line ends with its fix."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_probe_that_fails_shows_its_last_line(monkeypatch: pytest.MonkeyPatch)
     assert line == "FAIL  ray works     ImportError: libfoo.so is gone → pip install ray"
 
 
-def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_optional_package_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
     monkeypatch.setattr(
         doctor.importlib.metadata, "version", lambda n: "2.8.3" if n == "flash-attn" else version(n)
@@ -69,8 +69,8 @@ def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyP
         doctor, "check_works", lambda probe, fix: Finding(f"{probe} works", "no", fix)
     )
     lines = {finding.subject: str(finding) for finding in doctor.findings()}
-    said = lines["flash_attention works"]
-    assert "-m pip install --force-reinstall --no-build-isolation 'flash-attn" in said
+    fix = "-m pip install --force-reinstall --no-build-isolation 'flash-attn"
+    assert fix in lines["flash_attention works"]
     assert {
         "torch works",
         "ray works",
@@ -83,82 +83,72 @@ def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyP
     } <= set(lines)
 
 
+LineOfGpus = Callable[[str, str | None], str]
 NVIDIA_SMI = """\
 NVIDIA A100-SXM4-80GB, 81920 MiB, 550.54.15
 NVIDIA A100-SXM4-80GB, 81920 MiB, 550.54.15
 """
 """What `nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader` printed."""
-TORCH = Requirement("torch>=2.11,<2.14")
 
 
 @pytest.fixture
-def nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make `nvidia-smi` print a text."""
+def line_of_gpus(monkeypatch: pytest.MonkeyPatch) -> LineOfGpus:
+    """Return doctor's line for an output of `nvidia-smi` and the CUDA version of torch."""
 
-    def prints(text: str) -> None:
-        done = subprocess.CompletedProcess([], 0, text, "")
+    def line(output: str, cuda: str | None) -> str:
+        done = subprocess.CompletedProcess([], 0, output, "")
         monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+        monkeypatch.setattr(doctor, "cuda_of_torch", lambda: cuda)
+        return str(doctor.check_gpus(Requirement("torch>=2.11,<2.14")))
 
-    return prints
+    return line
 
 
-def test_a_driver_that_is_too_old_for_torch_fails_with_both_ways_out(
-    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvidia_smi(NVIDIA_SMI)
-    monkeypatch.setattr(doctor, "cuda_of_torch", lambda: "13.0")
-    line = str(doctor.check_gpus(TORCH))
+def test_a_driver_too_old_for_torch_fails_with_both_fixes(line_of_gpus: LineOfGpus) -> None:
+    line = line_of_gpus(NVIDIA_SMI, "13.0")
     assert line.startswith("FAIL  GPUs          NVIDIA A100-SXM4-80GB 81920 MiB, NVIDIA A100")
     assert "driver 550.54.15, but torch is built for CUDA 13.0, which needs driver 580" in line
     assert "→ install the NVIDIA driver 580 or newer" in line
     assert "PIP_INDEX_URL=<PyTorch's index cu126 or cu128>" in line
     assert line.endswith("--force-reinstall 'torch<2.14,>=2.11'")
-    nvidia_smi(NVIDIA_SMI.replace("550.54.15", "470.82.01"))
-    assert str(doctor.check_gpus(TORCH)).endswith("580 or newer, for CUDA 13")
+    older = line_of_gpus(NVIDIA_SMI.replace("550.54.15", "470.82.01"), "13.0")
+    assert older.endswith("580 or newer, for CUDA 13")
 
 
 @pytest.mark.parametrize(("cuda", "driver"), [("12.6", "550.54.15"), ("13.0", "580.65.06")])
-def test_a_driver_that_runs_torch_is_ok(
-    cuda: str, driver: str, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvidia_smi(NVIDIA_SMI.replace("550.54.15", driver))
-    monkeypatch.setattr(doctor, "cuda_of_torch", lambda: cuda)
-    assert str(doctor.check_gpus(TORCH)).endswith(f"driver {driver}, torch for CUDA {cuda}")
+def test_a_driver_that_runs_torch_is_ok(cuda: str, driver: str, line_of_gpus: LineOfGpus) -> None:
+    line = line_of_gpus(NVIDIA_SMI.replace("550.54.15", driver), cuda)
+    assert line.endswith(f"driver {driver}, torch for CUDA {cuda}")
 
 
-def test_gpus_that_torch_cannot_use_are_told(
-    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvidia_smi("NVIDIA H200, 143771 MiB, 580.65.06\n")
-    monkeypatch.setattr(doctor, "cuda_of_torch", lambda: None)
-    line = str(doctor.check_gpus(TORCH))
-    assert line.startswith(
-        "-     GPUs          NVIDIA H200 143771 MiB, driver 580.65.06, but torch"
-    )
+def test_gpus_that_torch_cannot_use_are_listed(line_of_gpus: LineOfGpus) -> None:
+    line = line_of_gpus("NVIDIA H200, 143771 MiB, 580.65.06\n", None)
+    start = "-     GPUs          NVIDIA H200 143771 MiB, driver 580.65.06, but torch"
+    assert line.startswith(start)
     assert line.endswith("--force-reinstall 'torch<2.14,>=2.11'")
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "line"),
     [
         ({}, "ok    allocator     not set by the environment"),
         ({"MALLOC_ARENA_MAX": ""}, "ok    allocator     not set by the environment"),
         ({"GLIBC_TUNABLES": "x", "MALLOC_A": "1"}, "GLIBC_TUNABLES=x, MALLOC_A=1 is set"),
     ],
 )
-def test_an_allocator_that_the_user_has_set_is_left_alone_and_told(
-    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+def test_settings_of_the_allocator_by_the_user_are_listed(
+    variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUN"))]:
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert said in str(doctor.check_allocator())
+    assert line in str(doctor.check_allocator())
 
 
 @pytest.mark.ray
-def test_the_probe_of_two_gpus_takes_a_step_on_two_cpu_ranks(
+def test_the_probe_of_fsdp_takes_a_step_on_two_cpu_ranks(
     ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "an FSDP step on two ranks (cpu): loss" in probes.fsdp("cpu")
@@ -167,7 +157,7 @@ def test_the_probe_of_two_gpus_takes_a_step_on_two_cpu_ranks(
 
 
 @pytest.mark.parametrize(("count", "probed"), [(1, False), (2, True)])
-def test_two_ranks_take_a_step_where_there_are_two_gpus(
+def test_the_probe_of_fsdp_needs_two_gpus(
     count: int, probed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = [doctor.Gpu("NVIDIA H100", "81559 MiB", "580.65.06")] * count
@@ -179,7 +169,7 @@ def test_two_ranks_take_a_step_where_there_are_two_gpus(
     assert ("fsdp works" in subjects) == probed
 
 
-def test_memory_is_what_the_container_leaves(tmp_path: Path) -> None:
+def test_free_memory_respects_the_limit_of_the_container(tmp_path: Path) -> None:
     free = free_memory_gb(tmp_path)
     for limit, expected in (("max", free), (str(3 * 2**30), 2.0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
@@ -189,7 +179,7 @@ def test_memory_is_what_the_container_leaves(tmp_path: Path) -> None:
     assert free_memory_gb(tmp_path) == pytest.approx(2.5, abs=0.01)
 
 
-def test_little_room_fails_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_fails_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor.shutil, "disk_usage", lambda _: doctor.shutil._ntuple_diskusage(1, 1, 2**20)
     )
@@ -202,7 +192,7 @@ def test_little_room_fails_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("fix", "optional", "code"), [("", False, 0), ("x", True, 0), ("x", False, 1)]
 )
-def test_the_exit_code_counts_what_is_needed(
+def test_only_required_checks_set_the_exit_code(
     fix: str, optional: bool, code: int, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as ended:

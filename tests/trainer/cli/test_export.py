@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from trainer import run
+from trainer import SFT
 from trainer.cli.main import main
-from trainer.config.compose import load_config
-from trainer.sft.recipe import SFT
 
 
 def verl_like(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -24,21 +21,9 @@ def run_folder(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """The folder of one SFT step, saved without an export."""
     folder = tmp_path_factory.mktemp("run")
     rows = [{"prompt": "say a", "response": "aaa"}] * 2
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    settings = [
-        f"model.path={tiny_dir}/model",
-        f"data.train_files={folder}/rows.jsonl",
-        f"trainer.default_local_dir={folder}/run",
-        "data.train_batch_size=2",
-        "data.max_length=32",
-        "model.lora_rank=2",
-        "trainer.save_freq=1",
-        "trainer.save_final=false",
-        "trainer.backend=local",
-        "trainer.logger=[]",
-    ]
-    run(load_config(settings, SFT))
-    return folder / "run"
+    keys = {"model.lora_rank": 2, "trainer.save_freq": 1, "trainer.save_final": False}
+    SFT(tiny_dir / "model", rows, save_to=folder, batch_size=2, logger=[], **keys).fit()
+    return folder
 
 
 def test_a_run_folder_becomes_a_model_folder(
@@ -50,14 +35,14 @@ def test_a_run_folder_becomes_a_model_folder(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     verl_like(monkeypatch, "export", str(run_folder), str(tmp_path / "out"))
-    said = f"{tmp_path}/out: the model of {run_folder}/global_step_1/sft, trained from"
-    assert capsys.readouterr().out.startswith(said)
+    line = f"{tmp_path}/out: the model of {run_folder}/global_step_1/sft, trained from"
+    assert capsys.readouterr().out.startswith(line)
     names = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     assert not any("lora" in name for name in names)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token == "<pad>"
 
 
-def test_a_used_folder_is_left_alone(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_files_is_rejected(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SystemExit,
         match="error: .*is a file, or a folder with files. Choose a folder that does not exist",

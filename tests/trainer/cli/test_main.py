@@ -65,7 +65,7 @@ def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
     assert cut.stderr == b""  # as when `| head` has seen enough
 
 
-def test_help_of_ppo_takes_none_of_what_a_run_takes() -> None:
+def test_help_of_ppo_imports_no_large_package() -> None:
     code = (
         "import sys; from trainer.cli.main import main; sys.argv = ['verl-like', 'ppo', '--help']; "
         "main(); print({'torch', 'hydra', 'omegaconf', 'numpy', 'yaml'} & set(sys.modules))"
@@ -75,7 +75,7 @@ def test_help_of_ppo_takes_none_of_what_a_run_takes() -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_folder_that_is_no_run_ends_with_one_line(decoys: Path) -> None:
+def test_a_folder_without_a_run_is_an_error_of_one_line(decoys: Path) -> None:
     done = verl_like(decoys, "report", "nowhere")
     assert done.returncode == 1
     assert done.stderr == (
@@ -84,7 +84,7 @@ def test_a_folder_that_is_no_run_ends_with_one_line(decoys: Path) -> None:
     )
 
 
-def test_a_full_check_describes_a_step_before_it_reads_files_and_writes_none(decoys: Path) -> None:
+def test_a_full_check_prints_a_step_before_it_reads_files(decoys: Path) -> None:
     files = ("data.train_files=x.jsonl", "actor_rollout_ref.model.path=y")
     done = forked(decoys, "check", "--full", *files, "trainer.device=cpu")
     assert "Calls of a step" in done.stdout
@@ -93,7 +93,7 @@ def test_a_full_check_describes_a_step_before_it_reads_files_and_writes_none(dec
     assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
 
 
-def test_a_module_of_the_current_folder_is_found(decoys: Path, tiny_dir: Path) -> None:
+def test_a_module_of_the_current_folder_is_imported(decoys: Path, tiny_dir: Path) -> None:
     """tests/integration/test_three_steps.py starts the console command next to decoys."""
     (decoys / "mine.py").write_text(
         "def estimate(token_level_rewards, response_mask):\n"
@@ -101,16 +101,16 @@ def test_a_module_of_the_current_folder_is_found(decoys: Path, tiny_dir: Path) -
         "def compute_score(solution_str):\n"
         "    return {'score': 1.0, 'from_mine': 2.0}\n"
     )
-    more = (
+    settings = (
         *("algorithm.adv_estimator=mine.estimate", "reward.function.path=mine"),
         *("trainer.dry_run=true", "trainer.backend=local", "algorithm.use_kl_in_reward=false"),
     )
-    done = forked(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *more))
+    done = forked(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *settings))
     assert done.returncode == 0, done.stderr
     assert "every score is 1, and the values from_mine" in done.stdout
 
 
-def test_options_that_exclude_each_other_end_with_one_line(decoys: Path) -> None:
+def test_options_that_exclude_each_other_are_an_error_of_one_line(decoys: Path) -> None:
     done = forked(decoys, "ppo", "--cfg", "job", "--multirun", "trainer.seed=1,2")
     assert done.returncode == 1
     assert done.stderr == (
@@ -119,7 +119,7 @@ def test_options_that_exclude_each_other_end_with_one_line(decoys: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "said"),
+    ("error", "code", "message"),
     [
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/x/1.jsonl"),
@@ -131,15 +131,15 @@ def test_options_that_exclude_each_other_end_with_one_line(decoys: Path) -> None
         (ZeroDivisionError("in the user's code"), 1, "ZeroDivisionError: in the user's code"),
     ],
 )
-def test_a_run_that_fails_ends_without_hydras_words(
-    raised: BaseException,
+def test_a_failed_run_ends_without_messages_of_hydra(
+    error: BaseException,
     code: int | str,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
     def run(config: object) -> None:
-        raise raised
+        raise error
 
     monkeypatch.setattr("trainer.launch.run", run)
     needed = [
@@ -152,12 +152,12 @@ def test_a_run_that_fails_ends_without_hydras_words(
         main_ppo.main()
     assert str(ended.value.code).startswith(str(code))
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "Error executing job" not in err
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("word", "command"),
     [
         ("grpo", ["ppo", "algorithm=grpo"]),
         ("kto", ["dpo", "loss=kto"]),
@@ -166,18 +166,15 @@ def test_a_run_that_fails_ends_without_hydras_words(
         ("stf", []),
     ],
 )
-def test_a_word_that_is_no_command_runs_the_one_that_is_meant(word: str, meant: list[str]) -> None:
-    assert main.resolve_command(word) == meant
+def test_an_algorithm_or_old_name_is_resolved_to_a_command(word: str, command: list[str]) -> None:
+    assert main.resolve_command(word) == command
 
 
-def test_an_algorithm_is_a_command_that_says_what_it_runs(decoys: Path) -> None:
+def test_an_algorithm_is_a_command_and_a_typo_gets_the_nearest(decoys: Path) -> None:
     done = forked(decoys, "grpo", "no_such_key=1")
     assert done.stderr.startswith("note: verl-like grpo runs verl-like ppo algorithm=grpo\n")
     assert "no_such_key" in done.stderr
     assert forked(decoys, "grpo", "--help").stdout == forked(decoys, "ppo", "--help").stdout
-
-
-def test_a_mistyped_command_names_the_nearest(decoys: Path) -> None:
     assert "no command 'stf'. Did you mean 'sft'" in forked(decoys, "stf").stderr
 
 
@@ -205,7 +202,7 @@ def test_every_command_is_in_the_list() -> None:
         (["compare"], signal.SIG_DFL),
     ],
 )
-def test_a_command_that_starts_processes_outlives_their_pipes(
+def test_a_command_that_starts_processes_ignores_broken_pipes(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], handler: signal.Handlers
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["verl-like", *arguments])

@@ -12,12 +12,12 @@ NETWORKS = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "docker0":
 HCAS = ["mlx5_0", "mlx5_1"]
 
 
-def wrong(**given: str) -> list[tuple[str, str]]:
-    return list(network.wrong_settings(given, NETWORKS, HCAS))
+def problems(settings: dict[str, str]) -> list[tuple[str, str]]:
+    return list(network.wrong_settings(settings, NETWORKS, HCAS))
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {},
         {"NCCL_SOCKET_IFNAME": "eth,ib"},
@@ -28,12 +28,12 @@ def wrong(**given: str) -> list[tuple[str, str]]:
         {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": ""},
     ],
 )
-def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> None:
-    assert wrong(**given) == []
+def test_settings_that_name_existing_interfaces_are_accepted(settings: dict[str, str]) -> None:
+    assert problems(settings) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "said", "fix"),
+    ("settings", "problem", "fix"),
     [
         (
             {"NCCL_SOCKET_IFNAME": "ens3"},
@@ -59,8 +59,8 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
         ),
     ],
 )
-def test_unknown_names_come_with_known_ones(given: dict[str, str], said: str, fix: str) -> None:
-    assert wrong(**given) == [(said, fix)]
+def test_an_unknown_name_is_a_problem(settings: dict[str, str], problem: str, fix: str) -> None:
+    assert problems(settings) == [(problem, fix)]
 
 
 def test_adapters_have_the_state_of_their_port(tmp_path: Path) -> None:
@@ -72,11 +72,11 @@ def test_adapters_have_the_state_of_their_port(tmp_path: Path) -> None:
     assert network.adapters(tmp_path / "none") == {}
 
 
-def test_doctor_lists_the_network_and_each_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_the_network_and_each_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "interfaces", lambda: NETWORKS)
     monkeypatch.setattr(network, "adapters", lambda: {"mlx5_0": "DOWN"})
-    given = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "WARN"}
-    monkeypatch.setattr(network, "settings", lambda: given)
+    settings = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "WARN"}
+    monkeypatch.setattr(network, "settings", lambda: settings)
     fine, failing, *_ = map(str, doctor.check_network())
     assert fine == (
         "ok    network       lo 127.0.0.1, eth0 10.0.0.5, ib0 10.1.0.5, mlx5_0 (DOWN), "
@@ -94,7 +94,7 @@ def test_only_variables_of_nccl_and_gloo_are_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "given", "is_told"),
+    ("address", "settings", "is_problem"),
     [
         ("127.0.1.1", {}, True),
         ("", {}, True),
@@ -102,8 +102,8 @@ def test_only_variables_of_nccl_and_gloo_are_shown() -> None:
         ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
     ],
 )
-def test_a_host_name_that_is_loopbacks_is_told_where_gloo_would_go_by_it(
-    address: str, given: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_host_name_that_resolves_to_loopback_is_a_problem_for_gloo(
+    address: str, settings: dict[str, str], is_problem: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resolve(name: str) -> str:
         if not address:
@@ -111,8 +111,8 @@ def test_a_host_name_that_is_loopbacks_is_told_where_gloo_would_go_by_it(
         return address
 
     monkeypatch.setattr(network.socket, "gethostbyname", resolve)
-    found = network.name_that_leads_nowhere(given, NETWORKS)
-    assert (found is not None) == is_told
-    if found:
-        assert f"resolves to {address or 'nothing'}" in found[0]
-        assert found[1] == "export GLOO_SOCKET_IFNAME=eth0"
+    problem = network.name_that_leads_nowhere(settings, NETWORKS)
+    assert (problem is not None) == is_problem
+    if problem:
+        assert f"resolves to {address or 'nothing'}" in problem[0]
+        assert problem[1] == "export GLOO_SOCKET_IFNAME=eth0"

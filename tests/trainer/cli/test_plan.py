@@ -1,9 +1,8 @@
-"""`verl-like plan` places roles on GPUs that this machine lacks, from a config.json alone."""
+"""`verl-like plan` places roles on GPUs that this machine lacks, from only a config.json."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -54,23 +53,23 @@ def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
     return job, job.best(16)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 32])
-def test_a_plan_is_what_its_run_takes(settings: list[str], lora_rank: int) -> None:
-    """A run accepts every placement, and counts the same bytes."""
-    job = plan.job_of([*GPUS, *settings, f"actor_rollout_ref.model.lora_rank={lora_rank}"])
-    placements = job.best(16)
-    assert len({placement.partition for placement in placements}) == len(placements) <= 15
-    best, _ = split_valid(job, placements)
-    assert len(best) == SHOWN
-    for placement in best:
-        cluster = cluster_keys(job.device, 16, 8)
-        config = load_config([*job.settings, *overrides_of(cluster), *job.overrides(placement)])
-        expected = pool_bytes(role_memories(config, "cuda", job.device.bytes))
-        own = [pool.bytes for pool in placement.pools]
-        assert sorted(own) == pytest.approx(sorted(expected.values()), rel=0.01)
+def test_a_run_accepts_a_plan_and_counts_its_bytes(
+    settings: list[str], planned: tuple[PPOJob, list[PlannedPlacement]]
+) -> None:
+    lora = plan.job_of([*GPUS, *settings, "actor_rollout_ref.model.lora_rank=32"])
+    for job, placements in (planned, (lora, lora.best(16))):
+        assert len({placement.partition for placement in placements}) == len(placements) <= 15
+        best, _ = split_valid(job, placements)
+        assert len(best) == SHOWN
+        for placement in best:
+            cluster = cluster_keys(job.device, 16, 8)
+            config = load_config([*job.settings, *overrides_of(cluster), *job.overrides(placement)])
+            expected = pool_bytes(role_memories(config, "cuda", job.device.bytes))
+            counted = [pool.bytes for pool in placement.pools]
+            assert sorted(counted) == pytest.approx(sorted(expected.values()), rel=0.01)
 
 
-def test_the_text_has_the_keys_the_losers_and_the_hours(
+def test_the_text_has_keys_slower_placements_and_hours(
     settings: list[str], planned: tuple[PPOJob, list[PlannedPlacement]]
 ) -> None:
     text = plan.plan([*GPUS, *settings, "trainer.total_training_steps=7200"])
@@ -98,7 +97,7 @@ def test_a_rejected_placement_is_not_listed_as_slower(
     assert "Slower placements:" not in text
 
 
-def test_what_the_user_has_set_stays(settings: list[str]) -> None:
+def test_settings_of_the_user_are_not_planned(settings: list[str]) -> None:
     job = plan.job_of([*GPUS, *settings, "actor_rollout_ref.actor.parallel.tp=2"])
     key = "actor_rollout_ref.actor.parallel.tp"
     assert all(key not in layout.keys for layout in job.layouts("actor", 8))
@@ -118,36 +117,38 @@ def test_what_the_user_has_set_stays(settings: list[str]) -> None:
     ],
 )
 def test_bad_input_is_rejected(settings: list[str], arguments: list[str], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         plan.plan([*arguments, *settings])
-    assert words in str(refused.value)
+    assert words in str(caught.value)
 
 
-def test_a_model_without_sizes_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config.json there"):
         plan.plan([*GPUS, f"actor_rollout_ref.model.path={tmp_path}"])
 
 
-def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list[str]) -> None:
+def test_a_model_that_fits_nowhere_gets_the_number_of_gpus_it_needs(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"actor: \d+, .* (\d+) of these GPUs are enough"):
         plan.plan(["--gpus=1", "--device=H100", "--gib=18", *settings])
 
 
-def test_a_native_engine_that_does_not_fit_may_be_replaced(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            ["actor_rollout_ref.rollout.name=native"],
+            r"rollout\.name=vllm, a smaller actor_rollout_ref\.rollout\.kv_cache_gb\.",
+        ),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.dtype=bfloat16"],
+            r"either\. Alternatives: larger GPUs, shorter rows\.$",
+        ),
+    ],
+    ids=["native engine", "keys that are set"],
+)
+def test_a_plan_that_does_not_fit_has_alternatives(
+    settings: list[str], keys: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.planner.text.MOST_GPUS", 1)  # skips the search for enough GPUs
-    rollout = "actor_rollout_ref.rollout"
-    words = f"{rollout}.name=vllm, a smaller {rollout}.kv_cache_gb."
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        plan.plan(["--gpus=1", "--device=H100", "--gib=6", *settings, f"{rollout}.name=native"])
-
-
-def test_a_plan_that_does_not_fit_does_not_advise_keys_that_are_set(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.planner.text.MOST_GPUS", 1)  # skips the search for enough GPUs
-    model = "actor_rollout_ref.model"
-    keys = [f"{model}.lora_rank=8", f"{model}.dtype=bfloat16"]
-    with pytest.raises(ConfigError, match=r"either\. Alternatives: larger GPUs, shorter rows\.$"):
+    with pytest.raises(ConfigError, match=words):
         plan.plan(["--gpus=1", "--device=H100", "--gib=6", *settings, *keys])

@@ -52,13 +52,13 @@ def planned(recipe: str, *arguments: str) -> tuple[Job, list[PlannedPlacement]]:
     return job, best
 
 
-def takes_what_its_run_counts(job: Job, best: list[PlannedPlacement]) -> bool:
+def counts_the_bytes_of_its_run(job: Job, best: list[PlannedPlacement]) -> bool:
     for placement in best:
         roles, _ = job.memory(placement)
-        own = [pool.bytes for pool in placement.pools]
+        planned = [pool.bytes for pool in placement.pools]
         if isinstance(placement, AsyncPlacement):
-            own += own[1:] * (placement.setup.num_generators - 1)
-        if sorted(own) != pytest.approx(sorted(pool_bytes(roles).values()), rel=0.01):
+            planned += planned[1:] * (placement.setup.num_generators - 1)
+        if sorted(planned) != pytest.approx(sorted(pool_bytes(roles).values()), rel=0.01):
             return False
     return True
 
@@ -68,36 +68,36 @@ def test_rows_recipes_have_their_five_fastest_layouts(model: Path, recipe: str) 
     keys = f"model.path={model}", "data.train_batch_size=512"
     job, best = planned(recipe, *keys)
     assert len(best) == 5
-    assert [each.step for each in best] == sorted(each.step for each in best)
-    assert takes_what_its_run_counts(job, best)
+    assert [placement.step for placement in best] == sorted(placement.step for placement in best)
+    assert counts_the_bytes_of_its_run(job, best)
     if recipe == "sft":
         assert "Slower layouts:" in plan.plan([recipe, *GPUS, *keys])
 
 
-def test_passes_are_cut_by_rows_where_the_run_cuts_them_so(model: Path) -> None:
+def test_passes_are_cut_by_rows_in_plan_and_run(model: Path) -> None:
     job, best = planned(
         "sft", f"model.path={model}", "data.use_dynamic_bsz=false", "data.train_batch_size=512"
     )
     key = "data.micro_batch_size_per_gpu"
     assert any(key in layout.keys for layout in job.layouts("sft", 8))
-    assert takes_what_its_run_counts(job, best)
+    assert counts_the_bytes_of_its_run(job, best)
 
 
-def test_a_reference_of_its_own_is_placed_next_to_the_model(model: Path) -> None:
+def test_a_separate_reference_is_placed_next_to_the_model(model: Path) -> None:
     job, best = planned("dpo", f"model.path={model}", f"ref.model.path={model}")
     assert job.roles == ["preference", "ref"]
-    assert takes_what_its_run_counts(job, best)
+    assert counts_the_bytes_of_its_run(job, best)
 
 
-def test_experts_over_ranks_are_tried_where_a_model_has_some(tmp_path: Path, model: Path) -> None:
+def test_expert_parallelism_is_tried_only_with_experts(tmp_path: Path, model: Path) -> None:
     experts = folder_of(tmp_path / "experts", EXPERTS)
     layouts = job_of("sft", f"model.path={experts}").layouts("sft", 8)
     assert {"2", "4", "8"} <= {layout.keys.get("parallel.ep") for layout in layouts}
-    of_dense = job_of("sft", f"model.path={model}").layouts("sft", 8)
-    assert all("parallel.ep" not in layout.keys for layout in of_dense)
+    dense_layouts = job_of("sft", f"model.path={model}").layouts("sft", 8)
+    assert all("parallel.ep" not in layout.keys for layout in dense_layouts)
 
 
-def test_stages_are_tried_where_nothing_fits_without(model: Path) -> None:
+def test_pipeline_stages_are_tried_only_if_nothing_else_fits(model: Path) -> None:
     """Whole layers and long rows do not fit on a GPU; a stage's layers do."""
     keys = ["data.max_length=4096", "data.max_token_len_per_gpu=4096"]
     keys += [f"model.path={model}", "parallel.tp=1", "parallel.sp=1"]
@@ -112,24 +112,19 @@ def test_stages_are_tried_where_nothing_fits_without(model: Path) -> None:
     assert all(int(layout.keys["parallel.pp"]) > 1 for layout in smaller)
 
 
-def async_plan(model: Path, *more: str) -> tuple[Job, list[PlannedPlacement]]:
+def async_plan(model: Path, *settings: str) -> tuple[Job, list[PlannedPlacement]]:
     return planned(
         "async",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.rollout.name=vllm",
         "algorithm=grpo",
-        *more,
+        *settings,
     )
 
 
-@pytest.fixture(scope="module")
-def asynchronous(model: Path) -> tuple[Job, list[PlannedPlacement]]:
-    return async_plan(model)
-
-
-def test_async_plans_are_accepted(asynchronous: tuple[Job, list[PlannedPlacement]]) -> None:
-    job, best = asynchronous
-    assert takes_what_its_run_counts(job, best)
+def test_a_run_accepts_async_plans(model: Path) -> None:
+    job, best = async_plan(model)
+    assert counts_the_bytes_of_its_run(job, best)
     for placement in best:
         assert isinstance(placement, AsyncPlacement)
         config = job.configured(placement)
@@ -140,9 +135,13 @@ def test_async_plans_are_accepted(asynchronous: tuple[Job, list[PlannedPlacement
         assert placement.step >= max(gen, sum(trainer)) * 0.99
 
 
-def test_generators_that_the_user_has_set_stay(model: Path) -> None:
+def test_the_number_of_generators_may_be_set(model: Path) -> None:
     _, best = async_plan(model, "async_training.generators=2")
-    assert {each.setup.num_generators for each in best if isinstance(each, AsyncPlacement)} == {2}
+    assert {
+        placement.setup.num_generators
+        for placement in best
+        if isinstance(placement, AsyncPlacement)
+    } == {2}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
         (["sft", "--mean-length=2000"], "--mean-length=2000 is above the longest row=1024"),
     ],
 )
-def test_bad_input_is_refused_in_words(model: Path, arguments: list[str], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_bad_input_is_rejected(model: Path, arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         plan.plan([*arguments, *GPUS, f"model.path={model}"])
-    assert words in str(refused.value)
+    assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""`verl-like serve-reward` serves until it is stopped, and rejects strangers."""
+"""`verl-like serve-reward` serves until it is stopped, and rejects unsafe options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_like.errors import ConfigError
 from workers.rewards.scorer import Scorer
 
 
-def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
+def test_a_function_is_served_until_a_signal(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def own(solution_str, k): return k * len(solution_str)", encoding="utf-8")
     options = ["--function", f"{path}:own", "--kwargs", '{"k": 3}', "--port", "0"]
@@ -62,12 +62,12 @@ def test_asserts_score_only_on_trusted_programs(function: list[str], trust: list
         (["--function", "json:dumps", "--trust-programs"], "--trust-programs applies to the rule"),
     ],
 )
-def test_what_cannot_serve_is_refused(options: list[str], words: str) -> None:
+def test_impossible_options_are_rejected(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         serve_reward.main(options)
 
 
-def test_arguments_that_are_no_object_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kwargs_that_are_no_object_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve_reward.main(["--kwargs", "[1]"])
     assert "argument --kwargs: [1] is not a JSON object" in capsys.readouterr().err

@@ -17,14 +17,14 @@ from workers.config import critic_optim
 from workers.training.optim import build_optimizer
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
-OWN = """
+OWN_LOSS = """
 from typing import Annotated
 
 from verl_like.config_key import KeyRules
 
 
-def scaled(*, beta: Annotated[float, KeyRules(above=0)] = 0.1, label="x", **given):
-    return given["log_prob"].sum() * beta, {}
+def scaled(*, beta: Annotated[float, KeyRules(above=0)] = 0.1, label="x", **columns):
+    return columns["log_prob"].sum() * beta, {}
 """
 
 
@@ -41,21 +41,17 @@ def arguments(*settings: str) -> dict[str, object]:
     return load(*settings).actor_rollout_ref.actor.policy_loss.args
 
 
-ESTIMATOR = """
+OWN_ESTIMATOR = """
 def tempered(token_level_rewards, response_mask, *, temperature: float = 1.0, passes: int = 1):
     advantages = token_level_rewards * response_mask / temperature
     return advantages, advantages
 """
 OPTIM = "actor_rollout_ref.actor.optim"
-SGD = f"{OPTIM}.optimizer=torch.optim.SGD"
-
-
-def test_a_loss_has_arguments_by_its_signature() -> None:
-    assert arguments(f"{LOSS}.loss_mode=dro", f"{LOSS}.args.dro_beta=0.5") == {"dro_beta": 0.5}
+USE_SGD = f"{OPTIM}.optimizer=torch.optim.SGD"
 
 
 @pytest.mark.parametrize("name", ["policy_loss.dro_beta", "policy_loss.args.dro_beta"])
-def test_verls_name_of_an_argument_is_ours(name: str) -> None:
+def test_a_loss_has_arguments_by_our_name_and_verl_s(name: str) -> None:
     dro = (f"{LOSS}.loss_mode=dro", f"actor_rollout_ref.actor.{name}=2")
     assert arguments(*dro) == {"dro_beta": 2}
 
@@ -91,18 +87,18 @@ def test_a_wrong_argument_is_rejected(setting: str, message: str) -> None:
         load(f"{LOSS}.loss_mode=dro", f"{LOSS}.{setting}")
 
 
-def test_a_loss_of_your_own_may_have_arguments(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_custom_loss_has_arguments(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("own") / "own_losses.py"
-    path.write_text(OWN, encoding="utf-8")
+    path.write_text(OWN_LOSS, encoding="utf-8")
     chosen = f"{LOSS}.loss_mode='{path}:scaled'"
     assert arguments(chosen, f"{LOSS}.args={{beta: 0.2, label: y}}") == {"beta": 0.2, "label": "y"}
     with pytest.raises(ConfigError, match="accepts beta, label"):
         load(chosen, f"{LOSS}.args.gamma=1")
 
 
-def test_an_estimator_of_your_own_may_have_arguments(tmp_path: Path) -> None:
+def test_a_custom_estimator_has_arguments(tmp_path: Path) -> None:
     path = tmp_path / "own_estimators.py"
-    path.write_text(ESTIMATOR, encoding="utf-8")
+    path.write_text(OWN_ESTIMATOR, encoding="utf-8")
     chosen = f"algorithm.adv_estimator='{path}:tempered'"
     algorithm = load(chosen, "algorithm.args.temperature=0.5").algorithm
     columns = {"token_level_rewards": torch.ones(1, 2), "response_mask": torch.ones(1, 2)}
@@ -118,18 +114,18 @@ def test_an_estimator_of_your_own_may_have_arguments(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_has_arguments_by_its_constructor() -> None:
-    config = load(SGD, f"{OPTIM}.args.momentum=0.9").actor_rollout_ref.actor.optim
+    config = load(USE_SGD, f"{OPTIM}.args.momentum=0.9").actor_rollout_ref.actor.optim
     optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], config)
     assert optimizer.defaults["momentum"] == 0.9
     with pytest.raises(ConfigError, match=r"optim\.args\.nesterov=1: it takes true or false"):
-        load(SGD, f"{OPTIM}.args.nesterov=1")
+        load(USE_SGD, f"{OPTIM}.args.nesterov=1")
 
 
-def test_the_critic_has_the_actors_arguments_unless_its_optimizer_takes_others() -> None:
+def test_the_critic_inherits_arguments_of_the_actor_s_optimizer() -> None:
     gae = ("algorithm.adv_estimator=gae", "critic.model.path=z")
-    config = load(*gae, SGD, f"{OPTIM}.args.momentum=0.9")
+    config = load(*gae, USE_SGD, f"{OPTIM}.args.momentum=0.9")
     assert critic_optim(config).args == {"momentum": 0.9}
-    config = load(*gae, SGD, f"{OPTIM}.args.momentum=0.9", "critic.optim.optimizer=AdamW")
+    config = load(*gae, USE_SGD, f"{OPTIM}.args.momentum=0.9", "critic.optim.optimizer=AdamW")
     build_optimizer([torch.nn.Parameter(torch.ones(1))], critic_optim(config))
     config = load(*gae, "critic.optim.args.amsgrad=true")
     assert critic_optim(config).args == {"amsgrad": True}

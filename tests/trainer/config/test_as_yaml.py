@@ -19,5 +19,5 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_values_are_read_back_as_they_were() -> None:
+def test_values_are_read_back_unchanged() -> None:
     assert OmegaConf.to_container(OmegaConf.load(io.StringIO(in_yaml(VALUES)))) == VALUES

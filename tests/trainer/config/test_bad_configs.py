@@ -18,7 +18,7 @@ from verl_like.errors import ConfigError, PlacementError
 
 @pytest.fixture
 def base(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A configuration that would run if a worker process could start."""
+    """A configuration that is good up to the first worker process."""
 
     def start(*_: Any) -> None:
         raise AssertionError("a worker process was started")
@@ -36,118 +36,105 @@ def base(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> lis
     ]
 
 
-def test_the_base_is_good_up_to_the_first_process(base: list[str]) -> None:
-    with pytest.raises(AssertionError, match="a worker process was started"):
-        run(load_config(base))
-
-
 SETTINGS = [
     (
         "recipe=coati_legacy",
-        [
-            "there is no key 'recipe'. The recipe is the command, here 'ppo'",
-            "algorithm=coati_legacy",
-        ],
+        r"there is no key 'recipe'\. The recipe is the command, here 'ppo'"
+        r".*algorithm=coati_legacy",
     ),
     (
         "resource_pool_spec.rm=[1] role_mapping.reward_model=rm",
-        ["no role uses the pool 'rm'", "reward_model is mapped to it", "reward.model.enable=false"],
+        "no role uses the pool 'rm'.*reward_model is mapped to it.*reward.model.enable=false",
     ),
-    ("+role_mapping.critc=global_pool", ["Did you mean 'critic'"]),
+    ("+role_mapping.critc=global_pool", "Did you mean 'critic'"),
     (
         "actor_rollout_ref.model.lora_rank=4 actor_rollout_ref.model.target_modules=[q_projj]",
-        ["model.target_modules=['q_projj']", "Did you mean 'q_proj'"],
+        r"model.target_modules=\['q_projj'\].*Did you mean 'q_proj'",
     ),
     (
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-        ["=3 prompts", "train_batch_size=8", "the nearest values that do are 2 and 4"],
+        "=3 prompts.*train_batch_size=8.*the nearest values that do are 2 and 4",
     ),
     (
         "data.max_response_length=600",
-        ["16 + data.max_response_length=600 = 616 tokens", "512 positions", "by 104"],
+        r"16 \+ data.max_response_length=600 = 616 tokens.*512 positions.*by 104",
     ),
-    ("data.train_files=", ["data.train_files is empty"]),
+    ("data.train_files=", "data.train_files is empty"),
     (
         "data.train_files=nowhere.parquet",
-        ["data.train_files: there is no file nowhere.parquet", "contains"],
+        "data.train_files: there is no file nowhere.parquet.*contains",
     ),
-    (
-        "data.prompt_key=promt",
-        ["no column 'promt'", "data_source, prompt", "Did you mean 'prompt'"],
-    ),
+    ("data.prompt_key=promt", "no column 'promt'.*data_source, prompt.*Did you mean 'prompt'"),
     (
         "data.max_prompt_length=8",
-        [
-            "row 0: the prompt has 9 tokens, but data.max_prompt_length=8",
-            "filter_overlong_prompts=true",
-        ],
+        "row 0: the prompt has 9 tokens, but data.max_prompt_length=8"
+        ".*filter_overlong_prompts=true",
     ),
     (
         "data.max_prompt_length=4 data.filter_overlong_prompts=true",
-        ["300 prompts of at most 10 tokens", "300 dropped", "remaining 0", "train_batch_size=8"],
+        "300 prompts of at most 10 tokens.*300 dropped.*remaining 0.*train_batch_size=8",
     ),
     (
         "algorithm.adv_estimator=rloo",
-        ["rollout.n=1 generates only one", "Set actor_rollout_ref.rollout.n to 2 or more"],
+        "rollout.n=1 generates only one.*Set actor_rollout_ref.rollout.n to 2 or more",
     ),
     (
         "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2",
-        ["compares several rewards", "algorithm.gdpo_reward_keys, which is []", "seq_reward"],
+        r"compares several rewards.*algorithm.gdpo_reward_keys, which is \[\].*seq_reward",
     ),
     (
         "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2 "
         "algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1]",
-        ["has 1 numbers for the 2 rewards", "null for equal weights"],
+        "has 1 numbers for the 2 rewards.*null for equal weights",
     ),
     (
         "algorithm.adv_estimator=grpo_process actor_rollout_ref.rollout.n=2 "
         "algorithm.use_kl_in_reward=true",
-        ["grpo_process does not read", "actor.use_kl_loss=true"],
+        "grpo_process does not read.*actor.use_kl_loss=true",
     ),
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=luspo "
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-        ["is gspo", "loss_agg_mode=seq-mean-token-sum"],
+        "is gspo.*loss_agg_mode=seq-mean-token-sum",
     ),
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
         "actor_rollout_ref.actor.ppo_epochs=2 actor_rollout_ref.actor.shuffle=true",
-        ["actor.shuffle=true", "loss_mode=kl_cov", "in each pass"],
+        "actor.shuffle=true.*loss_mode=kl_cov.*in each pass",
     ),
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov "
         "actor_rollout_ref.actor.policy_loss.clip_cov_lb=6",
-        ["clip_cov_lb=6", "clip_cov_ub=5", "no covariance"],
+        "clip_cov_lb=6.*clip_cov_ub=5.*no covariance",
     ),
-    ("reward.function.path=mine.py", ["reward.function.path=mine.py", "no such file"]),
+    ("reward.function.path=mine.py", "reward.function.path=mine.py.*no such file"),
     (
         "reward.function.path=json",
-        ["reward.function.name='compute_score'", "no such name, only", "dumps"],
+        "reward.function.name='compute_score'.*no such name, only.*dumps",
     ),
     (
         "trainer.cls=trainer.ppo.PPOTrainr",
-        ["trainer.cls=trainer.ppo.PPOTrainr", "Did you mean 'PPOTrainer'"],
+        "trainer.cls=trainer.ppo.PPOTrainr.*Did you mean 'PPOTrainer'",
     ),
     (
         "reward.overlong_penalty.enable=true",
-        ["overlong_penalty.len=0 tokens", "max_response_length=8"],
+        "overlong_penalty.len=0 tokens.*max_response_length=8",
     ),
-    ("reward.model.enable=true", ["reward.model.path", "sequence classifier"]),
-    ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py is set, but not the name"]),
+    ("reward.model.enable=true", "reward.model.path.*sequence classifier"),
+    ("data.custom_cls.path=mine.py", "data.custom_cls.path=mine.py is set, but not the name"),
     (
         "critic.model.path=nowhere",
-        ["critic.model.path=nowhere", "there is no such folder", "verl-like make-tiny DIR"],
+        "critic.model.path=nowhere.*there is no such folder.*verl-like make-tiny DIR",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"), SETTINGS, ids=[overrides for overrides, _ in SETTINGS]
+    ("overrides", "words"), SETTINGS, ids=[overrides for overrides, _ in SETTINGS]
 )
-def test_a_bad_setting_is_refused(base: list[str], overrides: str, parts: list[str]) -> None:
-    with pytest.raises((ConfigError, PlacementError)) as caught:
+def test_a_bad_setting_is_rejected(base: list[str], overrides: str, words: str) -> None:
+    with pytest.raises((ConfigError, PlacementError), match=words):
         run(load_config([*base, *overrides.split()]))
-    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> str:
@@ -204,42 +191,35 @@ def model_with_half_a_config(tiny: Path, folder: Path) -> str:
 
 
 FILES = [
-    (reward_model_without_score, ["reward.list[0].path=", "has no score.weight"]),
-    (model_with_half_a_config, ["config.json is damaged: Expecting value"]),
-    (row_without_prompt, ["p.jsonl, line 2", "column 'prompt' is empty", "data.on_bad_row=skip"]),
-    (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "reward=FILE.py:FUNCTION"]),
+    (reward_model_without_score, r"reward.list\[0\].path=.*has no score.weight"),
+    (model_with_half_a_config, "config.json is damaged: Expecting value"),
+    (row_without_prompt, "p.jsonl, line 2.*column 'prompt' is empty.*data.on_bad_row=skip"),
+    (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),
     (
         asserts_as_tests,
-        ["ground_truth has an assert", "forge its score", "reward.trust_programs=true"],
+        "ground_truth has an assert.*forge its score.*reward.trust_programs=true",
     ),
-    (model_without("token*"), ["cannot load a tokenizer", "it holds", "model.safetensors"]),
+    (model_without("token*"), "cannot load a tokenizer.*it holds.*model.safetensors"),
     (
         model_without("chat_template*"),
-        ["no chat template", "row 0: it is a chat", "has no chat template", "chat_template.jinja"],
+        "row 0: it is a chat.*has no chat template.*chat_template.jinja",
     ),
-    (model_without("config.json"), ["not a Hugging Face model folder", "no config.json"]),
-    (
-        file_as_run_folder,
-        ["trainer.default_local_dir=", "is not writable", "Choose another folder"],
-    ),
+    (model_without("config.json"), "not a Hugging Face model folder.*no config.json"),
+    (file_as_run_folder, "trainer.default_local_dir=.*is not writable.*Choose another folder"),
     (
         another_run,
-        [
-            "metrics of a run with another configuration",
-            "train_batch_size was 64, is 8",
-            "resume_mode=disable",
-        ],
+        "metrics of a run with another configuration.*train_batch_size was 64, is 8"
+        ".*resume_mode=disable",
     ),
 ]
 
 
-@pytest.mark.parametrize(("make", "parts"), FILES)
-def test_bad_files_are_refused(
-    base: list[str], tiny_dir: Path, tmp_path: Path, make: Any, parts: list[str]
+@pytest.mark.parametrize(("make", "words"), FILES)
+def test_bad_files_are_rejected(
+    base: list[str], tiny_dir: Path, tmp_path: Path, make: Any, words: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=words):
         run(load_config([*base, make(tiny_dir, tmp_path)]))
-    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +229,7 @@ def test_bad_files_are_refused(
         "reward.list=[{name:tests,path:workers.rewards.code,function:run_tests}]",
     ],
 )
-def test_asserts_are_rejected_for_every_way_to_their_rule(
+def test_asserts_are_rejected_for_every_form_of_their_rule(
     base: list[str], function: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = [*base, *function.split(), asserts_as_tests(tiny_dir, tmp_path)]
@@ -270,22 +250,20 @@ def test_tensor_parallel_must_divide_the_pool(base: list[str]) -> None:
         run(load_config([*base, *vllm, "trainer.n_gpus_per_node=3"]))
 
 
-@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
-def test_gpus_that_are_not_there_are_refused(
-    base: list[str], backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+@pytest.mark.ray
+def test_missing_gpus_are_rejected(
+    base: list[str], ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if backend == "ray":
-        request.getfixturevalue("ray_session")
-        import ray
+    import ray
 
-        without = [node | {"Resources": {"CPU": 2.0}} for node in ray.nodes()]
-        monkeypatch.setattr(ray, "nodes", lambda: without)
+    without = [node | {"Resources": {"CPU": 2.0}} for node in ray.nodes()]
+    monkeypatch.setattr(ray, "nodes", lambda: without)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         PlacementError,
         match="trainer.device=cuda asks for GPUs, but .*Set trainer.device=auto or cpu",
     ):
-        run(load_config([*base, f"trainer.backend={backend}", "trainer.device=cuda"]))
+        run(load_config([*base, "trainer.backend=ray", "trainer.device=cuda"]))
 
 
 def test_another_run_may_be_overwritten(base: list[str], tiny_dir: Path, tmp_path: Path) -> None:
@@ -296,10 +274,10 @@ def test_another_run_may_be_overwritten(base: list[str], tiny_dir: Path, tmp_pat
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
 
 
-def test_all_unknown_keys_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_all_unknown_keys_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
         load_config([*NEEDED, "data.tran_files=x", "logger=console", "critic_pool=2"])
-    lines = str(refused.value).splitlines()
+    lines = str(caught.value).splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("there is no key 'data.tran_files'. Did you mean 'data.train_files'")
     assert lines[1] == "there is no key 'logger'. Did you mean 'trainer.logger'?"
@@ -307,7 +285,7 @@ def test_all_unknown_keys_are_told_at_once() -> None:
     assert lines[3] == "All keys: verl-like ppo --cfg all"
 
 
-def test_a_key_that_takes_a_list_takes_one_value_without_brackets() -> None:
+def test_a_list_of_one_value_needs_no_brackets() -> None:
     settings = ["placement=split", "trainer.n_gpus_per_node=5", "trainer.logger=console"]
     pools = ["resource_pool_spec.critic_pool=2", "resource_pool_spec.actor_rollout_ref_pool=3"]
     config = load_config([*NEEDED, *settings, *pools])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.config.key_errors import no_such_key
 from trainer.data.config import DataConfig
@@ -14,38 +14,77 @@ from trainer.data.files import check_files
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, VerlLikeError
 
-REFUSED = [
+SAMPLED = "actor_rollout_ref.rollout.val_kwargs"
+NO_CRITIC = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2"
+ERRORS = [
     ("epochs=3", "there is no key 'epochs'. Did you mean .* or 'trainer.total_epochs'"),
+    ("++trainer.sed=3", "there is no key .*Did you mean 'trainer.seed'"),
+    ("~trainer.sed", "there is no key .*Did you mean 'trainer.seed'"),
+    ("lr=3", "Did you mean 'actor_rollout_ref.actor.optim.lr' or 'critic.optim.lr'"),
+    ("placment=split", "there is no key .*Did you mean 'placement'"),
+    ("temprature=1", "Did you mean 'actor_rollout_ref.rollout.temperature' or "),
+    ("=3", "there is no key ''. All keys"),
     (
         "reward.list={name: a}",
         "'reward.list.name'. reward.list has no keys below it; it takes a list",
     ),
     ("trainer.seed.step=2", "trainer.seed has no keys below it; it takes a whole number"),
-    ("reward.list=[a]", r"^reward.list=\[a\]: .*str is not .*; it takes a list of sections.$"),
     ("reward_model.sample_timeout_s=1", "no key 'reward_model.sample_timeout_s'.*reward.timeout_s"),
-    ("temprature=1", "Did you mean 'actor_rollout_ref.rollout.temperature' or "),
+    ("critic.parallel.tpp=2", "no key 'critic.parallel.tpp'.*'critic.parallel.tp'"),
+    ("reward.sandbox.memory=1", "no key 'reward.sandbox.memory'.*memory_gb"),
+    (
+        "reward.list=[{name:a,weigth:2}]",
+        "an item of reward.list has no key 'weigth'.*'weight'",
+    ),
+    (
+        f"{NO_CRITIC} critic.optim.lrr=1e-5",
+        "there is no key 'critic.optim.lrr'.*critic.optim.lr",
+    ),
+    ("~trainer", "^~trainer: this section cannot be removed"),
+    ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*Quote a text"),
+    ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep. Add --multirun"),
+    ("reward.list=[a]", r"^reward.list=\[a\]: .*str is not .*; it takes a list of sections.$"),
     ("reward.list=[{name: a, weight: x}]", ": weight: it takes a number.$"),
     ("trainer.stop_at={reward: high}", r"reward: high\}: it takes \{metric: value\}.$"),
     ("trainer.seed=x", "^trainer.seed=x: it takes a whole number, 0 or more.$"),
     ("trainer.dry_run=yess", "^trainer.dry_run=yess: it takes true, false.$"),
-    ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*Quote a text"),
-    ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep. Add --multirun"),
-    ("~trainer", "^~trainer: this section cannot be removed"),
+    ("critic.parallel.tp=two", "critic.parallel.tp=two: .*could not be converted to Integer"),
+    ("critic.parallel.pp_schedule=odd", "critic.parallel.pp_schedule=odd: choose one of"),
+    (f"{NO_CRITIC} algorithm.kl_ctrl.kl_coef=much", "kl_coef=much.*takes a number"),
+    (f"{NO_CRITIC} critic.optim.lr=-1", r"critic.optim.lr=-1: it must be 0 or"),
+    ("actor_rollout_ref.actor.optim.lr=nan", "actor.optim.lr=nan: it must be a number"),
+    ("actor_rollout_ref.actor.optim.betas=[0.9,1.5]", r"betas=\[0.9, 1.5\].*two numbers"),
+    ("critic.optim.lr_warmup_steps_ratio=1.5", "critic.optim.lr_warmup_steps_.*from 0 to 1"),
+    (
+        f"{SAMPLED}.do_sample=true {SAMPLED}.top_k=0",
+        f"{SAMPLED}.top_k=0.*above 0, or -1 for all",
+    ),
+    ("actor_rollout_ref.actor.fsdp_config.fsdp_size=0", "-1 for the whole pool"),
+    (
+        "critic.model.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=2",
+        "role 'critic' on pool.*fsdp_size=3 does not divide the 2 ranks",
+    ),
+    (
+        "actor_rollout_ref.actor.strategy=single trainer.n_gpus_per_node=2",
+        "role 'actor' on pool 'global_pool'.*this pool has 2. Set strategy=ddp or fsdp",
+    ),
     ("resource_pool_spec.global_pool=[0]", r"^resource_pool_spec.global_pool=\[0\]: a pool needs"),
+    ("trainer.default_local_dir=", "trainer.default_local_dir is empty.*name the folder"),
 ]
 
 
-@pytest.mark.parametrize(("setting", "words"), REFUSED, ids=[setting for setting, _ in REFUSED])
-def test_errors_name_the_key(tiny_dir: Path, tmp_path: Path, setting: str, words: str) -> None:
+@pytest.mark.parametrize(("settings", "words"), ERRORS, ids=[settings for settings, _ in ERRORS])
+def test_errors_name_the_key(settings: str, words: str) -> None:
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
     with pytest.raises(VerlLikeError, match=words):
-        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", setting))
+        load_config([*needed, *re.split(r" (?=\w+\.)", settings)])
 
 
 def test_the_hint_for_recipe_names_a_preset_of_this_recipe() -> None:
     assert no_such_key("recipe", SFT).endswith("chosen by placement, as in placement=split.")
 
 
-def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_file_is_an_error_with_its_files(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
     with pytest.raises(
         ConfigError, match=r"train_files: .* is a folder, which contains rows.jsonl"

@@ -18,25 +18,25 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 
 NO_READERS = ("checks.py", "unused_keys.py")
-READ = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|: ))|[\"'](\w+)[\"']")
+READ_NAME = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|: ))|[\"'](\w+)[\"']")
 """An attribute that is not written here, or a name in quotes."""
 
 
 @pytest.fixture(scope="module")
-def read() -> set[str]:
+def names_read() -> set[str]:
     """Return every name that some source may read from a section."""
     paths = [path for package in PACKAGES for path in sources(package)]
     texts = [path.read_text(encoding="utf-8") for path in paths if path.name not in NO_READERS]
-    return {name for text in texts for pair in READ.findall(text) for name in pair if name}
+    return {name for text in texts for pair in READ_NAME.findall(text) for name in pair if name}
 
 
 @pytest.mark.parametrize(
     "recipe", [PPO, ASYNC, SFT, REWARD_MODEL, DPO, BEST_OF_N, EVAL], ids=lambda each: each.name
 )
-def test_every_key_is_read_somewhere(recipe: Recipe[object], read: set[str]) -> None:
+def test_every_key_is_read_somewhere(recipe: Recipe[object], names_read: set[str]) -> None:
     unread = []
     for key in leaf_keys(recipe.schema):
         name = key.name.rpartition(".")[2]
-        if name not in read:
+        if name not in names_read:
             unread.append(key.name)
     assert unread == []

@@ -1,4 +1,4 @@
-"""A recipe of a few lines, with a schema and a YAML of its own, composes like PPO."""
+"""A recipe of a few lines, with its own schema and YAML, composes like PPO."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(*overrides: str) -> ToyConfig:
     return load_config([*NEEDED, *overrides], TOY)
 
 
-def test_a_recipe_has_its_own_keys_and_those_of_every_run() -> None:
+def test_a_recipe_has_its_own_keys_and_the_keys_of_every_run() -> None:
     config = load("width=8", "trainer.seed=3")
     assert isinstance(config, ToyConfig)
     assert (config.width, config.teacher_width, config.trainer.seed) == (8, 8, 3)
@@ -78,7 +78,7 @@ def test_an_inactive_role_leaves_its_devices_to_the_others() -> None:
     assert config.role_workers == {"learner": "toy.Learner"}
 
 
-def test_a_role_called_as_in_another_recipe_gets_no_class_of_that_recipe() -> None:
+def test_a_role_gets_no_class_of_another_recipe() -> None:
     recipe = Recipe(
         "toy", ToyConfig, TOY.config_dir, "toy_trainer", placement_presets({"pool": ["critic"]})
     )
@@ -86,7 +86,7 @@ def test_a_role_called_as_in_another_recipe_gets_no_class_of_that_recipe() -> No
         load_config(["trainer.cls=toy.Trainer", "~role_workers"], recipe)
 
 
-def test_recipes_are_composed_in_turns() -> None:
+def test_recipes_may_be_composed_in_turn() -> None:
     ppo = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.n_gpus_per_node=2"]
     for _ in range(2):
         assert set(load("placement=split").role_mapping) == {"learner", "teacher"}
@@ -96,7 +96,7 @@ def test_recipes_are_composed_in_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "answer"),
+    ("overrides", "words"),
     [
         ("data.train_files=x", "All keys: verl-like toy --cfg all"),
         ("width=0", "width=0: it must be above 0"),
@@ -107,10 +107,10 @@ def test_recipes_are_composed_in_turns() -> None:
         ("trainer.cls=", "trainer.cls is empty: set the dotted path"),
     ],
 )
-def test_a_recipe_gets_every_check(overrides: str, answer: str) -> None:
+def test_a_recipe_gets_every_check(overrides: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*overrides.split())
-    assert answer in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_recipe_gets_every_check(overrides: str, answer: str) -> None:
         ),
     ],
 )
-def test_a_recipe_has_a_notice_for_keys_that_it_does_not_read(
+def test_keys_that_a_recipe_does_not_read_have_a_notice(
     overrides: str, notice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(*overrides.split())

@@ -37,16 +37,16 @@ def config_with(name: str, value: Any) -> PPOConfig:
     return config
 
 
-def test_every_key_says_which_values_it_may_have() -> None:
+def test_every_key_describes_its_values() -> None:
     assert [name for name, key in KEYS.items() if not key.allowed] == []
 
 
-def test_the_defaults_keep_their_own_rules() -> None:
+def test_the_defaults_satisfy_their_rules() -> None:
     check_fields(config_with("trainer.seed", 1))
 
 
 @pytest.mark.parametrize("key", WITH_RANGE, ids=lambda key: key.name)
-def test_a_number_below_its_range_is_refused(key: Key) -> None:
+def test_a_number_below_its_range_is_rejected(key: Key) -> None:
     rules = key.rules
     low = rules.above if rules.above is not None else rules.at_least - 1
     with pytest.raises(ConfigError, match=re.escape(f"{key.name}={low}: it must be {key.range}")):
@@ -54,7 +54,7 @@ def test_a_number_below_its_range_is_refused(key: Key) -> None:
 
 
 @pytest.mark.parametrize("key", WITH_UPPER_BOUND, ids=lambda key: key.name)
-def test_a_number_above_its_range_is_refused(key: Key) -> None:
+def test_a_number_above_its_range_is_rejected(key: Key) -> None:
     rules = key.rules
     high = rules.below if rules.below is not None else rules.at_most + 1
     with pytest.raises(ConfigError, match=re.escape(f"{key.name}={high}: it must be {key.range}")):
@@ -62,10 +62,10 @@ def test_a_number_above_its_range_is_refused(key: Key) -> None:
 
 
 @pytest.mark.parametrize("key", WITH_CHOICES, ids=lambda key: key.name)
-def test_a_word_that_is_no_choice_is_refused_with_all_of_them(key: Key) -> None:
-    wrong = ["nosuch"] if key.name.endswith(("logger", "save_contents")) else "nosuch"
+def test_an_unknown_choice_is_rejected_with_all_choices(key: Key) -> None:
+    value = ["nosuch"] if key.name.endswith(("logger", "save_contents")) else "nosuch"
     with pytest.raises(ConfigError, match="nosuch") as caught:
-        check_fields(config_with(key.name, wrong))
+        check_fields(config_with(key.name, value))
     assert [choice for choice in key.rules.choices if choice not in str(caught.value)] == []
 
 
@@ -80,7 +80,7 @@ def takes_anything(*values: object, **named: object) -> None: ...
         "actor_rollout_ref.actor.optim.optimizer",
     ],
 )
-def test_a_registered_name_or_a_dotted_path_is_asked_for(name: str) -> None:
+def test_a_registered_name_or_a_dotted_path_is_accepted(name: str) -> None:
     assert KEYS[name].allowed.endswith(", or a dotted path")
     check_fields(config_with(name, f"{__name__}.takes_anything"))
     with pytest.raises(ConfigError, match=f"{re.escape(name)}=nosuch: unknown .* 'nosuch'"):
@@ -88,7 +88,7 @@ def test_a_registered_name_or_a_dotted_path_is_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("key", WITH_NAMES, ids=lambda key: key.name)
-def test_a_misspelt_name_is_answered_with_the_nearest_and_all(key: Key) -> None:
+def test_a_misspelt_name_is_rejected_with_the_nearest_and_all(key: Key) -> None:
     names = key.rules.choices or tuple(registry_of(key.rules.registry))
     longest = max(names, key=len)
     misspelt = f"{longest[:-1]}q"
@@ -103,15 +103,15 @@ def test_a_misspelt_name_is_answered_with_the_nearest_and_all(key: Key) -> None:
     assert repr(longest) in text.partition("Did you mean")[2].partition("?")[0]
 
 
-def test_a_strategy_of_another_system_is_answered_with_ours() -> None:
+def test_a_strategy_of_another_system_is_rejected_with_ours() -> None:
     for word, ours in STRATEGIES_ELSEWHERE.items():
         assert ours in STRATEGIES
-        answer = f"{word} is called {ours} here."
-        with pytest.raises(ConfigError, match=rf"critic\.strategy.*{re.escape(answer)}"):
+        words = f"{word} is called {ours} here."
+        with pytest.raises(ConfigError, match=rf"critic\.strategy.*{re.escape(words)}"):
             check_fields(config_with("critic.strategy", word))
 
 
-def test_a_value_with_a_meaning_of_its_own_is_let_through() -> None:
+def test_special_values_are_accepted() -> None:
     check_fields(config_with("trainer.save_freq", -1))
     check_fields(config_with("trainer.max_ckpt_to_keep", None))
     with pytest.raises(ConfigError, match="save_freq=-2: it must be above 0, or -1 to disable"):
@@ -127,13 +127,13 @@ def test_choices_are_the_names_that_the_code_knows() -> None:
     assert set(TRACKERS) == set(tracking.BUILT_IN)
 
 
-def test_a_resume_may_change_where_a_run_runs_but_not_what_it_computes() -> None:
+def test_only_keys_that_change_no_number_may_change_on_resume() -> None:
     for name in ("ray.address", "role_mapping.critic", "trainer.total_training_steps"):
         assert may_change_on_resume(PPOConfig, name)
     for name in ("actor_rollout_ref.actor.optim.lr", "data.train_files", "trainer.seed"):
         assert not may_change_on_resume(PPOConfig, name)
 
 
-def test_a_key_by_verls_name_is_answered_with_ours() -> None:
+def test_a_key_by_verl_s_name_is_rejected_with_ours() -> None:
     with pytest.raises(ConfigError, match="Here it is 'trainer.max_ckpt_to_keep'"):
         known_settings(["trainer.max_actor_ckpt_to_keep=1"], SFT)

@@ -1,4 +1,4 @@
-"""Keywords become the settings of a command line, and those become the same values again."""
+"""Keywords become settings of a command line, which are read back as the same values."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ VALUES = st.recursive(
 @example("b\\\n")
 @example("/é")
 @example("it's \\'")
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(VALUES)
-def test_a_value_is_read_as_it_was_given(value: Any) -> None:
+def test_a_value_is_read_back_unchanged(value: Any) -> None:
     assert parse(f"key={as_text(value, 'key')}").value() == value
 
 
-def test_sections_are_opened_and_other_dicts_are_values() -> None:
+def test_sections_are_flattened_and_other_dicts_are_values() -> None:
     keywords = {
         "placement": "split",
         "actor_rollout_ref": {"rollout": {"n": 2}, "actor": {"optim": {"lr": 1e-5}}},
@@ -53,7 +53,7 @@ def test_sections_are_opened_and_other_dicts_are_values() -> None:
     ]
 
 
-def test_what_the_command_line_has_no_form_for_is_refused() -> None:
+def test_an_object_without_a_text_form_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.shuffle=<object .*: an object of type object cannot be the value"
     ):
@@ -75,5 +75,3 @@ def test_a_dict_is_a_configuration() -> None:
         "trainer.n_gpus_per_node=2",
     ]
     assert load_config(nested) == load_config(as_text)
-    with pytest.raises(ConfigError, match="there is no key 'data.tran_files'"):
-        load_config({"data": {"tran_files": "a"}})

@@ -1,4 +1,4 @@
-"""Presets together with a user's settings; the advice of errors is tried, too."""
+"""Presets together with a user's settings, and settings that errors recommend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(*overrides: str) -> PPOConfig:
 
 
 @pytest.mark.parametrize(
-    ("placement", "names", "found"),
+    ("placement", "names", "mapping"),
     [
         ("colocate", ["rollout"], {"actor": "global_pool", "rollout": "own"}),
         ("split", ["actor"], {"actor": "own", "rollout": "actor_rollout_ref_pool"}),
@@ -34,18 +34,13 @@ def load(*overrides: str) -> PPOConfig:
         ("colocate", ["actor_rollout", "ref", "critic"], {"actor_rollout": "own", "ref": "own"}),
     ],
 )
-def test_own_mappings_come_first(placement: str, names: list[str], found: dict[str, str]) -> None:
+def test_user_mappings_come_first(
+    placement: str, names: list[str], mapping: dict[str, str]
+) -> None:
     mapped = [f"role_mapping.{name}=own" for name in names]
     config = load(f"placement={placement}", *mapped, *OWN_POOL)
-    assert found.items() <= config.role_mapping.items()
+    assert mapping.items() <= config.role_mapping.items()
     assert set(config.role_mapping.values()) == set(config.resource_pool_spec)
-
-
-def test_of_two_names_of_the_users_own_the_narrower_one_counts() -> None:
-    config = load("role_mapping.rollout=own", "role_mapping.actor_rollout=global_pool", *OWN_POOL)
-    plan = nominal_placement(config)
-    assert plan.role_mapping["rollout"] == "own"
-    assert plan.role_mapping["actor"] == "global_pool"
 
 
 @pytest.mark.parametrize(
@@ -58,10 +53,10 @@ def test_of_two_names_of_the_users_own_the_narrower_one_counts() -> None:
         ("split", (1, 8), "[2] critic=own", {"actor_rollout_ref_pool": [6]}),
     ],
 )
-def test_a_preset_shares_out_what_pools_of_ones_own_leave(
+def test_a_preset_divides_the_devices_that_other_pools_leave(
     placement: str, machines: tuple[int, int], own: str, shared: dict[str, list[int]]
 ) -> None:
-    size, *more = own.split()
+    size, *roles = own.split()
     num_nodes, num_devices = machines
     config = load(
         f"placement={placement}",
@@ -70,7 +65,7 @@ def test_a_preset_shares_out_what_pools_of_ones_own_leave(
         f"resource_pool_spec.own={size}",
         "role_mapping.judge=own",
         "role_workers.judge=my_package.Judge",
-        *(f"role_mapping.{each}" for each in more),
+        *(f"role_mapping.{role}" for role in roles),
     )
     assert {p: n for p, n in config.resource_pool_spec.items() if p != "own"} == shared
 
@@ -82,7 +77,7 @@ def test_a_preset_shares_out_what_pools_of_ones_own_leave(
         ("standalone", (8, 4), [[4] * 3, [4] * 2, [4], [4] * 2]),
     ],
 )
-def test_a_pool_of_frozen_models_has_fewer_devices_than_one_that_trains(
+def test_a_pool_of_frozen_models_has_fewer_devices(
     placement: str, machines: tuple[int, int], sizes: list[list[int]]
 ) -> None:
     num_nodes, num_devices = machines
@@ -94,7 +89,7 @@ def test_a_pool_of_frozen_models_has_fewer_devices_than_one_that_trains(
 @pytest.mark.parametrize(
     ("resources", "left"), [({"device": "cpu"}, [4]), ({"gpus": 0.5}, [3]), ({"cpus": 0.25}, [2])]
 )
-def test_shared_pools_leave_others_more(resources: dict[str, object], left: list[int]) -> None:
+def test_shared_pools_leave_more_to_others(resources: dict[str, object], left: list[int]) -> None:
     taken = (f"pool_resources.own.{name}={value}" for name, value in resources.items())
     pool = ["resource_pool_spec.own=[2]", "role_mapping.critic=own", "trainer.n_gpus_per_node=4"]
     config = load(*pool, *taken)
@@ -146,20 +141,20 @@ ONE_DEVICE = "trainer.n_gpus_per_node=1"
         ),
     ],
 )
-def test_every_advice_on_too_few_devices_works(overrides: list[str], too_few: str) -> None:
-    with pytest.raises((ConfigError, PlacementError)) as refused:
+def test_recommendations_for_too_few_devices_work(overrides: list[str], too_few: str) -> None:
+    with pytest.raises((ConfigError, PlacementError)) as caught:
         load(*overrides)
-    assert too_few in str(refused.value)
-    ways = re.findall(r"(trainer\.n_gpus_per_node=\d+)(?= or more|,)", str(refused.value))
-    if "placement=colocate, where" in str(refused.value):
-        ways.append("placement=colocate")
-    assert ways
-    for way in ways:
-        replaced = way.partition("=")[0]
-        load(*(each for each in overrides if not each.startswith(replaced)), way)
+    assert too_few in str(caught.value)
+    settings = re.findall(r"(trainer\.n_gpus_per_node=\d+)(?= or more|,)", str(caught.value))
+    if "placement=colocate, where" in str(caught.value):
+        settings.append("placement=colocate")
+    assert settings
+    for setting in settings:
+        replaced = setting.partition("=")[0]
+        load(*(override for override in overrides if not override.startswith(replaced)), setting)
 
 
-def test_more_entries_than_nodes_are_refused_with_both_ways_out() -> None:
+def test_a_pool_with_more_entries_than_nodes_is_rejected() -> None:
     pool = "resource_pool_spec.global_pool=[1,1]"
     with pytest.raises(
         PlacementError, match=r"one number in .* for each of the 1 node\(s\), .*nnodes"
@@ -167,15 +162,15 @@ def test_more_entries_than_nodes_are_refused_with_both_ways_out() -> None:
         load(pool)
     load(pool, "trainer.nnodes=2")
 
-    beside_a_preset = ["placement=split", "resource_pool_spec.critic_pool=[2,2]"]
+    with_a_preset = ["placement=split", "resource_pool_spec.critic_pool=[2,2]"]
     devices = "trainer.n_gpus_per_node=3"
     with pytest.raises(ConfigError, match=r"a number for each of 2 nodes, but trainer.nnodes=1\."):
-        load(*beside_a_preset, devices)
-    load(*beside_a_preset, devices, "trainer.nnodes=2")
+        load(*with_a_preset, devices)
+    load(*with_a_preset, devices, "trainer.nnodes=2")
     load("placement=split", "resource_pool_spec.critic_pool=[2]", devices)
 
 
-def test_a_pool_without_a_size_is_refused_with_the_override_that_makes_it() -> None:
+def test_a_pool_without_a_size_is_rejected_with_its_setting() -> None:
     with pytest.raises(PlacementError, match=r"Add this pool with resource_pool_spec.own=\[1\]"):
         load("role_mapping.critic=own", "trainer.n_gpus_per_node=2")
     load("role_mapping.critic=own", "trainer.n_gpus_per_node=2", "resource_pool_spec.own=[1]")

@@ -23,7 +23,7 @@ def shown(*overrides: str, resolve: bool = False) -> tuple[str, dict]:
 
 
 @pytest.mark.parametrize("resolve", [False, True])
-def test_it_reads_back_as_the_composed_tree(resolve: bool) -> None:
+def test_the_yaml_is_read_back_as_the_composed_tree(resolve: bool) -> None:
     text, tree = shown(
         "role_mapping.judge=global_pool",
         "trainer.stop_at={critic/score/mean:0.9}",
@@ -36,7 +36,7 @@ def test_it_reads_back_as_the_composed_tree(resolve: bool) -> None:
     assert ("${" in text) is not resolve
 
 
-def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
+def test_unread_keys_are_left_out_and_counted() -> None:
     overrides = known_settings(["algorithm=grpo"], PPO)
     tree = compose_tree(overrides, PPO)
     whole = OmegaConf.to_yaml(tree)
@@ -51,7 +51,7 @@ def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
     assert OmegaConf.to_yaml(tree) == whole
 
 
-def test_ones_own_code_that_cannot_be_imported_is_no_reason_to_show_nothing(
+def test_the_yaml_is_shown_without_a_module_that_fails_to_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken_losses.py").write_text("print('hello')\nraise RuntimeError('no')\n")
@@ -62,7 +62,7 @@ def test_ones_own_code_that_cannot_be_imported_is_no_reason_to_show_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_every_rule_of_a_field_stands_at_its_key() -> None:
+def test_every_rule_of_a_field_is_next_to_its_key() -> None:
     text, _ = shown()
     for key in leaf_keys(PPO.schema):
         if key.describe_rules:

@@ -24,16 +24,16 @@ from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from verl_like.errors import CheckpointError, ConfigError
 
 
-def row(prompt: Any = "a", **more: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "data_source": "s", "reward_model": {"ground_truth": "a"}, **more}
+def make_row(prompt: Any = "a", **columns: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "data_source": "s", "reward_model": {"ground_truth": "a"}, **columns}
 
 
 def chat(content: Any, role: Any = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
 
 
-def lines(*of: Any) -> bytes:
-    return b"\n".join(one if isinstance(one, bytes) else json.dumps(one).encode() for one in of)
+def lines(*rows: Any) -> bytes:
+    return b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
 
 
 def second(bad: Any) -> Callable[[Path], Path]:
@@ -41,7 +41,7 @@ def second(bad: Any) -> Callable[[Path], Path]:
 
     def write(folder: Path) -> Path:
         path = folder / "p.jsonl"
-        path.write_bytes(lines(row(), bad, row()))
+        path.write_bytes(lines(make_row(), bad, make_row()))
         return path
 
     return write
@@ -49,7 +49,7 @@ def second(bad: Any) -> Callable[[Path], Path]:
 
 def cut_gzip(folder: Path) -> Path:
     path = folder / "p.jsonl.gz"
-    path.write_bytes(gzip.compress(lines(row(), row()) + b"\n", mtime=0)[:-6])
+    path.write_bytes(gzip.compress(lines(make_row(), make_row()) + b"\n", mtime=0)[:-6])
     return path
 
 
@@ -94,28 +94,36 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "half a line": (second(b'{"prompt": '), "p.jsonl, line 2: not JSON", 2),
     "a nest": (second(b"[" * 100_000), "line 2: not JSON .its JSON is nested too deeply", 2),
     "deep": (
-        second(row(deep=json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))),
+        second(make_row(deep=json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))),
         "line 2: nested deeper than 100 levels",
         2,
     ),
-    "null content": (second(row(chat(None))), "line 2: the content of message 0 is null", 2),
+    "null content": (second(make_row(chat(None))), "line 2: the content of message 0 is null", 2),
     "a role that is none": (
-        second(row(chat("a", 3))),
+        second(make_row(chat("a", 3))),
         "line 2: message 0 has the invalid role 3",
         2,
     ),
-    "a template's refusal": (second(row(chat("a", "nobody"))), "line 2: the chat template", 2),
-    "a template's own error": (second(row(chat([7]))), "line 2: the chat template rejects it", 2),
-    "a number": (second(row(7)), "line 2: 'prompt' is 7, neither a text nor messages", 2),
-    "zero": (second(row(0)), "line 2: 'prompt' is 0, neither a text nor messages", 2),
+    "a template that rejects it": (
+        second(make_row(chat("a", "nobody"))),
+        "line 2: the chat template",
+        2,
+    ),
+    "a template's own error": (
+        second(make_row(chat([7]))),
+        "line 2: the chat template rejects it",
+        2,
+    ),
+    "a number": (second(make_row(7)), "line 2: 'prompt' is 7, neither a text nor messages", 2),
+    "zero": (second(make_row(0)), "line 2: 'prompt' is 0, neither a text nor messages", 2),
     "two columns of one name": (
         second(b'{"prompt": "a", "reward_model": null, "prompt": "b"}'),
         "line 2: two columns have the name 'prompt'",
         2,
     ),
-    "ten megabytes": (
-        second(row("ab " * 3_500_000)),
-        "line 2: it has 10,500,000 characters, of which at most 4,194,304 are tokenized",
+    "four megabytes": (
+        second(make_row("ab " * 1_400_000)),
+        "line 2: it has 4,200,000 characters, of which at most 4,194,304 are tokenized",
         2,
     ),
     "a cut gzip file": (cut_gzip, "p.jsonl.gz, line 3: not readable from here on", 2),
@@ -124,7 +132,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "a parquet text that is no UTF-8": (text_that_is_none, "p.parquet, row 1: not readable", 2),
     "a corrupt page": (corrupt_page, "p.parquet, rows 2 to 3: these rows of the file", 4),
 }
-"""Kind -> the file, what is said of it, and how many good rows there are."""
+"""Kind -> a function that writes the file, the error, and the number of good rows."""
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'nobody' %}"
@@ -133,12 +141,12 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_row_is_named_by_file_and_place_or_skipped(
+def test_a_bad_row_is_named_by_file_and_line_or_skipped(
     kind: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.chat_template = TEMPLATE
-    write, said, num_good = KINDS[kind]
+    write, message, num_good = KINDS[kind]
     files = str(write(tmp_path))
     settings = {"train_files": files, "max_prompt_length": 1000}
 
@@ -146,16 +154,18 @@ def test_a_bad_row_is_named_by_file_and_place_or_skipped(
         config = DataConfig(on_bad_row=on_bad_row, **settings)
         return PromptSet(config, "train_files", tokenizer, needs_rules=False)
 
-    with pytest.raises(ConfigError, match=f"{said}.*Fix it, or leave such rows out with data.on_"):
+    with pytest.raises(
+        ConfigError, match=f"{message}.*Fix it, or leave such rows out with data.on_"
+    ):
         read("error")
     with caplog.at_level(logging.WARNING):
-        found = read("skip")
-    assert (len(found), found.num_bad) == (num_good, 1)
+        prompts = read("skip")
+    assert (len(prompts), prompts.num_bad) == (num_good, 1)
     assert "are skipped (data.on_bad_row=skip)" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_table_with_two_columns_of_one_name_is_refused(suffix: str, tmp_path: Path) -> None:
+def test_a_table_with_two_columns_of_one_name_is_rejected(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"p.{suffix}"
     if suffix == "csv":
         path.write_text("prompt,,prompt,\na,,b,\n", encoding="utf-8")
@@ -166,23 +176,23 @@ def test_a_table_with_two_columns_of_one_name_is_refused(suffix: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["null content", "a corrupt page", "zero"])
-def test_recipes_on_rows_name_them_alike(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+def test_recipes_on_rows_report_the_same_errors(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.chat_template = TEMPLATE
-    write, said, num_good = KINDS[kind]
+    write, message, num_good = KINDS[kind]
     files = str(write(tmp_path))
 
-    def encode(found: dict[str, Any], tokenizer: Any) -> Any:
-        return encode_prompt(found["prompt"], tokenizer)
+    def encode(row: dict[str, Any], tokenizer: Any) -> Any:
+        return encode_prompt(row["prompt"], tokenizer)
 
     arguments = "data.train_files", files, "prompts", encode, tokenizer
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         encode_rows(*arguments, "error")
     rows, num_bad = encode_rows(*arguments, "skip")
     assert (len(rows), num_bad) == (num_good, 1)
 
 
-def test_surrogates_are_read_as_replacement_characters(tokenizer: Any, tmp_path: Path) -> None:
+def test_surrogates_are_tokenized_as_replacement_characters(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "a\\ud800b"}')
     config = DataConfig(train_files=str(path), max_prompt_length=100)
@@ -191,39 +201,39 @@ def test_surrogates_are_read_as_replacement_characters(tokenizer: Any, tmp_path:
     assert batch.non_tensor_batch["raw_prompt"].tolist() == ["a\ud800b"]
     assert prompts._tokens(0).tolist() == tokenizer("a\ufffdb")["input_ids"]
     path.write_bytes(b'{"text": "a\\ud800b"}')
-    (read,) = read_lm_rows("data.train_files", str(path), tokenizer, 100)
-    assert read.ids.tolist()[:-1] == tokenizer("a\ufffdb")["input_ids"]
+    (row,) = read_lm_rows("data.train_files", str(path), tokenizer, 100)
+    assert row.ids.tolist()[:-1] == tokenizer("a\ufffdb")["input_ids"]
     assert encode_prompt(chat("\udfff"), tokenizer).size
 
 
 @pytest.mark.parametrize("change", ["order", "ground truth"])
 def test_changed_rows_are_rejected(change: str, tokenizer: Any, tmp_path: Path) -> None:
-    rows = [row(letter, reward_model={"ground_truth": letter}) for letter in "abcd"]
+    rows = [make_row(letter, reward_model={"ground_truth": letter}) for letter in "abcd"]
     (tmp_path / "before.jsonl").write_bytes(lines(*rows))
     if change == "order":
         rows.reverse()
     else:
         rows[2]["reward_model"]["ground_truth"] = "x"
     (tmp_path / "after.jsonl").write_bytes(lines(*rows))
-    before, again, after = (
+    before, same, after = (
         PromptLoader(make_config(tmp_path / f"{name}.jsonl", train_batch_size=2), tokenizer)
         for name in ("before", "before", "after")
     )
-    again.load_state_dict(before.state_dict())
+    same.load_state_dict(before.state_dict())
     with pytest.raises(
         CheckpointError, match="number of rows is the same .4., but .*verl-like exp"
     ):
         after.load_state_dict(before.state_dict())
 
 
-def test_a_loader_of_rows_refuses_another_order(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_loader_of_rows_rejects_another_order(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(lines({"text": "a"}, {"text": "b"}))
     rows = read_lm_rows("data.train_files", str(path), tokenizer, 10)
-    before, again, after = (
+    before, same, after = (
         RowLoader(of, 1, lambda rows, uids: None) for of in (rows, list(rows), rows[::-1])
     )
-    again.load_state_dict(before.state_dict())
+    same.load_state_dict(before.state_dict())
     with pytest.raises(
         CheckpointError, match="number of rows is the same .2., but their contents or"
     ):

@@ -41,7 +41,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the rows that were read from files so far."""
+    """The number of rows that were read from files so far, as a list of one."""
     count, read = [0], lm_rows.rows_of_files
 
     def rows_of_files(*arguments: Any, **settings: Any) -> Iterator[Any]:
@@ -60,7 +60,7 @@ def write(folder: Path, rows: list[Row]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_start_reads_the_rows_that_the_first_has_made(
+def test_a_second_run_reads_the_rows_of_the_first(
     kind: str, tokenizer: Any, tmp_path: Path, num_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_rows, rows = KINDS[kind]
@@ -75,7 +75,7 @@ def test_a_second_start_reads_the_rows_that_the_first_has_made(
     assert digest_of_rows(first) == digest_of_rows(second) == digest_of_rows(in_memory)
 
 
-def test_other_inputs_have_own_entries(tiny_dir: Path, tmp_path: Path, num_read: list[int]) -> None:
+def test_other_inputs_have_new_entries(tiny_dir: Path, tmp_path: Path, num_read: list[int]) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     files = write(tmp_path, LM)
 
@@ -92,16 +92,16 @@ def test_other_inputs_have_own_entries(tiny_dir: Path, tmp_path: Path, num_read:
     read()
     assert num_read == [5 * len(LM)]
     read(loss_on_all=True)
-    assert num_read == [5 * len(LM)], "what is done with the tokens afterwards is not kept"
+    assert num_read == [5 * len(LM)], "the entry does not depend on the loss"
 
 
-def test_pairs_are_not_taken_for_responses_with_a_label(tokenizer: Any, tmp_path: Path) -> None:
+def test_pairs_and_labeled_responses_have_different_entries(tokenizer: Any, tmp_path: Path) -> None:
     files = write(tmp_path, PAIRS)
     read_pairs("data.train_files", files, tokenizer, 16)
     assert len(read_labeled("data.train_files", files, tokenizer, 16, seed=1)) == 2 * len(PAIRS)
 
 
-def test_a_dry_run_keeps_nothing(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_dry_run_writes_no_cache(tokenizer: Any, tmp_path: Path) -> None:
     files = write(tmp_path, LM)
     assert len(read_lm_rows("data.train_files", files, tokenizer, 8, limit=2)) == 2
     assert not cache_folder("rows").exists()

@@ -14,8 +14,8 @@ from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import LabeledRow, labeled_batch, read_labeled
 from verl_like.errors import ConfigError
 
-GOOD = {"prompt": "say a", "completion": "aa", "label": True}
-BAD = {"prompt": "say bb", "response": "xyz", "label": False}
+GOOD_ROW = {"prompt": "say a", "completion": "aa", "label": True}
+BAD_ROW = {"prompt": "say bb", "response": "xyz", "label": False}
 PAIR = {"prompt": "say c", "chosen": "c", "rejected": "d"}
 
 
@@ -25,7 +25,7 @@ def written(folder: Path, *rows: Any) -> str:
     return str(file)
 
 
-def said(row: LMRow, tokenizer: Any) -> tuple[str, str]:
+def prompt_and_response(row: LMRow, tokenizer: Any) -> tuple[str, str]:
     text = tokenizer.decode(row.ids[~row.in_loss])
     return text, tokenizer.decode(row.ids[row.in_loss]).removesuffix(tokenizer.eos_token)
 
@@ -38,9 +38,9 @@ def read(
 
 
 def test_a_pair_is_a_good_and_a_bad_response(tokenizer: Any, tmp_path: Path) -> None:
-    rows = read(tokenizer, tmp_path, GOOD, BAD, PAIR)
+    rows = read(tokenizer, tmp_path, GOOD_ROW, BAD_ROW, PAIR)
     assert [row.desirable for row in rows] == [True, False, True, False]
-    assert [said(row.response, tokenizer) for row in rows] == [
+    assert [prompt_and_response(row.response, tokenizer) for row in rows] == [
         ("say a", "aa"),
         ("say bb", "xyz"),
         ("say c", "c"),
@@ -48,15 +48,15 @@ def test_a_pair_is_a_good_and_a_bad_response(tokenizer: Any, tmp_path: Path) -> 
     ]
 
 
-def test_a_mismatched_response_follows_the_rows_own_prompt(tokenizer: Any, tmp_path: Path) -> None:
-    rows = read(tokenizer, tmp_path, GOOD, BAD, PAIR)
-    own = [said(row.response, tokenizer) for row in rows]
-    others = [said(row.mismatched, tokenizer) for row in rows]
-    assert [prompt for prompt, _ in others] == [prompt for prompt, _ in own]
-    assert sorted(reply for _, reply in others) == sorted(reply for _, reply in own)
-    assert all(a != b for (_, a), (_, b) in zip(own, others, strict=True))
-    again = read(tokenizer, tmp_path, GOOD, BAD, PAIR)
-    assert [said(row.mismatched, tokenizer) for row in again] == others
+def test_a_mismatched_response_follows_the_row_s_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    rows = read(tokenizer, tmp_path, GOOD_ROW, BAD_ROW, PAIR)
+    matched = [prompt_and_response(row.response, tokenizer) for row in rows]
+    mismatched = [prompt_and_response(row.mismatched, tokenizer) for row in rows]
+    assert [prompt for prompt, _ in mismatched] == [prompt for prompt, _ in matched]
+    assert sorted(reply for _, reply in mismatched) == sorted(reply for _, reply in matched)
+    assert all(a != b for (_, a), (_, b) in zip(matched, mismatched, strict=True))
+    second_read = read(tokenizer, tmp_path, GOOD_ROW, BAD_ROW, PAIR)
+    assert [prompt_and_response(row.mismatched, tokenizer) for row in second_read] == mismatched
 
 
 def test_rows_of_a_prompt_share_no_responses(tokenizer: Any, tmp_path: Path) -> None:
@@ -65,12 +65,15 @@ def test_rows_of_a_prompt_share_no_responses(tokenizer: Any, tmp_path: Path) -> 
         for letter in "aabc"
     ]
     rows = read(tokenizer, tmp_path, *pairs)
-    own = [said(row.response, tokenizer) for row in rows]
-    others = [said(row.mismatched, tokenizer) for row in rows]
-    assert all(prompt[-1] != reply[0] for prompt, reply in others)
-    assert sorted(reply for _, reply in others) == sorted(reply for _, reply in own)
+    matched = [prompt_and_response(row.response, tokenizer) for row in rows]
+    mismatched = [prompt_and_response(row.mismatched, tokenizer) for row in rows]
+    assert all(prompt[-1] != reply[0] for prompt, reply in mismatched)
+    assert sorted(reply for _, reply in mismatched) == sorted(reply for _, reply in matched)
 
-    same = [said(row.mismatched, tokenizer) for row in read(tokenizer, tmp_path, pairs[0])]
+    same = [
+        prompt_and_response(row.mismatched, tokenizer)
+        for row in read(tokenizer, tmp_path, pairs[0])
+    ]
     assert same == [("say a", "a2"), ("say a", "a1")]
 
 
@@ -82,15 +85,15 @@ def test_rows_of_a_prompt_share_no_responses(tokenizer: Any, tmp_path: Path) -> 
         ({"chosen": "a", "rejected": "a"}, "are equal"),
     ],
 )
-def test_a_bad_row_is_refused_with_its_line(
+def test_a_bad_row_is_rejected_with_its_line(
     change: dict[str, Any], problem: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: .*{re.escape(problem)}"):
-        read(tokenizer, tmp_path, GOOD, GOOD | change, BAD)
+        read(tokenizer, tmp_path, GOOD_ROW, GOOD_ROW | change, BAD_ROW)
 
 
 def test_labels_are_read_from_numbers_and_from_csv(tokenizer: Any, tmp_path: Path) -> None:
-    good, bad = GOOD | {"label": 1}, BAD | {"label": 0}
+    good, bad = GOOD_ROW | {"label": 1}, BAD_ROW | {"label": 0}
     assert [row.desirable for row in read(tokenizer, tmp_path, good, bad)] == [True, False]
 
     file = tmp_path / "rows.csv"
@@ -99,24 +102,24 @@ def test_labels_are_read_from_numbers_and_from_csv(tokenizer: Any, tmp_path: Pat
     assert [row.desirable for row in rows] == [True, False]
 
 
-def test_one_label_alone_teaches_nothing(tokenizer: Any, tmp_path: Path) -> None:
+def test_rows_with_only_one_label_are_rejected(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"2 responses; .* 2 are good and 0 are bad"):
-        read(tokenizer, tmp_path, GOOD, GOOD)
+        read(tokenizer, tmp_path, GOOD_ROW, GOOD_ROW)
 
 
-def test_what_the_limit_cuts_away_is_counted(
+def test_truncated_and_dropped_responses_are_counted(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    long = BAD | {"prompt": "a much longer prompt"}
+    long = BAD_ROW | {"prompt": "a much longer prompt"}
     with caplog.at_level(logging.INFO, logger="trainer"):
-        rows = read(tokenizer, tmp_path, GOOD, long, BAD, length=8)
+        rows = read(tokenizer, tmp_path, GOOD_ROW, long, BAD_ROW, length=8)
     assert len(rows) == 2
     assert "3 responses; 2 truncated to 8 tokens; 1 dropped" in caplog.text
     assert all(len(row.mismatched.ids) <= 8 and row.mismatched.in_loss.any() for row in rows)
 
 
-def test_a_batch_says_which_rows_are_desirable(tokenizer: Any, tmp_path: Path) -> None:
-    rows = read(tokenizer, tmp_path, GOOD, BAD)
+def test_a_batch_marks_desirable_rows(tokenizer: Any, tmp_path: Path) -> None:
+    rows = read(tokenizer, tmp_path, GOOD_ROW, BAD_ROW)
     batch = labeled_batch(rows, ["p", "q"], tokenizer.pad_token_id)
     assert batch.batch["desirable"].tolist() == [True, False]
     assert batch.batch["response_mask"].sum(-1).tolist() == [3, 4]

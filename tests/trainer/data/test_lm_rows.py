@@ -1,4 +1,4 @@
-"""The tokens of a row that a language-model loss trains, and the order of rows."""
+"""The tokens of a row in the loss of a language model, and the order of rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ TURNS = (
 )
 PLAIN = TURNS.replace("BEGIN", "").replace("END", "")
 MARKED = TURNS.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
-CUTS_EARLIER_TURNS = PLAIN.replace(
-    "{{ m.content }}!", "{{ m.content if loop.last else m.content[:1] }}!"
-)
-
-MARKED_AND_CUT = MARKED.replace(
-    "{{ m.content }}!", "{{ m.content if loop.last else m.content[:1] }}!"
-)
+CUT_TURNS = ("{{ m.content }}!", "{{ m.content if loop.last else m.content[:1] }}!")
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def tokenizer(tiny_dir: Path) -> Any:
     return load_tokenizer(str(tiny_dir / "model"))
 
 
-def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[bool, str]]:
+def runs_of_text(row: dict[str, Any], tokenizer: Any) -> list[tuple[bool, str]]:
     """Return the row's text in runs inside and outside the loss."""
     encoded = encode_lm_row(row, tokenizer)
     runs: list[tuple[bool, list[int]]] = []
@@ -59,19 +53,22 @@ def write(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def test_every_token_of_a_text_and_its_end_are_in_the_loss(tokenizer: Any) -> None:
-    assert parts({"text": "abc d"}, tokenizer) == [(True, "abc d<eos>")]
+def test_every_token_of_a_text_and_its_end_is_in_the_loss(tokenizer: Any) -> None:
+    assert runs_of_text({"text": "abc d"}, tokenizer) == [(True, "abc d<eos>")]
 
 
-def test_of_a_prompt_with_its_response_the_response_is_in_the_loss(tokenizer: Any) -> None:
+def test_only_the_response_to_a_prompt_is_in_the_loss(tokenizer: Any) -> None:
     row = {"prompt": "say a", "response": "aaa"}
-    assert parts(row, tokenizer) == [(False, "say a"), (True, "aaa<eos>")]
+    assert runs_of_text(row, tokenizer) == [(False, "say a"), (True, "aaa<eos>")]
     chat = {"prompt": CHAT[:1], "response": "aaa<eos>"}
-    assert parts(chat, tokenizer) == [(False, "<bos><user>say a<assistant>"), (True, "aaa<eos>")]
+    assert runs_of_text(chat, tokenizer) == [
+        (False, "<bos><user>say a<assistant>"),
+        (True, "aaa<eos>"),
+    ]
 
 
-def test_the_template_of_the_model_keeps_what_others_said_out_of_the_loss(tokenizer: Any) -> None:
-    assert parts({"messages": CHAT}, tokenizer) == [
+def test_only_the_assistant_s_turns_of_a_chat_are_in_the_loss(tokenizer: Any) -> None:
+    assert runs_of_text({"messages": CHAT}, tokenizer) == [
         (False, "<bos><user>say a<assistant>"),
         (True, "aaa"),
         (False, "<user>again<assistant>"),
@@ -82,21 +79,21 @@ def test_the_template_of_the_model_keeps_what_others_said_out_of_the_loss(tokeni
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "with generation markers"])
 def test_every_turn_of_the_assistant_is_in_the_loss(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
-    assert [part for part in parts({"messages": CHAT}, tokenizer) if part[0]] == [
+    assert [part for part in runs_of_text({"messages": CHAT}, tokenizer) if part[0]] == [
         (True, "aaa!"),
         (True, "ab!"),
     ]
     last_word = [*CHAT, {"role": "user", "content": "end"}]
-    assert parts({"messages": last_word}, tokenizer)[-1][0] is False
+    assert runs_of_text({"messages": last_word}, tokenizer)[-1][0] is False
 
 
-def test_rewriting_templates_must_mark_turns(tokenizer: Any, tmp_path: Path) -> None:
+def test_templates_that_rewrite_turns_must_mark_them(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "chats.jsonl", {"messages": CHAT})
-    tokenizer.chat_template = CUTS_EARLIER_TURNS
+    tokenizer.chat_template = PLAIN.replace(*CUT_TURNS)
     with pytest.raises(ConfigError, match=r"chats.jsonl, line 1: .* message 1.*{% generation %}"):
         read_lm_rows("ptx.train_files", file, tokenizer, 64)
-    tokenizer.chat_template = MARKED_AND_CUT
-    assert parts({"messages": CHAT}, tokenizer)[1] == (True, "a!")
+    tokenizer.chat_template = MARKED.replace(*CUT_TURNS)
+    assert runs_of_text({"messages": CHAT}, tokenizer)[1] == (True, "a!")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +117,7 @@ def test_bad_rows_name_their_line(tokenizer: Any, tmp_path: Path, row: Any, prob
         read_lm_rows("ptx.train_files", file, tokenizer, 64)
 
 
-def test_long_rows_are_cut_and_those_without_a_loss_are_dropped_and_counted(
+def test_long_rows_are_truncated_or_dropped_and_counted(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     long_prompt = {"prompt": "p" * 9, "response": "a"}
@@ -133,15 +130,15 @@ def test_long_rows_are_cut_and_those_without_a_loss_are_dropped_and_counted(
         read_lm_rows("ptx.train_files", write(tmp_path / "p.jsonl", long_prompt), tokenizer, 6)
 
 
-def test_every_token_is_in_the_loss_where_that_is_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+def test_loss_on_all_puts_every_token_in_the_loss(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "r.jsonl", {"prompt": "say a", "response": "aa"})
-    response, whole = (
+    response, row = (
         read_lm_rows("data.train_files", file, tokenizer, 64, loss_on_all=loss_on_all)[0]
         for loss_on_all in (False, True)
     )
     assert tokenizer.decode(response.ids[response.in_loss]) == "aa<eos>"
-    assert whole.ids.tolist() == response.ids.tolist()
-    assert whole.in_loss.all()
+    assert row.ids.tolist() == response.ids.tolist()
+    assert row.in_loss.all()
 
 
 @pytest.fixture
@@ -172,7 +169,7 @@ def test_padded_rows_predict_each_next_token(tokenizer: Any, make_loader: Any) -
         assert batch["position_ids"][row, :length].tolist() == list(range(length))
 
 
-def test_every_epoch_takes_every_row_once_in_an_order_of_its_own(make_loader: Any) -> None:
+def test_every_epoch_takes_every_row_once_in_another_order(make_loader: Any) -> None:
     taken = uids(make_loader(), 4, 4, 6)
     first, second = taken[:7], taken[7:]
     assert sorted(first) == [f"{row}-0" for row in range(7)]
@@ -182,7 +179,7 @@ def test_every_epoch_takes_every_row_once_in_an_order_of_its_own(make_loader: An
     assert uids(make_loader(seed=2), 14) != taken
 
 
-def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any, tokenizer: Any) -> None:
+def test_a_resumed_loader_continues_where_it_stopped(make_loader: Any, tokenizer: Any) -> None:
     whole = uids(make_loader(), 15)
     stopped, resumed = make_loader(), make_loader()
     uids(stopped, 4)

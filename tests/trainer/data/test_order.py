@@ -33,7 +33,7 @@ def order_of(name: str) -> Any:
     return epoch_order(DataConfig(sampler=f"{__name__}.{name}"), 3, 4)
 
 
-def test_ones_own_order_is_asked_for_once_an_epoch() -> None:
+def test_a_user_s_order_is_computed_once_per_epoch() -> None:
     CALLS.clear()
     order = order_of("backwards")
     assert [order(epoch).tolist() for epoch in (0, 0, 1)] == [[3, 2, 1, 0]] * 3
@@ -50,12 +50,12 @@ def test_a_shuffled_epoch_is_a_permutation_by_seed_and_epoch() -> None:
 
 
 @pytest.mark.parametrize("name", ["too_few", "too_far"])
-def test_what_is_no_order_is_refused(name: str) -> None:
+def test_an_invalid_order_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} returned int64.*4 integers from 0 to 3"):
         order_of(name)(0)
 
 
-def test_a_loader_takes_its_prompts_in_that_order(tiny_dir: Path) -> None:
+def test_a_loader_takes_its_prompts_in_the_user_s_order(tiny_dir: Path) -> None:
     from trainer.data.prompts import PromptLoader, load_tokenizer
 
     data = DataConfig(

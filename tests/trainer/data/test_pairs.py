@@ -18,10 +18,10 @@ DIALOGUES = {
     "chosen": "\n\nHuman: say a\n\nAssistant: aa",
     "rejected": "\n\nHuman: say a\n\nAssistant: bb",
 }
-ASKED = [{"role": "user", "content": "say a"}]
+QUESTION = [{"role": "user", "content": "say a"}]
 
 
-def said(text: str) -> list[dict[str, str]]:
+def assistant(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
@@ -36,7 +36,7 @@ def test_a_response_to_a_prompt_is_in_the_loss_with_its_end(tokenizer: Any) -> N
     assert encode_pair(STATIC | {"margin": 2}, tokenizer).margin == 2.0
 
 
-def test_dialogues_train_what_follows_their_common_beginning(tokenizer: Any) -> None:
+def test_only_what_differs_in_dialogues_is_in_the_loss(tokenizer: Any) -> None:
     end = tokenizer.eos_token
     pair = encode_pair(DIALOGUES, tokenizer)
     assert in_loss(pair, tokenizer) == ["aa" + end, "bb" + end]
@@ -44,19 +44,21 @@ def test_dialogues_train_what_follows_their_common_beginning(tokenizer: Any) -> 
     assert in_loss(encode_pair(longer, tokenizer), tokenizer) == [end, "a" + end]
 
 
-def test_chats_are_alike_with_the_prompt_in_front_or_in_a_column(tokenizer: Any) -> None:
-    whole = {"chosen": ASKED + said("aa"), "rejected": ASKED + said("bb")}
-    beside = {"prompt": ASKED, "chosen": said("aa"), "rejected": said("bb")}
-    first, second = encode_pair(whole, tokenizer), encode_pair(beside, tokenizer)
+def test_chats_may_have_the_prompt_in_front_or_in_a_column(tokenizer: Any) -> None:
+    in_front = {"chosen": QUESTION + assistant("aa"), "rejected": QUESTION + assistant("bb")}
+    in_column = {"prompt": QUESTION, "chosen": assistant("aa"), "rejected": assistant("bb")}
+    first, second = encode_pair(in_front, tokenizer), encode_pair(in_column, tokenizer)
     assert first.chosen.ids.tolist() == second.chosen.ids.tolist()
     chosen, rejected = in_loss(second, tokenizer)
     assert chosen.startswith("aa")
     assert rejected.startswith("bb")
 
 
-def test_what_the_assistant_said_in_the_prompt_is_not_in_the_loss(tokenizer: Any) -> None:
-    earlier = [*ASKED, *said("ab"), *ASKED]
-    pair = encode_pair({"prompt": earlier, "chosen": said("aa"), "rejected": said("bb")}, tokenizer)
+def test_earlier_turns_of_the_assistant_are_not_in_the_loss(tokenizer: Any) -> None:
+    earlier = [*QUESTION, *assistant("ab"), *QUESTION]
+    pair = encode_pair(
+        {"prompt": earlier, "chosen": assistant("aa"), "rejected": assistant("bb")}, tokenizer
+    )
     chosen, rejected = in_loss(pair, tokenizer)
     assert (chosen[:2], rejected[:2]) == ("aa", "bb")
     assert "ab" in tokenizer.decode(pair.chosen.ids)
@@ -69,15 +71,15 @@ def test_what_the_assistant_said_in_the_prompt_is_not_in_the_loss(tokenizer: Any
         ({"rejected": "aa"}, "'chosen' and 'rejected' are equal: 'aa'"),
         ({"prompt": ""}, "'chosen': 'prompt' is empty"),
         ({"margin": float("nan")}, "'margin' is nan, not a number"),
-        ({"chosen": said("aa")}, "the response must be a text, or, if the prompt"),
+        ({"chosen": assistant("aa")}, "the response must be a text, or, if the prompt"),
     ],
 )
-def test_a_bad_pair_is_refused(change: dict[str, Any], problem: str, tokenizer: Any) -> None:
+def test_a_bad_pair_is_rejected(change: dict[str, Any], problem: str, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)):
         encode_pair(STATIC | change, tokenizer)
 
 
-def test_files_name_the_row_and_count_what_the_limit_cuts(
+def test_errors_name_the_row_and_truncated_pairs_are_counted(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = STATIC | {"chosen": "a" * 9 + "b", "rejected": "a" * 9 + "c"}
@@ -93,14 +95,14 @@ def test_files_name_the_row_and_count_what_the_limit_cuts(
         read_pairs("data.train_files", str(file), tokenizer, 12)
 
 
-def test_a_table_of_texts_is_read_with_its_margins(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_csv_file_may_have_margins(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "pairs.csv"
     file.write_text("prompt,chosen,rejected,margin\nsay a,aa,b,1.5\nsay a,a,b,\n", "utf-8")
     rows = read_pairs("data.train_files", str(file), tokenizer, 32)
     assert [row.margin for row in rows] == [1.5, 0.0]
 
 
-def test_a_batch_holds_both_sides_of_a_pair_in_one_row(tokenizer: Any) -> None:
+def test_a_row_of_a_batch_has_both_sides_of_a_pair(tokenizer: Any) -> None:
     rows = [encode_pair(STATIC | {"margin": 0.5}, tokenizer), encode_pair(DIALOGUES, tokenizer)]
     batch = pair_batch(rows, ["p", "q"], tokenizer.pad_token_id)
     assert list(batch.non_tensor_batch["uid"]) == ["p", "q"]

@@ -66,7 +66,7 @@ class Files:
         yield from map(letters, self.rows[2:])
 
 
-def test_a_second_run_reads_what_the_first_has_made() -> None:
+def test_a_second_run_reads_the_rows_of_the_first() -> None:
     files = Files(make_rows())
     runs = [cached_prompts("key", files, "prompt") for _ in range(2)]
     assert files.num_reads == 1
@@ -81,14 +81,14 @@ def test_a_second_run_reads_what_the_first_has_made() -> None:
             assert cached.row(number) == memory.row(number)
             assert np.array_equal(cached.tokens(number), memory.tokens(number))
             assert cached.tokens(number).dtype == np.int64
-        for kept in (everything, odd):
-            assert cached.first_of_sources(kept) == memory.first_of_sources(kept)
+        for rows in (everything, odd):
+            assert cached.first_of_sources(rows) == memory.first_of_sources(rows)
         assert cached.first_of_sources(everything) == {"even": 0, "odd": 1}
         assert cached.columns == memory.columns == ["level", "text"]
 
 
 @pytest.mark.usefixtures("large")
-def test_another_file_or_setting_makes_another_entry(tokenizer: Any, tmp_path: Path) -> None:
+def test_another_file_or_setting_has_another_entry(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("one")
     first = cache_key([str(path)], tokenizer, prompt_key="prompt")
@@ -99,12 +99,12 @@ def test_another_file_or_setting_makes_another_entry(tokenizer: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["rows.arrow", "summary.json"])
-def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_entry_is_written_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(make_rows())
     cached_prompts("key", files, "prompt")
     (entry,) = cache_folder("prompts").iterdir()
-    whole = (entry / name).read_bytes()
-    (entry / name).write_bytes(whole[: len(whole) // 2])
+    content = (entry / name).read_bytes()
+    (entry / name).write_bytes(content[: len(content) // 2])
     cached = cached_prompts("key", files, "prompt")
     assert cached is not None
     assert cached.row(4) == files.rows[4]
@@ -112,12 +112,12 @@ def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixtu
     assert "is damaged and written again" in caplog.text
 
 
-def test_values_without_a_form_in_json_are_not_cached() -> None:
+def test_values_that_json_lacks_are_not_cached() -> None:
     assert cached_prompts("key", Files([{"prompt": "a", "image": b""}] * 3), "prompt") is None
     assert list(cache_folder("prompts").iterdir()) == []
 
 
-def test_an_error_of_a_row_leaves_nothing_behind() -> None:
+def test_an_error_of_a_row_leaves_no_entry() -> None:
     def read() -> Iterator[Encoded | None]:
         yield from map(letters, make_rows())
         raise ValueError("row 8 is bad")
@@ -133,19 +133,19 @@ def test_no_cache_without_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "no cache can be written to" in caplog.text
 
 
-def test_an_entry_that_nobody_opens_is_forgotten() -> None:
+def test_an_unused_entry_is_deleted() -> None:
     cached_prompts("1", Files(make_rows()), "prompt")
     (old,) = cache_folder("prompts").iterdir()
     os.utime(old, (0, 0))
     cached_prompts("2", Files(make_rows()), "prompt")
     assert not old.exists()
-    again = cached_prompts("2", Files([]), "prompt")
-    assert again is not None
-    assert len(again.lengths) == 8
+    reopened = cached_prompts("2", Files([]), "prompt")
+    assert reopened is not None
+    assert len(reopened.lengths) == 8
 
 
 @pytest.mark.parametrize("lost", ["removed", "unwritable"])
-def test_what_cannot_be_kept_any_more_is_computed(
+def test_values_that_cannot_be_stored_are_computed(
     lost: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cached = cached_prompts("key", Files(make_rows()), "prompt")
@@ -175,7 +175,7 @@ def as_large_files(tmp_path: Path, tokenizer: Any, **settings: Any) -> list[Prom
 
 
 @pytest.mark.parametrize("settings", [{"truncation": "left"}, {"filter_overlong_prompts": True}])
-def test_prompts_of_a_cache_are_those_in_memory(
+def test_cached_prompts_equal_prompts_in_memory(
     tmp_path: Path, tiny_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))

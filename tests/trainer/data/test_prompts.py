@@ -50,10 +50,13 @@ def write_jsonl(path: Path, prompts: list[Any]) -> Path:
     return path
 
 
-def test_prompts_are_left_padded_to_the_width(make_loader: Any, tokenizer: Any) -> None:
+def test_prompts_are_left_padded_and_know_special_tokens(make_loader: Any, tokenizer: Any) -> None:
     batch = next(iter(make_loader()))
     ids, mask, positions = (batch.batch[k] for k in ("input_ids", "attention_mask", "position_ids"))
     assert ids.shape == mask.shape == positions.shape == (32, WIDTH)
+    assert ids.dtype == torch.int64
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    assert batch.meta_info == special
     for row in range(len(batch)):
         message = batch.non_tensor_batch["raw_prompt"][row]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -64,17 +67,17 @@ def test_prompts_are_left_padded_to_the_width(make_loader: Any, tokenizer: Any) 
         assert set(ids[row][: WIDTH - length].tolist()) <= {tokenizer.pad_token_id}
 
 
-def test_the_order_depends_on_the_seed_and_the_epoch_alone(make_loader: Any) -> None:
-    one, again, other = (uids(make_loader(seed=seed), 18) for seed in (1, 1, 2))
-    assert one == again
-    assert one != other
-    first, second = one[:9], one[9:]
+def test_the_order_depends_only_on_seed_and_epoch(make_loader: Any) -> None:
+    order, same, other = (uids(make_loader(seed=seed), 18) for seed in (1, 1, 2))
+    assert order == same
+    assert order != other
+    first, second = order[:9], order[9:]
     assert {uid.split("-")[1] for batch in first for uid in batch} == {"0"}
     assert {uid.split("-")[1] for batch in second for uid in batch} == {"1"}
     assert [uid.split("-")[0] for uid in first[0]] != [uid.split("-")[0] for uid in second[0]]
 
 
-def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any) -> None:
+def test_a_resumed_loader_continues_where_it_stopped(make_loader: Any) -> None:
     whole = uids(make_loader(), 20)
     stopped = make_loader()
     uids(stopped, 7)
@@ -84,7 +87,7 @@ def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any) -> None:
     assert resumed.epoch == 19 // len(resumed) > 0
 
 
-def test_the_position_in_other_data_is_refused(make_loader: Any) -> None:
+def test_the_position_in_other_data_is_rejected(make_loader: Any) -> None:
     with pytest.raises(CheckpointError, match="batch_size: saved 32, now 16"):
         make_loader(train_batch_size=16).load_state_dict(make_loader().state_dict())
 
@@ -94,7 +97,7 @@ def test_the_partial_last_batch_is_dropped_and_counted(make_loader: Any) -> None
     assert (len(loader), loader.num_left_over, loader.total_steps) == (9, 300 - 9 * 32, 18)
 
 
-def test_a_number_of_prompts_ends_in_a_smaller_batch(make_loader: Any) -> None:
+def test_a_total_of_prompts_ends_in_a_smaller_batch(make_loader: Any) -> None:
     loader = make_loader(train_batch_size=100, total_prompts=450)  # 3 batches an epoch
     assert loader.total_steps == 5
     sizes = [len(names) for names in uids(loader, 6)]
@@ -113,29 +116,25 @@ def test_overlong_prompts_are_filtered_and_counted(make_loader: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("truncation", "kept"), [("left", slice(-WIDTH, None)), ("right", slice(None, WIDTH))]
+    ("truncation", "part"), [("left", slice(-WIDTH, None)), ("right", slice(None, WIDTH))]
 )
 def test_overlong_prompts_are_cut_and_counted(
-    make_loader: Any, tokenizer: Any, tmp_path: Path, truncation: str, kept: slice
+    make_loader: Any, tokenizer: Any, tmp_path: Path, truncation: str, part: slice
 ) -> None:
     text = "abcdefghijklmnopqrstuvwxyz"
     loader = make_loader(
         write_jsonl(tmp_path / "p.jsonl", [text]), truncation=truncation, train_batch_size=1
     )
-    assert tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[kept]
+    assert tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[part]
     assert loader.prompts.num_truncated == 1
     assert "0 dropped and 1 truncated (data.max_prompt_length=16)" in loader.prompts.story
-
-
-def rows_of(files: Any, **settings: Any) -> list[dict[str, Any]]:
-    return read_rows(DataConfig(train_files=files, **settings), "train_files")[0]
 
 
 GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}}
 
 
 @pytest.mark.parametrize(
-    ("bad", "answer"),
+    ("bad", "message"),
     [
         (json.dumps({**GOOD, "prompt": [{"text": "a"}]}), "line 2: 'prompt' is not a list of mess"),
         (
@@ -152,21 +151,21 @@ GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}
         ),
     ],
 )
-def test_a_bad_row_is_named_by_its_number_or_skipped(
-    tmp_path: Path, bad: str, answer: str, caplog: pytest.LogCaptureFixture
+def test_a_bad_row_is_named_by_its_line_or_skipped(
+    tmp_path: Path, bad: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join([json.dumps(GOOD), bad, json.dumps(GOOD)]), encoding="utf-8")
-    with pytest.raises(ConfigError, match=answer):
-        rows_of(str(path))
+    with pytest.raises(ConfigError, match=message):
+        read_rows(DataConfig(train_files=str(path)), "train_files")
     assert read_rows(DataConfig(train_files=str(path), on_bad_row="skip"), "train_files") == (
         [GOOD, GOOD],
         1,
     )
-    assert answer[:7] in caplog.text
+    assert message[:7] in caplog.text
 
 
-def test_a_table_of_prompts_alone_does_where_no_rule_scores(tmp_path: Path) -> None:
+def test_rows_without_rules_need_only_prompts(tmp_path: Path) -> None:
     path = tmp_path / "prompts.csv"
     path.write_text('\ufeffact,prompt\nLinux,"say ""a"",\nor b"\nEmpty,\n', encoding="utf-8")
     config = DataConfig(train_files=str(path), on_bad_row="skip")
@@ -183,17 +182,17 @@ def test_a_table_of_prompts_alone_does_where_no_rule_scores(tmp_path: Path) -> N
         read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=False)
 
 
-def test_what_a_row_says_of_its_rule_stays() -> None:
+def test_a_row_keeps_its_rule() -> None:
     assert with_rule_columns(GOOD) == GOOD
-    kept = with_rule_columns({"reward_model": {"style": "own"}, "data_source": "s"})
-    assert kept == {"reward_model": {"style": "own", "ground_truth": None}, "data_source": "s"}
+    row = with_rule_columns({"reward_model": {"style": "own"}, "data_source": "s"})
+    assert row == {"reward_model": {"style": "own", "ground_truth": None}, "data_source": "s"}
 
 
-def test_a_bad_parquet_file_is_refused(tmp_path: Path) -> None:
+def test_a_bad_parquet_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     path.write_text("no parquet", encoding="utf-8")
     with pytest.raises(ConfigError, match="not a readable parquet file"):
-        rows_of(str(path))
+        read_rows(DataConfig(train_files=str(path)), "train_files")
 
 
 CUSTOM = """
@@ -216,7 +215,7 @@ class Letters:
 
 
 @pytest.mark.parametrize("name", ["letters", "Letters"])
-def test_rows_may_come_from_a_users_data_set(tokenizer: Any, tmp_path: Path, name: str) -> None:
+def test_rows_may_come_from_a_user_s_data_set(tokenizer: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "own.py").write_text(CUSTOM, encoding="utf-8")
     config = DataConfig(
         custom_cls=UserCodeConfig(path=str(tmp_path / "own.py"), name=name), max_prompt_length=3
@@ -225,7 +224,7 @@ def test_rows_may_come_from_a_users_data_set(tokenizer: Any, tmp_path: Path, nam
     assert [tokenizer.decode(ids) for ids in batch.batch["input_ids"]] == ["aaa", "bbb", "ccc"]
 
 
-def test_pad_falls_back_to_eos(tiny_dir: Path, tmp_path: Path) -> None:
+def test_the_pad_token_defaults_to_eos(tiny_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
@@ -233,24 +232,15 @@ def test_pad_falls_back_to_eos(tiny_dir: Path, tmp_path: Path) -> None:
     assert loaded.pad_token_id == loaded.eos_token_id
 
 
-def test_a_batch_has_the_token_ids_that_engines_need(make_loader: Any, tokenizer: Any) -> None:
-    batch = next(iter(make_loader()))
-    assert batch.meta_info == {
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    assert batch.batch["input_ids"].dtype == torch.int64
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-def test_an_empty_file_is_called_empty(ending: str, tmp_path: Path) -> None:
+def test_an_empty_file_is_an_error(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows.{ending}"
     path.touch()
     with pytest.raises(ConfigError, match=rf"data\.train_files: .*{ending} is empty"):
         read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=False)
 
 
-def test_the_column_answer_is_a_ground_truth_where_there_is_no_other() -> None:
+def test_the_column_answer_is_the_default_ground_truth() -> None:
     def truth(**columns: Any) -> Any:
         return with_rule_columns({"prompt": "a", **columns})["reward_model"]["ground_truth"]
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.trainer.migrate.words import migrated, translated
-from trainer.config.compose import load_config
+from tests.trainer.migrate.words import composed, migrated, notes, translated
 from trainer.migrate.flags import Table
-from trainer.migrate.systems import RECIPES
-from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 
@@ -28,10 +23,6 @@ torchrun --standalone --nproc_per_node=4 train_prompts.py --pretrain bloom --mod
 """
 
 
-def composed(done: Translation) -> Any:
-    return load_config(done.overrides(), RECIPES[done.program])
-
-
 def test_makers_and_trainers_become_an_async_run() -> None:
     done = migrated("coati", ASYNC)
     assert done.command().startswith("verl-like async \\\n    algorithm=coati_legacy")
@@ -43,9 +34,9 @@ def test_makers_and_trainers_become_an_async_run() -> None:
         async_training.train_epochs,
         async_training.max_staleness,
     ) == (2, 3, 1)
-    beside_a_rollout = {"rollout", "ref", "reward_model", "critic_copy"}
+    on_generators = {"rollout", "ref", "reward_model", "critic_copy"}
     pools = expand_roles(config.role_mapping)
-    assert {role for role, pool in pools.items() if pool == "generator_0_pool"} == beside_a_rollout
+    assert {role for role, pool in pools.items() if pool == "generator_0_pool"} == on_generators
     # 2 trainers x 2 rows a batch; 4 prompts x 8 steps x 2 makers are 16 batches, each three times
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (4, 4)
     assert config.trainer.total_training_steps == 48
@@ -68,16 +59,15 @@ def test_train_prompts_becomes_ppo_with_ptx() -> None:
     assert (config.trainer.n_gpus_per_node, actor.strategy) == (4, "shard_grad_op")
 
 
-def test_every_flag_has_a_word() -> None:
-    lost = []
+def test_every_flag_is_described() -> None:
+    missing = []
     for name in Table("coati", "all").rows:
         done = translated("coati", f"python train_prompts.py --{name} 2")
-        told = [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
-        lost += [] if any(name in line for line in told) else [name]
-    assert set(lost) <= {"max_input_len", "max_seq_len", "max_timesteps", "update_timesteps"}
+        missing += [] if any(name in line for line in notes(done)) else [name]
+    assert set(missing) <= {"max_input_len", "max_seq_len", "max_timesteps", "update_timesteps"}
 
 
-def test_what_cannot_be_translated_is_named() -> None:
+def test_an_impossible_translation_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no flag --num_maker. Did you mean 'num_makers'"):
         translated("coati", "python mmmt_prompt.py --num_maker 2")
     with pytest.raises(ConfigError, match="--num_makers is '\\$N'"):

@@ -24,10 +24,10 @@ def flags(table: Table, *words: str) -> GivenFlags:
     return GivenFlags(table, as_flags(words), "no flag")
 
 
-def test_rules_apply_in_their_order_where_they_hold(table: Table) -> None:
-    given = flags(table, "--rows", "4", "--kind", "a")
+def test_rules_apply_in_order_where_they_hold(table: Table) -> None:
+    flags_given = flags(table, "--rows", "4", "--kind", "a")
     keys = {"rows": "4", "kind": "a", "other.x": "1", "other.y": "2"}
-    given.apply(
+    flags_given.apply(
         [
             {"let": {"all_rows": "rows * 10"}},
             {"when": "all_rows > 50", "error": "too many"},
@@ -39,10 +39,10 @@ def test_rules_apply_in_their_order_where_they_hold(table: Table) -> None:
         ],
         keys,
     )
-    done = given.done
+    done = flags_given.done
     assert done.settings == {"data.train_batch_size": "40", "data.prompt_key": "a"}
     assert done.renamed == ["a of 40 -> data.train_batch_size=40", "--kind a -> data.prompt_key=a"]
     assert done.absent == ["other.x=1: there is no other", "other.y=2: there is no other"]
     assert (done.always, keys) == (["a is so"], {"rows": "4", "kind": "a"})
     with pytest.raises(ConfigError, match="^too many 3$"):
-        given.apply([{"error": "too many {1 + 2}"}])
+        flags_given.apply([{"error": "too many {1 + 2}"}])

@@ -1,4 +1,4 @@
-"""The listings of other READMEs and papers: each becomes a run here, and two are in our pages."""
+"""Listings of other READMEs and papers become runs here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from tests import ROOT
-from tests.trainer.migrate.words import migrated
+from tests.trainer.migrate.words import composed, migrated
 from trainer.config.compose import load_config
 from trainer.migrate.systems import RECIPES
 
@@ -56,8 +56,8 @@ PAPER = """ray job submit -- python3 examples/train_ppo_ray.py \\
 """The command in the appendix of OpenRLHF's paper."""
 
 
-def test_the_command_of_the_paper_s_appendix_has_a_pool_for_each_role() -> None:
-    config = load_config(migrated("openrlhf", PAPER).overrides(), RECIPES["ppo"])
+def test_the_command_of_openrlhf_s_paper_has_a_pool_per_role() -> None:
+    config = composed(migrated("openrlhf", PAPER))
     assert config.resource_pool_spec["rollout_pool"] == [8, 8]
     assert len(config.resource_pool_spec) == 5
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4

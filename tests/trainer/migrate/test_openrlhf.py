@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.migrate.words import migrated, translated, translated_whole
+from tests.trainer.migrate.words import composed, migrated, notes, translated, translated_whole
 from trainer.cli.main import main
-from trainer.migrate.translation import Translation
-from trainer.ppo.config import PPOConfig
-from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
 
 FLAGS = Path(__file__).with_name("openrlhf_flags.txt").read_text(encoding="utf-8").splitlines()
@@ -49,11 +46,7 @@ python3 -m openrlhf.cli.train_ppo_ray \\
 """
 
 
-def composed(done: Translation) -> PPOConfig:
-    return load_config([setting.replace("$", "") for setting in done.overrides()])
-
-
-def test_pairs_that_are_colocated_share_pools_and_have_their_defaults() -> None:
+def test_colocated_pairs_share_pools_and_have_openrlhf_s_defaults() -> None:
     config = composed(migrated("openrlhf", COLOCATED_PAIRS))
     assert config.resource_pool_spec == {"actor_pool": [2], "rollout_pool": [8], "critic_pool": [2]}
     assert config.role_mapping == {
@@ -80,7 +73,7 @@ def test_pairs_that_are_colocated_share_pools_and_have_their_defaults() -> None:
     assert config.critic.model.fsdp_config["optimizer_offload"]
 
 
-def test_flags_with_sections_and_shell_variables() -> None:
+def test_flags_may_have_sections_and_shell_variables() -> None:
     done = migrated("openrlhf", GRPO)
     config = composed(done)
     actor = config.actor_rollout_ref.actor
@@ -113,22 +106,21 @@ def test_without_engines_the_actor_generates() -> None:
         ("--init_kl_coef 0 --ref_reward_offload", ["param_offload=True"]),
     ],
 )
-def test_what_their_run_does_not_read_is_left_out(flags: str, unread: list[str]) -> None:
+def test_flags_that_openrlhf_does_not_read_are_left_out(flags: str, unread: list[str]) -> None:
     needed = "--pretrain model --remote_rm_url http://a:1 --prompt_data x.jsonl"
     done = translated_whole("openrlhf", f"{needed} {flags}")
     for setting in unread:
         assert any(setting in line for line in done.unread)
 
 
-def test_every_flag_has_a_word() -> None:
-    lost = []
+def test_every_flag_is_described() -> None:
+    missing = []
     for flag in FLAGS:
         done = translated("openrlhf", f"--{flag}")
-        lines = [*done.renamed, *done.always, *done.absent, *done.rejected]
-        words = {word.rstrip(":,") for line in lines for word in line.split()}
+        words = {word.rstrip(":,") for line in notes(done) for word in line.split()}
         if f"--{flag.split()[0]}" not in words and f"--{flag}" not in done.joined:
-            lost.append(flag)
-    assert lost == []
+            missing.append(flag)
+    assert missing == []
 
 
 @pytest.mark.parametrize(
@@ -145,13 +137,13 @@ def test_every_flag_has_a_word() -> None:
         ("--zero_stage 4", "--zero_stage 4: ZeRO has the stages 0 to 3"),
     ],
 )
-def test_what_cannot_be_translated_is_named(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_an_impossible_translation_is_an_error(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         migrated("openrlhf", text) if "'" in text else translated_whole("openrlhf", text)
-    assert problem in str(refused.value)
+    assert problem in str(caught.value)
 
 
-def test_the_command_prints_what_became_of_each_flag(
+def test_the_command_describes_each_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.sh"

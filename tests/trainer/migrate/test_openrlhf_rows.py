@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.trainer.migrate.words import migrated, translated, translated_whole
-from trainer.config.compose import load_config
+from tests.trainer.migrate.words import composed, migrated, notes, translated, translated_whole
 from trainer.migrate.flags import Table
-from trainer.migrate.systems import RECIPES
-from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
 
 HEREDOC = """
@@ -26,11 +21,7 @@ fi
 """
 
 
-def composed(done: Translation) -> Any:
-    return load_config(done.overrides(), RECIPES[done.program])
-
-
-def test_sft_counts_rows_and_samples_as_there() -> None:
+def test_sft_counts_rows_and_samples_as_in_openrlhf() -> None:
     flags = "--data.input_key question --data.output_key response --train.max_epochs 2"
     done = migrated("openrlhf", HEREDOC.format(program="train_sft", flags=flags))
     config = composed(done)
@@ -39,14 +30,11 @@ def test_sft_counts_rows_and_samples_as_there() -> None:
     assert (config.trainer.total_epochs, config.trainer.total_training_steps) == (2, 8)
     assert (config.trainer.n_gpus_per_node, config.model.strategy) == (4, "fsdp")
     assert (config.optim.lr_scheduler_type, config.optim.min_lr_ratio) == ("cosine", 0.1)
-    told = "\n".join(done.absent)
-    assert (
-        "--input_key question, --output_key response: rows have the columns prompt, response"
-        in told
-    )
+    columns = "--input_key question, --output_key response: rows have the columns prompt, response"
+    assert columns in "\n".join(done.absent)
 
 
-def test_a_template_that_would_be_lost_is_refused() -> None:
+def test_a_template_that_would_be_lost_is_rejected() -> None:
     line = (
         "deepspeed --module openrlhf.cli.train_sft --dataset x --pretrain m --output_key response"
     )
@@ -55,7 +43,7 @@ def test_a_template_that_would_be_lost_is_refused() -> None:
     translated_whole("openrlhf", f"{line} --input_key prompt --apply_chat_template")
 
 
-def test_reward_models_and_preferences() -> None:
+def test_reward_models_and_preferences_are_translated() -> None:
     done = migrated("openrlhf", HEREDOC.format(program="train_rm", flags="--data.max_len 4096"))
     assert (done.program, composed(done).data.max_length) == ("reward-model", 4096)
     flags = "--model.beta 0.2 --model.ipo_enable --model.nll_loss_coef 0.1"
@@ -71,7 +59,7 @@ def test_reward_models_and_preferences() -> None:
         ("train_dpo", "--optim muon", "Muon is not built in"),
     ],
 )
-def test_another_experiment_is_refused(program: str, flags: str, reason: str) -> None:
+def test_another_experiment_is_rejected(program: str, flags: str, reason: str) -> None:
     line = f"deepspeed --module openrlhf.cli.{program} --data.dataset x {flags}"
     with pytest.raises(ConfigError, match=reason):
         translated_whole("openrlhf", line)
@@ -83,11 +71,12 @@ def test_a_trainer_without_a_translation_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("program", ["train_sft", "train_rm", "train_dpo"])
-def test_every_flag_has_a_word(program: str) -> None:
+def test_every_flag_is_described(program: str) -> None:
     values = {"zero_stage": "3", "lr_scheduler": "constant", "input_key": "x"}
     for name, row in Table("openrlhf_rows", "all", program).rows.items():
         flag = (row.new or name).replace("*", "lr")
         value = values.get(name, "1")
         done = translated("openrlhf", f"deepspeed --module {program} --{flag} {value}")
-        told = [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
-        assert any(flag in line for line in told) or name in ("input_key", "output_key"), flag
+        assert any(flag in line for line in notes(done)) or name in ("input_key", "output_key"), (
+            flag
+        )

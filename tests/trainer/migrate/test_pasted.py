@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.migrate.words import migrated, pasted
+from tests.trainer.migrate.words import filled_in, migrated, pasted
 from trainer.migrate.systems import migrate
 from trainer.migrate.translation import shell_word
 
@@ -19,30 +19,30 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("system", "text"), COMMANDS)
-def test_pasted_into_bash_it_is_what_it_says(system: str, text: str) -> None:
+def test_a_command_pasted_into_bash_has_the_same_words(system: str, text: str) -> None:
     done = migrated(system, text)
     values = {"WHO": "me", "ROW_TOKENS": "100", "y": "z"}
-    expected = done.overrides()
-    for name in done.variables:
-        expected = [word.replace(f"${name}", values[name]) for word in expected]
-    expected = [word.replace("$((16384 / ROW_TOKENS))", "163") for word in expected]
+    variables = {name: values[name] for name in done.variables}
+    expected = [
+        word.replace("$((16384 / ROW_TOKENS))", "163") for word in filled_in(done, variables)
+    ]
     assert not any("$((" in word for word in expected)
     assert pasted(done, values) == [done.program, *expected]
 
 
-def test_variables_are_filled_in_and_other_dollars_are_not() -> None:
+def test_only_variables_are_filled_in() -> None:
     assert shell_word("a=$X/$Y", ["X"]) == '"a=$X/\\$Y"'
     assert shell_word("a=$XY", ["X"]) == "'a=$XY'"
     assert shell_word("a=b", ["X"]) == "a=b"
     assert shell_word("a=['b', 'c']", []) == "\"a=['b', 'c']\""
 
 
-def test_a_script_of_several_trainings_gives_each() -> None:
+def test_a_script_of_several_trainings_has_a_command_for_each() -> None:
     text = f"for n in 2 4; do {VERL} actor_rollout_ref.rollout.n=$n; done\n{VERL}\n{VERL}\n"
     text += "torchrun --nproc_per_node 2 -m verl.trainer.fsdp_sft_trainer data.train_files=x "
     text += "model.partial_pretrain=y\npip install x; python prepare.py a.b=1"
-    found = migrate("verl", text)
-    assert [done.program for done in found] == ["ppo", "ppo", "ppo", "sft"]
-    assert [done.settings.get("actor_rollout_ref.rollout.n") for done in found[:2]] == ["2", "4"]
-    for done in found:
+    commands = migrate("verl", text)
+    assert [done.program for done in commands] == ["ppo", "ppo", "ppo", "sft"]
+    assert [done.settings.get("actor_rollout_ref.rollout.n") for done in commands[:2]] == ["2", "4"]
+    for done in commands:
         assert pasted(done, {}) == [done.program, *done.overrides()]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.check_loss.stand_ins import NOT_INSTALLED, few_batches, stand_in_for_verl
-from trainer.cli import main as command
+from trainer.cli.main import main
 from trainer.migrate.prove import prove
 from trainer.migrate.systems import migrate
 from trainer.migrate.translation import Translation
@@ -32,17 +32,17 @@ def test_the_command_prints_a_proof_below_the_translation(
     stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
     words = [*shlex.split(VERL), "actor_rollout_ref.actor.clip_ratio_high=0.28", "--prove"]
     monkeypatch.setattr(sys, "argv", ["verl-like", "migrate", "verl", *words])
-    command.main()
-    told = capsys.readouterr().out
-    assert told.startswith("verl-like ppo")
-    assert told.splitlines()[-3:] == [
+    main()
+    text = capsys.readouterr().out
+    assert text.startswith("verl-like ppo")
+    assert text.splitlines()[-3:] == [
         "Proof:",
         "  loss verl:vanilla: equal to 1e-6 on 24 batches",
         "  estimator verl:grpo: equal to 1e-6 on 24 batches",
     ]
 
 
-def test_the_key_that_makes_them_differ_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_that_causes_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
 
     def wider(*columns: Any, **counts: Any) -> Any:
@@ -55,12 +55,12 @@ def test_the_key_that_makes_them_differ_is_named(monkeypatch: pytest.MonkeyPatch
         return POLICY_LOSSES["vanilla"](*columns, "seq-mean-token-mean", config, **counts)
 
     stand_in_for_verl(monkeypatch, {"vanilla": wider})
-    told = proof("verl", VERL)
-    assert "different on" in told
-    assert "With clip_ratio_high=1.0 they are equal to 1e-6 on 4 batches" in told
+    text = proof("verl", VERL)
+    assert "different on" in text
+    assert "With clip_ratio_high=1.0 they are equal to 1e-6 on 4 batches" in text
     stand_in_for_verl(monkeypatch, {"vanilla": over_rows})
-    told = proof("verl", VERL)
-    assert "With loss_agg_mode=seq-mean-token-mean they are equal to 1e-6 on 4 batches" in told
+    text = proof("verl", VERL)
+    assert "With loss_agg_mode=seq-mean-token-mean they are equal to 1e-6 on 4 batches" in text
 
 
 def test_an_estimator_has_the_settings_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_an_estimator_has_the_settings_of_the_command(monkeypatch: pytest.Monkey
     assert "estimator verl:gae: equal to 1e-6 on 0 batches; different on 4" in prove("verl", done)
 
 
-def test_without_the_framework_the_translation_is_printed(
+def test_without_the_framework_only_the_translation_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("verl", "verl.trainer.ppo.core_algos"):
@@ -81,13 +81,13 @@ def test_without_the_framework_the_translation_is_printed(
     words = ["verl-like", "migrate", "verl", *shlex.split(VERL), "--prove"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit, match="verl cannot be imported .*pip install verl==0.9.1"):
-        command.main()
+        main()
     assert capsys.readouterr().out.startswith("verl-like ppo")
 
 
-def test_a_system_without_functions_of_its_own_is_said() -> None:
-    told = prove("openrlhf", Translation())
-    assert told == "Proof: openrlhf has no functions that can be called by themselves"
+def test_a_system_without_functions_has_no_proof() -> None:
+    text = prove("openrlhf", Translation())
+    assert text == "Proof: openrlhf has no functions that can be called by themselves"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_system_without_functions_of_its_own_is_said() -> None:
         ("trl sft", "loss trl:sft: equal to 1e-6 on 18 batches"),
     ],
 )
-def test_trls_losses_are_those_of_the_migrated_command(line: str, words: str) -> None:
+def test_a_migrated_command_has_the_losses_of_trl(line: str, words: str) -> None:
     pytest.importorskip("trl", reason=NOT_INSTALLED)
     assert words in proof("trl", f"{line} --model_name_or_path y --dataset_name z")
 
@@ -121,14 +121,14 @@ def test_trls_losses_are_those_of_the_migrated_command(line: str, words: str) ->
         "use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01",
     ],
 )
-def test_verls_functions_are_those_of_the_migrated_command(settings: str) -> None:
+def test_a_migrated_command_has_the_functions_of_verl(settings: str) -> None:
     pytest.importorskip("verl", reason=NOT_INSTALLED)
-    told = proof("verl", f"{VERL} actor_rollout_ref.actor.{settings}")
-    assert "different" not in told
-    assert told.count("equal to 1e-6 on 24 batches") == 2
+    text = proof("verl", f"{VERL} actor_rollout_ref.actor.{settings}")
+    assert "different" not in text
+    assert text.count("equal to 1e-6 on 24 batches") == 2
 
 
-def test_rows_without_a_token_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_token_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
 
     def over_all_rows(*columns: Any, **counts: Any) -> Any:

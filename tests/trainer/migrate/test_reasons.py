@@ -66,7 +66,7 @@ def test_the_keys_and_commands_of_reasons_exist() -> None:
 
 
 @pytest.mark.parametrize("section", ["changes_nothing", "changes_nothing_at", "not_here"])
-def test_no_key_of_ours_is_in_verls_table_of_other_keys(section: str) -> None:
+def test_the_table_of_verl_s_other_keys_has_none_of_ours(section: str) -> None:
     ours = set(named_keys(PPOConfig))
     patterns: Mapping[str, Any] = getattr(tables(), section)
     named = {pattern: [key for key in ours if fnmatchcase(key, pattern)] for pattern in patterns}

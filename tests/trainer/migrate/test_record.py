@@ -1,4 +1,4 @@
-"""A script runs in a sandbox, and the commands that it would have started are recorded."""
+"""A script runs in a sandbox, and the commands that it would start are recorded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,7 +37,7 @@ def recorded(text: str, *arguments: str) -> list[list[str]]:
     return [command.words for command in recording.commands]
 
 
-def test_variables_arrays_arithmetic_and_loops_are_the_shell_s() -> None:
+def test_the_shell_expands_variables_arrays_and_loops() -> None:
     recording = record(SHELL)
     assert recording.ending == ENDED_WELL, recording.printed
     runs = [
@@ -71,7 +72,7 @@ STARTS = [
 ]
 
 
-def test_it_is_recorded_through_whatever_starts_it() -> None:
+def test_a_command_is_recorded_however_it_is_started() -> None:
     lines = [line.replace("--x 1", f"--x {number}") for number, line in enumerate(STARTS)]
     commands = recorded("\n\n".join(lines))
     trained = [["python", "-m", "train", "--x", str(number)] for number in range(len(STARTS))]
@@ -95,20 +96,22 @@ def test_a_file_runs_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert recorded(str(scripts / "run.sh"), "eight") == [words]
 
 
-def test_existing_logs_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_logs_do_not_stop_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "old.log").write_text("kept")
+    (tmp_path / "logs" / "old.log").write_text("unchanged")
     monkeypatch.chdir(tmp_path)
     text = (
         "set -eo pipefail\npython -m one > logs/old.log\npython -m two | tee logs/old.log nowhere/b"
     )
     assert [words[-1] for words in recorded(text + "\npython -m three")] == ["one", "two", "three"]
-    assert (tmp_path / "logs" / "old.log").read_text() == "kept"
+    assert (tmp_path / "logs" / "old.log").read_text() == "unchanged"
 
 
-def test_it_writes_nowhere_else_and_reaches_nothing(tmp_path: Path) -> None:
+def test_a_script_writes_no_other_file_and_has_no_network(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    victim.write_text("kept")
+    victim.write_text("unchanged")
     text = f"""
     echo bad > {victim}; /bin/rm -f {victim}; /usr/bin/touch {tmp_path}/new
     builtin kill -9 {os.getpid()}
@@ -116,7 +119,7 @@ def test_it_writes_nowhere_else_and_reaches_nothing(tmp_path: Path) -> None:
     python -m train
     """
     recording = record(text)
-    assert victim.read_text() == "kept"
+    assert victim.read_text() == "unchanged"
     assert [path.name for path in tmp_path.iterdir()] == ["victim"]
     assert recording.printed.count("Permission denied") + recording.printed.count("denied") >= 3
 
@@ -139,7 +142,7 @@ print(json.dumps([recording.ending, [command.words for command in recording.comm
     assert json.loads(child.stdout) == ["passed its deadline", [["python", "-m", "train"]]]
 
 
-def test_variables_that_nobody_sets_stay_where_they_are_read_alone() -> None:
+def test_variables_that_are_only_read_are_unset() -> None:
     script = """
     # $COMMENT
     A=1; B=$A; C=${C:-2}
@@ -151,7 +154,7 @@ def test_variables_that_nobody_sets_stay_where_they_are_read_alone() -> None:
     assert unset_variables(script, environment) == (["E", "F", "TOKEN"], ["D", "G"])
 
 
-def test_keys_of_the_user_stay_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_stay_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     recording = record("export OTHER_TOKEN=abc; python -m train --key $WANDB_API_KEY")
     assert recording.commands[0].words[-1] == "$WANDB_API_KEY"
@@ -161,43 +164,25 @@ def test_keys_of_the_user_stay_variables(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_a_sandbox_scripts_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.migrate.recorder.start_child", lambda _: (Done(), Refuses()))
+    process, pipe = Mock(), Mock()
+    process.wait.return_value, pipe.recv.return_value = 0, "no Landlock."
+    monkeypatch.setattr("trainer.migrate.recorder.start_child", lambda _: (process, pipe))
     with pytest.raises(ConfigError, match="no sandbox for it: no Landlock.*verl-like migrate"):
         record("python -m train")
     words = ["main_ppo", "data.train_files=x", "actor_rollout_ref.model.path=y"]
     assert migrate("verl", words)[0].program == "ppo"
 
 
-class Done:
-    """A process that has ended."""
-
-    def wait(self) -> int:
-        return 0
-
-
-class Refuses:
-    """The pipe of a recorder without a sandbox."""
-
-    def send(self, script: recorder.Script) -> None:
-        pass
-
-    def recv(self) -> str:
-        return "no Landlock."
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_record_that_was_cut_is_none() -> None:
+def test_a_truncated_record_is_ignored() -> None:
     for content in ("", "/a", "/a\x003\x00x\x00y", "/a\x00z\x00"):
         assert recorder._read(content, {}, {}) is None
 
 
-def test_what_a_script_without_a_training_lacks_is_said() -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_script_without_a_training_is_an_error_with_its_reason() -> None:
+    with pytest.raises(ConfigError) as caught:
         migrate("verl", "set -e\ncd $CHECKOUT/x\npython -m verl.trainer.main_ppo a.b=1")
-    assert "cd: $CHECKOUT/x: No such file" in str(refused.value)
-    assert "variables that are never set: CHECKOUT." in str(refused.value)
+    assert "cd: $CHECKOUT/x: No such file" in str(caught.value)
+    assert "variables that are never set: CHECKOUT." in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +194,7 @@ def test_what_a_script_without_a_training_lacks_is_said() -> None:
         'for n in $(seq 2000); do : > "$VERL_LIKE_RECORDER/commands/$n"; done',
     ],
 )
-def test_what_a_script_leaves_for_records_is_read_with_bounds(line: str) -> None:
+def test_false_records_of_a_script_are_read_with_bounds(line: str) -> None:
     began = time.monotonic()
     recording = record(f"{line} || true\npython -m train")
     assert time.monotonic() - began < recorder.DEADLINE_S
@@ -220,7 +205,7 @@ def test_what_a_script_leaves_for_records_is_read_with_bounds(line: str) -> None
 
 def test_a_script_changes_no_modes_owners_or_devices(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    victim.write_text("kept")
+    victim.write_text("unchanged")
     mode = victim.stat().st_mode
     tries = (
         f"/bin/chmod 777 {victim}; /bin/chown 1 {victim}; /bin/mknod $TMPDIR/d b 1 3; "

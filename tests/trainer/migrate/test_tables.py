@@ -20,7 +20,7 @@ TABLES = [("openrlhf", (), "ppo"), ("coati", ("all", "async"), "async"), *TRL, *
 
 
 @pytest.mark.parametrize(("system", "sections", "program"), TABLES)
-def test_every_key_is_one_of_ours(system: str, sections: tuple[str, ...], program: str) -> None:
+def test_every_key_of_a_table_exists(system: str, sections: tuple[str, ...], program: str) -> None:
     schema = RECIPES[program].schema
     RECIPES[program].load_registries()
     arguments = {key.name for key in known_arguments(schema)}
@@ -41,5 +41,5 @@ def test_every_flag_has_one_row_with_one_outcome(system: str, sections: tuple[st
     del names["rules"]
     assert [name for name, times in names.items() if times > 1] == []
     for name, row in Table(system, *sections).rows.items():
-        says = [row.always, row.absent, row.rejected, row.taken_with, bool(row.settings)]
-        assert sum(map(bool, says)) == 1, name
+        outcomes = [row.always, row.absent, row.rejected, row.taken_with, bool(row.settings)]
+        assert sum(map(bool, outcomes)) == 1, name

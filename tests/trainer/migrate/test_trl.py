@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.trainer.migrate.words import migrated, translated, translated_whole
-from trainer.config.compose import load_config
-from trainer.migrate.systems import RECIPES
-from trainer.migrate.translation import Translation
+from tests.trainer.migrate.words import composed, migrated, notes, translated, translated_whole
 from verl_like.errors import ConfigError
 
 FIELDS = Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").splitlines()
@@ -25,10 +21,6 @@ accelerate launch --num_processes 4 trl/scripts/grpo.py \\
     --max_completion_length 64 --scale_rewards none --loss_type dr_grpo --use_peft \\
     --epsilon_high 0.28 --bf16 --logging_steps 10 --top_k 50
 """
-
-
-def composed(done: Translation) -> Any:
-    return load_config(done.overrides(), RECIPES[done.program])
 
 
 def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
@@ -68,14 +60,16 @@ def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
         ("--vllm_importance_sampling_correction False", None, "2.0"),
     ],
 )
-def test_what_vllm_drew_is_weighed_as_there(flags: str, level: str | None, bounds: str) -> None:
+def test_vllm_samples_have_trl_s_importance_weights(
+    flags: str, level: str | None, bounds: str
+) -> None:
     command = f"trl grpo --model_name_or_path m --dataset_name a/b --use_vllm {flags}"
     config = composed(translated_whole("trl", command))
     correction = config.algorithm.rollout_correction
     assert (correction.rollout_is, correction.rollout_is_threshold) == (level, bounds)
 
 
-def test_cispo_bounds_ratios_as_there() -> None:
+def test_cispo_has_trl_s_bounds() -> None:
     command = "trl grpo --model_name_or_path m --dataset_name a/b --loss_type cispo"
     actor = composed(translated_whole("trl", f"{command} --epsilon_high 4")).actor_rollout_ref.actor
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (1.0, 3.0)
@@ -84,7 +78,7 @@ def test_cispo_bounds_ratios_as_there() -> None:
     assert any("ScaleRL" in line for line in done.absent)
 
 
-def test_defaults_that_differ_are_set() -> None:
+def test_defaults_of_trl_are_set() -> None:
     config = composed(translated_whole("trl", "trl sft --model_name_or_path m --dataset_name a/b"))
     assert (config.optim.lr, config.optim.weight_decay) == (2e-5, 0.0)
     assert config.optim.lr_scheduler_type == "linear"
@@ -97,7 +91,7 @@ def test_defaults_that_differ_are_set() -> None:
     assert config.model.enable_gradient_checkpointing
 
 
-def test_a_yaml_is_known_by_its_fields_or_read_by_its_command(tmp_path: Path) -> None:
+def test_a_yaml_is_recognized_by_its_fields_or_its_command(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: a/b\nbeta: 0.2\nloss_type: [sigmoid, sft]\n"
     text += "loss_weights: [1.0, 0.5]\nwarmup_steps: 0.1\nmax_length: 512\n"
     done = migrated("trl", text)
@@ -106,13 +100,13 @@ def test_a_yaml_is_known_by_its_fields_or_read_by_its_command(tmp_path: Path) ->
     assert (config.optim.lr_warmup_steps, config.optim.lr_warmup_steps_ratio) == (-1, 0.1)
 
     (tmp_path / "dpo.yaml").write_text(text, encoding="utf-8")
-    again = migrated("trl", f"trl dpo --config {tmp_path}/dpo.yaml --beta 0.3")
-    assert again.settings == done.settings | {"beta": "0.3"}
+    by_command = migrated("trl", f"trl dpo --config {tmp_path}/dpo.yaml --beta 0.3")
+    assert by_command.settings == done.settings | {"beta": "0.3"}
     with pytest.raises(ConfigError, match="do not show which TRL trainer"):
         migrated("trl", "model_name_or_path: m\n")
 
 
-def test_a_reward_model_and_a_field_that_the_loss_does_not_read() -> None:
+def test_reward_models_and_unread_fields_are_translated() -> None:
     reward = "trl reward --model_name_or_path m --dataset_name a/b"
     config = composed(translated_whole("trl", f"{reward} --center_rewards_coefficient 0.01"))
     assert (config.center_coef, config.optim.lr) == (0.01, 1e-4)
@@ -124,18 +118,17 @@ def test_a_reward_model_and_a_field_that_the_loss_does_not_read() -> None:
 
 
 @pytest.mark.parametrize("program", ["grpo", "sft", "reward", "dpo"])
-def test_every_field_has_a_word(program: str) -> None:
-    lost = []
+def test_every_field_is_described(program: str) -> None:
+    missing = []
     for line in FIELDS:
         of_program, name = line.split()
         value = NUMBERS.get(name) or TEXTS.get(name, "1")
         if of_program != program:
             continue
         done = translated("trl", f"trl {program} --{name} {value}")
-        told = [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
-        if not any(name in said for said in told) and not name.startswith("dataset_"):
-            lost.append(name)
-    assert set(lost) <= {"per_device_train_batch_size", "gradient_accumulation_steps"}
+        if not any(name in note for note in notes(done)) and not name.startswith("dataset_"):
+            missing.append(name)
+    assert set(missing) <= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     with pytest.raises(ConfigError, match="no field --learning_rte. Did you mean 'learning_rate'"):
         translated("trl", f"trl {program} --learning_rte 1")
 
@@ -148,13 +141,13 @@ def test_every_field_has_a_word(program: str) -> None:
         ("--config nowhere.yaml", "there is no such file"),
     ],
 )
-def test_what_cannot_be_translated_is_named(flags: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_an_impossible_translation_is_an_error(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         translated("trl", f"trl grpo --model_name_or_path m {flags}")
-    assert problem in str(refused.value)
+    assert problem in str(caught.value)
 
 
-def test_packed_rows_keep_the_tokens_of_a_step() -> None:
+def test_packed_rows_have_the_same_tokens_per_step() -> None:
     command = "accelerate launch --num_processes 4 trl/scripts/sft.py --model_name_or_path m "
     command += "--dataset_name a/b --packing --max_length 2048 --per_device_train_batch_size 2"
     done = translated_whole("trl", command)
@@ -165,7 +158,7 @@ def test_packed_rows_keep_the_tokens_of_a_step() -> None:
     assert translation.settings["data.train_batch_size"] == "8"
 
 
-def test_the_processes_of_accelerate_s_yaml_count(tmp_path: Path) -> None:
+def test_processes_in_accelerate_s_yaml_are_counted(tmp_path: Path) -> None:
     (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
     command = f"accelerate launch --config_file {tmp_path}/zero3.yaml examples/scripts/dpo.py "
     config = composed(
@@ -174,16 +167,16 @@ def test_the_processes_of_accelerate_s_yaml_count(tmp_path: Path) -> None:
     assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (16, 2)
 
 
-def test_the_gpus_that_a_command_sees_count_and_unsaid_ones_are_told() -> None:
+def test_visible_gpus_are_counted_and_an_unknown_number_is_noted() -> None:
     command = "accelerate launch trl/scripts/dpo.py --model_name_or_path m --dataset_name a/b"
     done = migrated("trl", f"CUDA_VISIBLE_DEVICES=0,1,2 {command}")
     assert composed(done).data.train_batch_size == 24
     assert any("number of processes" in line for line in translated_whole("trl", command).absent)
-    alone = translated_whole("trl", command.replace("accelerate launch", "python"))
-    assert not any("number of processes" in line for line in alone.absent)
+    one_process = translated_whole("trl", command.replace("accelerate launch", "python"))
+    assert not any("number of processes" in line for line in one_process.absent)
 
 
-def test_kto_has_its_weights_and_its_lengths(tmp_path: Path) -> None:
+def test_kto_has_its_weights_and_lengths(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: a/b\ndesirable_weight: 1.5\nmax_length: null\n"
     done = migrated("trl", text)
     config = composed(done)
@@ -193,7 +186,7 @@ def test_kto_has_its_weights_and_its_lengths(tmp_path: Path) -> None:
     assert (config.data.max_length, config.optim.lr, config.beta) == (1024, 1e-6, 0.1)
 
 
-def test_scripts_with_code_of_their_own_are_refused() -> None:
+def test_scripts_with_custom_code_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match="examples.scripts.grpo_vlm.py is a script that has no counterpart"
     ):
@@ -210,7 +203,7 @@ def test_scripts_with_code_of_their_own_are_refused() -> None:
         ("--loss_type vespo", "--loss_type vespo: supported"),
     ],
 )
-def test_another_experiment_is_refused(flags: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match="these flags change the experiment") as refused:
+def test_another_experiment_is_rejected(flags: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="these flags change the experiment") as caught:
         translated_whole("trl", f"trl grpo --model_name_or_path m --dataset_name a/b {flags}")
-    assert reason in str(refused.value)
+    assert reason in str(caught.value)

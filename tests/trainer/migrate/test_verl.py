@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from tests.trainer.migrate.words import migrated
-from trainer.ppo.recipe import load_config
+from tests.trainer.migrate.words import composed, migrated
 from verl_like.errors import ConfigError
 
 GRPO = """
@@ -28,13 +27,13 @@ python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megat
 """
 
 
-def test_verls_script_becomes_a_command_of_ours_and_every_other_key_has_a_word() -> None:
+def test_every_key_of_verl_s_script_is_translated_or_described() -> None:
     done = migrated("verl", GRPO)
-    config = load_config([setting.replace("$", "") for setting in done.overrides()])
+    config = composed(done)
     policy = config.actor_rollout_ref
     assert (policy.rollout.name, policy.rollout.n, policy.actor.strategy) == ("vllm", 5, "fsdp")
     assert config.data.val_files == ["/data/gsm8k/test.parquet", "/data/math/test.parquet"]
-    assert config.trainer.max_ckpt_to_keep == 2  # none is asked for, so the default stays
+    assert config.trainer.max_ckpt_to_keep == 2  # it saves no checkpoint, so the default stays
     assert (config.trainer.total_epochs, config.trainer.n_gpus_per_node) == (15, 8)
     assert (policy.actor.ppo_mini_batch_size, policy.rollout.tensor_model_parallel_size) == (256, 2)
     assert any("strategy=fsdp" in line for line in done.renamed)
@@ -47,7 +46,7 @@ def test_verls_script_becomes_a_command_of_ours_and_every_other_key_has_a_word()
     assert "critic.optim.lr=1e-5" in unread
 
 
-def test_settings_alone_are_read_and_a_text_without_them_is_refused() -> None:
+def test_settings_need_no_program_and_other_texts_are_rejected() -> None:
     text = "data.train_files=x actor_rollout_ref.model.path=y"
     assert migrated("verl", text).settings["actor_rollout_ref.model.path"] == "y"
     with pytest.raises(ConfigError, match="data.unheard_of=1: no such key is known here"):
@@ -58,7 +57,7 @@ def test_settings_alone_are_read_and_a_text_without_them_is_refused() -> None:
         migrated("verl", "python train.py")
 
 
-def test_variables_that_the_script_sets_decide_what_is_read() -> None:
+def test_variables_of_the_script_have_their_values() -> None:
     script = """
     test_files="['$HOME/a.parquet']"
     N=${N:-5}
@@ -89,9 +88,9 @@ python3 main_ppo_split.py \\
 """
 
 
-def test_the_example_of_split_placement_is_split_and_keeps_its_passes() -> None:
+def test_the_example_of_split_placement_keeps_its_pools_and_passes() -> None:
     done = migrated("verl", SPLIT)
-    config = load_config([setting.replace("$", "") for setting in done.overrides()])
+    config = composed(done)
     assert config.resource_pool_spec.keys() == {"actor_rollout_ref_pool", "critic_pool"}
     actor = config.actor_rollout_ref.actor
     assert (actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz) == (8, False)

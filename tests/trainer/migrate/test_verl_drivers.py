@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.trainer.migrate.words import migrated, translated_whole
-from trainer.config.compose import load_config
-from trainer.migrate.systems import RECIPES, migrate
-from trainer.migrate.translation import Translation
+from tests.trainer.migrate.words import composed, migrated, translated_whole
+from trainer.migrate.systems import migrate
 from verl_like.errors import ConfigError
 
 MAIN = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y"
@@ -22,10 +19,6 @@ python -m verl.experimental.{driver} data.train_files=x data.val_files=v \\
     actor_rollout_ref.hybrid_engine=False trainer.nnodes=1 trainer.n_gpus_per_node=4 \\
     rollout.nnodes=1 rollout.n_gpus_per_node=4 {more}
 """
-
-
-def composed(done: Translation) -> Any:
-    return load_config(done.overrides(), RECIPES[done.program])
 
 
 @pytest.mark.parametrize(
@@ -43,29 +36,29 @@ def composed(done: Translation) -> Any:
         ("reward_model.enable=True custom_reward_function.path=f.py", "calls the reward model's"),
     ],
 )
-def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match="these flags change the experiment") as refused:
+def test_another_experiment_is_rejected_with_its_key(words: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="these flags change the experiment") as caught:
         translated_whole("verl", f"{MAIN} {words}")
-    assert reason in str(refused.value)
+    assert reason in str(caught.value)
 
 
 MEGATRON = f"{ACTOR}.strategy=megatron {ACTOR}.megatron"
 
 
-def test_a_layout_that_cannot_be_had_is_dropped_with_a_word() -> None:
+def test_a_layout_that_is_not_supported_is_dropped_with_a_note() -> None:
     words = f"{MEGATRON}.tensor_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=4"
     done = translated_whole("verl", f"{MAIN} {words}")
     assert composed(done).actor_rollout_ref.actor.parallel == {"ep": 4}
     assert any(f"{ACTOR}.parallel.ep=4 keeps whole experts" in line for line in done.absent)
 
 
-def test_rows_of_all_processes_are_those_of_processes_with_rows_of_their_own() -> None:
+def test_rows_per_pass_are_divided_among_data_parallel_processes() -> None:
     words = f"{ACTOR}.megatron.tensor_model_parallel_size=4 {ACTOR}.ppo_micro_batch_size=6"
     config = composed(translated_whole("verl", f"{MAIN} {words}"))
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 3
 
 
-def test_a_yaml_of_keys_is_read_with_those_that_it_is_made_of(tmp_path: Path) -> None:
+def test_a_yaml_is_read_with_its_defaults(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 7}"
     )
@@ -85,7 +78,7 @@ def test_a_yaml_of_keys_is_read_with_those_that_it_is_made_of(tmp_path: Path) ->
         translated_whole("verl", f"{MAIN} --config-path={tmp_path} --config-name=own")
 
 
-def test_tools_named_beside_the_script_take_the_place_of_theirs() -> None:
+def test_tools_of_the_user_replace_the_script_s_tools() -> None:
     words = f"{TURNS}.enable=True {TURNS}.tool_config_path=t.yaml "
     words += f"{TURNS}.max_assistant_turns=5 environment.tools=[tools.py:calculate]"
     done = translated_whole("verl", f"{MAIN} {words}")
@@ -97,7 +90,7 @@ def test_tools_named_beside_the_script_take_the_place_of_theirs() -> None:
     ]
 
 
-def test_dapo_draws_its_batches_as_ours_or_is_refused() -> None:
+def test_dapo_needs_filtered_groups_for_larger_batches() -> None:
     drawn = MAIN.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
     drawn += " data.gen_batch_size=96 data.train_batch_size=32"
     drawn += " actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=2"
@@ -107,13 +100,13 @@ def test_dapo_draws_its_batches_as_ours_or_is_refused() -> None:
         translated_whole("verl", drawn)
 
 
-def test_a_reward_model_s_score_stands_alone() -> None:
+def test_a_reward_model_s_score_is_the_only_reward() -> None:
     words = "reward_model.enable=True reward_model.model.path=rm reward_model.rollout.name=vllm"
     config = composed(translated_whole("verl", f"{MAIN} {words}"))
     assert (config.reward.model.enable, config.reward.rule_weight) == (True, 0)
 
 
-def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
+def test_dapo_s_reward_manager_becomes_a_length_penalty() -> None:
     section = "reward_model.reward_kwargs"
     words = f"reward_model.reward_manager=dapo {section}.overlong_buffer_cfg.enable=True "
     words += f"{section}.overlong_buffer_cfg.len=128 {section}.max_resp_len=512 "
@@ -124,7 +117,7 @@ def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
         translated_whole("verl", f"{MAIN} {words} data.max_response_length=1024")
 
 
-def test_one_step_off_policy_is_an_async_run_one_version_behind() -> None:
+def test_one_step_off_policy_becomes_an_async_run_of_staleness_1() -> None:
     done = migrated("verl", ASYNC.format(driver="one_step_off_policy.main_ppo", more=""))
     config = composed(done)
     assert (
@@ -137,11 +130,11 @@ def test_one_step_off_policy_is_an_async_run_one_version_behind() -> None:
     assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (1024, 8)
 
 
-def test_fully_asynchronous_counts_become_ours() -> None:
-    more = "data.train_batch_size=0 data.gen_batch_size=1 rollout.total_rollout_steps=51200 "
-    more += "rollout.test_freq=10 async_training.require_batches=4 rollout.total_epochs=2 "
-    more += "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=2"
-    done = migrated("verl", ASYNC.format(driver="fully_async_policy.fully_async_main", more=more))
+def test_fully_asynchronous_counts_are_translated() -> None:
+    counts = "data.train_batch_size=0 data.gen_batch_size=1 rollout.total_rollout_steps=51200 "
+    counts += "rollout.test_freq=10 async_training.require_batches=4 rollout.total_epochs=2 "
+    counts += "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=2"
+    done = migrated("verl", more=counts)
     config = composed(done)
     async_training, trainer = config.async_training, config.trainer
     # 4 x 32 prompts a step, a version every 2 steps; half a version's samples may be older
@@ -160,7 +153,7 @@ torchrun --standalone --nnodes=1 --nproc_per_node=$1 -m verl.trainer.{driver} \\
 """
 
 
-def test_sft_has_their_defaults_and_torchrun_s_processes(tmp_path: Path) -> None:
+def test_sft_has_verl_s_defaults_and_torchrun_s_processes(tmp_path: Path) -> None:
     words = "data.prompt_key=extra_info data.prompt_dict_keys=['question'] "
     words += "+data.response_dict_keys=['answer'] data.response_key=extra_info "
     words += "data.micro_batch_size=16 model.partial_pretrain=y ulysses_sequence_parallel_size=2"
@@ -175,7 +168,7 @@ def test_sft_has_their_defaults_and_torchrun_s_processes(tmp_path: Path) -> None
     assert any("columns prompt and response" in line for line in done.absent)
 
 
-def test_sft_by_engines() -> None:
+def test_sft_with_an_engine_is_translated() -> None:
     words = "model.path=y optim.lr=2e-5 optim.warmup_style=cosine optim.min_lr_ratio=0.1 "
     words += "engine=fsdp2 optim=fsdp2 engine.ulysses_sequence_parallel_size=2 "
     words += "data.max_token_len_per_gpu=4096 checkpoint.save_contents=[model]"
@@ -188,13 +181,13 @@ def test_sft_by_engines() -> None:
         translated_whole("verl", line.replace("model.path=y", "model.path=Qwen3-VL-2B"))
 
 
-def test_drivers_with_code_of_their_own_are_refused() -> None:
+def test_drivers_with_custom_code_are_rejected() -> None:
     for driver in ("recipe.spin.main_spin", "verl.trainer.main_generation"):
         with pytest.raises(ConfigError, match=f"{driver} is a driver with custom code"):
             translated_whole("verl", f"python -m {driver} data.train_files=x")
 
 
-def test_a_lost_backslash_is_told() -> None:
+def test_a_missing_backslash_is_noted() -> None:
     text = f"{MAIN} \\\n  trainer.nnodes=1\n  # more\n  trainer.total_epochs=3 data.shuffle=False"
     done = migrated("verl", text)
     assert done.settings["trainer.total_epochs"] == "30"
@@ -204,7 +197,7 @@ def test_a_lost_backslash_is_told() -> None:
     ]
 
 
-def test_what_the_run_does_not_read_there_is_not_read_here() -> None:
+def test_keys_that_verl_does_not_read_are_left_out() -> None:
     done = translated_whole("verl", f"{MAIN} trainer.resume_from_path=checkpoints")
     assert "trainer.resume_from_path" not in done.settings
     done = translated_whole("verl", f"{MAIN} trainer.logger=['console','swanlab']")

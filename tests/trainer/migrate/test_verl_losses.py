@@ -30,12 +30,12 @@ DEFAULTS: Settings = {
     "kl_cov_ratio": 0.0002,
     "ppo_kl_coef": 0.1,
 }
-"""verl's. Of `dro_beta` it has none."""
+"""verl's defaults; `dro_beta` has none."""
 MODES = (
     *("", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     *("seq-mean-token-sum-norm", "token-sum"),
 )
-"""What a command may say; "" says nothing, which is token-mean there."""
+"""The values of a command; without one, it is token-mean in verl."""
 OF_ROWS = ("sapo", "geo_mean")
 """Losses that verl averages over rows, whatever the command says."""
 LOSSES = [*POLICY_LOSSES.keys() - {"luspo", "reinforce", "dro"}]
@@ -63,18 +63,18 @@ def migrated(loss: str, mode: str, settings: Settings) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("loss", "given", "mode"),
+    ("loss", "settings", "mode"),
     [
         *(("vanilla", {}, mode) for mode in MODES),
         *((*case, MODES[number % len(MODES)]) for number, case in enumerate(CASES)),
     ],
 )
-def test_a_migrated_command_has_verls_loss(loss: str, given: Settings, mode: str) -> None:
-    actor = migrated(loss, mode, given).actor_rollout_ref.actor
+def test_a_migrated_command_has_verls_loss(loss: str, settings: Settings, mode: str) -> None:
+    actor = migrated(loss, mode, settings).actor_rollout_ref.actor
     assert actor.policy_loss.loss_mode == loss
     expected_mode = "seq-mean-token-mean" if loss in OF_ROWS else mode or "token-mean"
     assert actor.loss_agg_mode == expected_mode
-    expected = DEFAULTS | {key.rpartition(".")[2]: value for key, value in given.items()}
+    expected = DEFAULTS | {key.rpartition(".")[2]: value for key, value in settings.items()}
     low, high = clip_range(actor)
     bounds = {"clip_ratio_low": 1 - low, "clip_ratio_high": high - 1}
     bounds["clip_ratio_c"] = actor.clip_ratio_c
@@ -84,27 +84,27 @@ def test_a_migrated_command_has_verls_loss(loss: str, given: Settings, mode: str
     assert used == pytest.approx({name: expected[name] for name in used})
 
 
-def test_what_a_loss_cannot_have_of_verls_is_told() -> None:
+def test_differences_from_verl_s_loss_are_noted() -> None:
     base = "data.train_files=x actor_rollout_ref.model.path=y actor_rollout_ref.rollout.n=2"
     base += " actor_rollout_ref.rollout.name=vllm"
 
-    def told(words: str) -> str:
+    def notes(words: str) -> str:
         done = translated_whole("verl", f"{base} {words}")
         return "\n".join([*done.renamed, *done.absent, *done.unread])
 
     loss = f"{ACTOR}.policy_loss.loss_mode"
-    assert "in verl, per micro-batch by the new ones" in told(f"{loss}=kl_cov")
-    assert "in verl, per micro-batch by the new ones" in told(f"{loss}=clip_cov")
-    assert "older verl" in told(f"{loss}=gspo")
-    assert f"{ACTOR}.clip_ratio=0.1" in told(f"{ACTOR}.clip_ratio=0.1")
+    assert "in verl, per micro-batch by the new ones" in notes(f"{loss}=kl_cov")
+    assert "in verl, per micro-batch by the new ones" in notes(f"{loss}=clip_cov")
+    assert "older verl" in notes(f"{loss}=gspo")
+    assert f"{ACTOR}.clip_ratio=0.1" in notes(f"{ACTOR}.clip_ratio=0.1")
     weighed = "algorithm.rollout_correction.rollout_is=token"
-    assert "geometric mean" in told(f"{loss}=geo_mean {weighed}")
-    assert "entropy and KL" in told(f"{loss}=sapo {ACTOR}.entropy_coeff=0.01")
+    assert "geometric mean" in notes(f"{loss}=geo_mean {weighed}")
+    assert "entropy and KL" in notes(f"{loss}=sapo {ACTOR}.entropy_coeff=0.01")
     bypass = "algorithm.rollout_correction.bypass_mode=True"
-    assert f"{loss}=vanilla" in told(f"{loss}=gspo {bypass}")
+    assert f"{loss}=vanilla" in notes(f"{loss}=gspo {bypass}")
 
 
-def test_the_critic_keeps_the_aggregation_that_verl_gives_it() -> None:
+def test_the_critic_has_verl_s_aggregation() -> None:
     done = translated_whole(
         "verl",
         "data.train_files=x actor_rollout_ref.model.path=y critic.model.path=y "

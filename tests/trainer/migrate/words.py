@@ -9,9 +9,11 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping
+from typing import Any
 
+from trainer.config.compose import load_config
 from trainer.migrate.recorder import Command
-from trainer.migrate.systems import SYSTEMS, migrate
+from trainer.migrate.systems import RECIPES, SYSTEMS, migrate
 from trainer.migrate.translation import Translation
 
 
@@ -36,14 +38,32 @@ def translated_whole(system: str, line: str) -> Translation:
     return done
 
 
+def composed(done: Translation) -> Any:
+    """Return the configuration of a translation; the value of each variable is its name."""
+    return load_config(
+        filled_in(done, {name: name for name in done.variables}), RECIPES[done.program]
+    )
+
+
+def filled_in(done: Translation, values: Mapping[str, str]) -> list[str]:
+    """Return the settings of a translation with values for its variables."""
+    settings = done.overrides()
+    for name, value in values.items():
+        settings = [re.sub(rf"\${name}\b", value, setting) for setting in settings]
+    return settings
+
+
+def notes(done: Translation) -> list[str]:
+    """Return all that a translation says about flags."""
+    return [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
+
+
 def check_pasted(done: Translation) -> None:
     """Check that the command is valid bash whose words are the settings; each variable is 7."""
     values = dict.fromkeys(done.variables, "7")
-    expected = done.overrides()
-    for name in values:
-        expected = [re.sub(rf"\${name}\b", "7", word) for word in expected]
-    said = zip(pasted(done, values), [done.program, *expected], strict=True)
-    assert [pair for pair in said if pair[0] != pair[1] and "$((" not in pair[1]] == []
+    expected = [done.program, *filled_in(done, values)]
+    words = zip(pasted(done, values), expected, strict=True)
+    assert [pair for pair in words if pair[0] != pair[1] and "$((" not in pair[1]] == []
 
 
 def pasted(done: Translation, environment: Mapping[str, str]) -> list[str]:

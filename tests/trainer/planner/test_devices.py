@@ -8,7 +8,7 @@ from trainer.planner.cost import data_sheet
 
 
 @pytest.mark.parametrize(
-    ("name", "card"),
+    ("name", "gpu"),
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
@@ -19,6 +19,6 @@ from trainer.planner.cost import data_sheet
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_a_drivers_name_leads_to_the_data_sheet(name: str, card: str | None) -> None:
+def test_a_driver_s_name_has_a_data_sheet(name: str, gpu: str | None) -> None:
     device = data_sheet(name)
-    assert (device and device.name) == card
+    assert (device and device.name) == gpu

@@ -12,7 +12,7 @@ from trainer.cli import plan
 from verl_like.errors import ConfigError
 
 
-def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:
+def test_lengths_of_a_file_are_sampled_by_their_mean(tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(json.dumps([10] * 900 + [500] * 100))
     lengths = plan.read_lengths(str(file))
@@ -32,12 +32,12 @@ def test_lengths_of_a_file_stand_for_a_mean(tmp_path: Path) -> None:
 def test_bad_lengths_are_rejected(tiny_dir: Path, tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(text)
-    asked = ["--gpus=1", "--device=H100", f"--lengths={file}"]
+    options = ["--gpus=1", "--device=H100", f"--lengths={file}"]
     with pytest.raises(ConfigError, match=words):
-        plan.plan([*asked, f"actor_rollout_ref.model.path={tiny_dir}/model"])
+        plan.plan([*options, f"actor_rollout_ref.model.path={tiny_dir}/model"])
 
 
-def test_lengths_in_a_pipe_are_refused_at_once(tmp_path: Path) -> None:
+def test_lengths_in_a_pipe_are_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lengths")
     with pytest.raises(ConfigError, match="is not a regular file"):
         plan.read_lengths(str(tmp_path / "lengths"))

@@ -18,7 +18,7 @@ def write_metrics(folder: Path, *lines: dict[str, float]) -> Path:
     return folder
 
 
-def test_a_synchronous_run_has_the_times_of_its_stages(tmp_path: Path) -> None:
+def test_a_synchronous_run_has_the_seconds_of_its_stages(tmp_path: Path) -> None:
     phases, notes = measured_phases(make_run(tmp_path / "run", 3))
     assert phases.generate == [0.3, 0.3]  # the first step warms up
     assert phases.score == [0.15, 0.15]
@@ -27,7 +27,7 @@ def test_a_synchronous_run_has_the_times_of_its_stages(tmp_path: Path) -> None:
     assert notes[0].startswith("measured in steps 2 to 3 of ")
 
 
-def test_a_pool_of_generators_and_trainers_together_is_told(tmp_path: Path) -> None:
+def test_generators_and_trainers_on_shared_devices_are_noted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 2)
     assert "share devices" in measured_phases(folder)[1][1]
 
@@ -36,7 +36,7 @@ def test_a_pool_of_generators_and_trainers_together_is_told(tmp_path: Path) -> N
     assert len(measured_phases(folder)[1]) == 1
 
 
-def test_an_async_run_has_the_times_of_its_generators(tmp_path: Path) -> None:
+def test_an_async_run_has_the_seconds_of_its_generators(tmp_path: Path) -> None:
     line = {
         "timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/score": 0.3, "timing_s/update": 1.0,
         "timing_s/update_weights": 0.1,
@@ -48,7 +48,7 @@ def test_an_async_run_has_the_times_of_its_generators(tmp_path: Path) -> None:
     assert phases.update == pytest.approx([2.0 - 0.5 - 0.3])  # publishing is the trainer's work
 
 
-def test_a_run_that_generates_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_generates_nothing_is_rejected(tmp_path: Path) -> None:
     folder = write_metrics(tmp_path, {"timing_s/step": 1.0})
     with pytest.raises(ConfigError, match=r"has no timing_s/gen.*--gen, --score"):
         measured_phases(folder)

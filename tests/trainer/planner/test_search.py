@@ -20,7 +20,7 @@ from workers.memory import GIB, RoleMemory
 
 H100 = DEVICES["H100"]
 USABLE = 0.92 * 79
-"""GiB of it that a plan may fill."""
+"""GiB of an H100 that a plan may fill."""
 
 
 def layout(role: str, seconds: tuple[float, ...], kept: float = 0, call: float = 0) -> Layout:
@@ -42,12 +42,12 @@ def pools(
     return lay_out
 
 
-def test_four_roles_can_be_shared_out_in_fifteen_ways() -> None:
-    found = {frozenset(map(frozenset, groups)) for groups in partitions("abcd")}
-    assert len(found) == len(list(partitions("abcd"))) == 15
+def test_four_roles_have_fifteen_partitions() -> None:
+    ways = {frozenset(map(frozenset, groups)) for groups in partitions("abcd")}
+    assert len(ways) == len(list(partitions("abcd"))) == 15
 
 
-def test_roles_that_share_gpus_take_turns_and_pools_run_side_by_side() -> None:
+def test_roles_on_a_pool_take_turns_and_pools_run_concurrently() -> None:
     first, second = layout("a", (1.0, 2.0), 10, 30), layout("b", (3.0, 0.5), 20, 40)
     together = PlannedPlacement((PoolLayout(4, (first, second)),))
     assert together.seconds == (4.0, 2.5)
@@ -78,7 +78,7 @@ def test_gpus_follow_the_work(work: dict[str, tuple[float, ...]], expected: list
     )
 
 
-def test_a_pool_has_as_many_gpus_as_it_needs_to_fit() -> None:
+def test_a_pool_has_enough_gpus_to_fit() -> None:
     work = {"large": (1.0,), "small": (9.0,)}
     placement = allocate([("large",), ("small",)], [1, 2, 4, 8], 8, pools(work, {"large": 4}))
     assert placement is not None
@@ -87,14 +87,14 @@ def test_a_pool_has_as_many_gpus_as_it_needs_to_fit() -> None:
     assert allocate([("large",)], [1, 2], 2, pools(work, {"large": 4})) is None
 
 
-def test_placements_that_take_as_long_take_fewer_gpus() -> None:
+def test_equally_fast_placements_take_fewer_gpus() -> None:
     idle = {"a": (8.0, 0.0), "b": (0.0, 0.0)}
     placement = allocate([("a",), ("b",)], [1, 2, 4], 8, pools(idle, {}))
     assert placement is not None
     assert [pool.gpus for pool in placement.pools] == [4, 1]
 
 
-def test_layouts_change_where_most_bytes_are_saved_per_second() -> None:
+def test_layouts_change_where_a_second_saves_most_bytes() -> None:
     fast, slow = layout("a", (1.0,), 40, 20), layout("a", (2.0,), 20, 20)
     other, cheaper = layout("b", (1.0,), 20, 10), layout("b", (1.1,), 10, 10)
     assert fit_together(H100, [[slow, fast], [cheaper]]) == (fast, cheaper)  # 70 GiB

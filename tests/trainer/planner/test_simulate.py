@@ -17,7 +17,7 @@ from verl_like.batch.protocol import DataProto
 PHASES = Phases([1.2], [0.3], [0.8], [0.1])
 
 
-def tailed(seed: int, count: int = 40) -> Phases:
+def long_tailed(seed: int, count: int = 40) -> Phases:
     """Seconds that vary from step to step, as those of long and short responses do."""
     draw = random.Random(seed)
     return Phases(
@@ -28,25 +28,25 @@ def tailed(seed: int, count: int = 40) -> Phases:
     )
 
 
-def test_staleness_0_is_one_phase_after_the_other() -> None:
+def test_with_staleness_0_phases_run_one_after_the_other() -> None:
     run = simulate(PHASES, Setup(), 100)
     assert run.seconds == pytest.approx(1.2 + 0.3 + 0.8 + 0.1, rel=1e-3)  # no sync at first
     assert run.staleness == {0: 100}
 
 
-def test_generators_share_a_batch_and_trainers_an_update() -> None:
+def test_generators_divide_a_batch_and_trainers_an_update() -> None:
     run = simulate(PHASES, Setup(num_generators=3, num_trainers=2), 100)
     assert run.seconds == pytest.approx(1.2 / 3 + 1.1 / 2 + 0.1, rel=2e-3)
 
 
-def test_staleness_1_takes_as_long_as_the_slower_side() -> None:
+def test_with_staleness_1_a_step_takes_the_slower_side() -> None:
     for factor in (0.5, 1.0, 2.0):
         phases = PHASES.times(train=factor)
         run = simulate(phases, Setup(max_staleness=1))
         assert run.seconds == pytest.approx(max(1.2 + 0.1, 1.1 * factor), rel=0.01)
 
 
-def test_generators_of_one_rank_do_not_help_another_s() -> None:
+def test_generators_of_a_rank_do_not_help_another_rank() -> None:
     setup = Setup(num_generators=3, max_staleness=1, chunks=6, generators_by_rank=((0, 2), (1,)))
     run = simulate(Phases([3.0], [0.0], [0.1]), setup)
     assert run.seconds == pytest.approx(1.5, rel=0.01)  # three of six chunks, by one generator
@@ -59,22 +59,22 @@ def test_generators_of_one_rank_do_not_help_another_s() -> None:
 def test_no_chunk_is_older_than_the_bound(bound: int, at_once: bool) -> None:
     for seed in range(3):
         setup = Setup(3, max_staleness=bound, chunks=4, immediate_weights=at_once)
-        run = simulate(tailed(seed), setup, 60)
+        run = simulate(long_tailed(seed), setup, 60)
         assert max(run.staleness) == bound
         assert run.staleness.total() == 4 * 60
 
 
 @pytest.mark.parametrize("limit", [4, 5, 0])
-def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
+def test_shares_of_a_role_add_up_to_1(limit: int) -> None:
     setup = Setup(3, max_staleness=2, chunks=4, max_inflight=limit, immediate_weights=True)
-    run = simulate(tailed(3), setup, 60)
+    run = simulate(long_tailed(3), setup, 60)
     assert sorted(run.shares) == ["generator 0", "generator 1", "generator 2", "trainer"]
     for shares in run.shares.values():
         assert sum(shares.values()) == pytest.approx(1.0)
         assert min(shares.values()) >= 0
 
 
-def test_a_wider_bound_evens_out_lengths_that_differ() -> None:
+def test_a_wider_bound_evens_out_long_tailed_lengths() -> None:
     phases = Phases([0.2, 0.2, 0.2, 3.0], [0.0], [1.0])
     seconds = [simulate(phases, Setup(max_staleness=bound)).seconds for bound in (0, 1, 2, 4)]
     assert seconds == sorted(seconds, reverse=True)
@@ -82,7 +82,7 @@ def test_a_wider_bound_evens_out_lengths_that_differ() -> None:
     assert seconds[1] > 1.3
 
 
-def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
+def test_a_fixed_fraction_of_generation_is_not_divided() -> None:
     run = simulate(PHASES, Setup(num_generators=4, fixed_fraction=0.5), 100)
     assert run.seconds == pytest.approx(1.2 * (0.5 + 0.5 / 4) + 1.1 + 0.1, rel=2e-3)
 
@@ -96,7 +96,9 @@ def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
         (Phases([0.1], [0.0], [0.1], [2.0]), Setup(max_staleness=1), "weights"),
     ],
 )
-def test_what_limits_is_what_would_help_most(phases: Phases, setup: Setup, limit: str) -> None:
+def test_the_bottleneck_is_the_part_that_would_help_most(
+    phases: Phases, setup: Setup, limit: str
+) -> None:
     assert bottleneck(phases, setup) == limit
 
 
@@ -158,7 +160,7 @@ def longer_and_longer(short: Phases) -> Iterator[Phases]:
 
 
 @pytest.mark.parametrize("setup", [Setup(), Setup(num_generators=2, max_staleness=2)])
-def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup) -> None:
+def test_the_prediction_is_within_15_percent_of_sleeping_threads(setup: Setup) -> None:
     for phases in longer_and_longer(Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])):
         predicted = simulate(phases, setup, 8).seconds
         measured = seconds_of_threads(phases, setup, 8)
