@@ -86,7 +86,7 @@ pool_resources: {my_pool: {cpu: 1}}
     error = error_of(files, "--config-name=mine", recipe=ASYNC)
     keys = {"trainer.sede", "trainer.watch", "pool_resources.my_pool.cpu", "algorithm.gama"}
     assert set(re.findall("there is no key '(.*?)'", error)) == keys
-    assert error.startswith("error: In 'algorithm/own': there is no key 'algorithm.gama'. Did you")
+    assert error.startswith("error: In 'algorithm/preset': there is no key 'algorithm.gama'. Did")
     assert "In 'mine': there is no key 'trainer.sede'. Did you mean 'trainer.se" in error
     assert "HYDRA_FULL_ERROR" not in error
 

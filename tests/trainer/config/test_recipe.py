@@ -101,7 +101,7 @@ def test_recipes_may_be_composed_in_turn() -> None:
         ("data.train_files=x", "All keys: verl-like toy --cfg all"),
         ("width=0", "width=0: it must be above 0"),
         ("teacher_width=2", "teacher_width=2 is below width=4"),
-        ("+role_mapping.critic=global_pool", "not a built-in role (learner, teacher)"),
+        ("+role_mapping.critic=global_pool", "is not a role of this command (learner, teacher)"),
         ("~role_mapping.teacher ~role_workers.teacher", "role 'teacher' is on no pool"),
         ("~role_workers.teacher", "role 'teacher' has no worker class. Set role_workers.teacher="),
         ("trainer.cls=", "trainer.cls is empty: set the dotted path"),
