@@ -19,9 +19,9 @@ def start(
 ) -> Iterator[Any]:
     """Context with a group of one role, or of several fused roles."""
     options.setdefault("deadlines", Deadlines(start_s=180, call_s=60))
-    made = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}
-    (name, one), *others = made.items()
-    recipe = create_colocated_worker_cls(made) if others else one
+    recipes = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}
+    (name, single), *others = recipes.items()
+    recipe = create_colocated_worker_cls(recipes) if others else single
     if backend == "ray":
         from verl_like import RayResourcePool, RayWorkerGroup
 

@@ -1,4 +1,4 @@
-"""Ranks without processes that die or answer late."""
+"""Ranks without processes that die or respond late."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NEVER = 1_000_000
 
 
 class Mortal(FakeTransport):
-    """Counts the driver's waits, after which ranks answer or die."""
+    """Counts the driver's waits, after which ranks respond or die."""
 
     def __init__(self, recipes: dict[str, Any], world_size: int) -> None:
         super().__init__(recipes, world_size)
         self.dead: dict[int, int] = {}
-        """Rank -> the number of waits after which it has died; it never answers."""
+        """Rank -> the number of waits after which it has died; it never responds."""
         self.slow: dict[int, int] = {}
-        """Rank -> the number of waits after which it has answered."""
+        """Rank -> the number of waits after which it has responded."""
         self.payloads_lost: set[int] = set()
         self.num_waits = 0
 
@@ -29,19 +29,19 @@ class Mortal(FakeTransport):
         if rank in self.dead:
             lost = Done(SimpleNamespace(rank=rank))
             return Pending(rank, lost, lost, call.role)
-        made = super().submit(rank, call, parts)
-        payload = Done(WorkerDiedError("gone")) if rank in self.payloads_lost else made.payload
-        header = Done(made.header.value)
+        pending = super().submit(rank, call, parts)
+        payload = Done(WorkerDiedError("gone")) if rank in self.payloads_lost else pending.payload
+        header = Done(pending.header.value)
         return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Any, seconds: float) -> list[Any]:
         self.num_waits += 1
-        return [one for one in references if self._has_answered(one.value.rank)]
+        return [r for r in references if self._has_responded(r.value.rank)]
 
     def fetch_together(self, references: Any, seconds: float) -> None:
-        """Ranks answer one by one."""
+        """Ranks respond one by one."""
 
-    def _has_answered(self, rank: int) -> bool:
+    def _has_responded(self, rank: int) -> bool:
         return rank not in self.dead and self.num_waits > self.slow.get(rank, 0)
 
     def lost(self, ranks: Any) -> dict[int, str]:

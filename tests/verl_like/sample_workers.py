@@ -201,7 +201,7 @@ class Adder(Worker):
 
     @register(dispatch_mode=PROTO)
     def add(self, data: DataProto) -> DataProto:
-        data.batch["x"] += self.amount  # a private copy: nobody else may see this
+        data.batch["x"] += self.amount  # in a private copy
         return DataProto.from_dict({"x": data.batch["x"]}, {"o": data.non_tensor_batch["o"]})
 
     @register(dispatch_mode=PROTO, blocking=False)
@@ -246,7 +246,7 @@ class Sent(Exception):
 
 
 class Faulty(Worker):
-    """Fails in every way."""
+    """Fails in many ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,8 +303,8 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def takes_memory(self, megabytes: int) -> None:
-        held = [b"x" * (1 << 20) for _ in range(megabytes)]
-        time.sleep(len(held))
+        blocks = [b"x" * (1 << 20) for _ in range(megabytes)]
+        time.sleep(len(blocks))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def dies(self, how: str) -> None:
@@ -326,13 +326,6 @@ class Faulty(Worker):
         else:
             dist.broadcast(value, src=0)
             dist.barrier()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def one_never_comes(self) -> None:
-        self.open_process_group()
-        if self.rank == 0:
-            dist.barrier()
-        time.sleep(60)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def leaves_the_others(self) -> None:

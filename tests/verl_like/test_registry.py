@@ -40,9 +40,6 @@ def test_a_name_or_alias_that_is_taken_is_rejected(estimators):
     ):
         estimators.register("gae")(9)
     assert estimators["gae"] == 1
-
-
-def test_an_alias_that_is_taken_is_rejected(estimators):
     with pytest.raises(ConfigError, match="estimator 'grpo' is already registered"):
         estimators.register("new", "grpo")(9)
 
@@ -113,12 +110,6 @@ def test_a_syntax_error_names_its_place_in_one_line(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"broken_code.py, line 2: .*def f\(:") as caught:
             load_object(path, "trainer.cls")
         assert "\n" not in str(caught.value)
-
-
-def test_an_object_is_loaded_from_a_file(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text("def score():\n    return 7\n", encoding="utf-8")
-    assert load_from(str(file), "score", *KEYS)() == 7
 
 
 def test_a_dataclass_with_postponed_annotations_loads_from_a_file(tmp_path):

@@ -20,12 +20,8 @@ def test_padding_to_a_divisor_cycles_from_the_front():
     assert padded.batch["score"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     with pytest.raises(BatchError, match="4 rows from a batch of 3"):
         unpad_dataproto(data, 4)
-
-
-@pytest.mark.parametrize("divisor", [0, -1])
-def test_a_divisor_below_one_is_rejected(divisor):
-    with pytest.raises(BatchError, match=f"not {divisor}"):
-        pad_dataproto_to_divisor(make(2), divisor)
+    with pytest.raises(BatchError, match="not 0"):
+        pad_dataproto_to_divisor(data, 0)
 
 
 def test_folding_a_batch_dim():

@@ -23,14 +23,14 @@ def test_copies_and_joins_have_the_rows_of_torch(dtype: torch.dtype, layout: str
     plain = torch.arange(12).reshape(4, 3).to(dtype)
     layouts = {"plain": plain, "transposed": plain.T, "no rows": plain[:0], "one dim": plain[:, 1]}
     column = layouts[layout]
-    for made, expected in (
+    for result, expected in (
         (copy_of(column), column),
         (join_rows([column, column]), torch.cat([column, column])),
     ):
-        assert made.dtype == dtype
-        assert torch.equal(made, expected)
-        if len(made):
-            assert made.untyped_storage().data_ptr() != column.untyped_storage().data_ptr()
+        assert result.dtype == dtype
+        assert torch.equal(result, expected)
+        if len(result):
+            assert result.untyped_storage().data_ptr() != column.untyped_storage().data_ptr()
 
 
 def test_copies_and_joins_pass_gradients() -> None:

@@ -29,7 +29,7 @@ def test_union_with_an_empty_batch_gives_the_other_side():
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         (
             DataProto.from_dict({"score": torch.tensor([0.0, 1.0, 9.0, 9.0])}),
@@ -49,9 +49,9 @@ def test_union_with_an_empty_batch_gives_the_other_side():
         (DataProto(meta_info={"t": 2}), r"meta_info\['t'\] is 1 and 2"),
     ],
 )
-def test_a_conflicting_union_names_the_place_and_changes_nothing(other, said):
+def test_a_conflicting_union_names_the_place_and_changes_nothing(other, message):
     data = make(4, t=1)
-    with pytest.raises(BatchError, match=said):
+    with pytest.raises(BatchError, match=message):
         data.union(other)
     assert_same(data, make(4, t=1))
 
@@ -80,7 +80,7 @@ def test_concat_collects_metrics_into_lists():
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ([], "concat needs at least one batch"),
         ([make(2), make(2).select(["ids"])], r"part 1 lacks the tensor columns \['score'\]"),
@@ -105,8 +105,8 @@ def test_concat_collects_metrics_into_lists():
         ),
     ],
 )
-def test_concat_names_the_batch_that_does_not_fit(parts, said):
-    with pytest.raises(BatchError, match=said):
+def test_concat_names_the_batch_that_does_not_fit(parts, message):
+    with pytest.raises(BatchError, match=message):
         DataProto.concat(parts)
 
 

@@ -30,7 +30,7 @@ def test_columns_of_different_lengths_are_named_with_their_lengths():
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: DataProto.from_dict({"a": [1, 2]}), "'a' is of type list"),
         (lambda: DataProto.from_dict({"a": torch.tensor(1.0)}), "'a' is without rows"),
@@ -51,8 +51,8 @@ def test_columns_of_different_lengths_are_named_with_their_lengths():
         (lambda: DataProto.from_tensordict(TensorDict({}, batch_size=[])), r"\(\)"),
     ],
 )
-def test_invalid_columns_are_rejected_by_name(build, said):
-    with pytest.raises(BatchError, match=said):
+def test_invalid_columns_are_rejected_by_name(build, message):
+    with pytest.raises(BatchError, match=message):
         build()
 
 

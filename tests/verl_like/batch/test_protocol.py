@@ -49,7 +49,7 @@ def test_rename_keeps_the_order_and_can_swap():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda d: d.select(["scores"]), "no tensor column 'scores'. Did you mean 'score'"),
         (
@@ -60,20 +60,20 @@ def test_rename_keeps_the_order_and_can_swap():
             lambda d: d.select(meta_info_keys=["temprature"]),
             "meta_info 'temprature'. Did you mean 'temperature'",
         ),
-        (lambda d: d.pop(["idz"]), "Did you mean 'ids'"),
+        (lambda d: d.pop(["ids"], ["uids"]), "Did you mean 'uid'"),
         (lambda d: d.rename("scor", "x"), "Did you mean 'score'"),
         (lambda d: d.unfold_column_chunks(2, ["idss"]), "Did you mean 'ids'"),
     ],
 )
-def test_a_missing_column_suggests_the_nearest_name(call, said):
+def test_a_missing_column_suggests_the_nearest_name(call, message):
     data = make(4, temperature=1.0)
-    with pytest.raises(MissingColumnError, match=said):
+    with pytest.raises(MissingColumnError, match=message):
         call(data)
     assert_same(data, make(4, temperature=1.0))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (["ids"], ["a", "b"], "equally many"),
         (["ids", "ids"], ["a", "b"], "equally many"),
@@ -81,8 +81,8 @@ def test_a_missing_column_suggests_the_nearest_name(call, said):
         (None, None, "both sides"),
     ],
 )
-def test_rename_rejects_names_that_do_not_pair(old, new, said):
-    with pytest.raises(BatchError, match=said):
+def test_rename_rejects_names_that_do_not_pair(old, new, message):
+    with pytest.raises(BatchError, match=message):
         make(4).rename(old, new)
 
 

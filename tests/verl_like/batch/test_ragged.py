@@ -49,7 +49,7 @@ def test_index_select_matches_the_rectangle_and_cuts_no_other_rows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (
             lambda: Ragged(torch.zeros(3), torch.tensor([1, 1]), 3),
@@ -59,8 +59,8 @@ def test_index_select_matches_the_rectangle_and_cuts_no_other_rows(monkeypatch):
         (lambda: Ragged(torch.zeros(2), torch.tensor([2]), 1), "width of 1"),
     ],
 )
-def test_spans_that_do_not_fit_are_rejected(build, said):
-    with pytest.raises(BatchError, match=said):
+def test_spans_that_do_not_fit_are_rejected(build, message):
+    with pytest.raises(BatchError, match=message):
         build()
 
 

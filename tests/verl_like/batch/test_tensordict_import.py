@@ -21,7 +21,7 @@ assert torch.equal(compiled(batch), work(batch))
 """
 
 
-def test_code_with_tensordicts_can_be_compiled() -> None:
+def test_the_compiler_is_loaded_only_on_first_use() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
     )

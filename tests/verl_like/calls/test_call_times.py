@@ -18,8 +18,8 @@ LIMITS = Deadlines(call_s=7200.0, min_call_s=60.0)
 
 def times_of(*seconds: float, rows: int = 0) -> CallTimes:
     times = CallTimes()
-    for each in seconds:
-        times.add("actor.update_actor", each, rows)
+    for call_s in seconds:
+        times.add("actor.update_actor", call_s, rows)
     return times
 
 
@@ -63,10 +63,10 @@ def test_more_rows_get_more_time_and_fewer_rows_no_less() -> None:
 @pytest.mark.parametrize("rows", [0, 3, 4, 5, 12])
 def test_the_limit_matches_the_medians(slowest: float, rows: int) -> None:
     times, seconds = CallTimes(), [0.5, slowest, slowest]
-    for took, of_rows in zip(seconds, (8, 4, 4), strict=True):
-        times.add("a", took, of_rows)
-    share = max(1.0, rows / statistics.median((8, 4, 4)))
-    limit = max(60.0, 10.0 * statistics.median(seconds) * share)
+    for call_s, num_rows in zip(seconds, (8, 4, 4), strict=True):
+        times.add("a", call_s, num_rows)
+    ratio = max(1.0, rows / statistics.median((8, 4, 4)))
+    limit = max(60.0, 10.0 * statistics.median(seconds) * ratio)
     assert times.limit_s("a", rows, LIMITS) == limit
 
 

@@ -23,18 +23,21 @@ def test_a_dead_or_stopped_idle_worker_ends_the_wait_for_another(
     request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    alone: dict[str, Any] = {"own_processes": True}
+    options: dict[str, Any] = {"own_processes": True}
     if backend == "ray":
         request.getfixturevalue("ray_session")
-        alone = {}
+        options = {}
     roles = {"faulty": (Faulty, ())}
-    with start(backend, roles, [1], **alone) as busy, start(backend, roles, [1], **alone) as idle:
+    with (
+        start(backend, roles, [1], **options) as busy,
+        start(backend, roles, [1], **options) as idle,
+    ):
         busy.transport.companions = [idle.transport]
         pid = idle.transport.pid_here(0)
         monkeypatch.setattr(rpc, "STOPPED_S", 0.5)
         os.kill(pid, signal.SIGSTOP)
         idle.transport.is_replaceable = True
-        assert busy.sleeps(4).get() == [0], "whoever calls it next will see"
+        assert busy.sleeps(4).get() == [0], "the next call of the stopped worker replaces it"
         assert caplog.text.count("It will be replaced on its next use.") == 1
 
         idle.transport.is_replaceable = False
@@ -69,4 +72,4 @@ def test_a_worker_that_is_stopped_during_a_call_counts_as_dead(
         with pytest.raises(WorkerDiedError, match="faulty.sleeps, .* 0 .*has been stopped"):
             slow.get()
         assert time.monotonic() - began < 20
-    assert time.monotonic() - began < 20, "the end does not wait for it either"
+    assert time.monotonic() - began < 20, "the shutdown does not wait for it either"

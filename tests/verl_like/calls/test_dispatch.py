@@ -155,8 +155,8 @@ def test_a_padded_result_of_another_length_is_rejected() -> None:
 
 
 def test_shards_have_the_position_and_number_of_real_rows() -> None:
-    seen = GROUPS[3].shards(batch(7)).meta_info["metrics"]["shard"]
-    assert seen == [(0, 0, 3, 7), (1, 3, 3, 7), (2, 6, 1, 7)]
+    shards = GROUPS[3].shards(batch(7)).meta_info["metrics"]["shard"]
+    assert shards == [(0, 0, 3, 7), (1, 3, 3, 7), (2, 6, 1, 7)]
     assert GROUPS[4].shards(batch(2)).meta_info["metrics"]["shard"] == [(0, 0, 1, 2), (1, 1, 1, 2)]
 
 

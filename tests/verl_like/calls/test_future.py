@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -43,17 +43,19 @@ class Releasing(logging.Handler):
         self.event.set()
 
 
-def test_a_failure_is_logged_while_an_earlier_future_is_pending() -> None:
-    logged = threading.Event()
-    handler = Releasing(logged)
-    logging.getLogger("verl_like.calls.future").addHandler(handler)
-    try:
-        with pytest.raises(KeyError, match="second"):
-            gather(
-                Later("first", logged), Later(KeyError("second"))
-            )  # the first comes only once the log has the failure
-    finally:
-        logging.getLogger("verl_like.calls.future").removeHandler(handler)
+@pytest.fixture
+def logged() -> Iterator[threading.Event]:
+    """An event that is set once a failure is logged."""
+    event, logger = threading.Event(), logging.getLogger("verl_like.calls.future")
+    handler = Releasing(event)
+    logger.addHandler(handler)
+    yield event
+    logger.removeHandler(handler)
+
+
+def test_a_failure_is_logged_while_an_earlier_future_is_pending(logged: threading.Event) -> None:
+    with pytest.raises(KeyError, match="second"):
+        gather(Later("first", logged), Later(KeyError("second")))
     assert logged.is_set()
 
 
@@ -92,7 +94,7 @@ def test_gather_raises_a_death_before_other_failures() -> None:
 
 
 class Store(Transport):
-    """A backend that has some answers, and reads them in one request."""
+    """A backend that has some results, and reads them in one request."""
 
     kind = "store"
     submit = stacks = shutdown = construct_again = None
@@ -100,20 +102,20 @@ class Store(Transport):
     def __init__(self, headers: dict[str, Header]) -> None:
         super().__init__([ProcessInfo()], Deadlines())
         self.headers, self.requests, self.threads = headers, [], []
-        self.held: dict[str, threading.Event] = {}
-        """Answers that come when their event is set."""
+        self.pending: dict[str, threading.Event] = {}
+        """Results that arrive when their event is set."""
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> Any:
         self.requests.append(list(references))
-        if any(one not in self.headers for one in references):
+        if any(reference not in self.headers for reference in references):
             return None
         return [self.fetch(reference) for reference in references]
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         self.threads.append(threading.current_thread().name)
-        for reference in set(references).intersection(self.held):
-            self.held[reference].wait(0.01)
-        return [one for one in references if one not in self.held or self.held[one].is_set()]
+        for reference in set(references).intersection(self.pending):
+            self.pending[reference].wait(0.01)
+        return [r for r in references if r not in self.pending or self.pending[r].is_set()]
 
     def fetch(self, reference: Any) -> Any:
         return self.headers.get(reference, header()).packed(), reference
@@ -158,17 +160,14 @@ def test_one_thread_per_backend_watches_slow_calls() -> None:
     assert store.threads == ["gather"]
 
 
-def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_pending() -> None:
+def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_pending(
+    logged: threading.Event,
+) -> None:
     store = Store({"bad": header(RemoteError.of(KeyError("of the worker")))})
-    store.held["late"] = logged = threading.Event()
-    handler = Releasing(logged)
-    logging.getLogger("verl_like.calls.future").addHandler(handler)
+    store.pending["late"] = logged
     late = store.call("late")
-    try:
-        with pytest.raises(KeyError, match="of the worker"):
-            gather(late, store.call("bad"))
-    finally:
-        logging.getLogger("verl_like.calls.future").removeHandler(handler)
+    with pytest.raises(KeyError, match="of the worker"):
+        gather(late, store.call("bad"))
     assert logged.is_set()
     assert late.get() == ["late"]
 
@@ -181,25 +180,25 @@ def test_a_result_that_cannot_be_fetched_is_the_error_of_its_call() -> None:
             return super().fetch(reference)
 
     store = Lossy({})
-    lost, kept = store.call("lost"), store.call("kept")
+    lost, good = store.call("lost"), store.call("good")
     with pytest.raises(WorkerDiedError, match=r"^lost, role rank 0 .*the machine that stored"):
-        gather(kept, lost)
-    assert kept.get() == ["kept"]
+        gather(good, lost)
+    assert good.get() == ["good"]
 
 
 def test_late_calls_of_one_pool_read_its_stacks_once() -> None:
     class Hanging(Store):
-        asked = 0
+        num_reads = 0
 
         def stacks(self, seconds: float) -> dict[int, str]:
-            self.asked += 1
+            self.num_reads += 1
             return {0: "idle: no call is running"}
 
     store = Hanging({})
-    store.held = {name: threading.Event() for name in "abc"}
+    store.pending = {name: threading.Event() for name in "abc"}
     with pytest.raises(TimeoutError, match=r"^a: role rank 0 of 1 \(nowhere\) did not finish"):
         gather(*map(store.call, "abc"), timeout=0.05)
-    assert store.asked == 1
+    assert store.num_reads == 1
 
 
 def test_an_error_of_the_watching_thread_fails_every_pending_call() -> None:

@@ -81,14 +81,14 @@ def test_roles_of_a_process_find_their_siblings(groups) -> None:
 
 def test_uneven_batches_return_whole_and_the_input_is_unchanged(groups) -> None:
     for rows in (1, 2, 5):
-        given = batch(rows)
-        result = groups["adder"].add(given)
-        later = groups["adder"].add.remote(given)
+        data = batch(rows)
+        result = groups["adder"].add(data)
+        later = groups["adder"].add.remote(data)
         assert isinstance(later, DataProtoFuture)
         for r in (result, later.get()):
             assert r.batch["x"].tolist() == [1 + i for i in range(rows)]
-            assert r.non_tensor_batch["o"].tolist() == given.non_tensor_batch["o"].tolist()
-        assert given.batch["x"].tolist() == list(range(rows))
+            assert r.non_tensor_batch["o"].tolist() == data.non_tensor_batch["o"].tolist()
+        assert data.batch["x"].tolist() == list(range(rows))
 
 
 def test_writes_into_a_result_are_private(groups) -> None:

@@ -83,9 +83,9 @@ def test_a_call_is_collected_by_the_layout_of_its_dispatch() -> None:
 def test_only_one_rank_of_a_chunk_sends_its_result() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     future = group.on_rows.remote(batch(4))
-    sent = [group.transport.fetch(each.payload) for each in future.pending]
-    assert [None if rows is None else len(rows) for rows in sent] == [2, None, 2, None]
-    headers = [group.transport.fetch(each.header) for each in future.pending]
+    payloads = [group.transport.fetch(pending.payload) for pending in future.pending]
+    assert [None if rows is None else len(rows) for rows in payloads] == [2, None, 2, None]
+    headers = [group.transport.fetch(pending.header) for pending in future.pending]
     assert [header.rows for header in headers] == [2] * 4
     assert len(future.get()) == 4
 
@@ -117,9 +117,9 @@ def test_headers_contain_a_mesh_layout_only_when_it_changes() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     group.on_rows(batch(4))
     assert [header.mesh_layout for header in group.transport.finished] == [None] * 4
-    for ranks_per_chunk in (4, 2):  # also of one that is as it was at the start
+    for ranks_per_chunk in (4, 2):  # the second is the layout of the start
         group.lay_out_again(ranks_per_chunk)
         assert len(group.on_rows.collecting_ranks()) == 4 // ranks_per_chunk
     group.on_rows(batch(4))
-    told = [header.mesh_layout is not None for header in [*group.transport.finished][-4:]]
-    assert told == [False, False, True, True]  # the places of the first two never changed
+    has_layout = [header.mesh_layout is not None for header in [*group.transport.finished][-4:]]
+    assert has_layout == [False, False, True, True]  # the places of the first two never changed

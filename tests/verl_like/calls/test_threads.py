@@ -39,11 +39,11 @@ def pools(request: pytest.FixtureRequest):
     if request.param == "ray":
         request.getfixturevalue("ray_session")
     with contextlib.ExitStack() as stack:
-        made = [
+        groups = [
             stack.enter_context(start(request.param, ROLES, [1], seed=seed, **options))
             for seed in (1, 2)
         ]
-        yield [fused.spawn(ROLES) for fused in made]
+        yield [fused.spawn(ROLES) for fused in groups]
 
 
 def in_threads(jobs: list[Callable[[], object]]) -> None:

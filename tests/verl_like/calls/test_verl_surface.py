@@ -120,10 +120,10 @@ def check_doubled(result: TensorDict) -> None:
 
 
 def test_tensordicts_are_split_padded_and_collected(group) -> None:
-    given = sample()
-    check_doubled(group.double(given))
-    assert given["x"].tolist() == [0, 1, 2, 3, 4]
-    assert "length" not in given.keys()
+    data = sample()
+    check_doubled(group.double(data))
+    assert data["x"].tolist() == [0, 1, 2, 3, 4]
+    assert "length" not in data.keys()
 
 
 def test_a_tensordict_can_return_with_metrics(group) -> None:

@@ -69,15 +69,6 @@ def test_a_dead_worker_fails_all_its_futures(fresh, tmp_path: Path, how: str, ca
     assert f"{tmp_path}/adder-1.log" in notes
 
 
-@pytest.mark.parametrize("fresh", ["child"], indirect=True)
-def test_a_rank_that_never_enters_a_collective_is_named(fresh) -> None:
-    with pytest.raises(
-        WaitTimeoutError,
-        match="rank 0 in barrier .* waits in a collective that rank 1 never entered",
-    ):
-        fresh["faulty"].one_never_comes().get(timeout=2.0)
-
-
 @pytest.mark.parametrize("fresh", BACKENDS, indirect=True)
 def test_a_failed_rendezvous_names_the_missing_rank(fresh) -> None:
     with pytest.raises(

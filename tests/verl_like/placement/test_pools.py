@@ -47,25 +47,20 @@ def manager() -> PoolManager:
     )
 
 
-def test_the_manager_creates_each_pool_once_and_resolves_aliases(manager: PoolManager) -> None:
-    manager.create_resource_pool()
-    assert manager.get_resource_pool(Role.ActorRollout) is manager.get_resource_pool("rollout")
-
-
-def test_the_manager_makes_its_pools_when_the_first_is_asked_for(manager: PoolManager) -> None:
+@pytest.mark.parametrize("creates_first", [False, True])
+def test_the_manager_creates_each_pool_once_and_resolves_aliases(
+    manager: PoolManager, creates_first: bool
+) -> None:
+    if creates_first:
+        manager.create_resource_pool()
     assert manager.get_resource_pool("my_own_role").world_size == 2
-
-
-def test_the_manager_counts_the_devices_of_all_pools(manager: PoolManager) -> None:
+    assert manager.get_resource_pool(Role.ActorRollout) is manager.get_resource_pool("rollout")
     assert manager.get_n_gpus() == 4
 
 
-def test_the_manager_rejects_an_unmapped_role_with_a_suggestion(manager: PoolManager) -> None:
+def test_the_manager_rejects_unmapped_roles_and_unknown_pools(manager: PoolManager) -> None:
     with pytest.raises(PlacementError, match="role 'critics' is on no pool. Did you mean 'critic'"):
         manager.get_resource_pool("critics")
-
-
-def test_the_manager_rejects_a_mapping_to_an_unknown_pool() -> None:
     with pytest.raises(PlacementError, match="'critic' is mapped to pool 'two'"):
         PoolManager({"one": [1]}, {"critic": "two"})
 

@@ -135,13 +135,6 @@ def test_large_results_and_arguments_arrive_whole(group) -> None:
     assert group.give(torch.ones(LARGE))[1].sum() == LARGE
 
 
-def test_a_batch_is_a_private_copy(group) -> None:
-    data = DataProto.from_dict({"x": torch.arange(3)})
-    for _ in range(3):
-        assert group.echo(data).batch["x"].tolist() == [1, 2, 3]
-    assert data.batch["x"].tolist() == [0, 1, 2]
-
-
 def test_unpicklable_values_raise_the_errors_of_a_ray_task(group) -> None:
     for _ in range(2):
         with pytest.raises(

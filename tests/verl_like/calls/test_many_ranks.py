@@ -23,7 +23,7 @@ File "/torch/distributed/distributed_c10d.py", line 2, in {}
 
 
 class Ranks(Transport):
-    """Ranks of which some have answered."""
+    """A thousand ranks, some of which have answered."""
 
     kind = "ranks"
     submit = shutdown = construct_again = None
@@ -54,8 +54,8 @@ class Ranks(Transport):
 
 
 def header(rank: int, error: Exception | None = None) -> Header:
-    said = error and RemoteError.of(error)
-    return Header("actor", "update", rank, 1000 + rank, 0.0, 1.0, 0.5, error=said)
+    remote = error and RemoteError.of(error)
+    return Header("actor", "update", rank, 1000 + rank, 0.0, 1.0, 0.5, error=remote)
 
 
 def test_a_hang_report_fits_a_screen_and_starts_with_the_odd_rank() -> None:
@@ -91,7 +91,7 @@ def test_only_the_first_of_a_thousand_failures_are_shown() -> None:
     failed = {rank: header(rank, ValueError(f"rows of rank {rank}")) for rank in range(NUM_RANKS)}
     with pytest.raises(ValueError, match="rows of rank 0") as caught:
         Ranks(failed).call().get()
-    place, *others, more = caught.value.__notes__
+    place, *others, count = caught.value.__notes__
     assert "raised in actor.update, actor rank 0 of 1024" in place
     assert len(others) == 8
-    assert more == "and 1015 more failures"
+    assert count == "and 1015 more failures"
