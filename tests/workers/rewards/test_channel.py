@@ -29,7 +29,7 @@ def soon() -> float:
     return time.monotonic() + 0.05
 
 
-def test_what_came_before_garbage_counts(ends: Ends) -> None:
+def test_replies_before_garbage_are_received(ends: Ends) -> None:
     driver, function = ends
     function.send([0, [1.0, {}, None]])
     function._socket.sendall(b"]]]\n")
@@ -45,7 +45,7 @@ def test_the_end_of_a_process_is_an_error(ends: Ends) -> None:
         driver.receive(soon())
 
 
-def test_an_answer_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_of_a_reply_is_limited(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, function = ends
     monkeypatch.setattr(channel, "LONGEST_ANSWER", 100)
     function._socket.sendall(b"1" * 101)

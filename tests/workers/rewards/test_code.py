@@ -1,4 +1,4 @@
-"""Programs of a model are run on tests: correct ones score, and no cheat does."""
+"""A model's programs are run on tests: correct programs score, and programs that cheat do not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def has_namespaces() -> bool:
     return done.returncode == 0
 
 
-def test_a_program_gets_the_share_of_tests_that_it_passes() -> None:
+def test_the_score_is_the_fraction_of_passed_tests() -> None:
     assert score("print(sum(map(int, input().split())))") == 1.0
     assert score("input(); print(7)") == 0.5
     assert score("import sys; print(sum(map(int, sys.stdin.read().split()))); sys.exit()") == 1.0
@@ -72,7 +72,7 @@ def test_functions_are_called_and_assertions_hold() -> None:
 OPEN = {"asserts": ["assert add(1, 2) == 3", "assert same(add(3, 4), 7)"]}
 
 
-def test_asserts_that_a_program_could_forge_are_rejected_unless_it_is_trusted() -> None:
+def test_asserts_that_a_program_could_forge_need_trust() -> None:
     words = "same.*forge its score.*reward.trust_programs=true"
     for tests in (OPEN, json.dumps(OPEN)):
         with pytest.raises(ConfigError, match=words):
@@ -80,15 +80,14 @@ def test_asserts_that_a_program_could_forge_are_rejected_unless_it_is_trusted() 
         with pytest.raises(ConfigError, match=words):
             default_compute_score("taco", ADD, tests)
     right = f"{ADD}def same(a, b):\n    return a == b\n"
-    found = default_compute_score("taco", right, OPEN, trust_programs=True)
-    assert found == {"score": 1.0, "acc": 1.0}
+    result = default_compute_score("taco", right, OPEN, trust_programs=True)
+    assert result == {"score": 1.0, "acc": 1.0}
 
 
 @pytest.mark.parametrize(
     ("ground_truth", "expected"),
     [
         (ASSERTS, None),
-        (OPEN, "assert same(add(3, 4), 7)"),
         (json.dumps(OPEN), "assert same(add(3, 4), 7)"),
         (SUMS, None),
         ("asserts", None),
@@ -111,13 +110,13 @@ def add(a, b):
         names += [*frame.f_locals.values(), *frame.f_globals.values()]
         frame = frame.f_back
     names += gc.get_objects()
-    for found in list(names):
-        if type(found) in (list, tuple) and found and found[0] == 12345:
+    for value in list(names):
+        if type(value) in (list, tuple) and value and value[0] == 12345:
             return 12345
-    texts = [found for found in names if type(found) is str]
+    texts = [value for value in names if type(value) is str]
     return 12345 if any("12" + "345" in text for text in texts if text != CODE) else None
 """
-PRETENDS = """
+FORGES = """
 class Equal:
     def __eq__(self, other): return True
     def __bool__(self): return True
@@ -126,7 +125,7 @@ abs = isclose = lambda *a, **k: True
 """
 
 
-@pytest.mark.parametrize("code", [f"CODE = {FRAMES!r}\n{FRAMES}", PRETENDS])
+@pytest.mark.parametrize("code", [f"CODE = {FRAMES!r}\n{FRAMES}", FORGES])
 @pytest.mark.parametrize(
     "line",
     [
@@ -137,7 +136,7 @@ abs = isclose = lambda *a, **k: True
         "assert [add(n, n) for n in range(2)] == [12345, 12345]",
     ],
 )
-def test_a_program_cannot_find_or_pretend_what_an_assert_expects(code: str, line: str) -> None:
+def test_a_program_cannot_find_or_forge_expected_values(code: str, line: str) -> None:
     assert score(code, {"asserts": [line]}) == 0.0
     assert score("def add(a, b): return 12345", {"asserts": [line]}) == 1.0
 
@@ -158,7 +157,7 @@ def test_a_program_cannot_find_or_pretend_what_an_assert_expects(code: str, line
         ("assert f(1) == [x * 2 for x in (1, 2)]", "[2, 4]", "[2]"),
     ],
 )
-def test_asserts_hold_as_python_has_them(line: str, right: str, wrong: str) -> None:
+def test_asserts_hold_as_in_python(line: str, right: str, wrong: str) -> None:
     for value, expected in ((right, 1.0), (wrong, 0.0)):
         assert score(f"def f(a): return {value}", {"asserts": [line]}) == expected
 
@@ -175,30 +174,30 @@ def test_asserts_hold_as_python_has_them(line: str, right: str, wrong: str) -> N
         ),
     ],
 )
-def test_other_asserts_have_no_side_that_stands_alone(line: str) -> None:
+def test_other_asserts_have_no_separate_expected_side(line: str) -> None:
     assert read_assert(line) is None
 
 
 OUTSIDE = """
 import os, pathlib, signal, ctypes
-place, pid = {place!r}, {pid}
-def tried(act):
+folder, pid = {folder!r}, {pid}
+def is_allowed(act):
     try:
         act()
     except (OSError, PermissionError):
-        return "no"
-    return "yes"
+        return False
+    return True
 libc = ctypes.CDLL(None, use_errno=True)
 def attach():
     if libc.ptrace(16, pid, 0, 0) != 0:
         raise OSError
 acts = [
-    lambda: pathlib.Path(place, "new").write_text("x"),
-    lambda: os.unlink(place + "/old"),
-    lambda: os.chmod(place + "/old", 0o777),
-    lambda: os.utime(place + "/old", (1, 1)),
-    lambda: os.chown(place + "/old", os.getuid(), os.getgid()),
-    lambda: os.setxattr(place + "/old", "user.a", b"b"),
+    lambda: pathlib.Path(folder, "new").write_text("x"),
+    lambda: os.unlink(folder + "/old"),
+    lambda: os.chmod(folder + "/old", 0o777),
+    lambda: os.utime(folder + "/old", (1, 1)),
+    lambda: os.chown(folder + "/old", os.getuid(), os.getgid()),
+    lambda: os.setxattr(folder + "/old", "user.a", b"b"),
     lambda: os.kill(pid, signal.SIGSTOP),
     lambda: os.pidfd_open(pid) and signal.pidfd_send_signal(os.pidfd_open(pid), 9),
     lambda: open(f"/proc/{{pid}}/mem", "r+b"),
@@ -207,7 +206,7 @@ acts = [
     lambda: os.memfd_create("more"),
     attach,
 ]
-print([tried(act) for act in acts].count("yes"), tried(lambda: open("mine", "w").close()))
+print(sum(map(is_allowed, acts)), is_allowed(lambda: open("mine", "w").close()))
 """
 
 
@@ -216,18 +215,18 @@ def test_a_program_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
         pytest.skip("this machine has no Landlock")
     (tmp_path / "old").write_text("x")
     with subprocess.Popen(["sleep", "60"]) as other:
-        code = OUTSIDE.format(place=str(tmp_path), pid=other.pid)
-        result = score(code, {"inputs": [""], "outputs": ["0 yes"]})
+        code = OUTSIDE.format(folder=str(tmp_path), pid=other.pid)
+        result = score(code, {"inputs": [""], "outputs": ["0 True"]})
         state = Path(f"/proc/{other.pid}/stat").read_text().split()[2]
         other.kill()
     assert (result, state) == (1.0, "S")
     assert [file.name for file in tmp_path.iterdir()] == ["old"]
 
 
-def test_it_is_the_rule_of_verl_s_data_sources() -> None:
-    answer = "print(sum(map(int, input().split())))"
-    found = default_compute_score("codecontests", answer, json.dumps(SUMS))
-    assert found == {"score": 1.0, "acc": 1.0}
+def test_verls_data_sources_use_this_rule() -> None:
+    program = "print(sum(map(int, input().split())))"
+    result = default_compute_score("codecontests", program, json.dumps(SUMS))
+    assert result == {"score": 1.0, "acc": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -249,32 +248,32 @@ def test_a_program_that_breaks_a_rule_scores_zero(code: str) -> None:
     assert score(f"{ADD}{code}", ASSERTS, **limits) == 0.0
 
 
-SHARED = "import mmap\nkept = mmap.mmap(-1, 2**28)\nfor _ in range(2**8): kept.write(bytes(2**20))"
-FILES = "for number in range(5000):\n    open(f'{number}', 'w').close()"
-TALKS = "while True:\n    print(end='.', flush=True)\n    time.sleep(0.01)"
-SAYS_NO_MORE = "import os\nos.close(1)\ntime.sleep(60)"
+SHARED = "import mmap\nm = mmap.mmap(-1, 2**28)\nfor _ in range(2**8): m.write(bytes(2**20))"
+FILES = "for number in range(3):\n    open(f'{number}', 'wb').write(bytes(2**23))"
+PRINTS = "while True:\n    print(end='.', flush=True)\n    time.sleep(0.01)"
+CLOSES_OUTPUT = "import os\nos.close(1)\ntime.sleep(60)"
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (f"{SHARED}\n{TALKS}", "GiB of memory (memory_gb=0.125)"),
-        (f"{FILES}\n{SAYS_NO_MORE}", "GiB into its working folder (file_gb=0.015625)"),
+        (f"{SHARED}\n{PRINTS}", "GiB of memory (memory_gb=0.125)"),
+        (f"{FILES}\n{CLOSES_OUTPUT}", "GiB into its working folder (file_gb=0.015625)"),
     ],
 )
-def test_a_program_is_watched_whatever_it_prints(code: str, words: str) -> None:
+def test_a_program_that_breaks_a_limit_is_stopped_in_any_state(code: str, words: str) -> None:
     program = Program(f"import time\n{code}", [""], time_s=60.0, total_s=60.0, memory_gb=0.125)
     ((output, problem),) = _runners[False].results(program).values()
     assert output == ""
     assert words in str(problem)
 
 
-def test_a_program_that_says_no_more_has_its_deadline() -> None:
-    program = Program(f"import time\n{SAYS_NO_MORE}", [""], time_s=0.1)
+def test_a_program_that_closes_its_output_has_a_deadline() -> None:
+    program = Program(f"import time\n{CLOSES_OUTPUT}", [""], time_s=0.1)
     assert _runners[False].results(program) == {0: ("", "passed its deadline")}
 
 
-def test_what_a_program_prints_is_bounded() -> None:
+def test_a_programs_output_is_bounded() -> None:
     long = {"inputs": [""], "outputs": ["x" * 2**20]}
     assert score("print('x' * 2**20)", long) == 0.0
     assert score("print('x' * 2**18)", {"inputs": [""], "outputs": ["x" * 2**18]}) == 1.0
@@ -282,16 +281,16 @@ def test_what_a_program_prints_is_bounded() -> None:
 
 LOOK = """
 import gc
-word, given, found = "never " + "sent", input(), False
-for kept in gc.get_objects():
-    if type(kept) in (dict, list, tuple):
-        kept = list(kept.values()) if type(kept) is dict else kept
-        found |= any(type(each) is str and word in each for each in kept if each is not word)
-print(given, found)
+word, line, is_here = "never " + "sent", input(), False
+for values in gc.get_objects():
+    if type(values) in (dict, list, tuple):
+        values = list(values.values()) if type(values) is dict else values
+        is_here |= any(type(v) is str and word in v for v in values if v is not word)
+print(line, is_here)
 """
 
 
-def test_what_is_expected_is_not_where_the_program_runs() -> None:
+def test_expected_values_are_not_in_the_programs_process() -> None:
     assert score(LOOK, {"inputs": ["a"], "outputs": ["a False"], "note": "never sent"}) == 1.0
     assert score(LOOK, {"inputs": ["never sent"], "outputs": ["never sent True"]}) == 1.0
 
@@ -301,23 +300,23 @@ def test_expected_sides_are_evaluated_in_another_process() -> None:
     assert score(code, {"asserts": ["assert parent() != __import__('os').getppid()"]}) == 1.0
 
 
-def test_without_the_network_a_program_reaches_nobody() -> None:
+def test_without_network_a_program_reaches_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         call = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint(1)"
-        one = {"inputs": [""], "outputs": ["1"]}
-        assert score(call, one, network=True) == 1.0
+        tests = {"inputs": [""], "outputs": ["1"]}
+        assert score(call, tests, network=True) == 1.0
         if not has_namespaces():
             pytest.skip("this machine gives no network namespace")
-        assert score(call, one) == 0.0
+        assert score(call, tests) == 0.0
 
 
-def test_a_program_s_time_is_bounded_over_all_tests() -> None:
-    many = {"inputs": [""] * 10, "outputs": [""] * 10}
-    assert score("while True: pass", many, time_s=0.2, total_s=0.5) == 0.0
+def test_all_tests_together_have_a_time_limit() -> None:
+    tests = {"inputs": [""] * 10, "outputs": [""] * 10}
+    assert score("while True: pass", tests, time_s=0.2, total_s=0.5) == 0.0
 
 
-def test_the_last_block_after_the_thoughts_is_the_program() -> None:
+def test_the_last_code_block_after_the_reasoning_is_the_program() -> None:
     text = "<think>```python\nno\n```</think>```py\nfirst\n```then\n```\nlast\n"
     assert code_of(text) == "last\n"
     assert code_of("print(1)") == "print(1)"
@@ -331,23 +330,23 @@ def test_outputs_are_compared_word_by_word(output: str, expected: str, right: bo
     assert is_expected("stdin", output, expected) is right
 
 
-def test_tests_that_are_none_are_an_error() -> None:
+def test_as_many_outputs_as_inputs_are_required() -> None:
     with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
         run_tests("apps", "pass", {"inputs": ["", ""], "outputs": [""]})
 
 
-def test_a_reward_process_runs_programs_and_takes_them_with_it() -> None:
+def test_a_reward_process_runs_programs_that_end_with_it() -> None:
     scorer = Scorer(FunctionSpec(deadline=20.0), 60.0)
     sample = {"data_source": "taco", "ground_truth": json.dumps(SUMS), "extra_info": {}}
-    scorer.start()  # with whatever stays after it
+    scorer.start()  # starts processes that remain, such as a fork server
     scorer.stop()
-    others = set(descendants(os.getpid()))
+    before = set(descendants(os.getpid()))
     try:
         scorer.start()
         right, wrong = scorer.score(
             [{**sample, "solution_str": code} for code in (f"{ADD}print(add(3, 4))", "a = 1 +")]
         )
-        family = [pid for pid in descendants(os.getpid()) if pid not in others]
+        family = [pid for pid in descendants(os.getpid()) if pid not in before]
         lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family]
     finally:
         scorer.stop()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from trainer.data.prompts import load_tokenizer
+from trainer.cli.make_tiny import make_tokenizer
 from trainer.rollouts.rollouts import with_responses
 from trainer.rollouts.samples import write_samples
 from verl_like.batch.columns import object_rows
@@ -17,29 +18,29 @@ from workers.rewards.manager import decode_responses, decode_rows, samples_of
 
 
 @pytest.fixture
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
+def tokenizer() -> Any:
+    return make_tokenizer()
 
 
-def test_texts_are_those_of_the_tokenizer(tokenizer: Any) -> None:
+def test_texts_match_the_tokenizers(tokenizer: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, len(tokenizer), (20, 30), generator=draw).tolist()
     rows = [[], [tokenizer.eos_token_id], *[row[:length] for length, row in enumerate(ids)]]
     assert decode_rows(tokenizer, rows) == tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
-def test_a_tokenizer_that_decodes_in_its_own_way_does_so(tokenizer: Any) -> None:
-    own = type(tokenizer)
+def test_a_tokenizer_with_its_own_decode_uses_it(tokenizer: Any) -> None:
+    base = type(tokenizer)
 
-    def shout(self: Any, *arguments: Any, **settings: Any) -> str:
-        return str(own._decode(self, *arguments, **settings)).upper()
+    def decode_upper(self: Any, *arguments: Any, **settings: Any) -> str:
+        return str(base._decode(self, *arguments, **settings)).upper()
 
-    tokenizer.__class__ = type("Shouts", (own,), {"_decode": shout})
+    tokenizer.__class__ = type("Upper", (base,), {"_decode": decode_upper})
     rows = [tokenizer("abc", add_special_tokens=False)["input_ids"]]
     assert decode_rows(tokenizer, rows) == ["ABC"]
 
 
-def scored(tokenizer: Any) -> DataProto:
+def scored_batch(tokenizer: Any) -> DataProto:
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"] for text in "abcd"])
     return DataProto.from_dict(
         {
@@ -59,38 +60,29 @@ def scored(tokenizer: Any) -> DataProto:
     )
 
 
-def test_a_batch_is_decoded_once_for_all_rewards_and_its_file(
+def test_all_rewards_and_the_sample_log_share_one_decoding(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, decoded = scored(tokenizer), []
+    batch, calls = scored_batch(tokenizer), []
 
-    def counted(*given: Any) -> list[str]:
-        decoded.append(given)
-        return decode_rows(*given)
+    def counted(*arguments: Any) -> list[str]:
+        calls.append(arguments)
+        return decode_rows(*arguments)
 
     monkeypatch.setattr("workers.rewards.manager.decode_rows", counted)
     for _ in range(2):
-        assert [one["solution_str"] for one in samples_of(batch, tokenizer)] == list("abcd")
+        assert [row["solution_str"] for row in samples_of(batch, tokenizer)] == list("abcd")
     write_samples(tmp_path, 1, batch[torch.tensor([3, 0])], tokenizer)
     lines = (tmp_path / "1.jsonl").read_text().splitlines()
-    assert ['"output": "d"' in lines[0], '"output": "a"' in lines[1]] == [True, True]
-    assert len(decoded) == 1
+    assert [json.loads(line)["output"] for line in lines] == ["d", "a"]
+    assert len(calls) == 1
 
 
-def test_new_responses_have_texts_of_their_own(tokenizer: Any) -> None:
-    batch = scored(tokenizer)
+def test_new_responses_are_decoded_again(tokenizer: Any) -> None:
+    batch = scored_batch(tokenizer)
     decode_responses(batch, tokenizer)
-    prompts = batch.select(["sample_index"])
-    flipped = DataProto.from_dict(
-        {
-            "responses": batch.batch["responses"].flip(0),
-            "response_mask": batch.batch["response_mask"],
-        }
-    )
-    again = with_responses(
-        prompts.union(
-            DataProto.from_dict({name: torch.zeros(4, 1) for name in ("input_ids", "position_ids")})
-        ).union(DataProto.from_dict({"attention_mask": torch.ones(4, 1)})),
-        flipped,
-    )
-    assert decode_responses(again, tokenizer) == list("dcba")
+    columns = {name: torch.zeros(4, 1) for name in ("input_ids", "position_ids", "attention_mask")}
+    prompts = batch.select(["sample_index"]).union(DataProto.from_dict(columns))
+    flipped = {name: batch.batch[name].flip(0) for name in ("responses", "response_mask")}
+    generated = with_responses(prompts, DataProto.from_dict(flipped))
+    assert decode_responses(generated, tokenizer) == list("dcba")

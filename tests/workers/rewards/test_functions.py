@@ -9,10 +9,8 @@ from verl_like.errors import ConfigError
 from workers.rewards.functions import check_rules, default_compute_score, gsm8k_flexible
 
 
-@pytest.mark.parametrize(
-    ("text", "score"), [("aaaa", 1.0), ("ab", 0.5), ("b a ", 0.25), ("", 0.0), ("xyz", 0.0)]
-)
-def test_tiny_letters_scores_the_share_of_right_characters(text: str, score: float) -> None:
+@pytest.mark.parametrize(("text", "score"), [("aaaa", 1.0), ("b a ", 0.25), ("", 0.0)])
+def test_tiny_letters_scores_the_fraction_of_right_characters(text: str, score: float) -> None:
     assert default_compute_score("verl_like/tiny_letters", text, "a") == score
 
 
@@ -46,9 +44,7 @@ def test_gsm8k_reads_the_last_marked_number_strictly(text: str, truth: str, scor
         ("no number", "42", 0.0),
     ],
 )
-def test_flexible_gsm8k_takes_the_value_of_the_last_number(
-    text: str, truth: str, score: float
-) -> None:
+def test_flexible_gsm8k_compares_the_last_number(text: str, truth: str, score: float) -> None:
     assert gsm8k_flexible("openai/gsm8k", text, truth) == score
 
 
@@ -66,13 +62,13 @@ def test_math_compares_values_not_characters(text: str, truth: str, score: float
     assert default_compute_score("lighteval/MATH", text, truth) == score
 
 
-def test_math_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_without_its_package_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.rewards.functions.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'verl-like\[math\]'"):
         check_rules(["openai/gsm8k", "lighteval/MATH"])
 
 
-def test_an_unknown_data_source_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_data_source_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
         match=r"'openai/gsm8'.*have rules: .*openai/gsm8k, .*verl_like/tiny_letters.*Did you mean",

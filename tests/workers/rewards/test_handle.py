@@ -26,7 +26,7 @@ from workers.rewards.outcome import LATE
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
-STRANGER = """
+UNTRUSTED = """
 import asyncio, ctypes, fcntl, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 
@@ -37,19 +37,6 @@ def every_socket():
         except OSError:
             continue
         yield number
-
-def hold(lock):
-    held = open(lock, "w")
-    fcntl.flock(held, fcntl.LOCK_SH)
-    return held
-
-def fork_and_stay(seconds=60):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            Path(NOTE).write_text(str(os.getpid()))
-            time.sleep(seconds)
-        os._exit(0)
 
 def act(solution_str):
     if solution_str == "exit":
@@ -101,18 +88,16 @@ def act(solution_str):
     if solution_str == "secret":
         return float(os.environ["SECRET_OF_TEST"])
     if solution_str == "fork":
-        fork_and_stay()
-    if solution_str == "fork and hang":
-        fork_and_stay()
-        time.sleep(60)
-    if solution_str == "many":
-        for _ in range(20):
+        if os.fork() == 0:
+            os.setsid()
             if os.fork() == 0:
+                Path(NOTE).write_text(str(os.getpid()))
                 time.sleep(60)
-                os._exit(0)
+            os._exit(0)
         time.sleep(60)
     if solution_str == "bomb":
-        kept = hold(NOTE)
+        lock = open(NOTE, "w")
+        fcntl.flock(lock, fcntl.LOCK_SH)
         for number in range(8):
             if os.fork() == 0 and number == 2:
                 os.setsid()
@@ -120,16 +105,15 @@ def act(solution_str):
     if solution_str == "together":
         for _ in range(4):
             if os.fork() == 0:
-                kept = b"x" * 10**8
+                ballast = b"x" * 10**8
                 time.sleep(60)
                 os._exit(0)
         time.sleep(60)
     if solution_str == "print":
         sys.stdout.write("x" * 3 * 2**20)
     if solution_str == "here":
-        folder = os.getcwd()
         Path("scratch").write_text("mine")
-        return {"score": 1.0, "pred": folder}
+        return {"score": 1.0, "pred": os.getcwd()}
     if solution_str == "group":
         return os.getpgid(0)
     return 1.0
@@ -155,29 +139,37 @@ def locally(solution_str):
 SMALL = Sandbox(memory_gb=1.0, cpu_s=0.5, file_gb=2**-10, processes=8)
 
 
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Return the outcomes of texts by one of the functions above; each has one process."""
-    folder = tmp_path_factory.mktemp("stranger")
-    path = folder / "stranger.py"
-    path.write_text(f"NOTE = {str(folder / 'note')!r}\n{STRANGER}", encoding="utf-8")
-    made: dict[Any, Scorer] = {}
+class UntrustedScorers:
+    """Scorers of the functions above, one per function, deadline and sandbox."""
 
-    def score(
-        *texts: str, name: str = "act", deadline: float = 20.0, sandbox: Sandbox = SMALL
+    def __init__(self, folder: Path) -> None:
+        self.note, self._path = folder / "note", folder / "untrusted.py"
+        self._path.write_text(f"NOTE = {str(self.note)!r}\n{UNTRUSTED}", encoding="utf-8")
+        self._scorers: dict[Any, Scorer] = {}
+
+    def __call__(
+        self, *texts: str, name: str = "act", deadline: float = 20.0, sandbox: Sandbox = SMALL
     ) -> list[Any]:
+        """Return the outcomes of these texts."""
         key = name, deadline, sandbox
-        if key not in made:
-            spec = FunctionSpec(str(path), name, deadline=deadline, sandbox=sandbox)
-            made[key] = Scorer(spec, 60.0)
-            made[key].start()
-        return made[key].score([{"solution_str": text} for text in texts])
+        if key not in self._scorers:
+            spec = FunctionSpec(str(self._path), name, deadline=deadline, sandbox=sandbox)
+            self._scorers[key] = Scorer(spec, 60.0)
+            self._scorers[key].start()
+        return self._scorers[key].score([{"solution_str": text} for text in texts])
 
-    score.note = folder / "note"
-    score.made = made
-    yield score
-    for scorer in made.values():
-        scorer.stop()
+    def stop(self, deadline: float | None = None) -> None:
+        """Stop the scorers with this deadline, by default all."""
+        for key, scorer in self._scorers.items():
+            if deadline in (None, key[1]):
+                scorer.stop()
+
+
+@pytest.fixture(scope="module")
+def untrusted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UntrustedScorers]:
+    scorers = UntrustedScorers(tmp_path_factory.mktemp("untrusted"))
+    yield scorers
+    scorers.stop()
 
 
 @pytest.mark.parametrize(
@@ -195,38 +187,37 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("open", "OSError: [Errno 24] Too many open files"),
         ("unspeakable", "Odd: (its message cannot be read)"),
         ("secret", "reward.sandbox.env=[SECRET_OF_TEST]"),
-        ("many", " processes (processes=8)"),
     ],
 )
-def test_what_a_function_does_is_said_of_its_sample_alone(
-    stranger: Any, text: str, words: str, monkeypatch: pytest.MonkeyPatch
+def test_only_the_sample_that_breaks_a_rule_fails_with_the_reason(
+    untrusted: UntrustedScorers, text: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_OF_TEST", "1")
-    before, guilty, after = stranger("fine", text, "fine")
+    before, guilty, after = untrusted("fine", text, "fine")
     assert before == after == (1.0, {}, None)
     assert guilty[:2] == (None, {})
     assert words in guilty[2]
 
 
-def test_memory_is_that_of_all_that_it_has_started(stranger: Any) -> None:
-    ((score, _, error),) = stranger("together", sandbox=Sandbox(memory_gb=0.25))
+def test_the_memory_limit_includes_forks(untrusted: UntrustedScorers) -> None:
+    ((score, _, error),) = untrusted("together", sandbox=Sandbox(memory_gb=0.25))
     assert score is None
     assert "GiB of memory (memory_gb=0.25)" in error
 
 
-def test_half_an_answer_is_late(stranger: Any) -> None:
-    outcomes = stranger("fine", "half a line", "fine", deadline=1.0)
+def test_half_a_reply_misses_the_deadline(untrusted: UntrustedScorers) -> None:
+    outcomes = untrusted("fine", "half a line", "fine", deadline=1.0)
     assert [outcome[2] for outcome in outcomes] == [None, LATE, None]
 
 
-def test_of_coroutines_the_one_that_blocks_is_named(stranger: Any) -> None:
-    outcomes = stranger(*["fine"] * 4, "block", *["fine"] * 4, name="act_async", deadline=1.0)
+def test_only_the_coroutine_that_blocks_fails(untrusted: UntrustedScorers) -> None:
+    outcomes = untrusted(*["fine"] * 4, "block", *["fine"] * 4, name="act_async", deadline=1.0)
     assert [row for row, outcome in enumerate(outcomes) if outcome[0] is None] == [4]
     assert outcomes[4][2] == LATE
 
 
-def test_of_coroutines_the_one_that_ends_the_process_is_named(stranger: Any) -> None:
-    outcomes = stranger(*["fine"] * 5, "_exit", *["fine"] * 2, "exit", name="act_async")
+def test_only_coroutines_that_end_the_process_fail(untrusted: UntrustedScorers) -> None:
+    outcomes = untrusted(*["fine"] * 5, "_exit", *["fine"] * 2, "exit", name="act_async")
     failed = {
         row: outcome[2].partition("\n")[0]
         for row, outcome in enumerate(outcomes)
@@ -238,33 +229,23 @@ def test_of_coroutines_the_one_that_ends_the_process_is_named(stranger: Any) -> 
     }
 
 
-def test_a_function_of_batches_is_never_called_with_a_part_of_one(stranger: Any) -> None:
-    outcomes = stranger("fine", "_exit", name="act_on_all")
+def test_a_batch_function_is_never_called_with_part_of_a_batch(untrusted: UntrustedScorers) -> None:
+    outcomes = untrusted("fine", "_exit", name="act_on_all")
     assert outcomes == [(None, {}, "the reward process ended with exit code 4")] * 2
 
 
-def test_what_it_forked_into_a_session_of_its_own_is_gone_with_it(stranger: Any) -> None:
-    assert stranger("fork", "fine", deadline=4.0) == [(1.0, {}, None)] * 2
-    wait_until(lambda: stranger.note.exists() and stranger.note.read_text())
-    pid = int(stranger.note.read_text())
-    assert Path(f"/proc/{pid}").exists()
-    (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.0]
-    scorer.stop()
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def test_what_it_forked_is_gone_with_it_at_its_deadline(stranger: Any) -> None:
-    stranger.note.unlink(missing_ok=True)
-    hung, after = stranger("fork and hang", "fine", deadline=1.5)
+def test_forks_in_other_sessions_end_with_the_process(untrusted: UntrustedScorers) -> None:
+    untrusted.note.unlink(missing_ok=True)
+    hung, after = untrusted("fork", "fine", deadline=1.5)
     assert (hung[2], after) == (LATE, (1.0, {}, None))
-    wait_until_ended(int(stranger.note.read_text()))
+    wait_until_ended(int(untrusted.note.read_text()))
 
 
-def test_forks_without_end_are_ended_and_leave_none(stranger: Any) -> None:
-    before, guilty, after = stranger("fine", "bomb", "fine")
+def test_too_many_forks_end_the_process_and_all_forks(untrusted: UntrustedScorers) -> None:
+    before, guilty, after = untrusted("fine", "bomb", "fine")
     assert (before[0], guilty[0], after[0]) == (1.0, None, 1.0)
     assert " processes (processes=8)" in guilty[2]
-    with stranger.note.open() as file:  # whoever is left holds it
+    with untrusted.note.open() as file:  # a process that is left holds the lock
         wait_until(lambda: is_free(file))
 
 
@@ -282,14 +263,14 @@ from verl_like.process.machine import descendants
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
-scorer = Scorer(FunctionSpec(), 60.0)  # kept: what nobody holds is closed
+scorer = Scorer(FunctionSpec(), 60.0)  # garbage collection would stop it
 scorer.start()
 print(*descendants(os.getpid()), flush=True)
 time.sleep(60)
 """
 
 
-def test_it_ends_with_a_driver_that_is_killed() -> None:
+def test_reward_processes_end_when_their_driver_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
@@ -299,12 +280,11 @@ def test_it_ends_with_a_driver_that_is_killed() -> None:
     wait_until_ended(*pids)
 
 
-def test_its_working_folder_is_removed(stranger: Any) -> None:
-    ((_, numbers, _),) = stranger("here", deadline=4.5, sandbox=Sandbox())
+def test_the_working_folder_is_removed_with_the_process(untrusted: UntrustedScorers) -> None:
+    ((_, numbers, _),) = untrusted("here", deadline=4.5, sandbox=Sandbox())
     folder = Path(numbers["pred"])
     assert (folder / "scratch").read_text() == "mine"
-    (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.5]
-    scorer.stop()
+    untrusted.stop(deadline=4.5)
     assert not folder.exists()
 
 
@@ -315,90 +295,84 @@ def test_its_working_folder_is_removed(stranger: Any) -> None:
         ("supervisor, and stays", LATE),
     ],
 )
-def test_one_that_kills_its_supervisor_is_killed_and_leaves_nothing(
-    stranger: Any, text: str, words: str
+def test_a_function_that_kills_its_supervisor_is_killed(
+    untrusted: UntrustedScorers, text: str, words: str
 ) -> None:
-    before, guilty, after = stranger("fine", text, "fine", deadline=1.1)
+    before, guilty, after = untrusted("fine", text, "fine", deadline=1.1)
     assert (before[0], guilty, after[0]) == (1.0, (None, {}, words), 1.0)
-    pid, folder = stranger.note.read_text().split()
+    pid, folder = untrusted.note.read_text().split()
     wait_until_ended(int(pid))
     assert not Path(folder).exists()
 
 
-def test_a_supervisor_that_is_stopped_ends_by_itself_as_soon_as_it_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_paused_supervisor_ends_as_soon_as_its_scorer_stops(
+    untrusted: UntrustedScorers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.rewards.handle.END_S", 60.0)
-    path = tmp_path / "stranger.py"
-    path.write_text(f"NOTE = {str(tmp_path / 'note')!r}\n{STRANGER}", encoding="utf-8")
-    scorer = Scorer(FunctionSpec(str(path), "act", deadline=20.0, sandbox=SMALL), 60.0)
-    scorer.start()
     begin = time.monotonic()
-    scorer.score([{"solution_str": "stopped supervisor"}])
-    scorer.stop()
+    untrusted("stopped supervisor", deadline=19.0)
+    untrusted.stop(deadline=19.0)
     assert time.monotonic() - begin < 50
 
 
-@pytest.mark.parametrize(
-    ("name", "killed"),
-    [("act", "supervisor"), ("act_async", "function")],
-)
-def test_one_that_is_killed_while_it_is_idle_fails_no_sample(
-    stranger: Any, name: str, killed: str
+@pytest.mark.parametrize(("name", "killed"), [("act", "supervisor"), ("act_async", "function")])
+def test_an_idle_process_that_is_killed_fails_no_sample(
+    untrusted: UntrustedScorers, name: str, killed: str
 ) -> None:
-    ((group, _, _),) = stranger("group", name=name)
+    ((group, _, _),) = untrusted("group", name=name)
     supervisor = int(Path(f"/proc/{int(group)}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(supervisor if killed == "supervisor" else int(group), signal.SIGKILL)
-    assert stranger("fine", "fine", name=name) == [(1.0, {}, None)] * 2
+    assert untrusted("fine", "fine", name=name) == [(1.0, {}, None)] * 2
 
 
-def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert stranger("print", deadline=6.0) == [(1.0, {}, None)]
-    (scorer,) = [made for key, made in stranger.made.items() if key[1] == 6.0]
-    scorer.stop()
-    said = capfd.readouterr().out
-    assert said.count("x") == MOST_OUTPUT
-    assert said.endswith("[further output of this process is dropped]\n")
+def test_output_is_bounded(untrusted: UntrustedScorers, capfd: pytest.CaptureFixture[str]) -> None:
+    assert untrusted("print", deadline=6.0) == [(1.0, {}, None)]
+    untrusted.stop(deadline=6.0)
+    output = capfd.readouterr().out
+    assert output.count("x") == MOST_OUTPUT
+    assert output.endswith("[further output of this process is dropped]\n")
 
 
-def test_nothing_of_the_function_is_on_a_command_line(
-    stranger: Any, monkeypatch: pytest.MonkeyPatch
+def test_no_command_line_names_the_function(
+    untrusted: UntrustedScorers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_start_python", start_python)  # forks have their server's line
-    stranger("fine", deadline=7.0)
+    monkeypatch.setattr(
+        child, "_start_python", start_python
+    )  # a fork has the command line of its server
+    untrusted("fine", deadline=7.0)
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
     assert any(b"workers.rewards.process" in line for line in lines)
-    assert not any(b"stranger" in line for line in lines)
+    assert not any(b"untrusted" in line for line in lines)
 
 
-def test_without_the_network_it_reaches_itself_alone(stranger: Any) -> None:
+def test_without_network_a_function_reaches_only_itself(untrusted: UntrustedScorers) -> None:
     import socket
 
-    alone = Sandbox(network=False)
+    isolated = Sandbox(network=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        assert stranger(port, name="connect")[0][0] == 1.0
+        assert untrusted(port, name="connect")[0][0] == 1.0
         try:
-            ((score, _, error),) = stranger(port, name="connect", sandbox=alone)
+            ((score, _, error),) = untrusted(port, name="connect", sandbox=isolated)
         except ConfigError as err:
             pytest.skip(str(err))
     assert score is None
     assert "ConnectionRefusedError" in error
-    assert stranger("", name="locally", sandbox=alone)[0][0] == 1.0
+    assert untrusted("", name="locally", sandbox=isolated)[0][0] == 1.0
 
 
-def test_samples_that_it_does_not_read_do_not_block_the_driver(stranger: Any) -> None:
-    outcomes = stranger("stop", *["x" * 100_000] * 20, deadline=3.0)
+def test_unread_samples_do_not_block_the_driver(untrusted: UntrustedScorers) -> None:
+    outcomes = untrusted("stop", *["x" * 100_000] * 20, deadline=3.0)
     assert [outcome[0] for outcome in outcomes] == [None] + [1.0] * 20
 
 
-def test_what_is_wrong_with_a_function_is_said_though_its_process_is_gone(
+def test_a_load_error_is_reported_even_if_the_process_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: Any) -> None:
+    def has_ended(*_: Any) -> None:
         raise ProcessLookupError
 
-    monkeypatch.setattr(os, "pidfd_open", gone)
+    monkeypatch.setattr(os, "pidfd_open", has_ended)
     (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
     process = RewardProcess(FunctionSpec(str(tmp_path / "broken.py"), "f"), 60.0)
     with pytest.raises(ConfigError, match="broken.py, line 1: invalid syntax: def f"):

@@ -50,7 +50,7 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
         return None
     if ground_truth == "steps":
         return {"score": 1.0, "step_scores": [[0, 0.5], (2, 0.0), [99, 0.25]]}
-    if ground_truth == "steps alone":
+    if ground_truth == "only steps":
         return {"step_scores": [[1, 0.5]]}
     if ground_truth == "step before the first":
         return {"score": 1.0, "step_scores": [[-1, 0.5]]}
@@ -64,64 +64,61 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
 
 @pytest.fixture(scope="module")
 def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Managers by their settings, each created once."""
+    """Return a function that creates a manager, or returns the one with the same settings."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
-    made: dict[Any, RewardManager] = {}
+    managers: dict[Any, RewardManager] = {}
 
     def make(
         name: str = "odd", deadline: float = 10.0, batch_deadline: float = 120.0, **settings: Any
     ) -> RewardManager:
         key = name, deadline, batch_deadline, *settings.items()
-        if key not in made:
+        if key not in managers:
             function = FunctionSpec("odd_rewards", name, {"bonus": 0.0}, deadline)
             scores = scorer.Scorer(function, batch_deadline)
-            made[key] = RewardManager(tokenizer, scores, **settings)
-        return made[key]
+            managers[key] = RewardManager(tokenizer, scores, **settings)
+        return managers[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
         yield make
-    for manager in made.values():
+    for manager in managers.values():
         manager.close()
 
 
 @pytest.fixture
 def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
     """Create managers as a configuration defines them."""
-    made: list[Rewards] = []
+    created: list[Rewards] = []
 
     def make(sources: Sequence[str] = ("verl_like/tiny_letters",), **reward: Any) -> RewardManager:
         config = PPOConfig(data=None, trainer=None, reward=ScoringConfig(**reward))
         rows = SimpleNamespace(
             data_sources={*sources}, columns=[], has_truth=True, has_open_asserts=False
         )
-        made.append(make_rewards(config, tokenizer, rows))
-        (part,) = made[-1].parts
-        assert isinstance(part.manager, RewardManager)
-        return part.manager
+        created.append(make_rewards(config, tokenizer, rows))
+        (term,) = created[-1].parts
+        assert isinstance(term.manager, RewardManager)
+        return term.manager
 
     yield make
-    for manager in made:
-        manager.close()
+    for rewards in created:
+        rewards.close()
 
 
-def make_batch(
-    tokenizer: Any, solutions: list[str], truths: list[str], width: int = 8, source: str = "s"
-) -> DataProto:
-    responses = torch.full((len(solutions), width), tokenizer.pad_token_id)
+def make_batch(tokenizer: Any, solutions: list[str], truths: list[str]) -> DataProto:
+    responses = torch.full((len(solutions), 8), tokenizer.pad_token_id)
     mask = torch.zeros_like(responses)
     for row, text in enumerate(solutions):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [
-            tokenizer.eos_token_id
-        ] * bool(text)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += [tokenizer.eos_token_id] * bool(text)
         responses[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         mask[row, : len(ids)] = 1
     return DataProto.from_dict(
         tensors={"responses": responses, "response_mask": mask},
         non_tensors={
             "uid": object_rows([f"{row}-0" for row in range(len(solutions))]),
-            "data_source": object_rows([source] * len(solutions)),
+            "data_source": object_rows(["s"] * len(solutions)),
             "reward_model": object_rows([{"ground_truth": truth} for truth in truths]),
             "extra_info": object_rows([{} for _ in solutions]),
         },
@@ -135,9 +132,9 @@ def counts(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: Any) -> None:
+def test_the_score_is_at_the_last_response_token(managers: Any, tokenizer: Any) -> None:
     batch = make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])
-    batch.batch["response_mask"][1, 1:3] = 0  # what a tool answered
+    batch.batch["response_mask"][1, 1:3] = 0  # a tool's reply
     scores, metrics = managers().remote(batch).result()
     expected = torch.zeros(3, 8)
     expected[0, 2], expected[1, 4] = 2.0, scores.batch["token_level_scores"][1].sum()
@@ -147,16 +144,13 @@ def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: A
 
 
 @pytest.mark.parametrize(
-    ("name", "truth"), [("odd", "nan"), ("odd", "exit"), ("odd", "nothing"), ("odd_async", "raise")]
+    ("name", "truth"), [("odd", "nan"), ("odd", "nothing"), ("odd_async", "raise")]
 )
-def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
+def test_only_a_failing_sample_gets_the_default_score(
     managers: Any, tokenizer: Any, name: str, truth: str
 ) -> None:
-    scores, metrics = (
-        managers(name, default_score=-1.0)
-        .remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""]))
-        .result()
-    )
+    batch = make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""])
+    scores, metrics = managers(name, default_score=-1.0).remote(batch).result()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
     assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
     (failure,) = scores.meta_info[FAILURES].values()
@@ -169,25 +163,21 @@ def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
 def test_a_hanging_sample_is_killed_at_its_deadline(
     managers: Any, tokenizer: Any, name: str
 ) -> None:
-    manager = managers(name, deadline=0.6)
-    scores, metrics = manager.remote(
-        make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])
-    ).result(timeout=20)
+    batch = make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])
+    scores, metrics = managers(name, deadline=0.6).remote(batch).result(timeout=20)
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 3.0]
     assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 1.0}
 
 
 def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer: Any) -> None:
+    batch = make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)
     manager = managers(deadline=60.0, batch_deadline=1.0)
-    scores, metrics = manager.remote(make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)).result(
-        timeout=20
-    )
+    _, metrics = manager.remote(batch).result(timeout=20)
     assert metrics["reward/num_timed_out"] == 5.0
 
 
-def test_one_of_several_rewards_is_refused_by_its_own_keys(make_manager: Any) -> None:
-    words = r"^reward.list\[0\]\.path=no_such_file\.py: there is no such"
-    with pytest.raises(ConfigError, match=words):
+def test_errors_name_the_keys_of_one_reward_in_the_list(make_manager: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^reward.list\[0\]\.path=no_such_file\.py: there is no"):
         make_manager(list=[RewardConfig(name="first", path="no_such_file.py", function="odd")])
 
 
@@ -203,7 +193,7 @@ def test_one_of_several_rewards_is_refused_by_its_own_keys(make_manager: Any) ->
         ("import os; os._exit(3)", "the reward process ended with exit code 3. The output"),
     ],
 )
-def test_a_function_that_dies_while_it_loads_is_refused(
+def test_a_function_that_fails_to_load_is_rejected(
     make_manager: Any, tmp_path: Path, code: str, words: str
 ) -> None:
     (tmp_path / "broken.py").write_text(code, encoding="utf-8")
@@ -214,16 +204,16 @@ def test_a_function_that_dies_while_it_loads_is_refused(
 def test_a_function_in_a_file_gets_its_keyword_arguments(
     make_manager: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
-    custom = RewardFunctionConfig(
-        path=str(tmp_path / "odd_rewards.py"), name="odd", kwargs={"bonus": 0.5}
-    )
-    manager = make_manager(function=custom)
-    scores, _ = manager.remote(make_batch(tokenizer, ["ab"], [""])).result()
+    path = tmp_path / "odd_rewards.py"
+    path.write_text(FUNCTIONS, encoding="utf-8")
+    function = RewardFunctionConfig(path=str(path), name="odd", kwargs={"bonus": 0.5})
+    scores, _ = make_manager(function=function).remote(make_batch(tokenizer, ["ab"], [""])).result()
     assert scores.batch["token_level_scores"].sum().item() == 2.5
 
 
-def test_a_reward_model_needs_no_rule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_rule_is_left_out_next_to_a_reward_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def names(*sources: str) -> list[str]:
         rows: Any = SimpleNamespace(data_sources={*sources})
         rewards = [RewardConfig(name="rule"), RewardConfig(name="model", kind="model", path="rm")]
@@ -235,7 +225,7 @@ def test_a_reward_model_needs_no_rule(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == ""
 
 
-def test_a_batch_that_takes_long_gets_more_processes(
+def test_a_slow_batch_gets_more_processes(
     managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scorer, "SLOW_S", 0.2)
@@ -257,7 +247,7 @@ def test_a_batch_that_takes_long_gets_more_processes(
     assert len(set(pids[~np.isnan(pids)])) >= 4
 
 
-def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
+def test_other_processes_score_if_one_does_not_start(
     managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(scorer, "SLOW_S", 0.1)
@@ -271,16 +261,16 @@ def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
     assert "a process of odd_rewards:odd could not be started" in caplog.text
 
 
-def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:
+def test_coroutines_run_concurrently(managers: Any, tokenizer: Any) -> None:
     manager = managers("odd_async")
     began = time.monotonic()
     manager.remote(make_batch(tokenizer, ["a"] * 40, [""] * 40)).result()
     assert time.monotonic() - began < 40 * 0.1
 
 
-def test_scores_of_steps_stand_at_their_tokens(managers: Any, tokenizer: Any) -> None:
-    answers = ["abcd", "abcd", "abcd", "abcd"]
-    batch = make_batch(tokenizer, answers, ["steps", "steps alone", "", "step before the first"])
+def test_step_scores_are_at_their_tokens(managers: Any, tokenizer: Any) -> None:
+    truths = ["steps", "only steps", "", "step before the first"]
+    batch = make_batch(tokenizer, ["abcd"] * 4, truths)
     mask = batch.batch["response_mask"]
     mask[0, 1] = 0  # a tool's token: the response's tokens are 0, 2, 3, …
     width, last = mask.shape[1], int(mask[1].sum()) - 1
@@ -304,31 +294,20 @@ def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: 
     assert metrics["reward/share/mean"] == 0.5
 
 
-def test_batches_are_scored_in_the_order_they_came(managers: Any, tokenizer: Any) -> None:
-    manager = managers()
-    futures = [
-        manager.remote(make_batch(tokenizer, ["a" * length], [""])) for length in range(1, 6)
-    ]
-    assert [f.result()[0].batch["token_level_scores"].sum().item() for f in futures] == [
-        1.0,
-        2.0,
-        3.0,
-        4.0,
-        5.0,
-    ]
+def test_batches_are_scored_in_order(managers: Any, tokenizer: Any) -> None:
+    batches = [make_batch(tokenizer, ["a" * length], [""]) for length in range(1, 6)]
+    futures = [managers().remote(batch) for batch in batches]
+    scores = [future.result()[0].batch["token_level_scores"].sum().item() for future in futures]
+    assert scores == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize(("name", "alone_s"), [("odd", 60.0), ("odd_async", 0.1)])
-def test_a_manager_is_closed_at_once_though_its_function_hangs(
-    tokenizer: Any,
-    managers: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    alone_s: float,
+@pytest.mark.parametrize(("name", "slow_s"), [("odd", 60.0), ("odd_async", 0.1)])
+def test_a_manager_closes_immediately_even_if_its_function_hangs(
+    tokenizer: Any, managers: Any, monkeypatch: pytest.MonkeyPatch, name: str, slow_s: float
 ) -> None:
-    monkeypatch.setattr(scorer, "SLOW_S", alone_s)
+    monkeypatch.setattr(scorer, "SLOW_S", slow_s)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 2)
-    manager = managers(name, deadline=50.0 + alone_s)  # of this test alone
+    manager = managers(name, deadline=50.0 + slow_s)  # only this test uses it
     future = manager.remote(make_batch(tokenizer, ["a"] * 4, ["hang"] * 4))
     time.sleep(0.5)  # well within the calls
     began = time.monotonic()

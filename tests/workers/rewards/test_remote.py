@@ -46,7 +46,7 @@ SAMPLES = [sample("a"), sample("bcd \ud800 \u2028 é"), sample("e", "raise"), sa
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> FunctionSpec:
-    path = tmp_path_factory.mktemp("own") / "served.py"
+    path = tmp_path_factory.mktemp("server") / "served.py"
     path.write_text(FUNCTION, encoding="utf-8")
     return FunctionSpec(str(path), "score")
 
@@ -66,35 +66,35 @@ def served(spec: FunctionSpec) -> Iterator[RewardServer]:
 def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RemoteScorer]]:
     monkeypatch.setenv("OUR_TOKEN", "secret")
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
-    made = []
+    scorers = []
 
     def make(url: str, deadline: float = 30.0, **settings: Any) -> RemoteScorer:
         settings = {"token_env": "OUR_TOKEN", **settings}
-        made.append(RemoteScorer(RewardConfig(name="judge", url=url, **settings), deadline))
-        return made[-1]
+        scorers.append(RemoteScorer(RewardConfig(name="judge", url=url, **settings), deadline))
+        return scorers[-1]
 
     yield make
-    for scorer in made:
+    for scorer in scorers:
         scorer.stop()
 
 
 Reply = Callable[[int, dict[str, Any]], tuple[int, Any]]
-"""(number of the request, what was posted) -> (status, answer)."""
+"""(number of the request, its body) -> (status, reply)."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as its server's `reply` says."""
+    """Sends the replies of its server's `reply`."""
 
     server: Any
 
     def do_POST(self) -> None:
         content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status, answer = self.server.reply(next(self.server.numbers), content)
+        status, reply = self.server.reply(next(self.server.numbers), content)
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "http://127.0.0.1:9/elsewhere")
         self.end_headers()
-        self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+        self.wfile.write(reply if isinstance(reply, bytes) else json.dumps(reply).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Reply], str]]:
-    """Start a server that answers as `reply` says; return its address."""
+    """Return a function that starts a server with the replies of `reply`, and returns its URL."""
     servers: list[Any] = []
 
     def start(reply: Reply) -> str:
@@ -121,11 +121,11 @@ def serve() -> Iterator[Callable[[Reply], str]]:
 def test_a_server_gives_the_numbers_of_its_function_in_process(
     spec: FunctionSpec, served: RewardServer, ask: Any
 ) -> None:
-    here = Scorer(spec, 30.0)
+    in_process = Scorer(spec, 30.0)
     try:
-        expected = here.score(SAMPLES)
+        expected = in_process.score(SAMPLES)
     finally:
-        here.stop()
+        in_process.stop()
 
     scorer = ask(served.url, batch_size=3)
     scorer.start()
@@ -134,14 +134,14 @@ def test_a_server_gives_the_numbers_of_its_function_in_process(
     assert expected[2][2].startswith("RuntimeError: no such answer\n    at ")
 
 
-def test_a_server_speaks_openrlhfs_form_as_well(served: RewardServer, ask: Any) -> None:
+def test_a_server_accepts_openrlhfs_protocol(served: RewardServer, ask: Any) -> None:
     scorer = ask(served.url, protocol="openrlhf")
     (outcome,) = scorer.score([sample("abcdefg")])
-    assert outcome[0] is None  # this function needs an extra_info with a bonus
+    assert outcome[0] is None  # the function needs extra_info, which this protocol does not send
     assert "invalid reply" in outcome[2]
 
 
-def test_openrlhfs_form_carries_query_prompts_labels_and_extra_logs(ask: Any, serve: Any) -> None:
+def test_openrlhfs_protocol_has_queries_prompts_labels_and_logs(ask: Any, serve: Any) -> None:
     seen = []
 
     def reply(_: int, content: dict[str, Any]) -> tuple[int, Any]:
@@ -156,13 +156,13 @@ def test_openrlhfs_form_carries_query_prompts_labels_and_extra_logs(ask: Any, se
     assert outcomes == [(10.0, {"half": 5.0}, None), (7.0, {"half": 3.5}, None)]
 
 
-def test_a_judge_is_asked_by_template_and_its_number_is_the_score(ask: Any, serve: Any) -> None:
+def test_a_judges_number_for_the_template_is_the_score(ask: Any, serve: Any) -> None:
     seen = []
 
     def reply(_: int, content: dict[str, Any]) -> tuple[int, Any]:
-        asked = content["messages"][0]["content"]
-        seen.append((content["model"], asked))
-        verdict = "I cannot say." if "b" in asked else "Score: 7.5 of 10"
+        question = content["messages"][0]["content"]
+        seen.append((content["model"], question))
+        verdict = "I cannot say." if "b" in question else "Score: 7.5 of 10"
         return 200, {"choices": [{"message": {"content": verdict}}]}
 
     scorer = ask(
@@ -175,14 +175,14 @@ def test_a_judge_is_asked_by_template_and_its_number_is_the_score(ask: Any, serv
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_request_that_fails_for_now_is_made_again(ask: Any, serve: Any, status: int) -> None:
+def test_a_request_with_a_temporary_error_is_retried(ask: Any, serve: Any, status: int) -> None:
     def reply(number: int, _: Any) -> tuple[int, Any]:
         return (status, {}) if number < 2 else (200, {"outcomes": [{"score": 1}]})
 
     assert ask(serve(reply), retries=2).score([sample("a")]) == [(1.0, {}, None)]
 
 
-def test_retries_end(ask: Any, serve: Any) -> None:
+def test_retries_are_limited(ask: Any, serve: Any) -> None:
     requests: list[int] = []
 
     def reply(number: int, _: Any) -> tuple[int, Any]:
@@ -207,7 +207,7 @@ def test_retries_end(ask: Any, serve: Any) -> None:
         (200, {"outcomes": [{"score": "high"}]}, "returned {'score': 'high'}"),
     ],
 )
-def test_an_answer_that_says_nothing_is_not_asked_for_again(
+def test_an_invalid_reply_is_not_retried(
     ask: Any, serve: Any, status: int, answer: Any, words: str
 ) -> None:
     requests: list[int] = []
@@ -227,14 +227,14 @@ def test_the_deadline_of_a_batch_ends_the_retries(ask: Any, serve: Any) -> None:
     assert scorer.score([sample("a")])[0][2] == "passed its deadline"
 
 
-def test_a_server_that_is_down_at_the_start_is_refused(ask: Any) -> None:
+def test_a_server_that_is_down_at_the_start_is_rejected(ask: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"test request to the reward server .* failed: .*failed 2 times"
     ):
         ask("http://127.0.0.1:9/score", retries=1).start()
 
 
-def test_a_wrong_token_gets_nothing(served: RewardServer, ask: Any, monkeypatch: Any) -> None:
+def test_a_wrong_token_is_rejected(served: RewardServer, ask: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("OUR_TOKEN", "guess")
     with pytest.raises(ConfigError, match="status 401: .*bearer token"):
         ask(served.url).start()
@@ -254,7 +254,7 @@ def test_a_token_that_is_not_set_is_named(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:80", "ftp://host/x", "http:///x"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="reward 'judge': url="):
         check_url(url, "judge")
 
@@ -274,7 +274,7 @@ def test_the_token_is_checked_before_the_body_is_read(served: RewardServer) -> N
 @pytest.mark.parametrize(
     "body", [b"[]", b"{", b'{"query": 3}', b'{"query": [3]}', b'{"samples": [1]}', b"[" * 100_000]
 )
-def test_a_request_without_samples_is_refused(served: RewardServer, body: bytes) -> None:
+def test_a_request_without_samples_is_rejected(served: RewardServer, body: bytes) -> None:
     import urllib.error
     import urllib.request
 
@@ -283,21 +283,19 @@ def test_a_request_without_samples_is_refused(served: RewardServer, body: bytes)
         urllib.request.urlopen(request)
 
 
-def test_who_scores_is_told_that_nobody_waits_any_more(
-    ask: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_giving_up_ends_the_retries(ask: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 60.0)
-    asked = threading.Event()
+    is_requested = threading.Event()
 
     def reply(*_: Any) -> tuple[int, Any]:
-        asked.set()
+        is_requested.set()
         return 503, {}
 
     scorer = ask(serve(reply), deadline=120.0, retries=3)
     outcomes: list[Any] = []
     scoring = threading.Thread(target=lambda: outcomes.extend(scorer.score(SAMPLES)))
     scoring.start()
-    assert asked.wait(10.0)
+    assert is_requested.wait(10.0)
     scorer.give_up()
     scoring.join(10.0)
     assert not scoring.is_alive()

@@ -29,8 +29,8 @@ def act(solution_str):
 """
 
 
-class Asked:
-    """A scorer of the function above, and the texts that it was called with."""
+class LoggedScorer:
+    """A scorer of the function above, which logs the texts of its calls."""
 
     def __init__(self, folder: Path) -> None:
         self._note = folder / "note"
@@ -47,52 +47,52 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoggedScorer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scorer, "usable_cores", lambda: 2)
-        made = Asked(tmp_path_factory.mktemp("asked"))
-    yield made
-    made.scorer.stop()
+        logged = LoggedScorer(tmp_path_factory.mktemp("logged"))
+    yield logged
+    logged.scorer.stop()
 
 
-def test_what_was_answered_before_a_process_ended_is_not_asked_again(asked: Asked) -> None:
-    outcomes = asked.score("a", "b", "c", "end", "d", "e")
+def test_samples_scored_before_a_process_ended_are_not_scored_again(logged: LoggedScorer) -> None:
+    outcomes = logged.score("a", "b", "c", "end", "d", "e")
     assert [outcome[0] for outcome in outcomes] == [1.0, 1.0, 1.0, None, 1.0, 1.0]
     assert outcomes[3][2] == "the reward process ended with exit code 4"
-    assert asked.calls() == {"a": 1, "b": 1, "c": 1, "end": 2, "d": 1, "e": 1}
+    assert logged.calls() == {"a": 1, "b": 1, "c": 1, "end": 2, "d": 1, "e": 1}
 
 
-def test_a_sample_that_takes_long_holds_up_none_of_the_others(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_a_slow_sample_delays_no_other_sample(
+    logged: LoggedScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scorer, "SLOW_S", 0.1)
-    outcomes = asked.score("slow", *["fine"] * 10)
+    outcomes = logged.score("slow", *["fine"] * 10)
     assert [outcome[0] for outcome in outcomes] == [1.0] * 11
-    first, *others = [outcome[1]["pid"] for outcome in outcomes]
-    assert first not in others
-    assert asked.calls() == {"slow": 1, "fine": 10}
+    slow_pid, *fast_pids = [outcome[1]["pid"] for outcome in outcomes]
+    assert slow_pid not in fast_pids
+    assert logged.calls() == {"slow": 1, "fine": 10}
 
 
-def test_of_a_sample_only_what_the_function_reads_is_sent(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_only_the_fields_that_the_function_reads_are_sent(
+    logged: LoggedScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked.score("warm")
+    logged.score("warm")
     sent: list[Any] = []
     send = DriverEnd.send
 
-    def noted(end: DriverEnd, message: Any, deadline: float) -> None:
+    def recorded(end: DriverEnd, message: Any, deadline: float) -> None:
         sent.append(message)
         send(end, message, deadline)
 
-    monkeypatch.setattr(DriverEnd, "send", noted)
-    (outcome,) = asked.scorer.score([{"solution_str": "fine", "raw_prompt": "long", "uid": "0-0"}])
+    monkeypatch.setattr(DriverEnd, "send", recorded)
+    (outcome,) = logged.scorer.score([{"solution_str": "fine", "raw_prompt": "long", "uid": "0-0"}])
     assert outcome[0] == 1.0
     assert sent == [[(0, {"solution_str": "fine"})]]
 
 
-def test_a_batch_that_comes_when_all_is_given_up_is_not_begun(tmp_path: Path) -> None:
-    asked = Asked(tmp_path)
-    asked.scorer.give_up()
-    ((score, _, reason),) = asked.score("fine")
+def test_a_batch_after_giving_up_is_not_scored(tmp_path: Path) -> None:
+    logged = LoggedScorer(tmp_path)
+    logged.scorer.give_up()
+    ((score, _, reason),) = logged.score("fine")
     assert (score, reason) == (None, LATE)
-    assert not asked.calls()
+    assert not logged.calls()

@@ -20,16 +20,14 @@ from workers.rewards.weighted import (
     SKIPPED,
     Rewards,
     RewardTerm,
-    TermScores,
-    normalized,
     overlong_punishment,
 )
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [0, 0, 0]])
 
 
-class Done:
-    """A model's finished future."""
+class ModelScores:
+    """A reward model's finished future."""
 
     def __init__(self, scores: DataProto):
         self.scores = scores
@@ -41,8 +39,8 @@ class Done:
         return True
 
 
-class Told:
-    """A manager with given scores; a NaN is a failed sample."""
+class FixedScores:
+    """A manager with fixed scores; a NaN is a failed sample."""
 
     def __init__(self, sums: list[float], **extras: list[float]):
         self.sums, self.extras = torch.tensor(sums), extras
@@ -55,12 +53,11 @@ class Told:
         failed = self.sums.isnan()
         tensors = {"token_level_scores": scores, "step_ends": ends, "score_failed": failed}
         columns = {f"reward_extra/{name}": np.array(v) for name, v in self.extras.items()}
-        numbers = {"reward/num_failed": float(self.sums.isnan().sum())}
-        numbers["reward/num_timed_out"] = 0.0
+        metrics = {"reward/num_failed": float(failed.sum()), "reward/num_timed_out": 0.0}
         failures = group_by_kind((str(row), "no") for row in failed.nonzero().flatten().tolist())
-        done: Future[Scored] = Future()
-        done.set_result((DataProto.from_dict(tensors, columns, {FAILURES: failures}), numbers))
-        return done
+        scored: Future[Scored] = Future()
+        scored.set_result((DataProto.from_dict(tensors, columns, {FAILURES: failures}), metrics))
+        return scored
 
     def close(self) -> None:
         pass
@@ -70,75 +67,60 @@ def batch() -> DataProto:
     return DataProto.from_dict({"response_mask": MASK}, {"uid": np.array(["a", "a", "a", "b"])})
 
 
-def scores_of(*parts: RewardTerm, normalize: bool = True, overlong: Any = None) -> Any:
-    def call_model(config: RewardConfig) -> Done:
-        return Done(DataProto.from_dict({"rm_scores": torch.full((4, 3), config.weight)}))
+def scores_of(*terms: RewardTerm, normalize: bool = True, overlong: Any = None) -> Any:
+    def call_model(config: RewardConfig) -> ModelScores:
+        return ModelScores(DataProto.from_dict({"rm_scores": torch.full((4, 3), config.weight)}))
 
-    return Rewards(list(parts), overlong).launch(batch(), call_model, normalize).get()
+    return Rewards(list(terms), overlong).launch(batch(), call_model, normalize).get()
 
 
-def part(
+def term(
     name: str,
     sums: list[float],
     extras: Any = None,
     max_failed_fraction: float = 1.0,
     **settings: Any,
 ) -> RewardTerm:
-    told: Any = Told(sums, **(extras or {}))
-    return RewardTerm(RewardConfig(name=name, **settings), told, max_failed_fraction)
+    manager: Any = FixedScores(sums, **(extras or {}))
+    return RewardTerm(RewardConfig(name=name, **settings), manager, max_failed_fraction)
 
 
-class Slow:
+class NeverDone(Future[Scored]):
+    """A future that times out; `result` must not wait again after the wait of its caller."""
+
+    def result(self, timeout: float | None = None) -> Scored:
+        assert timeout == 0
+        return super().result(timeout)
+
+
+class SlowManager:
     """A manager whose scores never arrive."""
 
     def remote(self, batch: DataProto) -> Future[Scored]:
-        return Future()
+        return NeverDone()
 
 
-def test_while_a_function_is_waited_for_a_lost_worker_ends_the_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
+def test_a_timeout_or_a_lost_worker_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
-    def check(what: str) -> None:
-        asked.append(what)
-        if len(asked) == 2:
-            raise WorkerDiedError(f"critic rank 0, idle during {what}: it ended")
+    def check(waiting_for: str) -> None:
+        calls.append(waiting_for)
+        if len(calls) == 2:
+            raise WorkerDiedError(f"critic rank 0, idle during {waiting_for}: it ended")
 
     monkeypatch.setattr(weighted, "CHECK_S", 0.01)
-    never: Any = Slow()
-    scores = Rewards([RewardTerm(RewardConfig(name="judge"), never)]).launch(
-        batch(), lambda _: None, check=check
-    )
+    slow: Any = SlowManager()
+    rewards = Rewards([RewardTerm(RewardConfig(name="judge"), slow)])
+    scores = rewards.launch(batch(), lambda _: None, check=check)
     with pytest.raises(WorkerDiedError, match=r"idle during rewards \(judge\): it ended"):
         scores.get(timeout=5.0)
     with pytest.raises(TimeoutError):
         scores.get(timeout=0.02)
 
 
-def test_a_function_that_does_not_answer_is_waited_for_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waits = []
-    result = Future.result
-
-    def noted(future: Future[Any], timeout: float | None = None) -> Any:
-        waits.append(timeout)
-        return result(future, timeout)
-
-    monkeypatch.setattr(Future, "result", noted)
-    never: Any = Slow()
-    scores = Rewards([RewardTerm(RewardConfig(name="judge"), never)]).launch(
-        batch(), lambda _: None
-    )
-    with pytest.raises(TimeoutError):
-        scores.get(timeout=0.01)
-    assert waits == [0], "its time has passed"
-
-
-def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
+def test_the_sum_is_weighted_and_every_reward_is_logged() -> None:
     model = RewardTerm(RewardConfig(name="style", kind="model", weight=0.5), None)
-    right = part("right", [1.0, 0.0, 1.0, 0.0], weight=2.0)
+    right = term("right", [1.0, 0.0, 1.0, 0.0], weight=2.0)
     scored, metrics = scores_of(right, model)
     sums = scored.batch["token_level_scores"].sum(-1)
     assert sums.tolist() == [2 + 0.75, 0.75, 2 + 0.75, 0.75]  # 3 positions of 0.5, times 0.5
@@ -148,111 +130,100 @@ def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
     assert metrics["reward/right/num_failed"] == 0.0
 
 
-def test_failures_of_several_rewards_are_counted_each_and_together() -> None:
+def test_metrics_and_columns_of_several_rewards_have_their_names() -> None:
     nan = float("nan")
-    one, two = part("one", [nan, 1.0, 1.0, 1.0]), part("two", [nan, nan, 1.0, 1.0])
-    _, metrics = scores_of(one, part("rule", [1.0, 1.0, 1.0, nan]), two)
+    first = term("first", [nan, 1.0, 1.0, 1.0], {"acc": [1.0, 2.0, 3.0, 4.0]})
+    second = term("second", [nan, nan, 1.0, 1.0], {"acc": [5.0, 6.0, 7.0, 8.0]})
+    scored, metrics = scores_of(first, term("rule", [1.0, 1.0, 1.0, nan]), second)
     failed = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
     assert failed == {
         "reward/num_failed": 4.0,
-        "reward/one/num_failed": 1.0,
-        "reward/two/num_failed": 2.0,
+        "reward/first/num_failed": 1.0,
+        "reward/second/num_failed": 2.0,
     }
+    assert scored.non_tensor_batch["reward_extra/first/acc"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert scored.non_tensor_batch["reward_extra/second/acc"].tolist() == [5.0, 6.0, 7.0, 8.0]
+    scored, _ = scores_of(first)
+    assert set(scored.non_tensor_batch) == {"reward_extra/acc", "reward_extra/first_score"}
 
 
-def test_extras_of_several_rewards_have_their_names_before_them() -> None:
-    one = part("one", [0.0] * 4, {"acc": [1.0, 2.0, 3.0, 4.0]})
-    two = part("two", [0.0] * 4, {"acc": [5.0, 6.0, 7.0, 8.0]})
-    scored, _ = scores_of(one, two)
-    assert scored.non_tensor_batch["reward_extra/one/acc"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert scored.non_tensor_batch["reward_extra/two/acc"].tolist() == [5.0, 6.0, 7.0, 8.0]
-    alone, _ = scores_of(one)
-    assert set(alone.non_tensor_batch) == {"reward_extra/acc", "reward_extra/one_score"}
-
-
-def test_normalized_scores_have_mean_zero_and_spread_one_but_in_validation() -> None:
+def test_normalized_scores_have_mean_0_and_std_1_except_in_validation() -> None:
     sums = [1.0, 3.0, float("nan"), 8.0]
-    scored, _ = scores_of(part("a", sums, normalize=True))
-    own = scored.batch["token_level_scores"].double().sum(-1)
-    good = own[[0, 1, 3]]
-    assert good.mean().item() == pytest.approx(0, abs=1e-6)
-    assert good.std(correction=0).item() == pytest.approx(1, abs=1e-6)
-    assert own[2] == 0
-    plain, _ = scores_of(part("a", sums, normalize=True), normalize=False)
+    scored, _ = scores_of(term("a", sums, normalize=True))
+    normalized_sums = scored.batch["token_level_scores"].double().sum(-1)
+    valid = normalized_sums[[0, 1, 3]]
+    assert valid.mean().item() == pytest.approx(0, abs=1e-6)
+    assert valid.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert normalized_sums[2] == 0
+    plain, _ = scores_of(term("a", sums, normalize=True), normalize=False)
     assert plain.batch["token_level_scores"].sum(-1).tolist() == [1.0, 3.0, 0.0, 8.0]
+    equal, _ = scores_of(term("a", [0.1] * 4, normalize=True))
+    assert equal.batch["token_level_scores"].sum(-1).abs().max() < 1e-6
 
 
-def test_equal_scores_normalize_to_zero() -> None:
-    scores, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
-    scored = normalized(TermScores(scores, mask, torch.zeros(2).bool()), mask)
-    assert scored.scores.sum(-1).abs().max() < 1e-6
-
-
-def test_a_failure_ends_the_run_where_that_was_chosen() -> None:
-    judge = part("judge", [1.0, float("nan"), 0.0, 0.0], on_failure="fail")
+def test_a_failure_ends_the_run_if_on_failure_is_fail() -> None:
+    judge = term("judge", [1.0, float("nan"), 0.0, 0.0], on_failure="fail")
     with pytest.raises(RewardError, match="reward 'judge' failed for 1 of 4 samples"):
         scores_of(judge)
 
 
 @pytest.mark.parametrize("on_failure", ["default", "skip"])
-def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> None:
+def test_more_failures_than_max_failed_fraction_end_the_run(on_failure: str) -> None:
     nan = float("nan")
     rules: dict[str, Any] = {"on_failure": on_failure, "max_failed_fraction": 0.5}
-    half = Rewards([part("judge", [nan, nan, 1.0, 1.0], **rules)])
-    more = Rewards([part("judge", [nan, nan, nan, 1.0], **rules)])
-    half.launch(batch(), lambda _: None).get()
+    scores_of(term("judge", [nan, nan, 1.0, 1.0], **rules))
     with pytest.raises(RewardError, match=r"for 3 of 4 .*_fraction=0.5.*\n  0 and 2 more: no$"):
-        more.launch(batch(), lambda _: None).get()
+        scores_of(term("judge", [nan, nan, nan, 1.0], **rules))
 
 
-def test_failures_of_a_kind_are_logged_once_and_counted_at_the_end(
+def test_each_kind_of_failure_is_logged_once_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rewards = Rewards([part("judge", [float("nan"), 1.0, 1.0, 1.0])])
+    rewards = Rewards([term("judge", [float("nan"), 1.0, 1.0, 1.0])])
     for _ in range(3):
         rewards.launch(batch(), lambda _: None).get()
     rewards.close()
-    first, sums = (record.getMessage() for record in caplog.records)
+    first, totals = (record.getMessage() for record in caplog.records)
     assert "the reward 'judge' failed for 1 of 4 samples, which get the score 0" in first
-    assert sums == "total failures of the reward 'judge':\n  0 and 2 more: no"
+    assert totals == "total failures of the reward 'judge':\n  0 and 2 more: no"
 
 
-def test_kinds_of_failures_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_some_kinds_of_failures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     log = FailureLog()
     for number in range(100):
         log.note("judge", 1, "get 0", group_by_kind([("0", f"words {number}")]))
     log.close()
-    assert len(caplog.records) == MOST_KINDS + 2  # one for all others, and the sums
+    assert len(caplog.records) == MOST_KINDS + 2  # the others have one, and so have the totals
     assert "0 and 89 more: words 10" in caplog.text
 
 
-def test_a_sum_that_is_infinite_in_float32_ends_the_run_by_name() -> None:
-    huge = part("huge", [1.0, 3e38, 0.0, 0.0], weight=2.0)
+def test_a_sum_that_is_infinite_in_float32_ends_the_run() -> None:
+    huge = term("huge", [1.0, 3e38, 0.0, 0.0], weight=2.0)
     with pytest.raises(RewardError, match=r"scores of 1 of 4 samples are NaN or infinite.*: a\."):
         scores_of(huge)
 
 
-def test_a_skipped_sample_leaves_the_update_and_moves_no_baseline() -> None:
-    judge = part("judge", [1.0, float("nan"), 4.0, float("nan")], on_failure="skip")
+def test_a_skipped_sample_is_not_trained_and_moves_no_baseline() -> None:
+    judge = term("judge", [1.0, float("nan"), 4.0, float("nan")], on_failure="skip")
     scored, metrics = scores_of(judge)
     assert metrics["reward/num_skipped"] == 2.0
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, 2.5, 4.0, 0.0]
     assert scored.batch["token_level_scores"][1].tolist() == [0.0, 0.0, 2.5]
     assert scored.batch["step_ends"][:2].tolist() == [[False, True, False], [False, False, True]]
 
-    kept = without_skipped(batch().union(scored))
-    assert kept.batch["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]]
+    trained = without_skipped(batch().union(scored))
+    assert trained.batch["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]]
     assert scored.non_tensor_batch[SKIPPED].tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_overlong_responses_are_punished_softly() -> None:
+def test_overlong_responses_get_a_soft_penalty() -> None:
     buffer = OverlongPenaltyConfig(enable=True, len=4, penalty_factor=2.0)
     lengths = torch.tensor([0, 4, 5, 6, 8])
     mask = torch.arange(8) < lengths[:, None]
     assert overlong_punishment(mask, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
 
     short = OverlongPenaltyConfig(enable=True, len=2, penalty_factor=1.0)
-    scored, metrics = scores_of(part("rule", [1.0] * 4), overlong=short)
+    scored, metrics = scores_of(term("rule", [1.0] * 4), overlong=short)
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 0.5, 1.0]
     assert scored.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [-0.5, -1.0, -0.5, 0]
     assert metrics["reward/overlong_reward/mean"] == -0.5
