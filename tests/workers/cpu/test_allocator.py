@@ -7,8 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from tests import ROOT
-from tests.forked import run_program
+from tests.workers.distributed import run
 from verl_like.process.info import OWN_PROCESS
 from workers.cpu import allocator
 from workers.cpu.allocator import keep_freed_memory
@@ -25,32 +24,35 @@ class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
 
 
-def bytes_of_heap() -> int:
+def heap_info() -> Mallinfo:
+    """Return glibc's statistics of this process's heap."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = Mallinfo
-    return int(mallinfo().arena)
+    info: Mallinfo = mallinfo()
+    return info
 
 
-def print_growth() -> None:
-    """Print, in the fork, the growth of the heap after the buffers of so many syncs."""
+def growth_by_sync_buffers() -> int:
+    """Return the growth of this process's heap by the buffers of `SYNCS` syncs."""
     assert keep_freed_memory()
-    settled = []
-    before = bytes_of_heap()
+    small_tensors = []
+    before = heap_info().arena
     for _ in range(SYNCS):
-        room = allocate_buffer(BUFFER)
-        del room
-        settled.append(torch.empty(2**18, dtype=torch.uint8))
-    print(bytes_of_heap() - before)
+        buffer = allocate_buffer(BUFFER)
+        del buffer
+        small_tensors.append(torch.empty(2**18, dtype=torch.uint8))
+    return int(heap_info().arena - before)
 
 
-def test_buffers_of_syncs_do_not_lengthen_the_heap() -> None:
-    done = run_program(print_growth, folder=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2 * BUFFER
+def test_sync_buffers_do_not_grow_the_heap() -> None:
+    (growth,) = run(1, growth_by_sync_buffers)
+    assert growth < 2 * BUFFER
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_the_allocator_of_a_notebook_stays(is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_our_own_processes_change_the_allocator(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[int] = []
     monkeypatch.setattr(allocator, "keep_freed_memory", lambda: called.append(1))
     monkeypatch.delenv(OWN_PROCESS, raising=False)

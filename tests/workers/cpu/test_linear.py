@@ -49,40 +49,33 @@ def model_of(config_name: str, folder: Path) -> Any:
     ("family", "min_multiplications"),
     [("Qwen2Config", 1), ("Qwen3Config", 1), ("GemmaConfig", 2**40)],
 )
-def test_an_update_through_onednn_has_the_gradients_of_the_models_own_code(
+def test_gradients_through_onednn_match_the_models_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, min_multiplications: int
 ) -> None:
     model_of(family, tmp_path)
     config = tiny_config(tmp_path, entropy_coeff=0.01, use_kl_loss=True)
-    found = []
-    for own in (True, False):
-        if own:
-            monkeypatch.setattr(linear, "onednn_linears", lambda module: nullcontext())
-        else:
-            monkeypatch.undo()
-            monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", min_multiplications)
-        found.append(
-            gradients(
-                started(ActorWorker, config, 1),
-                make_batch(8),
-                ACTOR_COLUMNS,
-                MicroBatchBudget(rows=3),
-            )
-        )
-    for name, gradient in found[0].items():
-        assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+    def actor_gradients() -> dict[str, torch.Tensor]:
+        actor = started(ActorWorker, config, 1)
+        return gradients(actor, make_batch(8), ACTOR_COLUMNS, MicroBatchBudget(rows=3))
+
+    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", min_multiplications)
+    through_onednn = actor_gradients()
+    monkeypatch.setattr(linear, "onednn_linears", lambda module: nullcontext())
+    for name, gradient in actor_gradients().items():
+        assert (through_onednn[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
-def test_an_engine_on_another_device_than_the_cpu_enters_nothing(tiny_dir: Path) -> None:
+def test_an_engine_replaces_layers_only_on_the_cpu(tiny_dir: Path) -> None:
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    for device, is_entered in (("cpu", True), ("meta", False)):
+    for device, on_cpu in (("cpu", True), ("meta", False)):
         engine.device = torch.device(device)
         with engine.running():
-            found = any("forward" in vars(child) for child in engine.module.modules())
-        assert found == is_entered
+            is_replaced = any("forward" in vars(child) for child in engine.module.modules())
+        assert is_replaced == on_cpu
 
 
-def test_other_types_than_float32_run_as_the_model_has_them(tmp_path: Path) -> None:
+def test_only_float32_layers_run_through_onednn(tmp_path: Path) -> None:
     module = model_of("Qwen2Config", tmp_path).bfloat16()
     ids = torch.arange(12).view(2, 6)
     plain = module(ids).logits
@@ -90,7 +83,7 @@ def test_other_types_than_float32_run_as_the_model_has_them(tmp_path: Path) -> N
         assert torch.equal(module(ids).logits, plain)
 
 
-NUM_KEPT = 16 * 2**20
+NUM_ELEMENTS = 16 * 2**20
 
 
 def page_faults_of_a_tensor(tiny_dir: Path) -> int:
@@ -102,7 +95,7 @@ def page_faults_of_a_tensor(tiny_dir: Path) -> int:
     started(ActorWorker, tiny_config(tiny_dir), 1)
     for _ in range(20):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(NUM_KEPT)
+        torch.ones(NUM_ELEMENTS)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     return faults
 
@@ -110,10 +103,10 @@ def page_faults_of_a_tensor(tiny_dir: Path) -> int:
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallopt"), reason="the allocator is not glibc's"
 )
-def test_a_training_process_keeps_the_memory_of_freed_tensors(
+def test_a_training_process_reuses_the_memory_of_freed_tensors(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (faults,) = run(1, page_faults_of_a_tensor, tiny_dir)
-    assert faults < 4 * NUM_KEPT / resource.getpagesize() / 10
+    assert faults < 4 * NUM_ELEMENTS / resource.getpagesize() / 10
     monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
-    assert not keep_freed_memory()  # the user's choice stands
+    assert not keep_freed_memory()  # the user has chosen

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 import pytest
 import torch
 from torch.nn import functional
 
+from tests.workers.cpu.test_allocator import heap_info
 from tests.workers.distributed import run
 from workers.cpu import onednn
 from workers.cpu.onednn import (
@@ -25,23 +25,23 @@ SIZES = [(64, 128), (80, 48), (512, 64), (33, 70)]
 
 @pytest.mark.parametrize(("width", "out"), SIZES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_layers_are_those_of_torch(width: int, out: int, bias: bool) -> None:
+def test_linear_layers_match_torch(width: int, out: int, bias: bool) -> None:
     states, weight, other = torch.randn(37, width), torch.randn(out, width), torch.randn(37, out)
     bias = torch.randn(out) if bias else None
     plain = functional.linear(states, weight, bias)
-    for found, expected in (
+    for result, expected in (
         (linear(states, weight, bias), plain),
         (linear(states, weight.t().contiguous().t(), bias), plain),
         (linear_silu(states, weight, bias), functional.silu(plain)),
         (linear_binary("add", other, states, weight, bias), other + plain),
         (linear_binary("mul", other, states, weight, bias), other * plain),
     ):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
 @pytest.mark.parametrize(("width", "out"), SIZES)
-def test_the_bits_of_a_row_do_not_depend_on_the_others(width: int, out: int) -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows(width: int, out: int) -> None:
     states, weight, other = torch.randn(300, width), torch.randn(out, width), torch.randn(300, out)
     for compute in (
         lambda rows: linear(states[rows], weight),
@@ -55,7 +55,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(width: int, out: int) -> 
             assert torch.equal(compute(rows), whole[rows])
 
 
-def test_other_types_devices_and_builds_of_torch_are_left_to_torch(
+def test_other_dtypes_devices_and_torch_builds_use_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not supports(torch.ones(2, 2, dtype=torch.bfloat16))
@@ -68,36 +68,25 @@ def test_other_types_devices_and_builds_of_torch_are_left_to_torch(
         onednn._works.cache_clear()
 
 
-class Heap(ctypes.Structure):
-    """The result of glibc's mallinfo2."""
-
-    names = "arena b c d mmapped f g used free keepcost".split()
-    _fields_ = [(name, ctypes.c_size_t) for name in names]
-
-
 def mebibytes_of_further_kernels() -> float:
     """Return the heap's growth from kernel `KERNELS_KEPT` to the last of 700 more."""
     limit_kernel_caches()
-    heap = ctypes.CDLL(None).mallinfo2
-    heap.restype = Heap
     states, weight = torch.ones(KERNELS_KEPT + 700, 32), torch.ones(32, 32)
     for rows in range(1, KERNELS_KEPT + 701):
         if rows == KERNELS_KEPT:
-            before = heap().used
+            before = heap_info().uordblks
         linear(states[:rows], weight)
-    return (heap().used - before) / 2**20
+    return (heap_info().uordblks - before) / 2**20
 
 
 @pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
-def test_kernels_that_are_not_used_again_are_forgotten() -> None:
-    """In a separate process, because the test measures its whole heap: torch's cache of 900 kernels
-    takes 200 MiB.
-    """
-    (grown,) = run(1, mebibytes_of_further_kernels)
-    assert grown < 40
+def test_the_kernel_cache_drops_unused_kernels() -> None:
+    """The test measures the heap of a new process: torch's cache of 900 kernels takes 200 MiB."""
+    (growth,) = run(1, mebibytes_of_further_kernels)
+    assert growth < 40
 
 
-def test_a_limit_that_the_user_set_for_the_kernel_caches_stays(
+def test_a_kernel_cache_limit_set_by_the_user_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in onednn.CACHE_LIMITS:
