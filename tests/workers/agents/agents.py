@@ -13,19 +13,18 @@ import httpx
 import openai
 
 
-def any_of_these(row, **given):
-    """The agent that the row names; agents share a process that has loaded the client."""
-    needed = inspect.signature(globals()[row["agent"]]).parameters
-    arguments = {"row": row, **given, **row["arguments"]}
-    return globals()[row["agent"]](
-        **{name: arguments[name] for name in arguments if name in needed}
-    )
+def any_of_these(row, **arguments):
+    """Run the agent that the row names; agents share a process that has loaded the client."""
+    agent = globals()[row["agent"]]
+    arguments = {"row": row, **arguments, **row["arguments"]}
+    names = inspect.signature(agent).parameters
+    return agent(**{name: arguments[name] for name in arguments if name in names})
 
 
-def tells_its_process(row):
-    """Send one request that names the agent's process."""
-    asked = [{"role": "user", "content": str(os.getpid())}]
-    openai.OpenAI().chat.completions.create(messages=asked, **SHORT)
+def sends_its_pid(row):
+    """Send one request with the process's number."""
+    messages = [{"role": "user", "content": str(os.getpid())}]
+    openai.OpenAI().chat.completions.create(messages=messages, **SHORT)
     return 1.0
 
 
@@ -33,22 +32,22 @@ ASK = [{"role": "user", "content": "go"}]
 SHORT = {"model": "any", "max_tokens": 6}
 
 
-def counts(row, turns=3, first="go"):
-    """Play three turns, each answered by its number."""
-    client, messages = openai.OpenAI(), [{"role": "user", "content": first}]
-    for number in range(turns):
-        said = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
-        messages += [said, {"role": "user", "content": str(number + 1)}]
-    return float(turns)
+def counts(row):
+    """Play three turns, each followed by its number."""
+    client, messages = openai.OpenAI(), list(ASK)
+    for number in range(3):
+        message = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
+        messages += [message, {"role": "user", "content": str(number + 1)}]
+    return 3.0
 
 
 async def counts_async(row, base_url, api_key):
     """Play the same turns by the asynchronous client and plain dicts."""
     client, messages = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), list(ASK)
     for number in range(3):
-        said = (await client.chat.completions.create(messages=messages, **SHORT)).choices[0].message
+        reply = await client.chat.completions.create(messages=messages, **SHORT)
         messages += [
-            {"role": "assistant", "content": said.content},
+            {"role": "assistant", "content": reply.choices[0].message.content},
             {"role": "user", "content": [{"type": "text", "text": str(number + 1)}]},
         ]
         await asyncio.sleep(0)
@@ -60,28 +59,28 @@ def streams(row):
     client, messages = openai.OpenAI(), list(ASK)
     for number in range(3):
         with client.chat.completions.create(messages=messages, stream=True, **SHORT) as stream:
-            said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         messages += [
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": text},
             {"role": "user", "content": str(number + 1)},
         ]
     return 3.0
 
 
-def by_ids(row, base_url, more=4):
+def by_ids(row, base_url, added=4):
     """Play three turns by token ids, with two more ids after each."""
     url = base_url.removesuffix("/v1") + "/inference/v1/generate"
     ids, settings = [1, 4, 30, 5], {"max_tokens": 6, "stop_token_ids": [2], "logprobs": 1}
     for _ in range(3):
         body = {"model": "policy", "token_ids": ids, "sampling_params": settings}
-        found = httpx.post(url, json=body, timeout=60)
-        assert found.status_code == 200, found.text
-        (choice,) = found.json()["choices"]
-        drawn = choice["token_ids"]
+        reply = httpx.post(url, json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        (choice,) = reply.json()["choices"]
+        sampled = choice["token_ids"]
         entries = choice["logprobs"]["content"]
-        assert [one["token"] for one in entries] == [f"token_id:{token}" for token in drawn]
-        assert all(one["logprob"] <= 0 for one in entries)
-        ids = [*ids, *drawn, more, 5]
+        assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in sampled]
+        assert all(entry["logprob"] <= 0 for entry in entries)
+        ids = [*ids, *sampled, added, 5]
     return 3.0
 
 
@@ -89,9 +88,9 @@ def rewards_turns(row):
     """Reward each completion by its id."""
     client, messages, rewards = openai.OpenAI(), list(ASK), {}
     for number in range(3):
-        found = client.chat.completions.create(messages=messages, **SHORT)
-        rewards[found.id] = number + 0.5
-        messages += [found.choices[0].message, {"role": "user", "content": "x"}]
+        reply = client.chat.completions.create(messages=messages, **SHORT)
+        rewards[reply.id] = number + 0.5
+        messages += [reply.choices[0].message, {"role": "user", "content": "x"}]
     return rewards
 
 
@@ -100,23 +99,20 @@ def never_stops(row, catches=True):
     client, messages = openai.OpenAI(), list(ASK)
     try:
         while True:
-            said = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
-            messages += [said, {"role": "user", "content": "x"}]
+            message = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
+            messages += [message, {"role": "user", "content": "x"}]
     except openai.BadRequestError as error:
         if not catches:
             raise
         return 0.25 if error.code in ("context_length_exceeded", None) else 0.0
 
 
-def says_marks(row):
-    """Send messages with a special token."""
-    client, said = openai.OpenAI(), []
+def sends_special_tokens(row):
+    client, messages = openai.OpenAI(), []
     for text in ("a<eos>", "b<eos>"):
-        messages = [*said, {"role": "user", "content": text}]
-        said = [
-            *messages,
-            client.chat.completions.create(messages=messages, **SHORT).choices[0].message,
-        ]
+        messages.append({"role": "user", "content": text})
+        reply = client.chat.completions.create(messages=messages, **SHORT)
+        messages.append(reply.choices[0].message)
     return 1.0
 
 
@@ -126,12 +122,12 @@ def sets(row, name, value):
     return 1.0
 
 
-def asks_oddly(row):
-    """Send requests that no server could accept, each between two valid ones."""
-    odd = {"stop": 5, "tools": [{"function": {"name": "a", "parameters": 5}}]}
+def sends_invalid_requests(row):
+    """Send requests that no server could accept, between two valid ones."""
+    invalid = {"stop": 5, "tools": [{"function": {"name": "a", "parameters": 5}}]}
     client = openai.OpenAI()
     client.chat.completions.create(messages=ASK, **SHORT)
-    for name, value in odd.items():
+    for name, value in invalid.items():
         try:
             client.chat.completions.create(messages=ASK, **SHORT, **{name: value})
         except openai.BadRequestError:
@@ -141,29 +137,29 @@ def asks_oddly(row):
     return 1.0
 
 
-def asks_for_two(row):
+def requests_two_choices(row):
     """Request two choices with log-probs; reward the last one."""
-    found = openai.OpenAI().chat.completions.create(messages=ASK, n=2, logprobs=True, **SHORT)
-    if len(found.choices) != 2 or not found.choices[0].logprobs:
+    reply = openai.OpenAI().chat.completions.create(messages=ASK, n=2, logprobs=True, **SHORT)
+    if len(reply.choices) != 2 or not reply.choices[0].logprobs:
         raise RuntimeError("one choice, no log-probs")
-    words = [choice.logprobs.content for choice in found.choices]
-    assert sum(map(len, words)) == found.usage.completion_tokens
+    words = [choice.logprobs.content for choice in reply.choices]
+    assert sum(map(len, words)) == reply.usage.completion_tokens
     assert all(word.logprob <= 0 for choice in words for word in choice)
-    return {found.id: 0.5}
+    return {reply.id: 0.5}
 
 
 def stops(row, letters):
     """Play a turn that ends with a letter, and another one."""
     client = openai.OpenAI()
-    found = client.chat.completions.create(messages=ASK, stop=list(letters), **SHORT)
-    said = found.choices[0].message
-    assert not {*said.content} & {*letters}
-    messages = [*ASK, said, {"role": "user", "content": "x"}]
+    reply = client.chat.completions.create(messages=ASK, stop=list(letters), **SHORT)
+    message = reply.choices[0].message
+    assert not {*message.content} & {*letters}
+    messages = [*ASK, message, {"role": "user", "content": "x"}]
     client.chat.completions.create(messages=messages, **SHORT)
     return 1.0
 
 
-def says_much(row):
+def sends_a_long_prompt(row):
     """Send a prompt that does not fit, then one that does."""
     client, code = openai.OpenAI(), None
     try:
@@ -179,8 +175,8 @@ def rewrites(row):
     client = openai.OpenAI()
     client.chat.completions.create(messages=ASK, **SHORT)
     messages = [{"role": "user", "content": "other"}]
-    found = client.chat.completions.create(messages=messages, **SHORT)
-    messages += [found.choices[0].message, {"role": "user", "content": "more"}]
+    reply = client.chat.completions.create(messages=messages, **SHORT)
+    messages += [reply.choices[0].message, {"role": "user", "content": "more"}]
     client.chat.completions.create(messages=messages, **SHORT)
     return 1.0
 
@@ -200,9 +196,9 @@ def hangs(row):
     time.sleep(60)
 
 
-def returns(row, what=None):
+def returns(row, value=None):
     openai.OpenAI().chat.completions.create(messages=ASK, **SHORT)
-    return float(what) if what in ("nan", "inf") else what
+    return float(value) if value == "nan" else value
 
 
 def is_silent(row):
@@ -228,9 +224,9 @@ def plain(row): ...
 def repeats(row):
     """Send the same request three times, and another one."""
     create = openai.OpenAI().chat.completions.create
-    said = [create(messages=ASK, **SHORT).id for _ in range(3)]
+    ids = {create(messages=ASK, **SHORT).id for _ in range(3)}
     create(messages=[{"role": "user", "content": "other"}], **SHORT)
-    return float(len({*said}))
+    return float(len(ids))
 
 
 def negotiates(row):
@@ -249,11 +245,12 @@ def negotiates(row):
 negotiates.players = ("buyer", "seller")
 
 
-def lets_others_ask(row, base_url, api_key):
-    """Wait until other programs have sent requests for it; a file has its key."""
-    with open(os.path.join(row["folder"], "key"), "w") as file:
+def waits_for_others(row, base_url, api_key):
+    """Write the key to a file, and wait until other programs have sent requests."""
+    folder = row["folder"]
+    with open(os.path.join(folder, "key.part"), "w") as file:
         file.write(f"{base_url} {api_key}")
-    os.rename(os.path.join(row["folder"], "key"), os.path.join(row["folder"], "there"))
-    while not os.path.exists(os.path.join(row["folder"], "done")):
+    os.rename(os.path.join(folder, "key.part"), os.path.join(folder, "key"))
+    while not os.path.exists(os.path.join(folder, "done")):
         time.sleep(0.02)
     return 2.0

@@ -1,4 +1,4 @@
-"""A tiny model with random weights, and its tokenizer with one token per character."""
+"""A tiny model with random weights, its tokenizer, and environment hosts for all tests here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def tokenizer() -> Any:
     return make_tokenizer()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def model(tokenizer: Any) -> Any:
     return make_model(tokenizer)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def host_of() -> Iterator[Callable[[EnvironmentSpec, float], EnvironmentHost]]:
     """Return a function that starts a host, or returns the one with the same settings."""
     hosts: dict[str, EnvironmentHost] = {}

@@ -12,7 +12,7 @@ from workers.agents import Environment, TrajectoryEnd, Turn
 
 
 class OfRow(Environment):
-    """The game that the row names, so that tests share a process that has loaded the code."""
+    """The environment that the row names, so that tests share a process with the loaded code."""
 
     def reset(self, row, rng):
         self.game = globals()[row["game"]](**row["settings"])
@@ -31,27 +31,27 @@ class OfRowForTwo(OfRow):
 
 
 class Count(Environment):
-    """Answers every turn with its number, and ends after `turns` turns."""
+    """Replies to every turn with its number, and ends after `turns` turns."""
 
     def __init__(self, turns: int = 3, sleep: float = 0.0, slow_row: int = -1) -> None:
         self.turns, self.sleep, self.slow_row = turns, sleep, slow_row
 
     def reset(self, row, rng):
-        self.said = []
+        self.texts = []
         self.is_slow = row.get("number") == self.slow_row or self.slow_row < 0
         return "go"
 
     def step(self, text):
-        self.said.append(text)
+        self.texts.append(text)
         if self.is_slow and self.sleep:
             time.sleep(self.sleep)
-        if len(self.said) == self.turns:
-            return TrajectoryEnd(float(len(self.said)))
-        return Turn(f"{len(self.said)}", reward=0.5)
+        if len(self.texts) == self.turns:
+            return TrajectoryEnd(float(len(self.texts)))
+        return Turn(f"{len(self.texts)}", reward=0.5)
 
 
 class Jitter(Count):
-    """Sleeps before each answer, by the schedule with this number."""
+    """Sleeps before each reply, by the schedule with this number."""
 
     def __init__(self, schedule: int = 0) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Sometimes(Count):
         return super().reset(row, rng)
 
     def step(self, text):
-        if self.said and len(open(self.file).read()) <= self.fails:
+        if self.texts and len(open(self.file).read()) <= self.fails:
             raise RuntimeError("out of order")
         return super().step(text)
 
@@ -127,7 +127,7 @@ class Hangs(Environment):
 
 
 class HangsWhenTold(Environment):
-    """Every trajectory loses; some words make it hang."""
+    """Every trajectory has the reward 0; some words make it hang."""
 
     def step(self, text):
         if text[:1] < "m":
@@ -137,13 +137,11 @@ class HangsWhenTold(Environment):
 
 class Dies(Environment):
     def step(self, text):
-        import os
-
         os._exit(3)
 
 
 class Says(Environment):
-    """Observes the text that it is configured with."""
+    """Replies with the configured text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -153,7 +151,7 @@ class Says(Environment):
 
 
 class Long(Environment):
-    """Begins a row with more tokens than a prompt may have."""
+    """Starts row 0 with more tokens than a prompt may have."""
 
     def reset(self, row, rng):
         return "x" * (99 if row["number"] == 0 else 1)
@@ -164,7 +162,7 @@ class Long(Environment):
 
 class Strange(Environment):
     def __init__(self, answer) -> None:
-        self.answer = answer  # one, or one per row
+        self.answer = answer  # an answer, or a list with one per row
 
     def reset(self, row, rng):
         if isinstance(self.answer, list):
@@ -305,15 +303,6 @@ class Silent(Environment):
         return TrajectoryEnd(0.0)
 
 
-class Flaky(Count):
-    """Raises for about half of the samples, by their own random numbers."""
-
-    def step(self, text):
-        if self.rng.random() < 0.3:
-            raise RuntimeError("out of order")
-        return super().step(text)
-
-
 class Clock(Environment):
     """Observes the time."""
 
@@ -329,11 +318,6 @@ class Own(Environment):
 
     def step(self, text):
         return TrajectoryEnd()
-
-
-class NeverBegins(Environment):
-    def reset(self, row, rng):
-        raise RuntimeError("no game today")
 
 
 class Truncates(Environment):

@@ -19,12 +19,12 @@ class Shape:
     template: str
     special: tuple[str, ...]
     stops: tuple[str, ...]
-    says: str
-    """A turn as a model says it."""
+    sampled: str
+    """A turn as a model samples it."""
     rewrites: bool
-    """Whether it writes an older turn otherwise than it was said."""
+    """True if the template writes an older turn differently than it was sampled."""
     between: str
-    """What stands between a turn and the next one, after its stop token."""
+    """The text between a turn and the next one, after its stop token."""
 
 
 SHAPES = {
@@ -37,7 +37,7 @@ SHAPES = {
         rewrites=False,
         between="\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n",
     ),
-    # reasoning stays behind the last user message alone, and is empty there without any
+    # reasoning stays only after the last user message, and is empty there if there is none
     "qwen3": Shape(
         "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
         "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
@@ -65,7 +65,7 @@ SHAPES = {
         between="<|start_header_id|>user<|end_header_id|>\n\nno<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    # no end of a turn: the next role's token is what the model stops with
+    # a turn has no end: the model stops with the next role's token
     "glm": Shape(
         "{{ '[gMASK]<sop>' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' }}"
         "{% if m.role == 'assistant' %}{{ '<think></think>\n' + m.content.split('</think>')[-1]"
@@ -77,7 +77,7 @@ SHAPES = {
         rewrites=True,
         between="\nno<|assistant|>\n",
     ),
-    # another end for the last turn, and a channel that the model writes itself
+    # the last turn has another end, and the model writes a channel itself
     "gptoss": Shape(
         "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.role == 'assistant' %}"
         "{% if '<|channel|>' in m.content %}" + RAISES + "{% endif %}"
@@ -97,14 +97,14 @@ SHAPES = {
         ("<s>", "</s>", "[INST]", "[/INST]"),
         ("</s>",),
         "a guess",
-        rewrites=True,  # a space before the turn, which the model does not say
+        rewrites=True,  # a space before the turn, which the model does not sample
         between="[INST] no[/INST]",
     ),
 }
 
 
-BEHIND_CALLS = {
-    # a tool's answer is a part of the turn that called the tool
+AFTER_CALLS = {
+    # a tool's result is a part of the turn that called the tool
     "gemma4": Shape(
         "{{ '<|tool>' + tools|tojson + '<tool|>' if tools else '' }}"
         "{% for m in messages if m.role != 'tool' %}{{ '<|turn>' + m.role + '\n' }}"
@@ -167,7 +167,7 @@ BEHIND_CALLS = {
         between="[TOOL_RESULTS]{call00000no}[/TOOL_RESULTS]",
     ),
 }
-"""Templates that write a tool's answer only behind a message that has `tool_calls`."""
+"""Templates that write a tool's result only after a message that has `tool_calls`."""
 
 
 def tokenizer_of(shape: Shape) -> Any:

@@ -1,4 +1,4 @@
-"""Environments of other packages, by prefix; those that CI can install are really played."""
+"""Environments of other packages, by prefix. Those whose packages are installed are played."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
 from trainer.cli import check_environment
 from verl_like.errors import ConfigError
 from workers.agents import EnvironmentAdapter, TrajectoryEnd, Turn
@@ -34,13 +34,13 @@ ENDS_WELL = {"end": True, "reward": 1.0, "truncated": False}
 
 
 def begin(path: str, row: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Episode, str]:
-    """Begin a trajectory; return its first observation, too."""
+    """Begin a trajectory; return it with its first observation."""
     episode = Episode(EnvironmentSpec(path, kwargs).load(), SEEDS)
     return episode, episode.reset({"prompt": "", **(row or {})})["text"]
 
 
-def said(answer: dict[str, Any]) -> str:
-    return str(answer["messages"][0]["content"])
+def text_of(reply: dict[str, Any]) -> str:
+    return str(reply["messages"][0]["content"])
 
 
 class Level(EnvironmentAdapter):
@@ -53,7 +53,7 @@ class Level(EnvironmentAdapter):
         return TrajectoryEnd(1.0)
 
 
-def test_a_class_of_the_users_takes_an_id() -> None:
+def test_a_users_adapter_gets_an_id() -> None:
     assert begin(f"{HERE}:Level:7:b", top=9)[1] == "level 7:b of {'top': 9}"
 
 
@@ -68,13 +68,10 @@ def test_a_class_of_the_users_takes_an_id() -> None:
         ("mcp:true", "the server exited without answering initialize"),
         ("openenv:http://127.0.0.1:9", "/schema does not reply like an OpenEnv server"),
         (f"{HERE}:Level", "needs an id"),
-        (
-            "tests.workers.agents.games:Count:3",
-            "Count is not an EnvironmentAdapter. Remove ':",
-        ),
+        ("tests.workers.agents.games:Count:3", "Count is not an EnvironmentAdapter. Remove ':"),
     ],
 )
-def test_what_cannot_be_played_is_refused_by_name(path: str, words: str) -> None:
+def test_an_unusable_environment_is_rejected_with_the_reason(path: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         EnvironmentSpec(path).load()
 
@@ -90,7 +87,7 @@ def test_what_cannot_be_played_is_refused_by_name(path: str, words: str) -> None
         ("openenv:http://x", "openenv"),
     ],
 )
-def test_a_missing_package_is_named_with_its_command(
+def test_a_missing_package_is_named_with_its_pip_command(
     path: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = "websockets" if package == "openenv" else path.partition(":")[0]
@@ -105,13 +102,13 @@ def test_a_missing_package_is_named_with_its_command(
 def test_gymnasium_is_played_by_numbers() -> None:
     episode, first = begin("gymnasium:FrozenLake-v1", is_slippery=False)
     assert first == "0\n[S]FFF\nFHFH\nFFFH\nHFFG\nSay a number from 0 to 3."
-    assert said(episode.step("not 0 but 2")) == "1\n(Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
-    assert said(episode.step("down")) == "Say a number from 0 to 3."
-    assert said(episode.step("4")) == "Say a number from 0 to 3."
+    assert text_of(episode.step("not 0 but 2")) == "1\n(Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
+    assert text_of(episode.step("down")) == "Say a number from 0 to 3."
+    assert text_of(episode.step("4")) == "Say a number from 0 to 3."
     assert episode.step("1") == {"end": True, "reward": 0.0, "truncated": False}
 
 
-def test_what_gymnasium_truncates_is_no_end() -> None:
+def test_a_truncation_of_gymnasium_is_no_end() -> None:
     episode, _ = begin("gymnasium:FrozenLake-v1", max_episode_steps=2)
     episode.step("0")
     assert episode.step("0") == {"end": True, "reward": 0.0, "truncated": True}
@@ -120,31 +117,30 @@ def test_what_gymnasium_truncates_is_no_end() -> None:
 def test_actions_of_gymnasium_may_be_several_numbers() -> None:
     episode, first = begin("gymnasium:Pendulum-v1")
     assert first.endswith("Say 1 numbers of Box(-2.0, 2.0, (1,), float32).")
-    assert json.loads(said(episode.step("0.5")))[0] != json.loads(first.partition("\n")[0])[0]
+    assert json.loads(text_of(episode.step("0.5")))[0] != json.loads(first.partition("\n")[0])[0]
     for no_action in ("9", "1e999", "9" * 5000, "nan", ""):
-        assert said(episode.step(no_action)).startswith("Say 1 numbers of ")
+        assert text_of(episode.step(no_action)).startswith("Say 1 numbers of ")
 
 
-def test_textarena_says_in_a_turn_what_is_new() -> None:
+def test_textarena_observes_only_new_text() -> None:
     episode, first = begin("textarena:GuessTheNumber-v0")
     assert "guess the number between 1 and 20" in first
-    answer = episode.step("I say [20]")
-    assert said(answer) == "The target number is lower."
-    ends = [episode.step(f"[{number}]") for number in range(1, 20)]
-    assert next(one for one in ends if one.get("end"))["reward"] > 0
+    assert text_of(episode.step("I say [20]")) == "The target number is lower."
+    replies = [episode.step(f"[{number}]") for number in range(1, 20)]
+    assert next(reply for reply in replies if reply.get("end"))["reward"] > 0
 
 
-def test_games_of_a_seed_are_alike() -> None:
+def test_environments_with_one_seed_are_equal() -> None:
     for path in ("textarena:2048-v0", "gymnasium:Blackjack-v1"):
         assert begin(path)[1] == begin(path)[1]
 
 
-def test_skyrl_plays_its_environments_with_the_rows_truth() -> None:
+def test_skyrl_environments_get_the_rows_ground_truth() -> None:
     episode, first = begin("skyrl_gym:gsm8k_multi_turn", {"ground_truth": "7", "extra_info": {}})
     assert first is None
-    answer = episode.step("#### 6")
-    assert "in the exact format: '#### ANSWER'" in said(answer)
-    assert answer["reward"] == pytest.approx(0.04)
+    reply = episode.step("#### 6")
+    assert "in the exact format: '#### ANSWER'" in text_of(reply)
+    assert reply["reward"] == pytest.approx(0.04)
     assert episode.step("#### 7")["reward"] == 1.0
 
 
@@ -158,26 +154,28 @@ class Echo(BaseTextEnv):
 
     def step(self, action):
         self.turns += 1
-        said = [{"role": "user", "content": f"{self.word} {action}"}]
+        texts = [{"role": "user", "content": f"{self.word} {action}"}]
         changed = {"postprocessed_action": "b"} if action == "change" else {}
         return BaseTextEnvStepOutput(
-            observations=said, reward=0.5, done=self.turns == 2, metadata={}, **changed
+            observations=texts, reward=0.5, done=self.turns == 2, metadata={}, **changed
         )
 """
 
 
-def test_a_class_of_skyrl_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_skyrl_class_is_played_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "echo.py").write_text(SKYRL)
     monkeypatch.chdir(tmp_path)
     path = in_full("skyrl_gym:echo.py:Echo")
     assert path == f"skyrl_gym:{tmp_path}/echo.py:Echo"
     episode, _ = begin(path, {"word": "hm"}, mark="!")
-    assert said(episode.step("a")) == "hm! a"
+    assert text_of(episode.step("a")) == "hm! a"
     with pytest.raises(ValueError, match="differs from the policy's text"):
         episode.step("change")
 
 
-def test_the_tools_of_an_mcp_server_are_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_gets_the_tools_of_an_mcp_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     path = in_full(f"mcp:{sys.executable} mcp_calculator.py")
     assert shlex.split(path)[-1] == str(Path(__file__).parent / "mcp_calculator.py")
@@ -188,9 +186,9 @@ def test_the_tools_of_an_mcp_server_are_the_policys(monkeypatch: pytest.MonkeyPa
     episode = Episode(loaded, SEEDS)
     assert episode.reset({"prompt": ""}) == {"text": None}
     process = episode._env._server._process
-    assert said(episode.step('{"name": "add", "arguments": {"a": 2, "b": 3}}')) == "5"
+    assert text_of(episode.step('{"name": "add", "arguments": {"a": 2, "b": 3}}')) == "5"
     failed = episode.step('{"name": "divide", "arguments": {"a": 1, "b": 0}}')
-    assert (failed["errors"], "divide" in said(failed)) == (1, True)
+    assert (failed["errors"], "divide" in text_of(failed)) == (1, True)
     assert episode.step("5") == {"end": True, "reward": 0.0}
     del episode
     assert process.poll() is not None, "a server ends with its trajectory"
@@ -206,15 +204,15 @@ def openenv_server(schema: dict[str, Any]) -> Iterator[str]:
     def session(socket: Any) -> None:
         turns, secret = 0, None
         for line in socket:
-            asked = json.loads(line)
-            if asked["type"] == "reset":
-                turns, secret = 0, random.Random(asked["data"]["seed"]).randrange(10**6)
+            request = json.loads(line)
+            if request["type"] == "reset":
+                turns, secret = 0, random.Random(request["data"]["seed"]).randrange(10**6)
             else:
                 turns += 1
-            if asked["data"] == {"message": "break"}:
+            if request["data"] == {"message": "break"}:
                 socket.send(json.dumps({"type": "error", "data": {"message": "it broke"}}))
                 continue
-            observed = {"echo": f"{secret} {asked['data'].get('message')}"}
+            observed = {"echo": f"{secret} {request['data'].get('message')}"}
             data = {"observation": observed, "reward": turns or None, "done": turns == 2}
             socket.send(json.dumps({"type": "observation", "data": data}))
 
@@ -234,13 +232,13 @@ def openenv_server(schema: dict[str, Any]) -> Iterator[str]:
 MESSAGE = {"properties": {"message": {"type": "string"}, "metadata": {}}, "required": ["message"]}
 
 
-def test_a_server_of_openenv_has_a_session_a_trajectory() -> None:
+def test_an_openenv_server_has_one_session_per_trajectory() -> None:
     with openenv_server(MESSAGE) as url:
-        one, first = begin(f"openenv:{url}")
-        other, again = begin(f"openenv:{url}")
-        assert first == again
-        assert said(one.step("hi")) == f"{first.split()[0]} hi"
-        assert one.step("hi") == {"end": True, "reward": 2.0, "truncated": False}
+        episode, first = begin(f"openenv:{url}")
+        other, first_of_other = begin(f"openenv:{url}")
+        assert first == first_of_other
+        assert text_of(episode.step("hi")) == f"{first.split()[0]} hi"
+        assert episode.step("hi") == {"end": True, "reward": 2.0, "truncated": False}
         assert other.step("hi")["reward"] == 1.0
         with pytest.raises(RuntimeError, match="it broke"):
             other.step("break")
@@ -249,9 +247,9 @@ def test_a_server_of_openenv_has_a_session_a_trajectory() -> None:
 def test_actions_of_several_fields_are_json() -> None:
     with openenv_server({"properties": {}, "required": []}) as url:
         episode, _ = begin(f"openenv:{url}")
-        assert said(episode.step("{")).startswith("error: an action is a JSON object")
-        assert said(episode.step("[1]")).startswith("error: an action is a JSON object")
-        assert said(episode.step('{"message": "a"}')).endswith(" a")
+        for text in ("{", "[1]"):
+            assert text_of(episode.step(text)).startswith("error: an action is a JSON object")
+        assert text_of(episode.step('{"message": "a"}')).endswith(" a")
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
@@ -262,7 +260,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_gem_is_asked_as_its_interface_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gem_environment_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     class Countdown:
         def __init__(self, start: int) -> None:
             self.left = start
@@ -281,30 +279,30 @@ def test_gem_is_asked_as_its_interface_says(monkeypatch: pytest.MonkeyPatch) -> 
         gem__envs__registration={"ENV_REGISTRY": {"game:Countdown": None}},
     )
     episode, first = begin("gem:game:Countdown", start=2)
-    assert (first, said(episode.step("x"))) == ("2 left", "1 left")
+    assert (first, text_of(episode.step("x"))) == ("2 left", "1 left")
     assert episode.step("x") == {"end": True, "reward": 0.5, "truncated": True}
     assert begin("gem:game:Countdown", start=2)[0].step("stop")["truncated"] is False
 
 
-for_real = pytest.mark.skipif(
+needs_gem = pytest.mark.skipif(
     importlib.util.find_spec("gem") is None or importlib.util.find_spec("reasoning_gym") is None,
     reason="tests/run.sh installs them where a C compiler is",
 )
 
 
-@for_real
-def test_gem_plays_for_real() -> None:
+@needs_gem
+def test_the_gem_package_is_played() -> None:
     episode, first = begin("gem:game:GuessTheNumber-v0-easy")
     assert "guess the number between 1 and 10" in first
-    rewards = [episode.step(f"\\boxed{{{number}}}") for number in (2, 4, 6, 8)]
-    assert any(answer.get("end") for answer in rewards)
+    replies = [episode.step(f"\\boxed{{{number}}}") for number in (2, 4, 6, 8)]
+    assert any(reply.get("end") for reply in replies)
     with pytest.raises(ConfigError, match="Did you mean 'game:Sudoku-v0-easy'"):
         begin("gem:game:Sudoku-v0-eazy")
 
 
-@for_real
+@needs_gem
 @pytest.mark.parametrize("name", ["chain_sum", "sudoku"])
-def test_reasoning_gym_scores_its_own_answers_for_real(name: str) -> None:
+def test_the_reasoning_gym_package_scores_its_own_answers(name: str) -> None:
     episodes = [begin(f"reasoning_gym:{name}") for _ in range(3)]
     assert len({first for _, first in episodes}) == 1
     right, plain, wrong = (episode for episode, _ in episodes)
@@ -331,24 +329,25 @@ def harbor_task(folder: Path, name: str) -> None:
     (folder / name / "tests/test.sh").write_text(TEST_SH)
 
 
+def bash_call(command: str) -> str:
+    return json.dumps({"name": "bash", "arguments": {"command": command}})
+
+
 def test_a_task_of_harbor_is_played_by_a_shell(tmp_path: Path) -> None:
     for name in ("hello", "bye"):
         harbor_task(tmp_path, name)
     spec = EnvironmentSpec(f"harbor:{tmp_path}", {"runtime": "local"})
     with closing(EnvironmentHost(spec, 20.0)) as host:
         assert [tool["function"]["name"] for tool in host.tools] == ["bash"]
-        for said, reward in (("hello", 1.0), ("bye", 0.25)):
-            commands = ["pwd; ls /app; ls missing", f"echo 1 > /logs/x; echo {said} > /app/out.txt"]
-            calls = [
-                json.dumps({"name": "bash", "arguments": {"command": one}}) for one in commands
-            ]
-            (one,) = check_environment.play(host, [0], {"task": "hello"}, [*calls, "done"], 5)
-            first, shown, written, end = one.answers
+        for word, reward in (("hello", 1.0), ("bye", 0.25)):
+            commands = "pwd; ls /app; ls missing", f"echo 1 > /logs/x; echo {word} > /app/out.txt"
+            texts = [*map(bash_call, commands), "done"]
+            (trajectory,) = check_environment.play(host, [0], {"task": "hello"}, texts, 5)
+            first, listed, written, end = trajectory.answers
             assert first["text"] == "Write hello into /app/out.txt."
-            shown_text = shown["messages"][0]["content"]
-            assert shown_text.startswith("/app\nseed.txt\n")
-            assert shown_text.endswith("[exit code 2]")
-            assert written["messages"][0]["content"] == ""
+            assert text_of(listed).startswith("/app\nseed.txt\n")
+            assert text_of(listed).endswith("[exit code 2]")
+            assert text_of(written) == ""
             assert (end["end"], end["reward"]) == (True, reward)
     assert not (tmp_path / "hello/environment/out.txt").exists()
 
@@ -379,7 +378,7 @@ elif command == "exec":
 elif command == "cp":
     shutil.copytree(words[0], home / "containers" / words[1].replace(":", ""))
 """
-"""Stands in for docker: a container is a folder, with the absolute paths that follow a space."""
+"""A stand-in for docker: a container is a folder, to which absolute paths after a space lead."""
 LIMITS = """
 [environment]
 cpus = 2
@@ -408,37 +407,33 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def test_a_task_of_harbor_has_a_container_where_docker_works(tmp_path: Path, docker: Path) -> None:
+def test_a_task_of_harbor_has_a_container_if_docker_works(tmp_path: Path, docker: Path) -> None:
     harbor_task(tmp_path / "tasks", "hello")
     (tmp_path / "tasks/hello/task.toml").write_text(LIMITS)
     test = '[ "$(cat out.txt)" = "$WANTED" ] && echo 0.5 > ../logs/verifier/reward.txt'
     (tmp_path / "tasks/hello/tests/test.sh").write_text(test)
-    commands = ["echo $NAME; ls missing", "echo hello > out.txt"]
-    calls = [json.dumps({"name": "bash", "arguments": {"command": one}}) for one in commands]
+    texts = [bash_call("echo $NAME; ls missing"), bash_call("echo hello > out.txt"), "done"]
     with closing(EnvironmentHost(EnvironmentSpec(f"harbor:{tmp_path}/tasks"), 60.0)) as host:
-        two = check_environment.play(host, [0, 1], {}, [*calls, "done"], 5)
-        for one in two:
-            shown = one.answers[1]["messages"][0]["content"]
-            assert shown.startswith("a b\n")
-            assert shown.endswith("[exit code 2]")
-            assert (one.has_ended, one.reward) == (True, 0.5)
-        end = time.monotonic() + 60.0
-        while any((docker / "containers").iterdir()) and time.monotonic() < end:
-            time.sleep(0.05)  # the program ends when its input does
-        assert not [*(docker / "containers").iterdir()]
+        for trajectory in check_environment.play(host, [0, 1], {}, texts, 5):
+            listed = text_of(trajectory.answers[1])
+            assert listed.startswith("a b\n")
+            assert listed.endswith("[exit code 2]")
+            assert (trajectory.has_ended, trajectory.reward) == (True, 0.5)
+        containers = docker / "containers"
+        wait_until(lambda: not any(containers.iterdir()))  # the program ends when its input does
 
-    called = [line.split() for line in (docker / "log").read_text().splitlines()]
-    assert [words[0] for words in called].count("build") == 1
-    begun = [words for words in called if words[0] == "run"]
-    assert len(begun) == 2
-    assert {"--rm", "-i", "--cpus=2", "--memory=512m", "--network=none", "hello"} <= {*begun[0]}
-    of_policy = [words for words in called if words[-1] == "out.txt" and words[0] == "exec"]
+    commands = [line.split() for line in (docker / "log").read_text().splitlines()]
+    assert [words[0] for words in commands].count("build") == 1
+    starts = [words for words in commands if words[0] == "run"]
+    assert len(starts) == 2
+    assert {"--rm", "-i", "--cpus=2", "--memory=512m", "--network=none", "hello"} <= {*starts[0]}
+    of_policy = [words for words in commands if words[-1] == "out.txt" and words[0] == "exec"]
     assert all("--user=agent" in words for words in of_policy)
     assert len(of_policy) == 2
 
 
 @pytest.mark.parametrize("program", ["docker", "podman"])
-def test_the_options_of_containers_are_those_of_the_programs(program: str) -> None:
+def test_docker_and_podman_have_the_options_of_containers(program: str) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"no {program} here")
     options = {
@@ -454,7 +449,7 @@ def test_the_options_of_containers_are_those_of_the_programs(program: str) -> No
         assert {*names} <= words
 
 
-def test_a_program_for_containers_that_does_not_work_is_named(tmp_path: Path, docker: Path) -> None:
+def test_a_container_program_that_does_not_work_is_named(tmp_path: Path, docker: Path) -> None:
     harbor_task(tmp_path, "a")
     (tmp_path / "bin/docker").write_text("#!/bin/sh\nexit 1\n")
     spec = EnvironmentSpec(f"harbor:{tmp_path}", {"runtime": "docker"})
@@ -464,7 +459,7 @@ def test_a_program_for_containers_that_does_not_work_is_named(tmp_path: Path, do
         replace(spec, kwargs={"runtime": "lxc"}).load()
 
 
-def test_a_folder_without_tasks_of_harbor_is_rejected(tmp_path: Path) -> None:
+def test_a_folder_without_harbor_tasks_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder in it is a task"):
         EnvironmentSpec(f"harbor:{tmp_path}").load()
     harbor_task(tmp_path, "a")
@@ -499,22 +494,22 @@ __all__ = ["CoinTaskset"]
 """
 
 
-def test_a_package_of_verifiers_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifiers_package_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its harness starts a program by `uv`, which it installs if there is none."""
     pytest.importorskip("verifiers.v1")
     (tmp_path / "coins_of_test.py").write_text(COINS)
     monkeypatch.syspath_prepend(tmp_path)
     kwargs = {"agent": {"harness": {"id": "null"}}}
-    for said, reward in (("heads", 2.0), ("tails", 0.0)):
-        spec = EnvironmentSpec("verifiers:coins_of_test", kwargs)
-        with closing(EnvironmentHost(spec, 60.0)) as host:
-            assert host.kinds[""].players == []
-            (one,) = check_environment.play(host, [0], {}, [said], 3)
-        assert one.answers[0]["messages"][-1]["content"] == "Heads or tails?"
-        assert (one.has_ended, one.reward) == (True, reward)
+    spec = EnvironmentSpec("verifiers:coins_of_test", kwargs)
+    with closing(EnvironmentHost(spec, 60.0)) as host:
+        assert host.kinds[""].players == []
+        for text, reward in (("heads", 2.0), ("tails", 0.0)):
+            (trajectory,) = check_environment.play(host, [0], {}, [text], 3)
+            assert trajectory.answers[0]["messages"][-1]["content"] == "Heads or tails?"
+            assert (trajectory.has_ended, trajectory.reward) == (True, reward)
 
 
-def test_an_agent_of_verifiers_with_another_model_needs_its_server(
+def test_a_verifiers_agent_with_another_model_needs_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("verifiers.v1")

@@ -1,10 +1,12 @@
-"""Trajectories of several turns in one engine: ids, masks, rewards, failures, independence."""
+"""Trajectories of several turns in one engine: ids, masks, rewards, failures, independence.
+
+`new_loop`, `sampling_of`, `starts`, `sampled_mask` and `assert_same_bits` also serve other tests.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -30,8 +32,6 @@ from workers.rollout.sampling import noise_key
 HERE = "tests.workers.agents.games"
 WIDTH = 60
 Play = Callable[..., list[Trajectory]]
-
-
 LIMITS = EngineLimits(prompt_width=16, response_width=WIDTH, kv_cache_gb=0.5)
 
 
@@ -43,23 +43,39 @@ def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeEngine:
     return engine
 
 
+def new_loop(
+    model: Any,
+    tokenizer: Any,
+    host: EnvironmentHost | RecordedHost,
+    limits: EngineLimits = LIMITS,
+    **settings: Any,
+) -> TurnLoop:
+    """Return a loop with a fresh engine; by default, turns are short and there are no retries."""
+    config = EnvironmentConfig(**{"max_tokens_per_turn": 6, "retries": 0, **settings})
+    chat = TurnRenderer(tokenizer, [], (tokenizer.eos_token_id,))
+    return TurnLoop(fresh_engine(model, limits), host, chat, config)
+
+
+def sampling_of(tokenizer: Any, max_tokens: int = WIDTH, **settings: Any) -> SamplingParams:
+    stop_token_ids = (tokenizer.eos_token_id,)
+    return SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **settings)
+
+
 def starts(first: int, last: int, **row: Any) -> list[TrajectoryStart]:
     """Return the starts of samples of one prompt, each with its number in its row."""
-    played = []
-    for number in range(first, last):
-        key = noise_key(0, "uid", number)
-        seeds = noise_key(0, "uid", -1), key
-        played.append(
-            TrajectoryStart("a", {"number": number, **row}, seeds, key, f"sample {number}")
-        )
-    return played
+    keys = {number: noise_key(0, "uid", number) for number in range(first, last)}
+    seed = noise_key(0, "uid", -1)
+    return [
+        TrajectoryStart("a", {"number": number, **row}, (seed, key), key, f"sample {number}")
+        for number, key in keys.items()
+    ]
 
 
 @pytest.fixture
 def play(tokenizer: Any, model: Any, host_of: Callable[..., EnvironmentHost]) -> Play:
-    """Play trajectories of an environment of `games`."""
+    """Return a function that plays trajectories of an environment of `games`."""
 
-    def played(
+    def play_environment(
         name: str,
         num: int = 4,
         kwargs: dict[str, Any] | None = None,
@@ -67,92 +83,72 @@ def play(tokenizer: Any, model: Any, host_of: Callable[..., EnvironmentHost]) ->
         slots: int = 256,
         path: str = "",
         memory_gb: float = 8.0,
+        step_timeout_s: float = 5.0,
         **settings: Any,
     ) -> list[Trajectory]:
-        config = EnvironmentConfig(
-            **{"max_tokens_per_turn": 6, "step_timeout_s": 5.0, "retries": 0, **settings}
-        )
         row = {} if path else {"game": name, "settings": kwargs or {}}
         arguments = kwargs or {} if path else {}
         sandbox = Sandbox(memory_gb=memory_gb)
         spec = EnvironmentSpec(path or f"{HERE}:OfRow", arguments, sandbox=sandbox)
-        host = host_of(spec, config.step_timeout_s)
-        stops = (tokenizer.eos_token_id,)
-        chat = TurnRenderer(tokenizer, [], stops)
-        engine = fresh_engine(model, replace(LIMITS, max_num_seqs=slots))
-        loop = TurnLoop(engine, host, chat, config)
-        sampling = SamplingParams(max_tokens=WIDTH, stop_token_ids=stops)
-        return loop.play(starts(0, num, **row), sampling, num_open)
+        limits = replace(LIMITS, max_num_seqs=slots)
+        loop = new_loop(model, tokenizer, host_of(spec, step_timeout_s), limits, **settings)
+        return loop.play(starts(0, num, **row), sampling_of(tokenizer), num_open)
 
-    return played
+    return play_environment
 
 
-def drawn_of(one: Trajectory) -> torch.Tensor:
-    return one.sample.versions >= 0
+def sampled_mask(trajectory: Trajectory) -> torch.Tensor:
+    """Return a mask of the tokens that the policy sampled; the others are observed."""
+    return trajectory.sample.versions >= 0
 
 
-def test_a_row_has_drawn_and_observed_tokens_with_rewards_and_log_probs(
+def test_a_row_has_sampled_and_observed_tokens_rewards_and_log_probs(
     play: Play, tokenizer: Any, model: Any
 ) -> None:
-    """A turn's reward is at its last drawn token; log-probs are those of one pass over the row."""
-    for one in play("Count"):
-        assert (one.ended, one.sample.finish_reason) == ("terminated", "stop")
-        assert one.num_turns == 3
-        assert len(one.turns) == len(one.sample.tokens)
-        assert one.turns == sorted(one.turns)
-        assert one.sample.log_probs[~drawn_of(one)].isnan().all()
-        observed = tokenizer.decode(one.sample.tokens[~drawn_of(one)])
+    """A turn's reward is at its last sampled token; log-probs match one pass over the row."""
+    for trajectory in play("Count"):
+        sample, is_sampled = trajectory.sample, sampled_mask(trajectory)
+        assert (trajectory.ended, sample.finish_reason) == ("terminated", "stop")
+        assert trajectory.num_turns == 3
+        assert len(trajectory.turns) == len(sample.tokens)
+        assert trajectory.turns == sorted(trajectory.turns)
+        assert sample.log_probs[~is_sampled].isnan().all()
+        observed = tokenizer.decode(sample.tokens[~is_sampled])
         assert observed == "<user>1<assistant><user>2<assistant>"
-        assert tokenizer.decode(one.sample.prompt) == "<bos><user>a\ngo<assistant>"
-        assert [reward for _, reward in one.rewards] == [0.5, 0.5, 3.0]
-        for turn, (place, _) in enumerate(one.rewards):
-            assert drawn_of(one)[place]
-            assert one.turns[place] == turn
-            rest = drawn_of(one)[place + 1 :] & (torch.tensor(one.turns[place + 1 :]) == turn)
-            assert not rest.any()
-        ids = torch.tensor([[*one.sample.prompt, *one.sample.tokens.tolist()]])
+        assert tokenizer.decode(sample.prompt) == "<bos><user>a\ngo<assistant>"
+        assert [reward for _, reward in trajectory.rewards] == [0.5, 0.5, 3.0]
+        for turn, (place, _) in enumerate(trajectory.rewards):
+            sampled_places = is_sampled & (torch.tensor(trajectory.turns) == turn)
+            assert place == int(sampled_places.nonzero()[-1])
+        ids = torch.tensor([[*sample.prompt, *sample.tokens.tolist()]])
         with torch.no_grad():
-            logits = model(ids).logits[0, len(one.sample.prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, one.sample.tokens[:, None])[:, 0]
-        drawn = drawn_of(one)
-        torch.testing.assert_close(one.sample.log_probs[drawn], expected[drawn], atol=1e-5, rtol=0)
+            logits = model(ids).logits[0, len(sample.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
+        torch.testing.assert_close(
+            sample.log_probs[is_sampled], expected[is_sampled], atol=1e-5, rtol=0
+        )
 
 
-def same_bits(left: list[Trajectory], right: list[Trajectory]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
-        assert torch.equal(one.sample.log_probs.nan_to_num(7), other.sample.log_probs.nan_to_num(7))
-        assert one.rewards == other.rewards
-        assert one.turns == other.turns
+def assert_same_bits(left: list[Trajectory], right: list[Trajectory]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert a.sample.tokens.tolist() == b.sample.tokens.tolist()
+        assert torch.equal(a.sample.log_probs.nan_to_num(7), b.sample.log_probs.nan_to_num(7))
+        assert a.rewards == b.rewards
+        assert a.turns == b.turns
 
 
-def test_bits_do_not_depend_on_who_waits_for_whom(play: Play) -> None:
+def test_bits_do_not_depend_on_the_order_of_replies(play: Play) -> None:
     expected = play("Count", num=6)
     for num_open, slots in [(6, 4), (3, 1)]:
-        same_bits(play("Jitter", num=6, num_open=num_open, slots=slots), expected)
+        assert_same_bits(play("Jitter", num=6, num_open=num_open, slots=slots), expected)
 
 
-def test_a_slow_environment_holds_nobody_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others end before it has answered once, and the loop keeps checking."""
-    looks: list[float] = []
-    answers = EnvironmentHost.answers
-
-    def noted(self: EnvironmentHost, seconds: float) -> Any:
-        looks.append(time.monotonic())
-        return answers(self, seconds)
-
-    monkeypatch.setattr(EnvironmentHost, "answers", noted)
-    slow, *others = play("Count", num=4, kwargs={"turns": 2, "sleep": 2.0, "slow_row": 0})
-    assert slow.environment_s > 4.0
-    assert max(one.since for one in others) < slow.since - 2.0
-    assert sum(slow.since - 2.0 < look < slow.since for look in looks) > 10
-
-
-def test_chance_is_a_trajectorys_own_and_the_prompts(play: Play) -> None:
-    together, again = play("Dice", num=3), play("Dice", num=3, num_open=1)
-    assert [one.rewards for one in together] == [one.rewards for one in again]
-    assert len({one.rewards[0][1] for one in together}) == 3
-    assert len({tuple(one.sample.prompt) for one in together}) == 1
+def test_random_numbers_depend_only_on_the_prompt_and_the_sample(play: Play) -> None:
+    together, one_by_one = play("Dice", num=3), play("Dice", num=3, num_open=1)
+    rewards = [trajectory.rewards for trajectory in together]
+    assert rewards == [trajectory.rewards for trajectory in one_by_one]
+    assert len({last[1] for *_, last in rewards}) == 3
+    assert len({tuple(trajectory.sample.prompt) for trajectory in together}) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,26 +164,24 @@ def test_chance_is_a_trajectorys_own_and_the_prompts(play: Play) -> None:
         ),
     ],
 )
-def test_a_trajectory_that_is_cut_says_so(
+def test_a_truncated_trajectory_has_the_reason(
     play: Play, name: str, settings: dict[str, Any], ended: str, num_turns: int | None
 ) -> None:
-    for one in play(name, num=2, **settings):
-        assert (one.ended, one.sample.finish_reason) == (ended, "length")
-        assert not one.problem
-        assert num_turns in (None, one.num_turns)
-        assert drawn_of(one)[-1]
-        assert len(one.sample.tokens) <= WIDTH
-        assert name == "Count" or one.rewards[-1][1] == 0.25
+    for trajectory in play(name, num=2, **settings):
+        assert (trajectory.ended, trajectory.sample.finish_reason) == (ended, "length")
+        assert not trajectory.problem
+        assert num_turns in (None, trajectory.num_turns)
+        assert sampled_mask(trajectory)[-1]
+        assert len(trajectory.sample.tokens) <= WIDTH
+        assert name == "Count" or trajectory.rewards[-1][1] == 0.25
 
 
-def test_a_failed_environment_is_played_again_with_the_same_noise(
-    play: Play, tmp_path: Path
-) -> None:
+def test_a_failed_environment_is_retried_with_the_same_noise(play: Play, tmp_path: Path) -> None:
     (expected,) = play("Count", num=1)
     kwargs: dict[str, Any] = {"file": str(tmp_path / "count"), "fails": 2}
-    (played,) = play("Sometimes", num=1, kwargs=kwargs, retries=2)
-    assert played.attempts == 3
-    same_bits([played], [expected])
+    (retried,) = play("Sometimes", num=1, kwargs=kwargs, retries=2)
+    assert retried.attempts == 3
+    assert_same_bits([retried], [expected])
 
     kwargs["file"] += "2"
     (given_up,) = play("Sometimes", num=1, kwargs=kwargs, retries=1)
@@ -196,15 +190,15 @@ def test_a_failed_environment_is_played_again_with_the_same_noise(
     assert re.search(r"\n    at .*games\.py, line \d+$", given_up.problem)
 
 
-def test_one_that_was_late_is_begun_anew_while_others_play(play: Play, tmp_path: Path) -> None:
+def test_a_late_environment_is_retried_while_others_play(play: Play, tmp_path: Path) -> None:
     kwargs = {"file": str(tmp_path / "count")}
-    played = play("HangsOnce", num=2, kwargs=kwargs, retries=2)
-    assert [one.attempts for one in played] == [2, 1]
-    same_bits(played, play("Count", num=2))
+    trajectories = play("HangsOnce", num=2, kwargs=kwargs, retries=2)
+    assert [trajectory.attempts for trajectory in trajectories] == [2, 1]
+    assert_same_bits(trajectories, play("Count", num=2))
 
 
-def test_one_that_takes_too_long_ends_wherever_it_is(play: Play) -> None:
-    """Even if no single answer of its environment is late."""
+def test_a_trajectory_ends_at_its_own_timeout(play: Play) -> None:
+    """No single reply of its environment is late."""
     kwargs = {"turns": 2, "sleep": 60.0, "slow_row": 0}
     late, *others = play(
         "Count", num=3, kwargs=kwargs, step_timeout_s=90.0, trajectory_timeout_s=4.0, retries=2
@@ -212,15 +206,15 @@ def test_one_that_takes_too_long_ends_wherever_it_is(play: Play) -> None:
     assert (late.ended, late.attempts) == ("deadline", 1)
     assert late.problem == "it took longer than environment.trajectory_timeout_s=4 s"
     assert 4.0 < late.since - late.began < 30.0
-    assert {one.ended for one in others} == {"terminated"}
+    assert {other.ended for other in others} == {"terminated"}
 
 
-def test_one_whose_process_ends_fails_alone(play: Play) -> None:
-    (one,) = play("Dies", num=1)
-    assert (one.ended, one.problem) == ("environment", "its process has ended")
+def test_a_trajectory_whose_process_ends_fails(play: Play) -> None:
+    (trajectory,) = play("Dies", num=1)
+    assert (trajectory.ended, trajectory.problem) == ("environment", "its process has ended")
 
 
-def test_what_is_no_answer_is_a_failure_by_name(play: Play) -> None:
+def test_an_invalid_reply_of_an_environment_is_a_failure(play: Play) -> None:
     words = {
         "reset": "reset returned int 7, not a text or None",
         "number": "step returned int 3, not a Turn or a TrajectoryEnd",
@@ -233,48 +227,46 @@ def test_what_is_no_answer_is_a_failure_by_name(play: Play) -> None:
         "turn-no": "the reward is None, not a finite number",
         "text": "a Turn whose text is int 5",
     }
-    results = play("Strange", num=len(words), kwargs={"answer": list(words)})
-    for trajectory, expected in zip(results, words.values(), strict=True):
+    trajectories = play("Strange", num=len(words), kwargs={"answer": list(words)})
+    for trajectory, expected in zip(trajectories, words.values(), strict=True):
         assert expected in trajectory.problem
 
 
 def test_an_observation_that_leaves_no_room_ends_the_trajectory(play: Play) -> None:
-    (one,) = play("Says", num=1, kwargs={"text": "x" * WIDTH})
-    assert (one.ended, one.num_turns) == ("length", 1)
-    assert drawn_of(one).all()
+    (trajectory,) = play("Says", num=1, kwargs={"text": "x" * WIDTH})
+    assert (trajectory.ended, trajectory.num_turns) == ("length", 1)
+    assert sampled_mask(trajectory).all()
 
 
-def test_a_first_observation_that_does_not_fit_is_one_trajectorys_failure(play: Play) -> None:
+def test_a_first_observation_that_is_too_long_fails_one_trajectory(play: Play) -> None:
     long, *others = play("Long", num=3)
     assert (long.ended, long.num_turns, long.is_left_out) == ("environment", 0, True)
     assert re.search(r"begins with \d+ tokens .* data\.max_prompt_length is 16", long.problem)
-    assert {one.ended for one in others} == {"terminated"}
+    assert {other.ended for other in others} == {"terminated"}
 
 
-def test_halves_of_a_surrogate_pair_are_read_as_something_else(play: Play, tokenizer: Any) -> None:
-    (one,) = play("Says", num=1, kwargs={"text": "a\ud800b"}, max_turns=2)
-    assert one.ended == "max_turns"
-    assert "a?b" in tokenizer.decode(one.sample.tokens[~drawn_of(one)])
+def test_lone_surrogates_in_observations_are_replaced(play: Play, tokenizer: Any) -> None:
+    (trajectory,) = play("Says", num=1, kwargs={"text": "a\ud800b"}, max_turns=2)
+    assert trajectory.ended == "max_turns"
+    assert "a?b" in tokenizer.decode(trajectory.sample.tokens[~sampled_mask(trajectory)])
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "kwargs", "words"),
     [
-        ("Nowhere", "has no such name"),
-        ("add", "is neither a class with a method `reset`"),
-        ("NoReset", "is neither a class with a method `reset`"),
-        ("NarrowStep", r"step is called with \(the policy's text\)"),
-        ("ByPlace", "reset is called with keyword arguments, but 'row' is positional-only"),
+        ("Nowhere", {}, "has no such name"),
+        ("add", {}, "is neither a class with a method `reset`"),
+        ("NoReset", {}, "is neither a class with a method `reset`"),
+        ("NarrowStep", {}, r"step is called with \(the policy's text\)"),
+        ("ByPlace", {}, "reset is called with keyword arguments, but 'row' is positional-only"),
+        ("Count", {"turn": 2}, r"environment.kwargs=\{'turn': 2\}: .*'turn'"),
     ],
 )
-def test_what_is_no_environment_is_refused_before_a_trajectory(name: str, words: str) -> None:
+def test_a_class_that_is_no_environment_is_rejected(
+    name: str, kwargs: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
-        EnvironmentSpec(f"{HERE}:{name}").load()
-
-
-def test_arguments_that_the_class_does_not_take_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"environment.kwargs=\{'turn': 2\}: .*'turn'"):
-        EnvironmentHost(EnvironmentSpec(f"{HERE}:Count", {"turn": 2}), 1.0)
+        EnvironmentSpec(f"{HERE}:{name}", kwargs).load()
 
 
 @pytest.mark.parametrize(
@@ -285,7 +277,7 @@ def test_arguments_that_the_class_does_not_take_are_refused() -> None:
         ("raise SystemExit(2)", r"^environment=\S+ends.py:Any is not loaded: SystemExit: 2$"),
     ],
 )
-def test_code_that_ends_its_process_is_refused(tmp_path: Path, code: str, words: str) -> None:
+def test_code_that_ends_its_process_is_rejected(tmp_path: Path, code: str, words: str) -> None:
     (tmp_path / "ends.py").write_text(code, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
         EnvironmentHost(EnvironmentSpec(f"{tmp_path}/ends.py:Any"), 1.0)
@@ -296,10 +288,12 @@ def test_a_row_that_names_no_environment_is_an_error() -> None:
         name_of({"chess": Kind([]), "go": Kind([])}, {})
 
 
-def test_many_trajectories_take_the_handles_of_those_that_were_open_together(play: Play) -> None:
+def test_only_open_trajectories_take_file_handles(play: Play) -> None:
     before = len(os.listdir("/proc/self/fd"))
     play("Count", num=16, num_open=2, kwargs={"turns": 1})
-    assert len(os.listdir("/proc/self/fd")) <= before + 2 + 6  # a socket each, and the host's own
+    assert (
+        len(os.listdir("/proc/self/fd")) <= before + 2 + 6
+    )  # a socket per trajectory, and the host's
 
 
 HOGS = """
@@ -318,7 +312,7 @@ class Hog:
         return "go"
 
     def step(self, text):
-        if self.file.read_text() == str(os.getppid()):  # in the first process of the code
+        if self.file.read_text() == str(os.getppid()):  # in the first host
             self.ballast = bytearray(b"x" * int(0.15 * 2**30))
             time.sleep(60)
         return TrajectoryEnd(1.0)
@@ -335,56 +329,58 @@ class Prints(Hog):
 """
 
 
-def hogs(play: Play, tmp_path: Path, name: str, **settings: Any) -> list[Trajectory]:
-    """Four trajectories of an environment above, whose processes share 0.4 GiB."""
-    (tmp_path / "hogs.py").write_text(HOGS)
-    kwargs = {"file": str(tmp_path / "first")}
-    return play(
-        "",
-        path=f"{tmp_path}/hogs.py:{name}",
-        kwargs=kwargs,
-        memory_gb=0.4,
-        step_timeout_s=50.0,
-        **settings,
+def play_hogs(play: Play, tmp_path: Path, name: str, **settings: Any) -> list[Trajectory]:
+    """Play four trajectories of an environment above, whose processes share 0.4 GiB."""
+    path = tmp_path / "hogs.py"
+    path.write_text(HOGS)
+    settings |= {"kwargs": {"file": str(tmp_path / "first")}, "memory_gb": 0.4}
+    return play("", path=f"{path}:{name}", step_timeout_s=50.0, **settings)
+
+
+def test_trajectories_are_retried_after_too_much_memory_together(
+    play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their host is killed; a new host plays them again."""
+    trajectories = play_hogs(play, tmp_path, "Hog", retries=1)
+    assert [(one.ended, one.attempts) for one in trajectories] == [("terminated", 2)] * 4
+    (message,) = [text for text in caplog.messages if "GiB" in text]
+    assert re.search(
+        r"used .* GiB of memory \(memory_gb=0.4\) \(limits: environment.sandbox", message
     )
 
 
-def test_environments_that_take_too_much_memory_together_are_played_again(
-    play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Their host is ended; the next host plays them, and those of later steps."""
-    played = hogs(play, tmp_path, "Hog", retries=1)
-    assert [(one.ended, one.attempts) for one in played] == [("terminated", 2)] * 4
-    (said,) = [record.getMessage() for record in caplog.records if "GiB" in record.getMessage()]
-    assert re.search(r"used .* GiB of memory \(memory_gb=0.4\): environment.sandbox", said)
+def test_a_memory_error_names_the_sandbox_of_environments(play: Play, tmp_path: Path) -> None:
+    for trajectory in play_hogs(play, tmp_path, "Greedy"):
+        assert "MemoryError:  (its limit is environment.sandbox.memory_gb)" in trajectory.problem
 
 
-def test_advice_names_the_sandbox_of_environments(play: Play, tmp_path: Path) -> None:
-    for one in hogs(play, tmp_path, "Greedy"):
-        assert "MemoryError:  (its limit is environment.sandbox.memory_gb)" in one.problem
+def replies_of(host: EnvironmentHost, count: int) -> dict[int, dict[str, Any]]:
+    """Return the next replies of so many environments, by number."""
+    replies: dict[int, dict[str, Any]] = {}
+    while len(replies) < count:
+        replies |= dict(host.answers(1.0))
+    return replies
 
 
-def test_what_environments_print_has_a_prefix_and_an_end(
+def test_output_of_environments_has_a_prefix_and_a_limit(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hogs.py").write_text(HOGS)
     spec = EnvironmentSpec(f"{tmp_path}/hogs.py:Prints", {"file": str(tmp_path / "n")})
     with closing(EnvironmentHost(spec, 20.0)) as host:
         host.open(0, (0, 1), {})
-        while not list(host.answers(1.0)):
-            pass
+        replies_of(host, 1)
         host.say(0, "a")
-        while not list(host.answers(1.0)):
-            pass
-    printed = capfd.readouterr().out.splitlines()
-    assert printed[0] == "(environment) a line"
-    assert all(line.startswith("(environment) ") for line in printed if line)
-    assert 2**15 < sum(map(len, printed)) < 2**17
-    assert "further output of this process is dropped" in printed[-1]
+        replies_of(host, 1)
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "(environment) a line"
+    assert all(line.startswith("(environment) ") for line in lines if line)
+    assert 2**15 < sum(map(len, lines)) < 2**17
+    assert "further output of this process is dropped" in lines[-1]
 
 
-class Scripted:
-    """A host whose environment ends its process while the engine samples."""
+class ScriptedHost:
+    """A host whose environment's process ends while the engine samples."""
 
     def __init__(self) -> None:
         self.script: list[dict[str, Any]] = [{"text": None}]
@@ -402,45 +398,34 @@ class Scripted:
     def end(self, *_: Any) -> None: ...
 
     def answers(self, seconds: float) -> list[tuple[int, dict[str, Any]]]:
-        if seconds or not self.script[0]:  # nothing comes soon; it thinks until something is said
+        if seconds or not self.script[0]:  # no reply until the policy's text is sent
             return []
         return [(0, self.script.pop(0))]
 
 
-def test_one_whose_process_ends_while_it_is_drawn_is_begun_anew(
+def test_an_environment_that_ends_while_the_engine_samples_is_retried(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.agents.loop.TAKE_S", 0.0)  # a token between two looks at the host
-    stops = (tokenizer.eos_token_id,)
-    engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
-    config = EnvironmentConfig(max_tokens_per_turn=6, retries=1)
-    loop = TurnLoop(engine, Scripted(), chat, config)
-    start = TrajectoryStart("a", {}, (0, 1), noise_key(0, "uid", 0), "sample 0")
-    (one,) = loop.play([start], SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 1)
-    assert (one.attempts, one.ended, one.num_turns) == (2, "terminated", 1)
-    assert engine.num_running == 0
+    monkeypatch.setattr("workers.agents.loop.TAKE_S", 0.0)  # poll the host after every token
+    host: Any = ScriptedHost()
+    loop = new_loop(model, tokenizer, host, retries=1)
+    (trajectory,) = loop.play(starts(0, 1), sampling_of(tokenizer), 1)
+    assert (trajectory.attempts, trajectory.ended, trajectory.num_turns) == (2, "terminated", 1)
+    assert loop._engine.num_running == 0
 
 
 def test_a_text_like_a_call_in_another_form_is_noted_once(
     model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stops = (tokenizer.eos_token_id,)
-    engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
-    answers = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
-    loop = TurnLoop(engine, RecordedHost({}), chat, EnvironmentConfig())
-    starts = [
-        TrajectoryStart(
-            "a", {RECORDED: answers}, (0, 1), noise_key(0, "uid", number), f"sample {number}"
-        )
-        for number in range(3)
-    ]
-    loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 3)
-    (notice,) = [record.message for record in caplog.records if "odd_tool" in record.message]
+    replies = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
+    loop = new_loop(model, tokenizer, RecordedHost({}))
+    loop.play(starts(0, 3, **{RECORDED: replies}), sampling_of(tokenizer), 3)
+    (notice,) = [message for message in caplog.messages if "odd_tool" in message]
     assert "looks like a call" in notice
     assert "environment.call_parser" in notice
 
 
-def test_what_processes_share_counts_once_against_their_memory(tmp_path: Path) -> None:
+def test_shared_memory_counts_once_against_the_limit(tmp_path: Path) -> None:
     """Eight processes share the 64 MiB of their code, within half a gigabyte."""
     (tmp_path / "heavy.py").write_text(
         "import time\nfrom workers.agents import TrajectoryEnd\nBALLAST = bytearray(b'x' * 2**26)\n"
@@ -448,17 +433,10 @@ def test_what_processes_share_counts_once_against_their_memory(tmp_path: Path) -
         "    def step(self, text):\n        time.sleep(1)\n        return TrajectoryEnd(1.0)\n"
     )
     spec = EnvironmentSpec(f"{tmp_path}/heavy.py:Heavy", sandbox=Sandbox(memory_gb=0.4))
-    host = EnvironmentHost(spec, 20.0)
-    try:
+    with closing(EnvironmentHost(spec, 20.0)) as host:
         for number in range(8):
             host.open(number, (0, number), {})
-        played: dict[int, Any] = {}
-        for _ in range(2):
-            while len(played) < 8:
-                played |= dict(host.answers(1.0))
-            assert not [one for one in played.values() if "failed" in one]
-            played = {}
-            for number in range(8):
-                host.say(number, "a")
-    finally:
-        host.close()
+        assert not [reply for reply in replies_of(host, 8).values() if "failed" in reply]
+        for number in range(8):
+            host.say(number, "a")
+        assert not [reply for reply in replies_of(host, 8).values() if "failed" in reply]

@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.agents.test_loop import HERE, sampled_mask, sampling_of, starts
 from tests.workers.rollout_engines import load
 from trainer.cli.make_tiny import make_model
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
-from workers.agents.trajectory import TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.sample import Sample
 
 pytestmark = pytest.mark.vllm
 
-HERE = "tests.workers.agents.games"
 BLOCK = 32
 """Tokens that vLLM caches together."""
 PROMPT, WIDTH = 16, 200
@@ -40,7 +39,7 @@ def engine(tokenizer: Any, models: list[Any], tmp_path_factory: pytest.TempPathF
     from workers.rollout.vllm.engine import VllmEngine
     from workers.rollout.vllm.setup import VllmSettings
 
-    gc.collect()  # an older engine that goes later takes the process groups of this one along
+    gc.collect()  # an older engine that is collected later would end this engine's process groups
     folder = tmp_path_factory.mktemp("vllm")
     models[0].save_pretrained(folder)
     limits = EngineLimits(PROMPT, WIDTH, max_num_seqs=16, kv_cache_gb=1.0)
@@ -58,50 +57,47 @@ def expected_log_probs(model: Any, sample: Sample) -> torch.Tensor:
     ids = torch.tensor([[*sample.prompt, *sample.tokens.tolist()]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(sample.prompt) - 1 : -1]
-    found: torch.Tensor = logits.log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
-    return found
+    log_probs: torch.Tensor = logits.log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
+    return log_probs
 
 
-def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
+def test_trajectories_call_tools_and_have_the_trainers_log_probs(
     engine: Any,
     host: EnvironmentHost,
     tokenizer: Any,
     models: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four responses count as calls, whatever was sampled."""
+    """The first four responses count as calls, whatever was sampled."""
     load(engine, models[0], 3)
-    stops, said = (tokenizer.eos_token_id,), []
+    stops, responses = (tokenizer.eos_token_id,), []
 
     def text_of(ids: list[int]) -> str:
-        said.append(ids)
-        return CALL if len(said) <= 4 else "go on"
+        responses.append(ids)
+        return CALL if len(responses) <= 4 else "go on"
 
     config = EnvironmentConfig(max_tokens_per_turn=20, step_timeout_s=60.0, retries=0)
     chat = TurnRenderer(tokenizer, [], stops)
     monkeypatch.setattr(chat, "text_of", text_of)
     loop = TurnLoop(engine, host, chat, config)
-    starts = [TrajectoryStart("a", {"number": n}, (n, n), n, f"sample {n}") for n in range(4)]
-    sampling = SamplingParams(
-        max_tokens=WIDTH, stop_token_ids=stops, top_k=20, truncated_log_probs=True
-    )
-    played = loop.play(starts, sampling, num_open=4)
-    assert [sum(one.num_calls for one in played), sum(one.num_call_errors for one in played)] == [
-        4,
-        0,
-    ]
-    for one in played:
-        sample, drawn = one.sample, one.sample.versions >= 0
-        assert (one.ended, one.num_turns, one.problem) == ("terminated", 3 + one.num_calls, "")
-        assert tokenizer.decode(sample.tokens[~drawn]).count("42") == one.num_calls
-        expected = expected_log_probs(models[0], sample)[drawn]
-        torch.testing.assert_close(sample.log_probs[drawn], expected, atol=1e-4, rtol=0)
+    sampling = sampling_of(tokenizer, WIDTH, top_k=20, truncated_log_probs=True)
+    trajectories = loop.play(starts(0, 4), sampling, num_open=4)
+    assert sum(trajectory.num_calls for trajectory in trajectories) == 4
+    assert sum(trajectory.num_call_errors for trajectory in trajectories) == 0
+    for trajectory in trajectories:
+        sample, is_sampled = trajectory.sample, sampled_mask(trajectory)
+        num_calls = trajectory.num_calls
+        assert (trajectory.ended, trajectory.problem) == ("terminated", "")
+        assert trajectory.num_turns == 3 + num_calls
+        assert tokenizer.decode(sample.tokens[~is_sampled]).count("42") == num_calls
+        expected = expected_log_probs(models[0], sample)[is_sampled]
+        torch.testing.assert_close(sample.log_probs[is_sampled], expected, atol=1e-4, rtol=0)
         assert sample.truncated_log_probs is not None
-        assert sample.truncated_log_probs.isnan().tolist() == (~drawn).tolist()
+        assert sample.truncated_log_probs.isnan().tolist() == (~is_sampled).tolist()
 
 
 @pytest.mark.parametrize("keep_kv_cache", [False, True])
-def test_no_turn_finds_a_prefix_that_older_weights_have_computed(
+def test_no_turn_reuses_a_prefix_computed_by_older_weights(
     engine: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch, keep_kv_cache: bool
 ) -> None:
     """The weights arrive while another sample runs, so vLLM keeps its cache."""

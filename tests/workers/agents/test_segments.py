@@ -12,21 +12,18 @@ import pytest
 import torch
 
 from tests.workers.agents.test_chat import CHATML, FORGETS
-from tests.workers.agents.test_loop import HERE, fresh_engine, same_bits, starts
+from tests.workers.agents.test_loop import HERE, assert_same_bits, new_loop, sampling_of, starts
 from tests.workers.gradients import gradients
 from tests.workers.samples import started, tiny_config
 from trainer.cli.make_tiny import make_model, make_tokenizer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
-from workers.agents.loop import TurnLoop
 from workers.agents.players import trajectory_columns
 from workers.agents.trajectory import Trajectory
-from workers.config import EnvironmentConfig
 from workers.roles.actor import ActorWorker
-from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.base import EngineLimits
 from workers.rollout.batches import batch_of as make_batch
 from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
@@ -59,7 +56,9 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture
 def play(model: Any, host_of: Callable[..., EnvironmentHost]) -> Play:
-    def played(
+    """Return a function that plays an environment of `games` with a template."""
+
+    def play_template(
         history: str = "retokenized",
         template: str = SHORTENS,
         name: str = "Count",
@@ -71,57 +70,43 @@ def play(model: Any, host_of: Callable[..., EnvironmentHost]) -> Play:
     ) -> list[Trajectory]:
         tokenizer = make_tokenizer()
         tokenizer.chat_template = template
-        defaults = {"max_tokens_per_turn": 6, "step_timeout_s": 5.0, "retries": 0}
-        config = EnvironmentConfig(history_tokens=history, **{**defaults, **settings})
-        host = host_of(EnvironmentSpec(f"{HERE}:{name}"), config.step_timeout_s)
-        stops = (tokenizer.eos_token_id,)
         limits = EngineLimits(prompt_width=PROMPT, response_width=width, kv_cache_gb=0.5)
-        chat = TurnRenderer(tokenizer, [], stops)
-        engine = fresh_engine(model, limits)
-        loop = TurnLoop(engine, host, chat, config)
-        sampling = SamplingParams(
-            max_tokens=width, stop_token_ids=stops, truncated_log_probs=truncated
-        )
+        host = host_of(EnvironmentSpec(f"{HERE}:{name}"), 5.0)
+        loop = new_loop(model, tokenizer, host, limits, history_tokens=history, **settings)
+        sampling = sampling_of(tokenizer, width, truncated_log_probs=truncated)
         return loop.play(starts(0, num), sampling, num_open)
 
-    return played
+    return play_template
 
 
-def parts_of(sample: Sample) -> list[Sample]:
+def segments_of(sample: Sample) -> list[Sample]:
     """Return every segment as a separate sample."""
     begins = [0, *(begin + 1 for begin in sample.segments)]
     ends = [*sample.segments, len(sample.tokens)]
-    firsts = [list(sample.prompt), *([int(sample.tokens[begin])] for begin in sample.segments)]
+    prompts = [list(sample.prompt), *([int(sample.tokens[begin])] for begin in sample.segments)]
     return [
         Sample(
-            first,
+            prompt,
             tokens=sample.tokens[begin:end],
             log_probs=sample.log_probs[begin:end],
             versions=sample.versions[begin:end],
         )
-        for first, begin, end in zip(firsts, begins, ends, strict=True)
+        for prompt, begin, end in zip(prompts, begins, ends, strict=True)
     ]
 
 
-def batch_of(played: list[Trajectory]) -> DataProto:
+def batch_of(trajectories: list[Trajectory]) -> DataProto:
     """Return the batch that the rollout makes."""
-    batch = make_batch([one.sample for one in played], (PROMPT, WIDTH), 0, 0)
+    batch = make_batch([one.sample for one in trajectories], (PROMPT, WIDTH), 0, 0)
     names = DataProto.from_dict(
-        {"sample_index": torch.arange(len(played))}, {"uid": ["uid"] * len(played)}
+        {"sample_index": torch.arange(len(trajectories))}, {"uid": ["uid"] * len(trajectories)}
     )
-    return batch.union(names).union(trajectory_columns(batch, played))
+    return batch.union(names).union(trajectory_columns(batch, trajectories))
 
 
-def apart(played: list[Trajectory]) -> DataProto:
-    """Return every segment as a separate row."""
-    parts = [part for one in played for part in parts_of(one.sample)]
-    start, setting = played[0].start, played[0].setting
-    return batch_of([Trajectory(start, setting, part, [0] * len(part.tokens)) for part in parts])
-
-
-def drawn(batch: DataProto, name: str) -> torch.Tensor:
-    found: torch.Tensor = batch.padded(name)[batch.padded("response_mask") != 0]
-    return found
+def sampled_values(batch: DataProto, name: str) -> torch.Tensor:
+    values: torch.Tensor = batch.padded(name)[batch.padded("response_mask") != 0]
+    return values
 
 
 @pytest.mark.parametrize(
@@ -132,104 +117,114 @@ def drawn(batch: DataProto, name: str) -> torch.Tensor:
         ("retokenized", FORGETS, True),
     ],
 )
-def test_the_trainers_log_probs_are_the_engines(
+def test_the_trainers_log_probs_match_the_engines(
     history: str, template: str, packed: bool, play: Play, folder: Path
 ) -> None:
-    played = play(history, template)
+    trajectories = play(history, template)
     splits = history == "retokenized" and template == SHORTENS
-    assert {len(one.sample.segments) for one in played} <= ({2} if splits else {0, 1, 2})
-    batch = batch_of(played)
+    num_segments = {len(trajectory.sample.segments) for trajectory in trajectories}
+    assert num_segments <= ({2} if splits else {0, 1, 2})
+    batch = batch_of(trajectories)
     config = tiny_config(folder)
     config.actor_rollout_ref.model.use_remove_padding = packed
     actor = started(ActorWorker, config, 1)
     assert actor.engine.packs == packed
-    ours = drawn(batch.union(actor.compute_log_prob(batch)[0]), "old_log_probs")
-    torch.testing.assert_close(ours, drawn(batch, "rollout_log_probs"), atol=1e-5, rtol=0)
+    log_probs = sampled_values(batch.union(actor.compute_log_prob(batch)[0]), "old_log_probs")
+    rollout_log_probs = sampled_values(batch, "rollout_log_probs")
+    torch.testing.assert_close(log_probs, rollout_log_probs, atol=1e-5, rtol=0)
 
-    single = apart(played)
-    theirs = drawn(single.union(actor.compute_log_prob(single)[0]), "old_log_probs")
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    start, setting = trajectories[0].start, trajectories[0].setting
+    segments = [part for one in trajectories for part in segments_of(one.sample)]
+    rows = batch_of([Trajectory(start, setting, part, [0] * len(part.tokens)) for part in segments])
+    of_rows = sampled_values(rows.union(actor.compute_log_prob(rows)[0]), "old_log_probs")
+    torch.testing.assert_close(log_probs, of_rows, atol=1e-5, rtol=0)
 
 
-def test_one_turn_or_more_learn_as_rows_of_their_own_would(play: Play, folder: Path) -> None:
-    """The gradient of seq-mean, next to that of a plain pass over each segment."""
-    played = play(num=2)
-    batch = batch_of(played)
+def test_gradients_of_turns_match_separate_segments(play: Play, folder: Path) -> None:
+    """The gradient of seq-mean against one plain pass over each segment."""
+    trajectories = play(num=2)
+    batch = batch_of(trajectories)
     actor = started(ActorWorker, tiny_config(folder, loss_agg_mode="seq-mean-token-mean"), 1)
     batch = batch.union(actor.compute_log_prob(batch)[0])
-    lead = torch.tensor([[0.5], [-0.5]]) * batch.padded("response_mask")
-    batch = batch.set_columns({"advantages": lead, "returns": lead})
-    found = gradients(actor, batch, ("old_log_probs", "advantages"), MicroBatchBudget(rows=2))
+    advantages = torch.tensor([[0.5], [-0.5]]) * batch.padded("response_mask")
+    batch = batch.set_columns({"advantages": advantages, "returns": advantages})
+    computed = gradients(actor, batch, ("old_log_probs", "advantages"), MicroBatchBudget(rows=2))
 
     module = actor.engine.module
     module.zero_grad()
-    for one, sign in zip(played, (0.5, -0.5), strict=True):
+    for trajectory, advantage in zip(trajectories, (0.5, -0.5), strict=True):
         log_probs = []
-        for part in parts_of(one.sample):
-            whole = torch.tensor([[*part.prompt, *part.tokens.tolist()]])
-            logits = module(whole).logits[0, len(part.prompt) - 1 : -1].log_softmax(-1)
+        for part in segments_of(trajectory.sample):
+            ids = torch.tensor([[*part.prompt, *part.tokens.tolist()]])
+            logits = module(ids).logits[0, len(part.prompt) - 1 : -1].log_softmax(-1)
             chosen = logits.gather(1, part.tokens[:, None])[:, 0]
             log_probs.append(chosen[part.versions >= 0])
-        (-sign * torch.cat(log_probs).mean() / 2).backward()
-    assert len(found) > 10
+        (-advantage * torch.cat(log_probs).mean() / 2).backward()
+    assert len(computed) > 10
     for name, weight in module.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad, atol=1e-6, rtol=1e-4, msg=name)
+        torch.testing.assert_close(computed[name], weight.grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
-def test_a_reward_model_reads_the_last_segment_alone(play: Play) -> None:
-    played = play(num=2)
-    columns = Rows.take(batch_of(played), INPUTS).columns
+def test_a_reward_model_reads_only_the_last_segment(play: Play) -> None:
+    trajectories = play(num=2)
+    columns = Rows.take(batch_of(trajectories), INPUTS).columns
     feed = packed_feed(columns, last_token_reads(columns), torch.device("cpu"))
-    expected = [one.sample.tokens[one.sample.segments[-1] :] for one in played]
-    assert torch.equal(feed.inputs["input_ids"][0], torch.cat(expected))
-    assert feed.inputs["position_ids"][0].tolist() == [
-        place for part in expected for place in range(len(part))
-    ]
+    last = [one.sample.tokens[one.sample.segments[-1] :] for one in trajectories]
+    assert torch.equal(feed.inputs["input_ids"][0], torch.cat(last))
+    positions = [place for tokens in last for place in range(len(tokens))]
+    assert feed.inputs["position_ids"][0].tolist() == positions
 
 
-def test_bits_of_segments_do_not_depend_on_who_waits_for_whom(play: Play) -> None:
-    expected = play()
-    same_bits(play(name="Jitter"), expected)
-    same_bits(play(num_open=1), expected)
+def test_bits_of_segments_do_not_depend_on_the_order_of_replies(play: Play) -> None:
+    assert_same_bits(play(name="Jitter", num_open=2), play())
 
 
-def test_segments_draw_with_noise_of_their_own() -> None:
-    sample = Sample([1], key=5, tokens=torch.arange(9), finish_reason="abort")
+def test_each_segment_has_its_own_noise() -> None:
     versions = torch.full((9,), -1, dtype=torch.int32)
-    sample = replace(sample, log_probs=torch.zeros(9), versions=versions)
-    asked = [replace(sample, segments=places).last_segment(20) for places in ((), (4,), (4, 7))]
-    assert len({one.key for one in asked}) == 3
-    assert [list(one.prompt) for one in asked] == [[1], [4], [7]]
-    assert [len(one.prompt) + len(one.tokens) for one in asked] == [10, 5, 2]
-    assert [one.longest(20) for one in asked] == [20, 15, 12]
+    sample = Sample(
+        [1],
+        key=5,
+        tokens=torch.arange(9),
+        finish_reason="abort",
+        log_probs=torch.zeros(9),
+        versions=versions,
+    )
+    segments = [replace(sample, segments=begins).last_segment(20) for begins in ((), (4,), (4, 7))]
+    assert len({segment.key for segment in segments}) == 3
+    assert [list(segment.prompt) for segment in segments] == [[1], [4], [7]]
+    assert [len(segment.prompt) + len(segment.tokens) for segment in segments] == [10, 5, 2]
+    assert [segment.longest(20) for segment in segments] == [20, 15, 12]
 
 
-def test_all_segments_share_the_room_of_a_response(play: Play) -> None:
+def test_all_segments_share_the_width_of_a_response(play: Play) -> None:
     settings: dict[str, Any] = {"max_turns": 99, "max_tokens_per_turn": None}
-    for one in play(num=4, truncated=True, **settings, width=40):
-        assert one.ended in ("length", "terminated")
-        assert len(one.sample.tokens) <= 40
-        assert len(one.turns) == len(one.sample.tokens) == len(one.sample.log_probs)
-        assert one.sample.truncated_log_probs is not None
+    for trajectory in play(num=4, truncated=True, **settings, width=40):
+        sample = trajectory.sample
+        assert trajectory.ended in ("length", "terminated")
+        assert len(sample.tokens) <= 40
+        assert len(trajectory.turns) == len(sample.tokens) == len(sample.log_probs)
+        assert sample.truncated_log_probs is not None
 
 
-def test_what_a_template_refuses_is_left_out_with_its_words(play: Play) -> None:
-    refuses = CHATML.replace(
+def test_a_trajectory_that_the_template_rejects_is_left_out(play: Play) -> None:
+    rejects = CHATML.replace(
         "{{ m.content }}",
         "{% if m.role == 'assistant' and m.content|length == 6 %}"
         "{{ raise_exception('six letters') }}{% endif %}{{ m.content }}",
     )
-    played = play(template=refuses)
-    assert {one.ended for one in played} <= {"environment", "terminated"}
-    problems = [one.problem for one in played if one.ended == "environment"]
+    trajectories = play(template=rejects)
+    assert {trajectory.ended for trajectory in trajectories} <= {"environment", "terminated"}
+    problems = [one.problem for one in trajectories if one.ended == "environment"]
     assert problems
     assert all("six letters" in problem for problem in problems)
 
 
-def test_a_model_whose_rows_share_no_pass_refuses_segments(play: Play) -> None:
+def test_a_model_that_cannot_pack_rows_rejects_segments(play: Play) -> None:
     passes = RowPasses("packed", border=99)
-    for history, refused in (("retokenized", True), ("sampled", False)):
+    for history, is_rejected in (("retokenized", True), ("sampled", False)):
         columns = Rows.take(batch_of(play(history, num=1)), INPUTS).columns
-        expected: Any = pytest.raises(ConfigError, match="=sampled") if refused else nullcontext()
-        with expected:
+        context: Any = nullcontext()
+        if is_rejected:
+            context = pytest.raises(ConfigError, match="=sampled")
+        with context:
             passes.feed(columns, response_reads(columns), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Tools: a function's schema, and answers to all calls, whatever the policy writes."""
+"""Tools: a function's schema, and results of calls in any text of the policy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ TOOLS = {tool.name: tool for tool in (Tool.of(games.add, "t"), Tool.of(games.div
 HERE = "tests.workers.agents.games"
 
 
-def answers(text: str) -> list[tuple[str, bool]]:
+def results_of(text: str) -> list[tuple[str, bool]]:
+    """Return the result of every call in a text, and True if it is an error."""
     return [answer_call(call, TOOLS) for call in parse(text)[0]]
 
 
-def test_types_and_descriptions_are_those_of_transformers_schemas() -> None:
+def test_types_and_descriptions_match_transformers_schemas() -> None:
     from transformers.utils import get_json_schema
 
     def call(a: int, b: float, c: str, d: bool, e: list[int], f: dict[str, int] = {}) -> str:  # noqa: B006
@@ -46,15 +47,14 @@ def test_types_and_descriptions_are_those_of_transformers_schemas() -> None:
         """
         return ""
 
-    theirs = get_json_schema(call)["function"]
-    ours = Tool.of(call, "t").schema["function"]
-    assert ours["description"] == theirs["description"]
-    assert ours["parameters"]["required"] == theirs["parameters"]["required"]
-    of_them, of_us = (one["parameters"]["properties"] for one in (theirs, ours))
-    for key in ("type", "description", "enum"):
-        assert {name: one.get(key) for name, one in of_us.items()} == {
-            name: one.get(key) for name, one in of_them.items()
-        }
+    expected = get_json_schema(call)["function"]
+    schema = Tool.of(call, "t").schema["function"]
+    assert schema["description"] == expected["description"]
+    assert schema["parameters"]["required"] == expected["parameters"]["required"]
+    assert schema["parameters"]["properties"].keys() == expected["parameters"]["properties"].keys()
+    for name, argument in expected["parameters"]["properties"].items():
+        for key in ("type", "description", "enum"):
+            assert schema["parameters"]["properties"][name].get(key) == argument.get(key)
 
 
 def test_an_argument_may_be_described_with_its_type() -> None:
@@ -72,27 +72,23 @@ def test_an_argument_may_be_described_with_its_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("names", "words"),
     [
-        ("untyped", r"tools\[0\]: the argument 'a' has no type"),
-        ("silent", r"tools\[0\] has no docstring"),
-        ("odd", r"tools\[0\]: a has the type <class 'set'>, which JSON does not have"),
-        ("nothing", r"tools\[0\]='nothing': .* has no such name"),
-        ("Count", r"tools\[0\] is a class, not a function"),
+        (["untyped"], r"tools\[0\]: the argument 'a' has no type"),
+        (["silent"], r"tools\[0\] has no docstring"),
+        (["odd"], r"tools\[0\]: a has the type <class 'set'>, which JSON does not have"),
+        (["nothing"], r"tools\[0\]='nothing': .* has no such name"),
+        (["Count"], r"tools\[0\] is a class, not a function"),
+        (["add", "add"], "two tools are called 'add'"),
     ],
 )
-def test_what_is_no_tool_is_refused(name: str, words: str) -> None:
+def test_functions_that_are_no_tools_are_rejected(names: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        EnvironmentSpec(tools=[f"{HERE}:{name}"]).load()
-
-
-def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two tools are called 'add'"):
-        EnvironmentSpec(tools=[f"{HERE}:add", f"{HERE}:add"]).load()
+        EnvironmentSpec(tools=[f"{HERE}:{name}" for name in names]).load()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "result"),
     [
         ('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', "5"),
         ('thinking\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>', "3"),
@@ -124,8 +120,8 @@ def test_two_tools_of_one_name_are_refused() -> None:
         ),
     ],
 )
-def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
-    assert answers(text) == [(said, False)]
+def test_calls_are_parsed_as_models_write_them(text: str, result: str) -> None:
+    assert results_of(text) == [(result, False)]
 
 
 @pytest.mark.parametrize(
@@ -158,30 +154,30 @@ def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
         ('{"name": "divide", "arguments": {"a": 1, "b": 0}}', "ZeroDivisionError"),
     ],
 )
-def test_a_call_that_cannot_be_made_is_answered_by_why(text: str, words: str) -> None:
-    ((said, failed),) = answers(text)
-    assert said.startswith("error: ")
-    assert words in said
-    assert failed
+def test_an_invalid_call_gets_an_error_with_the_reason(text: str, words: str) -> None:
+    ((result, is_error),) = results_of(text)
+    assert result.startswith("error: ")
+    assert words in result
+    assert is_error
 
 
-def test_calls_of_one_turn_are_answered_in_their_order() -> None:
+def test_calls_of_one_turn_are_answered_in_order() -> None:
     calls = [{"name": "add", "arguments": {"a": number}} for number in (1, 1, 3)]
     text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
-    assert answers(text) == [("2", False), ("2", False), ("4", False)]
-    assert answers(f"[TOOL_CALLS]{json.dumps(calls)}") == answers(text)
+    assert results_of(text) == [("2", False), ("2", False), ("4", False)]
+    assert results_of(f"[TOOL_CALLS]{json.dumps(calls)}") == results_of(text)
     named = "".join(f"[TOOL_CALLS]add[ARGS]{json.dumps(call['arguments'])}" for call in calls)
-    assert answers(named) == answers(text)
+    assert results_of(named) == results_of(text)
 
 
-def test_texts_for_arguments_become_what_the_schema_says() -> None:
+def test_text_arguments_become_the_types_of_the_schema() -> None:
     def note(text: str, number: int, several: list[int], either: int | None, any_: Any) -> str:
         """Return the arguments."""
         return repr((text, number, several, either, any_))
 
     tool = Tool.of(note, "t")
-    given = {"text": "1", "number": "2", "several": "[3]", "either": "null", "any_": "4"}
-    inner = "".join(f"<parameter={name}>\n{one}\n</parameter>" for name, one in given.items())
+    texts = {"text": "1", "number": "2", "several": "[3]", "either": "null", "any_": "4"}
+    inner = "".join(f"<parameter={name}>\n{text}\n</parameter>" for name, text in texts.items())
     ((call,), _) = parse(f"<tool_call>\n<function=note>\n{inner}\n</function>\n</tool_call>")
     assert answer_call(call, {"note": tool}) == ("('1', 2, [3], None, '4')", False)
 
@@ -189,7 +185,7 @@ def test_texts_for_arguments_become_what_the_schema_says() -> None:
 @pytest.mark.parametrize(
     "text", ["5", "", "{", '{"a": 1}', "[1]", '{"name": 3}', '[{"name": "Bob"}]', "[f(x)]", "[]"]
 )
-def test_an_answer_that_is_no_call_is_an_answer(text: str) -> None:
+def test_other_texts_are_no_calls(text: str) -> None:
     assert parse(text) == ([], text)
 
 
@@ -226,48 +222,42 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("model", WRITTEN)
-def test_a_call_is_read_in_the_form_of_every_model(model: str) -> None:
+def test_calls_in_the_form_of_every_model_are_parsed(model: str) -> None:
     text = WRITTEN[model]
-    assert answers(text) == [("5", False)]
-    if model in FORMS:  # among others, and with text next to it
+    assert results_of(text) == [("5", False)]
+    if model in FORMS:  # also with text next to it
         assert forms_of(text) == [model]
         calls, rest = parse(f"before {text} after", forms_of(text))
         assert (answer_call(calls[0], TOOLS), rest.split()[0]) == (("5", False), "before")
         assert rest.split()[-1] == "after" or model.startswith("granite")
 
 
-def test_two_calls_of_a_form_are_two() -> None:
+def test_two_calls_in_one_form_are_parsed() -> None:
     for model in ("kimi", "minimax", "gemma", "olmo", "cohere", "lfm2", "deepseek_v32"):
-        assert answers(WRITTEN[model] * 2) == [("5", False)] * 2, model
+        assert results_of(WRITTEN[model] * 2) == [("5", False)] * 2, model
     call = '{"name": "add", "parameters": {"a": 2}}'
     for text in (f"{call}; {call}", f"[{call}, {call}]", "[add(a=2), add(a=2)]"):
-        assert answers(text) == [("3", False)] * 2
-    assert answers("<function_calls>add(a=2)\nadd(a=2)</function_calls>") == [("3", False)] * 2
+        assert results_of(text) == [("3", False)] * 2
+    assert results_of("<function_calls>add(a=2)\nadd(a=2)</function_calls>") == [("3", False)] * 2
 
 
 def test_a_code_block_of_calls_may_have_text_next_to_it() -> None:
     for mark, end in (("```json\n", "\n```"), ("functools", ""), ("<|python_tag|>", "")):
-        calls, rest = parse(f'I add. {mark}[{{"name": "add", "arguments": {A_AND_B}}}]{end}')
-        assert ([answer_call(call, TOOLS) for call in calls], rest) == ([("5", False)], "I add.")
-        assert (
-            parse(f'I add. {mark}[{{"name": "add", "arguments": {A_AND_B}}}]{end}', ["kimi"])[0]
-            == []
-        )
+        text = f'I add. {mark}[{{"name": "add", "arguments": {A_AND_B}}}]{end}'
+        assert (results_of(text), parse(text)[1]) == ([("5", False)], "I add.")
+        assert parse(text, ["kimi"])[0] == []
     for text in ('```json\n[{"name": "Bob"}]\n```', "```python\n[f(a=1)]\n```", "I say [f(a=1)]"):
         assert parse(text) == ([], text)
 
 
-def test_what_is_between_name_and_arguments_is_no_part_of_them() -> None:
-    for between in (
-        "<|channel|>commentary json",
-        " code",
-        "<|channel|>commentary <|constrain|>json",
-    ):
+def test_text_between_name_and_arguments_is_skipped() -> None:
+    channel = "<|channel|>commentary"
+    for between in (f"{channel} json", " code", f"{channel} <|constrain|>json"):
         text = f"<|start|>assistant to=functions.add{between}<|message|>{A_AND_B}"
-        assert answers(text) == [("5", False)], between
+        assert results_of(text) == [("5", False)], between
 
 
-def test_values_of_forms_that_are_no_json_are_read() -> None:
+def test_values_of_forms_other_than_json_are_parsed() -> None:
     values = {"text": "x, k:{y: ", "nested": {"c": [1, "z"], "d": True}, "none": None}
     gemma = 'f{text:<|"|>x, k:{y: <|"|>,nested:{c:[1,<|"|>z<|"|>],d:true},none:null}'
     ((call,), _) = parse(f"<|tool_call>call:{gemma}<tool_call|>")
@@ -289,17 +279,17 @@ def test_a_closing_tag_in_an_argument_does_not_end_it(closed: str) -> None:
 def test_tags_in_a_json_argument_are_text() -> None:
     values = {"text": "<function=g><parameter=a>1</parameter></function> <arg_key>k</arg_key>"}
     call = {"name": "f", "arguments": values}
-    ((found,), _) = parse(f"<tool_call>{json.dumps(call)}</tool_call>")
-    assert (found.name, found.arguments) == ("f", values)
+    ((parsed,), _) = parse(f"<tool_call>{json.dumps(call)}</tool_call>")
+    assert (parsed.name, parsed.arguments) == ("f", values)
 
 
-def test_nothing_is_called_in_reasoning() -> None:
+def test_calls_in_reasoning_are_ignored() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
-    assert answers(f"<think>{call}</think>") == answers(f"{call}</think>done") == []
-    assert answers(f"<think>{call}") == answers(f"[THINK]{call}[/THINK]") == []
-    assert answers(f"<think>{call}</think>{call}") == [("3", False)]
+    assert results_of(f"<think>{call}</think>") == results_of(f"{call}</think>done") == []
+    assert results_of(f"<think>{call}") == results_of(f"[THINK]{call}[/THINK]") == []
+    assert results_of(f"<think>{call}</think>{call}") == [("3", False)]
     analysis = '<|channel|>analysis<|message|> to=functions.add {"a": 1}<|end|><|start|>assistant'
-    assert answers(f"{analysis}{WRITTEN['harmony']}") == [("5", False)]
+    assert results_of(f"{analysis}{WRITTEN['harmony']}") == [("5", False)]
 
 
 def test_the_chat_template_chooses_the_form() -> None:
@@ -334,81 +324,61 @@ def test_no_text_raises() -> None:
     parts += ["</tool_call>", "\ud800", "\\u0000", ",", "null", "[" * 3000, "\n", "true", "1e999"]
     parts += ["[TOOL_CALLS]", "[ARGS]", "add", "<function=add>", "<parameter=a>", "</parameter>"]
     parts += ["<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>"]
-    parts += [
-        "<think>",
-        "</think>",
-        "<function_calls>",
-        "add(",
-        "a=1",
-        ")",
-        "\x00",
-        "<|tool_call>call:",
-    ]
-    parts += [
-        '<|"|>',
-        "<invoke",
-        ' name="add">',
-        "<|tool_call_begin|>functions.add:0",
-        ";",
-        "```json",
-    ]
+    parts += ["<think>", "</think>", "<function_calls>", "add(", "a=1", ")", "\x00", ";"]
+    parts += ["<|tool_call>call:", '<|"|>', "<invoke", ' name="add">', "```json"]
+    parts += ["<|tool_call_begin|>functions.add:0"]
     parts += ["<｜tool▁sep｜>", "\n```json\n", "\n```", "NaN", "<｜tool▁call▁end｜>", "</function>"]
     chance = random.Random(0)
     for _ in range(4000):
-        for said, _ in answers("".join(chance.choices(parts, k=chance.randrange(10)))):
-            assert isinstance(said, str)
+        for result, _ in results_of("".join(chance.choices(parts, k=chance.randrange(10)))):
+            assert isinstance(result, str)
 
 
-def test_a_text_of_many_openings_is_read_in_its_length() -> None:
+def test_a_text_of_many_openings_is_parsed_in_linear_time() -> None:
     """No pattern backtracks over the text repeatedly."""
     openings = ("<parameter=a>", "<parameter=", "<arg_key>", "\n```json\n", "[CALL_ID]", "a", "{")
     openings += ("<think>", "<tool_call>", '<|"|>', " ", "<", "\nf(a=1)", '{"a":1};', "(")
-    starts = (
-        "<tool_call><function=f>",
-        "<tool_call>f<arg_key>",
-        "[TOOL_CALLS]f",
-        "<|tool_call>call:",
-    )
+    starts = ("<tool_call><function=f>", "<tool_call>f<arg_key>", "[TOOL_CALLS]f")
     for opening in openings:
-        for start in (*starts, "", "[f("):
+        for start in (*starts, "<|tool_call>call:", "", "[f("):
             began = time.monotonic()
             parse(start + opening * 5000)
             call_like(start + opening * 5000)
             assert time.monotonic() - began < 2
 
 
-def test_an_environment_of_trl_plays_as_it_is() -> None:
-    loaded = EnvironmentSpec(path=f"{HERE}:Counter").load()
-    assert [tool.name for tool in loaded.tools] == ["increment"]
+@pytest.mark.parametrize(
+    ("name", "tool", "row", "first", "call", "result", "reward"),
+    [
+        ("Counter", "increment", {"number": 4}, "start at 4", '{"step": 2}', "6", 6.0),
+        ("Judged", "write", {"level": 2}, None, '{"text": "abc"}', "null", 6.0),
+        (
+            "Rolls",
+            "step",
+            {},
+            f"begin at {random.Random(3).randint(1, 6)}",
+            '{"by": 2}',
+            "went 2",
+            4.0,
+        ),
+    ],
+)
+def test_environments_of_trl_are_played_unchanged(
+    name: str, tool: str, row: Any, first: str | None, call: str, result: str, reward: float
+) -> None:
+    """`step` may be a tool; the reward is `reward` or `get_reward`, which is no tool."""
+    loaded = EnvironmentSpec(path=f"{HERE}:{name}").load()
+    assert [loaded_tool.name for loaded_tool in loaded.tools] == [tool]
     episode = Episode(loaded, (0, 1))
-    assert episode.reset({"number": 4, "prompt": "x"}) == {"text": "start at 4"}
-    found = episode.step('<tool_call>{"name": "increment", "arguments": {"step": 2}}</tool_call>')
-    assert found["messages"] == [{"role": "tool", "name": "increment", "content": "6"}]
-    assert episode.step("done") == {"end": True, "reward": 6.0}
-
-
-def test_trls_get_reward_is_the_reward_and_no_tool() -> None:
-    loaded = EnvironmentSpec(path=f"{HERE}:Judged").load()
-    assert [tool.name for tool in loaded.tools] == ["write"]
-    episode = Episode(loaded, (0, 1))
-    assert episode.reset({"prompt": "x", "level": 2}) == {"text": None}
-    episode.step('<tool_call>{"name": "write", "arguments": {"text": "abc"}}</tool_call>')
-    assert episode.step("done") == {"end": True, "reward": 6.0}
-
-
-def test_trls_step_is_a_tool_and_its_attributes_stay_its_own() -> None:
-    loaded = EnvironmentSpec(path=f"{HERE}:Rolls").load()
-    assert [tool.name for tool in loaded.tools] == ["step"]
-    episode = Episode(loaded, (0, 1))
-    assert episode.reset({"prompt": "x"}) == {"text": f"begin at {random.Random(3).randint(1, 6)}"}
-    found = episode.step('<tool_call>{"name": "step", "arguments": {"by": 2}}</tool_call>')
-    assert found["messages"] == [{"role": "tool", "name": "step", "content": "went 2"}]
-    assert episode.step("done") == {"end": True, "reward": 4.0}
+    assert episode.reset({**row, "prompt": "x"}) == {"text": first}
+    reply = episode.step(f'<tool_call>{{"name": "{tool}", "arguments": {call}}}</tool_call>')
+    assert reply["messages"] == [{"role": "tool", "name": tool, "content": result}]
+    assert episode.step("done") == {"end": True, "reward": reward}
 
 
 def test_functions_and_coroutines_are_tools_without_an_environment() -> None:
     episode = Episode(EnvironmentSpec(tools=[f"{HERE}:add", f"{HERE}:shout"]).load(), (0, 1))
     assert episode.reset({}) == {"text": None}
-    found = episode.step('{"name": "shout", "arguments": {"text": "hi"}}')
-    assert (found["messages"][0]["content"], found["calls"], found["errors"]) == ("HI", 1, 0)
+    reply = episode.step('{"name": "shout", "arguments": {"text": "hi"}}')
+    assert (reply["messages"][0]["content"], reply["calls"], reply["errors"]) == ("HI", 1, 0)
     assert episode.step("HI") == {"end": True, "reward": 0.0}
