@@ -38,55 +38,52 @@ def every_socket():
             continue
         yield number
 
+RESULTS = {
+    "huge": lambda: 1e308,
+    "memory": lambda: len(bytearray(2**31)),
+    "disk": lambda: Path("big").write_bytes(bytes(2**21)),
+    "open": lambda: len([open(os.devnull) for _ in range(2000)]),
+    "secret": lambda: float(os.environ["SECRET_OF_TEST"]),
+    "group": lambda: os.getpgid(0),
+}
+EFFECTS = {
+    "exit": lambda: sys.exit(3),
+    "_exit": lambda: os._exit(4),
+    "crash": lambda: ctypes.string_at(0),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped supervisor": lambda: os.kill(os.getppid(), signal.SIGSTOP),
+    "print": lambda: sys.stdout.write("x" * 3 * 2**20),
+}
+
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
 def act(solution_str):
-    if solution_str == "exit":
-        sys.exit(3)
-    if solution_str == "_exit":
-        os._exit(4)
-    if solution_str == "crash":
-        ctypes.string_at(0)
-    if solution_str == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if solution_str == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if solution_str in RESULTS:
+        return RESULTS[solution_str]()
+    if solution_str in EFFECTS:
+        EFFECTS[solution_str]()
     if solution_str in ("supervisor", "supervisor, and stays"):
         Path(NOTE).write_text(f"{os.getpid()} {os.getcwd()}")
         if "stays" in solution_str:
             ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
-    if solution_str == "stopped supervisor":
-        os.kill(os.getppid(), signal.SIGSTOP)
-    if solution_str == "garbage":
+    if solution_str in ("not an answer\\n", "[0, ["):
         for number in every_socket():
-            os.write(number, b"not an answer\\n")
+            os.write(number, solution_str.encode())
         time.sleep(60)
-    if solution_str == "half a line":
-        for number in every_socket():
-            os.write(number, b"[0, [")
-        time.sleep(60)
-    if solution_str == "huge":
-        return 1e308
-    if solution_str == "memory":
-        return len(bytearray(2**31))
     if solution_str == "cpu":
         while True:
             pass
-    if solution_str == "disk":
-        return Path("big").write_bytes(bytes(2**21))
     if solution_str == "many files":
         for number in range(300):
             Path(f"{number}").touch()
         time.sleep(60)
-    if solution_str == "open":
-        return len([open(os.devnull) for _ in range(2000)])
     if solution_str == "unspeakable":
-        class Odd(Exception):
-            def __str__(self):
-                raise RuntimeError("no words")
         raise Odd
-    if solution_str == "secret":
-        return float(os.environ["SECRET_OF_TEST"])
     if solution_str == "fork":
         if os.fork() == 0:
             os.setsid()
@@ -109,13 +106,9 @@ def act(solution_str):
                 time.sleep(60)
                 os._exit(0)
         time.sleep(60)
-    if solution_str == "print":
-        sys.stdout.write("x" * 3 * 2**20)
     if solution_str == "here":
         Path("scratch").write_text("mine")
         return {"score": 1.0, "pred": os.getcwd()}
-    if solution_str == "group":
-        return os.getpgid(0)
     return 1.0
 
 async def act_async(solution_str):
@@ -178,7 +171,7 @@ def untrusted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UntrustedSco
         ("crash", "the reward process was killed by SIGSEGV"),
         ("stop", "the reward process was stopped by SIGSTOP"),
         ("kill", "the reward process was killed by SIGKILL, as the system does when memory"),
-        ("garbage", "the reward process sent an invalid reply: b'not an answer'"),
+        ("not an answer\n", "the reward process sent an invalid reply: b'not an answer'"),
         ("huge", "1e+308. Return a number that is finite in float32"),
         ("memory", "(its limit is reward.sandbox.memory_gb)"),
         ("cpu", "the reward process used up its processor time (cpu_s=0.5)"),
@@ -206,7 +199,7 @@ def test_the_memory_limit_includes_forks(untrusted: UntrustedScorers) -> None:
 
 
 def test_half_a_reply_misses_the_deadline(untrusted: UntrustedScorers) -> None:
-    outcomes = untrusted("fine", "half a line", "fine", deadline=1.0)
+    outcomes = untrusted("fine", "[0, [", "fine", deadline=1.0)
     assert [outcome[2] for outcome in outcomes] == [None, LATE, None]
 
 
