@@ -175,7 +175,21 @@ def flip_a_bit_on_the_way(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Channel, "_start_broadcast", start_flipped)
 
 
-def refused(actor: Group, rollout: Group, words: str) -> None:
+def flip_a_bit_of_text(patch: pytest.MonkeyPatch, text: bytes) -> None:
+    """Flip a bit of a header that contains this text in every sync."""
+    start = Channel._start_broadcast
+
+    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Finish:
+        is_bytes = tensor.dtype == torch.uint8
+        if channel.rank == 0 and is_bytes and text in tensor.numpy().tobytes():
+            tensor = tensor.clone()
+            tensor[20] ^= 2
+        return start(channel, tensor, *group)
+
+    patch.setattr(Channel, "_start_broadcast", start_flipped)
+
+
+def assert_rejected(actor: Group, rollout: Group, words: str) -> None:
     """Check that a sync is rejected with this text, and changes no version."""
     with pytest.raises(WeightSyncError, match=words):
         sync_weights(actor, rollout, 5)

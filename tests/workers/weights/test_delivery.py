@@ -31,7 +31,7 @@ from workers.weights.sender import Snapshot, Snapshots, WeightSender
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 
-def test_a_sync_and_a_delivery_do_not_disturb_each_other(actor: Group) -> None:
+def test_a_sync_during_a_delivery_disturbs_neither(actor: Group) -> None:
     publish_weights(actor, 1)
     published = checksums(actor)[0]
     train(actor)
@@ -45,9 +45,7 @@ def test_a_sync_and_a_delivery_do_not_disturb_each_other(actor: Group) -> None:
     assert checksums(synced) == checksums(actor)[:1]
 
 
-def test_a_version_that_is_no_longer_held_is_refused_by_name_of_the_one_that_is(
-    actor: Group, rollout: Group
-) -> None:
+def test_only_the_published_version_can_be_delivered(actor: Group, rollout: Group) -> None:
     with pytest.raises(WeightSyncError, match="actor rank 0 has published no version of its"):
         deliver_weights(actor, rollout, 1)
     for version in (1, 2):
@@ -61,7 +59,7 @@ def test_a_version_that_is_no_longer_held_is_refused_by_name_of_the_one_that_is(
     assert versions(rollout) == [2, 2]
 
 
-def test_generators_may_get_their_weights_from_different_ranks(
+def test_generators_get_their_weights_from_different_ranks(
     actor: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(actor)
@@ -77,31 +75,29 @@ def test_generators_may_get_their_weights_from_different_ranks(
 
 
 @pytest.mark.parametrize("senders", [[0, 2], []])
-def test_ranks_that_the_actor_has_not_publish_nothing(actor: Group, senders: list[int]) -> None:
+def test_publishing_by_ranks_that_do_not_exist_raises(actor: Group, senders: list[int]) -> None:
     with pytest.raises(
         WeightSyncError, match=r"by ranks \[.*\]. Name at least one of the actor's ranks"
     ):
         publish_weights(actor, 1, senders)
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
-    actor: Group, rollout: Group
-) -> None:
+def test_a_delivery_succeeds_after_a_rejected_one(actor: Group, rollout: Group) -> None:
     layer = actor.workers[0].engine.module.layer
-    whole = layer.bias
+    bias = layer.bias
     layer.bias = torch.nn.Parameter(torch.zeros(7))
     publish_weights(actor, 1)
     words = r"version 1 was not applied: rollout rank 0.*of another shape: layer.bias.*rejected"
     with pytest.raises(WeightSyncError, match=words):
         deliver_weights(actor, rollout, 1)
     assert versions(rollout) == [None, None]
-    layer.bias = whole
+    layer.bias = bias
     publish_weights(actor, 2)
     deliver_weights(actor, rollout, 2)
     assert versions(rollout) == [2, 2]
 
 
-def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
+def test_the_share_of_changed_tensors_is_a_metric_and_zero_warns_once(
     actor: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
     share = "training/weights_changed_share"
@@ -126,23 +122,23 @@ def filled(value: float) -> list[tuple[str, torch.Tensor]]:
     return [("weight", torch.full((4,), value)), ("scalar", torch.tensor(value))]
 
 
-def test_a_snapshot_stays_as_it_is_while_it_is_read_and_memory_is_used_again() -> None:
-    snapshots, places = Snapshots(), []
+def test_a_snapshot_is_unchanged_while_it_is_read_and_memory_is_reused() -> None:
+    snapshots, addresses = Snapshots(), []
     snapshots.publish(0, filled(0.0), 1.0)
     old = dict(snapshots.hold(0, "a delivery").tensors())
     for version in range(1, 6):
         snapshots.publish(version, filled(float(version)), 1.0)
         new = dict(snapshots.hold(version, "another").tensors())
         assert new["weight"].tolist() == [version] * 4
-        places.append(new["weight"].data_ptr())
+        addresses.append(new["weight"].data_ptr())
         snapshots.release("another")
     assert old["weight"].tolist() == [0.0] * 4
-    assert old["weight"].data_ptr() not in places
-    assert len(set(places)) == 2
+    assert old["weight"].data_ptr() not in addresses
+    assert len(set(addresses)) == 2
 
 
 @pytest.mark.parametrize("limit_mb", [1e-6, 5e-5, 1.0])
-def test_a_snapshot_holds_every_tensor_as_it_is_and_takes_its_memory_again(limit_mb: float) -> None:
+def test_a_snapshot_equals_its_tensors_and_reuses_its_memory(limit_mb: float) -> None:
     def tensors(offset: float) -> dict[str, torch.Tensor]:
         return {
             "five": torch.arange(5) + offset,
@@ -154,32 +150,33 @@ def test_a_snapshot_holds_every_tensor_as_it_is_and_takes_its_memory_again(limit
             "none": torch.zeros(0),
         }
 
-    snapshot, places = Snapshot(), []
+    snapshot, addresses = Snapshot(), []
     for version, weights in enumerate([tensors(0.0), tensors(1.0), dict(filled(3.0))]):
         snapshot.fill(version, weights.items(), limit_mb)
-        tensors_held = dict(snapshot.tensors())
-        assert list(tensors_held) == list(weights)
+        copies = dict(snapshot.tensors())
+        assert list(copies) == list(weights)
         for name, tensor in weights.items():
-            held = tensors_held[name]
-            assert held.dtype == tensor.dtype
-            assert torch.equal(held, tensor)
-        places.append({name: held.data_ptr() for name, held in snapshot.tensors()})
-    assert places[0] == places[1]
+            assert copies[name].dtype == tensor.dtype
+            assert torch.equal(copies[name], tensor)
+        addresses.append({name: tensor.data_ptr() for name, tensor in copies.items()})
+    assert addresses[0] == addresses[1]
 
 
-def test_weights_of_a_gpu_are_copied_into_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_gpu_are_copied_into_page_locked_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     locked: list[int] = []
     monkeypatch.setattr(channel, "lock_pages", lambda owner, block: locked.append(block.data_ptr()))
     snapshots = Snapshots(on_gpu=True)
     for version in range(4):
         snapshots.publish(version, filled(float(version)), 1.0)
-    rooms = [snapshots.newest.buckets[0].payload, snapshots._previous.buckets[0].payload]
-    assert sorted(locked) == sorted(room.data_ptr() for room in rooms)
+    buffers = [snapshots.newest.buckets[0].payload, snapshots._previous.buckets[0].payload]
+    assert sorted(locked) == sorted(buffer.data_ptr() for buffer in buffers)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_a_snapshot_of_a_gpus_weights_has_the_hashes_of_the_same_weights_on_the_cpu() -> None:
+def test_snapshots_of_a_gpu_and_a_cpu_have_equal_hashes() -> None:
     weights = {"a": torch.randn(300, 7), "none": torch.zeros(0), "b": torch.randn(5)}
     on_cpu, on_gpu = Snapshot(), Snapshot(on_gpu=True)
     on_cpu.fill(0, weights.items(), 1.0)
@@ -190,7 +187,17 @@ def test_a_snapshot_of_a_gpus_weights_has_the_hashes_of_the_same_weights_on_the_
 # ----------------------------------------------------------------------------------- in processes
 
 
-class Trainer(WeightSender, Worker):
+class Summed:
+    """Mixed into a worker: the checksum of its weights."""
+
+    engine: Any
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        return checksum_of(self.engine.module.named_parameters())
+
+
+class Trainer(Summed, WeightSender, Worker):
     """Learns by adding a number to every weight."""
 
     def __init__(self) -> None:
@@ -210,25 +217,17 @@ class Trainer(WeightSender, Worker):
         self.sent.release()
         return report
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        return checksum_of(self.engine.module.named_parameters())
 
-
-class Generator(WeightReceiver, Worker):
+class Generator(Summed, WeightReceiver, Worker):
     """Stores weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = PlainEngine(10 + self.rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        return checksum_of(self.engine.module.named_parameters())
-
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
-def test_two_generators_hold_the_published_version_while_the_actor_learns(
+def test_two_generators_get_the_published_version_while_the_actor_trains(
     backend: str, request: pytest.FixtureRequest
 ) -> None:
     """With the local backend the trainer is in this process; generators are child processes."""

@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.workers.samples import make_batch, started, tiny_config
-from tests.workers.stand_ins import (
-    Group,
-    checksums,
-    keeping,
-    versions,
-)
+from tests.workers.stand_ins import Group, checksums, flip_a_bit_of_text, keeping, versions
 from verl_like.errors import WeightSyncError
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.weights.channel import Channel
 from workers.weights.host_copy import HostCopy
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
@@ -53,7 +46,7 @@ def keepers() -> Group:
 
 
 @both_ways
-def test_what_is_frozen_travels_once_and_what_moves_travels_alone(
+def test_frozen_weights_are_sent_once_and_later_only_changed_ones(
     changing: Group, keepers: Group, bring: Bring
 ) -> None:
     module = changing.workers[0].engine.module
@@ -68,7 +61,7 @@ def test_what_is_frozen_travels_once_and_what_moves_travels_alone(
         assert versions(keepers) == [version] * 2
 
 
-def test_a_group_that_missed_versions_gets_all_that_has_changed_since(changing: Group) -> None:
+def test_a_group_that_missed_versions_gets_all_changes_since(changing: Group) -> None:
     regular, rare = Group([keeping()]), Group([keeping()])
     rare.workers[0].role = "rollout_1"
     module = changing.workers[0].engine.module
@@ -82,25 +75,16 @@ def test_a_group_that_missed_versions_gets_all_that_has_changed_since(changing: 
     assert checksums(rare) == checksums(regular) == checksums(changing)[:1]
 
 
-def test_a_damaged_word_on_the_whole_is_caught(
+def test_a_flipped_bit_in_the_end_marker_is_caught(
     changing: Group, keepers: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = Channel._start_broadcast
-
-    def flip(channel: Any, tensor: Tensor, *group: Any) -> Any:
-        if channel.rank == 0 and tensor.dtype == torch.uint8:
-            if b'"merging"' in tensor.numpy().tobytes():
-                tensor = tensor.clone()
-                tensor[20] ^= 2
-        return start(channel, tensor, *group)
-
-    monkeypatch.setattr(Channel, "_start_broadcast", flip)
+    flip_a_bit_of_text(monkeypatch, b'"merging"')
     with pytest.raises(WeightSyncError, match="1 corrupt: the end marker"):
         sync_weights(changing, keepers, 0)
 
 
 @both_ways
-def test_an_actor_and_a_rollout_that_are_configured_apart_are_told(
+def test_different_settings_of_actor_and_rollout_raise(
     changing: Group, rollout: Group, keepers: Group, bring: Bring
 ) -> None:
     with pytest.raises(WeightSyncError, match="weight_sync=changed.*keeps no copy"):
@@ -129,13 +113,13 @@ def lora_pair(
     return actor, Group([started(RolloutWorker, config)])
 
 
-def apart(actor: Group, rollout: Group) -> float:
+def gap_between(actor: Group, rollout: Group) -> float:
     """Return the largest difference between the actor's merged weights and the rollout's."""
     sender = actor.workers[0]
     merged = dict(sender.engine.named_full_tensors(dtype=sender.sent_dtype))
-    own = dict(rollout.workers[0].engine.named_weights())
-    assert own.keys() == merged.keys()
-    gaps = [own[name].detach().float() - merged[name].detach().float() for name in own]
+    weights = dict(rollout.workers[0].engine.named_weights())
+    assert weights.keys() == merged.keys()
+    gaps = [weights[name].detach().float() - merged[name].detach().float() for name in weights]
     return max(float(gap.abs().max()) for gap in gaps)
 
 
@@ -143,7 +127,7 @@ def apart(actor: Group, rollout: Group) -> float:
     ("engine", "dtype", "bring"),
     [("native", None, deliver), ("hf", None, sync_weights), ("native", "bfloat16", sync_weights)],
 )
-def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every_version(
+def test_lora_factors_are_sent_and_merged_at_every_version(
     one_layer_dir: Path, tmp_path: Path, engine: str, dtype: str | None, bring: Bring
 ) -> None:
     """Two versions, a resume into new processes, and one more."""
@@ -151,9 +135,9 @@ def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every
     whole = num_bytes(bring(actor, rollout, 0))
     for version in range(1, 3):
         actor.update_actor(make_batch(8, seed=version))
-        assert apart(actor, rollout) > 1e-4
+        assert gap_between(actor, rollout) > 1e-4
         assert 0 < num_bytes(bring(actor, rollout, version)) < 0.1 * whole
-        assert apart(actor, rollout) <= 1e-6
+        assert gap_between(actor, rollout) <= 1e-6
         assert rollout.weights_checksum() == actor.weights_checksum(True)
     actor.save_checkpoint(str(tmp_path / "actor"))
 
@@ -165,7 +149,7 @@ def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every
         assert group.weights_checksum() == resumed.weights_checksum(True)
     resumed.update_actor(make_batch(8, seed=9))
     assert num_bytes(bring(resumed, new, 3)) < 0.1 * whole
-    assert apart(resumed, new) <= 1e-6
+    assert gap_between(resumed, new) <= 1e-6
 
 
 def test_the_order_of_base_and_factors_does_not_matter() -> None:
@@ -177,29 +161,29 @@ def test_the_order_of_base_and_factors_does_not_matter() -> None:
         tensors["x.lora_B"].double() @ tensors["x.lora_A"].double()
     )
     for names in (list(shapes), list(reversed(shapes))):
-        held = HostCopy()
-        held.tensors, held.merging = {name: tensors[name] for name in names}, merging
-        found = dict(held.effective())
-        assert found.keys() == {"x.weight", "y"}
-        torch.testing.assert_close(found["x.weight"].double(), expected, atol=1e-6, rtol=0)
+        copy = HostCopy()
+        copy.tensors, copy.merging = {name: tensors[name] for name in names}, merging
+        merged = dict(copy.effective())
+        assert merged.keys() == {"x.weight", "y"}
+        torch.testing.assert_close(merged["x.weight"].double(), expected, atol=1e-6, rtol=0)
 
 
-def test_factors_that_are_missing_or_do_not_fit_their_base_are_one_error() -> None:
-    held = HostCopy()
+def test_missing_and_misshapen_factors_are_one_error() -> None:
+    copy = HostCopy()
     shapes = {"x.weight": (6, 4), "x.lora_A": (2, 5), "x.lora_B": (6, 2), "y.weight": (3, 3)}
-    held.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    copy.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     adapter = {"scaling": 1.0, "transposed": False}
-    held.merging = {"adapters": {"x": adapter, "y": adapter}, "dtype": None}
+    copy.merging = {"adapters": {"x": adapter, "y": adapter}, "dtype": None}
     words = (
         r"adapters: 2 missing: y.lora_A, y.lora_B; "
         r"1 of another shape: x \(base, B, A: \[6, 4\] \+ \[6, 2\] \+ \[2, 5\]\)"
     )
     with pytest.raises(WeightSyncError, match=words):
-        held._check_adapters()
+        copy._check_adapters()
 
 
 @pytest.mark.vllm
-def test_vllm_gets_the_merged_weights_of_the_factors_that_travelled(one_layer_dir: Path) -> None:
+def test_vllm_gets_the_merged_weights_of_the_sent_factors(one_layer_dir: Path) -> None:
     actor, rollout = lora_pair(one_layer_dir, "vllm")
     whole = num_bytes(sync_weights(actor, rollout, 0))
     for version in (1, 2):

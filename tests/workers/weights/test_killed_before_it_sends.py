@@ -41,8 +41,8 @@ class Actor(WeightSender, Worker):
         self.engine = PlainTrainer(0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def answer(self) -> int:
-        """Answer in turn, after the current send."""
+    def reply(self) -> int:
+        """Reply after the current send."""
         return self.rank
 
 
@@ -68,14 +68,14 @@ def deliver(actor: Any, rollout: Any, version: int) -> object:
 class DiesAsItForms(DiesFirst):
     """Its rank 0 dies after it has joined: before or just after it announces its address."""
 
-    def __init__(self, says_where: bool) -> None:
+    def __init__(self, writes_address: bool) -> None:
         super().__init__()
-        self._says_where = says_where
+        self._writes_address = writes_address
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
         if self.rank == 0:
-            die_at_the_second_write(self._says_where)
+            die_at_the_second_write(self._writes_address)
         return WeightReceiver.receive_weights(self, address, version)
 
 
@@ -101,7 +101,7 @@ def die_at_the_second_write(is_written: bool) -> None:
         (deliver, 1, DiesAsItForms, (False,)),
     ],
 )
-def test_nobody_waits_for_a_rank_that_died_before_the_group_had_formed(
+def test_no_rank_waits_for_one_that_died_before_the_group_formed(
     bring: Bring, num_actors: int, cls: type[DiesFirst], arguments: tuple[bool, ...]
 ) -> None:
     with ExitStack() as stack:
@@ -110,13 +110,13 @@ def test_nobody_waits_for_a_rank_that_died_before_the_group_had_formed(
         began = time.monotonic()
         with pytest.raises(WorkerDiedError, match="rollout rank 0 of 2"):
             bring(actor, rollout, 1)
-        assert actor.answer() == list(range(num_actors))
-        for version in (2, 3, 4):  # a version that is still read would be waited for
+        assert actor.reply() == list(range(num_actors))
+        for version in (2, 3, 4):  # publishing waits for a version that is still read
             publish_weights(actor, version)
         assert time.monotonic() - began < SOON_S
 
 
-def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
+def test_every_rank_that_waits_to_the_end_names_the_missing_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "JOIN_TIMEOUT", timedelta(seconds=0.2))
@@ -129,14 +129,14 @@ def test_who_has_not_come_is_named_by_those_that_waited_to_the_end_as_well(
         wait_for_receivers(part, 2)
     late = Address(place, 2, new_secret()).part_of(store)
     late.set("joined/1", "{}")
-    waits = late.wait
+    wait = late.wait
 
-    def in_vain(keys: list[str], timeout: timedelta) -> None:
+    def wait_in_vain(keys: list[str], timeout: timedelta) -> None:
         try:
-            waits(keys, timeout)
+            wait(keys, timeout)
         finally:
-            give_up(late, 2)  # the others have waited as long, and were a little sooner
+            give_up(late, 2)  # the other ranks gave up a little earlier
 
-    monkeypatch.setattr(late, "wait", in_vain)
+    monkeypatch.setattr(late, "wait", wait_in_vain)
     with pytest.raises(WeightSyncError, match="receiving rank 1 did not connect within"):
         wait_for_receivers(late, 2)

@@ -37,9 +37,9 @@ def peak_of(work: Callable[[], bool]) -> float:
 
 
 def _status(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1])
 
 
 def synced(worker: Any, store: Any, version: int) -> bool:
@@ -64,7 +64,7 @@ def memory_of_a_sync() -> float:
     return peak_of(lambda: synced(worker, store, 1) and synced(worker, store, 2))
 
 
-def test_a_delivery_takes_two_buckets_beside_two_copies_at_the_sender() -> None:
+def test_a_delivery_takes_two_buckets_and_two_copies_at_the_sender() -> None:
     sender, receiver = run(2, memory_of_a_sync)
     slack = 4  # what gloo, sockets and headers take, or pages that were there before
     assert receiver < 2 * 2 + slack

@@ -10,7 +10,7 @@ from verl_like.errors import WeightSyncError
 from workers.weights.module_writer import ModuleWriter
 
 
-def test_tied_weights_arrive_under_either_name() -> None:
+def test_tied_weights_are_accepted_under_either_name() -> None:
     source, target = TiedModel(0), TiedModel(1)
     writer = ModuleWriter(target)
     for name, tensor in source.named_parameters():
@@ -19,7 +19,7 @@ def test_tied_weights_arrive_under_either_name() -> None:
     assert torch.equal(target.embed.weight, source.embed.weight)
 
 
-def test_a_dtype_that_loses_no_bit_is_taken_and_one_that_does_is_refused() -> None:
+def test_only_dtypes_that_lose_no_bit_are_accepted() -> None:
     source = TiedModel(0)
     writer = ModuleWriter(TiedModel(1))
     for name, tensor in source.named_parameters():

@@ -62,15 +62,15 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 
 
 def groups_formed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ranks that have formed their groups since the fixture started."""
+    """Return a list of the ranks that form their groups from now on."""
     ranks: list[int] = []
     form = connection.form_groups
 
-    def note(address: Any, store: Any, rank: int, *how: Any) -> Any:
+    def record(address: Any, store: Any, rank: int, *arguments: Any) -> Any:
         ranks.append(rank)
-        return form(address, store, rank, *how)
+        return form(address, store, rank, *arguments)
 
-    monkeypatch.setattr(connection, "form_groups", note)
+    monkeypatch.setattr(connection, "form_groups", record)
     return ranks
 
 
@@ -79,7 +79,7 @@ def on_device(worker: Any) -> Any:
     return worker
 
 
-def test_between_devices_no_weight_is_copied_to_the_host_and_one_group_serves_a_run(
+def test_weights_between_devices_never_reach_the_host_in_a_single_group(
     devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     formed = groups_formed(monkeypatch)
@@ -104,7 +104,7 @@ def without_groups(group: Group) -> None:
 
 
 @pytest.mark.parametrize("lose", [restarted, without_groups])
-def test_a_rank_that_is_new_has_the_groups_formed_again_and_the_others_go_on(
+def test_groups_are_formed_again_after_a_rank_restarts(
     actor: Group,
     rollout: Group,
     monkeypatch: pytest.MonkeyPatch,
@@ -121,11 +121,11 @@ def test_a_rank_that_is_new_has_the_groups_formed_again_and_the_others_go_on(
     assert sorted(formed) == [0, 0, 1, 1, 2, 2]
 
 
-def test_published_changes_travel_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
+def test_published_changes_are_sent_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
 
     def gpu_of(device: torch.device) -> str:
-        asked.append(device)
+        devices.append(device)
         return ""
 
     monkeypatch.setattr(connection, "gpu_of", gpu_of)
@@ -137,7 +137,7 @@ def test_published_changes_travel_through_host_memory(monkeypatch: pytest.Monkey
         publish_weights(actor, version)
         deliver_weights(actor, rollout, version)
         assert checksums(rollout) == checksums(actor)
-    assert set(asked) == {torch.device("cpu")}
+    assert set(devices) == {torch.device("cpu")}
 
 
 def test_a_published_bucket_is_copied_to_the_gpu_and_hashed_there(
@@ -163,7 +163,7 @@ def test_a_published_bucket_is_copied_to_the_gpu_and_hashed_there(
     assert hashed == [DEVICE] * 2 * num_tensors, "by sender and receiver"
 
 
-def test_a_group_of_gpus_is_aborted_when_a_transfer_breaks_off(
+def test_a_group_of_gpus_is_aborted_after_a_failed_transfer(
     devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel.Channel, "receive", lambda _: iter(()))
@@ -177,7 +177,7 @@ def test_a_group_of_gpus_is_aborted_when_a_transfer_breaks_off(
     assert devices.aborted.wait(20)
 
 
-def test_torch_ends_no_process_when_a_rank_of_the_gpus_group_is_lost(
+def test_torch_ends_no_process_if_a_rank_of_a_gpu_group_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environments: list[str | None] = []

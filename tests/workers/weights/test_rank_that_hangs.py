@@ -24,6 +24,7 @@ from workers.weights.sender import WeightSender
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 QUICK = Deadlines(call_s=4.0, grace_s=1.0)
+NO_VOTE = "leaves without a vote"
 
 
 class Fault:
@@ -32,24 +33,24 @@ class Fault:
     rank: int
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def prepare(self, rank: int, how: str) -> None:
+    def prepare(self, rank: int, fault: str) -> None:
         """Let this rank stop at the vote; ranks wait only briefly for missing ones."""
         connection.JOIN_TIMEOUT = timedelta(seconds=2)
         if self.rank != rank:
             return
-        if how == "does not come":
+        if fault == "never connects":
             for wait in ("wait_for_sender", "wait_for_receivers"):
                 setattr(connection, wait, lambda *_: time.sleep(60))
         vote = channel.Channel.all_agree
 
-        def hit(own: Any, ok: bool) -> bool:
-            if how == "goes without a vote":
-                self.kept = own.connection.group  # the others do not see that it is closed
+        def fail(own: Any, ok: bool) -> bool:
+            if fault == NO_VOTE:
+                self.group = own.connection.group  # the others do not see that it is closed
                 return ok
             os.kill(os.getpid(), signal.SIGSTOP)
             return vote(own, ok)
 
-        channel.Channel.all_agree = hit
+        channel.Channel.all_agree = fail
 
 
 class Actor(Fault, WeightSender, Worker):
@@ -68,9 +69,7 @@ class Rollout(Fault, WeightReceiver, Worker):
 def groups(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
-    """Two pools of two processes, as in a run: each is watched while the driver waits for the
-    other.
-    """
+    """Two pools of two processes; the driver watches both while it waits for one, as in a run."""
     backend = request.param
     if backend == "ray":
         request.getfixturevalue("ray_session")
@@ -81,42 +80,34 @@ def groups(
             for role, cls in (("actor", Actor), ("rollout", Rollout))
         }
         transports = [pool.transport for pool in pools.values()]
-        for own, other in (transports, transports[::-1]):
-            own.companions = [other]
+        for transport, other in (transports, transports[::-1]):
+            transport.companions = [other]
         yield pools
 
 
-def fail_next_sync(groups: dict[str, Any], role: str, how: str) -> None:
+def fail_next_sync(groups: dict[str, Any], role: str, fault: str) -> None:
     """Let rank 0 of a role fail in its next sync."""
     for name, group in groups.items():
-        group.prepare(0 if name == role else -1, how)
+        group.prepare(0 if name == role else -1, fault)
 
 
-RAY = pytest.mark.ray
-LEFT = "goes without a vote"
 VOTE_OF_RANK_1 = "(?=.*rollout rank 1 of 2).* did not finish within 4.0 s"
 """The sender waits in the same vote: either may be late first, both are named."""
 
 
 @pytest.mark.parametrize(
-    ("groups", "role", "how", "error", "words"),
+    ("groups", "fault", "error", "words"),
     [
-        ("child", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1),
-        (
-            "child",
-            "rollout",
-            "is frozen",
-            WorkerDiedError,
-            "rollout rank 0 of 2 .*has been stopped",
-        ),
-        pytest.param("ray", "rollout", LEFT, WaitTimeoutError, VOTE_OF_RANK_1, marks=RAY),
+        ("child", NO_VOTE, WaitTimeoutError, VOTE_OF_RANK_1),
+        ("child", "freezes", WorkerDiedError, "rollout rank 0 of 2 .*has been stopped"),
+        pytest.param("ray", NO_VOTE, WaitTimeoutError, VOTE_OF_RANK_1, marks=pytest.mark.ray),
     ],
     indirect=["groups"],
 )
 def test_a_rank_that_stops_at_the_vote_ends_the_sync(
-    groups: dict[str, Any], role: str, how: str, error: type[VerlLikeError], words: str
+    groups: dict[str, Any], fault: str, error: type[VerlLikeError], words: str
 ) -> None:
-    fail_next_sync(groups, role, how)
+    fail_next_sync(groups, "rollout", fault)
     began = time.monotonic()
     with pytest.raises(error, match=f"(?s){words}"):
         sync_weights(groups["actor"], groups["rollout"], 1)
@@ -125,11 +116,11 @@ def test_a_rank_that_stops_at_the_vote_ends_the_sync(
 
 @pytest.mark.parametrize("groups", ["child"], indirect=True)
 @pytest.mark.parametrize("role", ["actor", "rollout"])
-def test_a_rank_that_does_not_come_is_named_and_not_waited_for(
+def test_a_rank_that_never_connects_is_named_before_any_deadline(
     groups: dict[str, Any], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "ALONE_S", 0.5)
-    fail_next_sync(groups, role, "does not come")
+    fail_next_sync(groups, role, "never connects")
     actor, rollout = groups["actor"], groups["rollout"]
     publish_weights(actor, 1)
     absent = {"actor": "the sender", "rollout": "receiving rank 0"}[role]
