@@ -15,35 +15,25 @@ from workers.models.attention import resolve_attention
 CPU = torch.device("cpu")
 
 
-def test_attention_falls_back_to_what_runs_with_one_warning(
+class WithSdpa:
+    _supports_sdpa = True
+
+
+def test_attention_falls_back_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Old:
+    class WithoutSdpa:
         _supports_sdpa = False
 
     attention.warn_once.cache_clear()
+    arguments = "flash_attention_2", CPU, torch.float32, WithSdpa
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert (
-                resolve_attention(
-                    "flash_attention_2",
-                    CPU,
-                    torch.float32,
-                    type("New", (), {"_supports_sdpa": True}),
-                )
-                == "sdpa"
-            )
-    assert [r.message for r in caplog.records] == [
+        assert [resolve_attention(*arguments) for _ in range(2)] == ["sdpa"] * 2
+    assert caplog.messages == [
         "attention: using sdpa instead of flash_attention_2: flash-attn runs on CUDA devices, "
         "not on cpu."
     ]
-    assert resolve_attention("auto", CPU, torch.float32, Old) == "eager"
-
-
-class Capped:
-    """A class with sdpa, under a config that caps its scores."""
-
-    _supports_sdpa = True
+    assert resolve_attention("auto", CPU, torch.float32, WithoutSdpa) == "eager"
 
 
 def capped_config(cap: float | None) -> Any:
@@ -52,8 +42,8 @@ def capped_config(cap: float | None) -> Any:
     return Gemma2Config(attn_logit_softcapping=cap)
 
 
-def test_soft_capping_takes_eager_and_refuses_sdpa() -> None:
-    arguments = CPU, torch.float32, Capped
+def test_soft_capping_uses_eager_attention_and_rejects_sdpa() -> None:
+    arguments = CPU, torch.float32, WithSdpa
     assert resolve_attention("auto", *arguments, capped_config(50.0)) == "eager"
     assert resolve_attention("eager", *arguments, capped_config(50.0)) == "eager"
     assert resolve_attention("auto", *arguments, capped_config(None)) == "sdpa"
@@ -64,7 +54,7 @@ def test_soft_capping_takes_eager_and_refuses_sdpa() -> None:
         resolve_attention("sdpa", *arguments, capped_config(50.0))
 
 
-def test_a_card_too_old_or_a_type_too_wide_has_no_flash_attention(
+def test_old_gpus_and_float32_have_no_flash_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = torch.device("cuda")
@@ -77,7 +67,7 @@ def test_a_card_too_old_or_a_type_too_wide_has_no_flash_attention(
     assert "compute in float32" in attention.kernel_blocker(cuda, torch.float32)
 
 
-def test_a_kernel_is_tried_at_the_size_of_the_model_s_own_heads() -> None:
+def test_a_kernel_is_tried_at_the_head_size_of_the_model() -> None:
     from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MambaConfig
 
     assert attention.head_size(LlamaConfig(hidden_size=4096, num_attention_heads=32)) == 128

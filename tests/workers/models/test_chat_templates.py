@@ -36,10 +36,13 @@ def tokenizer_with(template: str | None) -> Any:
         "{{ 'a' * 4000000000 }}",
         "{% set n = namespace(s='a') %}{% for i in range(40) %}"
         "{% set n.s = n.s + n.s %}{% endfor %}",
-        "{{ 'a'.center(4000000000) }}",
     ],
 )
-def test_a_bomb_is_rejected_and_takes_no_memory_here(template: str) -> None:
+def test_a_bomb_is_rejected_and_uses_no_memory_of_this_process(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizers, "MEMORY", 2**28)
+    monkeypatch.setattr(tokenizers, "SECONDS", 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
         ConfigError,
@@ -49,7 +52,7 @@ def test_a_bomb_is_rejected_and_takes_no_memory_here(template: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB"
 
 
-def test_a_template_without_an_end_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_never_ends_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "SECONDS", 0.5)
     template = LOOP + LOOP + "{% endfor %}{% endfor %}a"
     with pytest.raises(ConfigError, match=r"of one letter: it wrote no chat within 0\.5 s"):
@@ -57,7 +60,7 @@ def test_a_template_without_an_end_is_rejected(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}", "{{ 1 // 0 }}"])
-def test_another_template_passes_also_next_to_other_threads(template: str | None) -> None:
+def test_other_templates_are_accepted_while_another_thread_runs(template: str | None) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()

@@ -19,20 +19,17 @@ def folder(tiny_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_one_reader_changes_the_next_does_not_see(folder: Path) -> None:
-    first = read_hf_config(folder)
-    kept = first.attention_dropout
-    first.attention_dropout = kept + 0.5
-    assert read_hf_config(folder).attention_dropout == kept
-
-
-def test_the_same_file_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = read_hf_config(folder)
+def test_a_file_is_parsed_once_and_each_caller_gets_a_copy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_hf_config(folder)
+    expected = config.to_dict()
+    config.attention_dropout += 0.5
     monkeypatch.setattr(transformers, "AutoConfig", None)
-    assert read_hf_config(str(folder)).to_dict() == first.to_dict()
+    assert read_hf_config(str(folder)).to_dict() == expected
 
 
-def test_a_file_that_was_written_anew_is_read_anew(folder: Path) -> None:
+def test_a_changed_file_is_read_again(folder: Path) -> None:
     file = folder / "config.json"
     layers = read_hf_config(folder).num_hidden_layers
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": layers + 1}))
@@ -40,7 +37,7 @@ def test_a_file_that_was_written_anew_is_read_anew(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "words"),
     [
         ({"vocab_size": 10**12}, "vocab_size is 1,000,000,000,000"),
         ({"num_hidden_layers": -3}, "num_hidden_layers is -3"),
@@ -49,10 +46,8 @@ def test_a_file_that_was_written_anew_is_read_anew(folder: Path) -> None:
         ({"text_config": {"hidden_size": 0}}, "hidden_size is 0"),
     ],
 )
-def test_sizes_that_no_model_has_are_refused(
-    size: dict[str, object], said: str, folder: Path
-) -> None:
+def test_impossible_sizes_are_rejected(size: dict[str, object], words: str, folder: Path) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | size))
-    with pytest.raises(ConfigError, match=f"(?s)does not describe a model: .*{said}"):
+    with pytest.raises(ConfigError, match=f"(?s)does not describe a model: .*{words}"):
         read_hf_config(folder)

@@ -68,7 +68,7 @@ def plain_engine(path: Path) -> TrainEngine:
     return engine
 
 
-def test_only_adapters_of_the_actor_learn(one_layer_dir: Path) -> None:
+def test_only_adapters_of_the_actor_are_trained(one_layer_dir: Path) -> None:
     actor = lora_actor(one_layer_dir)
     before = {name: tensor.clone() for name, tensor in actor.engine.module.named_parameters()}
     actor.update_actor(make_batch(ROWS))
@@ -76,11 +76,11 @@ def test_only_adapters_of_the_actor_learn(one_layer_dir: Path) -> None:
     for name, tensor in actor.engine.module.named_parameters():
         assert tensor.requires_grad == is_adapter(name), name
         assert tensor.equal(before[name]) != is_adapter(name), name
-    held = [len(state) for state in actor.engine.optimizer.state.values()]
-    assert sum(held) == 3 * len(actor.engine.parameters())
+    num_states = sum(len(state) for state in actor.engine.optimizer.state.values())
+    assert num_states == 3 * len(actor.engine.parameters())
 
 
-def test_adapters_and_head_of_the_critic_learn(one_layer_dir: Path) -> None:
+def test_adapters_and_head_of_the_critic_are_trained(one_layer_dir: Path) -> None:
     critic = started(CriticWorker, lora_config(one_layer_dir), 10)
     for seed in range(2):
         critic.update_critic(make_batch(ROWS, seed))
@@ -89,13 +89,11 @@ def test_adapters_and_head_of_the_critic_learn(one_layer_dir: Path) -> None:
     learning = [name for name, tensor in parameters if tensor.requires_grad]
     assert "score.weight" in learning
     assert all(is_adapter(name) or name == "score.weight" for name in learning)
-    names = [
-        name for name, _ in load_model(critic.engine.model_config, "scalar").named_parameters()
-    ]
-    assert sorted(snapshot(critic.engine)) == sorted(names)
+    names = dict(load_model(critic.engine.model_config, "scalar").named_parameters())
+    assert snapshot(critic.engine).keys() == names.keys()
 
 
-def test_two_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up(
+def test_merged_weights_score_like_the_adapters_at_every_version(
     tmp_path: Path,
 ) -> None:
     """GPT-2's layers are transposed."""
@@ -120,26 +118,22 @@ def test_two_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up(
             sink.write_tensor(name, tensor)
         sink.verify("test")
         ours = actor.engine.forward_rows(batch, MicroBatchBudget(rows=ROWS))["log_probs"]
-        torch.testing.assert_close(
-            copy.forward_rows(batch, MicroBatchBudget(rows=ROWS))["log_probs"],
-            ours,
-            atol=1e-5,
-            rtol=0,
-        )
+        merged = copy.forward_rows(batch, MicroBatchBudget(rows=ROWS))["log_probs"]
+        torch.testing.assert_close(merged, ours, atol=1e-5, rtol=0)
 
 
-def test_a_reference_beside_the_actor_is_the_base_of_its_module(one_layer_dir: Path) -> None:
+def test_a_reference_next_to_the_actor_is_the_base_of_its_module(one_layer_dir: Path) -> None:
     config = lora_config(one_layer_dir)
     actor = started(ActorWorker, config, 10)
     batch = make_batch(ROWS)
-    alone = started(ReferenceWorker, config)
-    expected = alone.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    single = started(ReferenceWorker, config)
+    expected = single.compute_ref_log_prob(batch).batch["ref_log_prob"]
     ref = beside(actor, ReferenceWorker, config)
-    for seed in range(2):  # the reference goes first: it must not take the adapters' gradients away
+    for seed in range(2):  # the reference runs first: it must not disable the adapters' gradients
         assert ref.compute_ref_log_prob(batch).batch["ref_log_prob"].equal(expected)
         actor.update_actor(make_batch(ROWS, seed))
     assert ref.engine.module is actor.engine.module
-    assert ref.weights_checksum() == alone.weights_checksum() != actor.weights_checksum()
+    assert ref.weights_checksum() == single.weights_checksum() != actor.weights_checksum()
     assert (actor.compute_log_prob(batch)[0].batch["old_log_probs"] - expected).abs().max() > 1e-3
 
 
@@ -162,18 +156,16 @@ def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(
     torch.testing.assert_close(samples.batch["rollout_log_probs"], scored, atol=1e-5, rtol=0)
 
 
-def on_ranks(one_layer_dir: Path) -> dict[str, Any]:
+def trained_adapters(one_layer_dir: Path) -> dict[str, Any]:
     config = lora_config(one_layer_dir)
     actor = started(ActorWorker, config, 10)
     batch = own_chunk(make_batch(ROWS), actor.rank, actor.world_size)
-    reference = (
-        beside(actor, ReferenceWorker, config).compute_ref_log_prob(batch).batch["ref_log_prob"]
-    )
+    reference = beside(actor, ReferenceWorker, config).compute_ref_log_prob(batch)
     metrics = [learned(actor.update_actor(batch)) for _ in range(3)]
     rollout = beside(actor, RolloutWorker, config)
     report = rollout.update_weights(0)
     return {
-        "reference": reference,
+        "reference": reference.batch["ref_log_prob"],
         "log_probs": actor.compute_log_prob(batch)[0].batch["old_log_probs"],
         "metrics": metrics,
         "weights": snapshot(actor.engine),
@@ -181,20 +173,20 @@ def on_ranks(one_layer_dir: Path) -> dict[str, Any]:
     }
 
 
-def test_two_shards_train_adapters_as_one_rank_does(one_layer_dir: Path) -> None:
-    alone, shards = on_ranks(one_layer_dir), run_kept(2, on_ranks, one_layer_dir)
+def test_two_shards_train_adapters_like_one_rank(one_layer_dir: Path) -> None:
+    single, shards = trained_adapters(one_layer_dir), run_kept(2, trained_adapters, one_layer_dir)
     for name in ("reference", "log_probs"):
         together = torch.cat([shard[name] for shard in shards])
-        torch.testing.assert_close(together, alone[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(together, single[name], atol=1e-5, rtol=0)
     for shard in shards:
         assert shard["same"] == (None, True)
-        for metrics, expected in zip(shard["metrics"], alone["metrics"], strict=True):
+        for metrics, expected in zip(shard["metrics"], single["metrics"], strict=True):
             assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        for name, weight in alone["weights"].items():
+        for name, weight in single["weights"].items():
             assert (shard["weights"][name] - weight).norm() <= 1e-4 * weight.norm(), name
 
 
-def test_layers_that_do_not_exist_or_are_not_linear_are_refused(one_layer_dir: Path) -> None:
+def test_target_modules_that_are_no_linear_layers_are_rejected(one_layer_dir: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"target_modules=\['q_prj'\].*Did you mean 'q_proj'.*all-linear"
     ):
@@ -218,7 +210,7 @@ OTHER_MIXTURES = (
 @pytest.mark.parametrize(
     "case", [*MIXTURES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_MIXTURES)]
 )
-def test_all_linear_of_a_mixture_of_experts_is_what_peft_loads_and_merges(
+def test_peft_loads_and_merges_all_linear_of_a_mixture_of_experts(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from peft import PeftModel
@@ -229,8 +221,8 @@ def test_all_linear_of_a_mixture_of_experts_is_what_peft_loads_and_merges(
     log_once.cache_clear()
     with caplog.at_level(logging.INFO):
         add_adapter(module, model_config)
-    said = [record.getMessage() for record in caplog.records if "LoRA" in record.getMessage()]
-    assert all(f"all-linear of {case} selects " in line for line in said)
+    messages = [message for message in caplog.messages if "LoRA" in message]
+    assert all(f"all-linear of {case} selects " in message for message in messages)
     adapter = [
         (name, parameter.detach().normal_(0, 0.1))
         for name, parameter in module.named_parameters()
@@ -250,7 +242,7 @@ def test_all_linear_of_a_mixture_of_experts_is_what_peft_loads_and_merges(
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["o_proj", "gate_proj", "down_proj"]])
-def test_dense_layers_and_shared_experts_have_adapters_by_names_of_routed_ones(target: Any) -> None:
+def test_dense_layers_and_shared_experts_have_adapters(target: Any) -> None:
     module = build_tiny(tiny_model_config("deepseek_v3"))
     add_adapter(module, ModelConfig(path="none", lora_rank=2, target_modules=target))
     adapted = adapted_layers(module)
@@ -260,7 +252,7 @@ def test_dense_layers_and_shared_experts_have_adapters_by_names_of_routed_ones(t
     assert not [name for name in adapted if ".experts" in name or name == "lm_head"]
 
 
-def test_a_critic_of_a_mixture_of_experts_has_adapters_beside_its_attention() -> None:
+def test_a_critic_of_a_mixture_of_experts_has_adapters_in_attention() -> None:
     module = ScalarHeadModel(build_tiny(tiny_model_config("mixtral")))
     add_adapter(module, ModelConfig(path="none", lora_rank=2))
     assert {name.rpartition(".")[2] for name in adapted_layers(module)} == {

@@ -39,6 +39,15 @@ DEEPSEEK_7B = LlamaConfig(
     max_position_embeddings=4096,
     architectures=["LlamaForCausalLM"],
 )
+SMALL = LlamaConfig(
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=160,
+    vocab_size=500,
+    max_position_embeddings=256,
+)
 ROWS, PROMPT, RESPONSE = 3, 96, 64
 
 
@@ -50,16 +59,7 @@ def shapes_of(folder: Path, compute: torch.dtype = torch.float32) -> ModelShapes
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small Llama under `model`, including weights."""
     folder = tmp_path_factory.mktemp("small")
-    config = LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=160,
-        vocab_size=500,
-        max_position_embeddings=256,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(SMALL).save_pretrained(folder / "model")
     return folder
 
 
@@ -86,22 +86,22 @@ def columns() -> RowColumns:
     return Rows.take(batch, INPUTS, 1).columns
 
 
-def kept_by(forward: Callable[[], Tensor], weights: list[nn.Parameter]) -> tuple[int, Tensor]:
+def saved_by(forward: Callable[[], Tensor], weights: list[nn.Parameter]) -> tuple[int, Tensor]:
     """Return bytes that autograd saves in a forward pass without weights, and the pass's result."""
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
-    found: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(save, lambda tensor: tensor):
         output = forward()
-    kept = [t.untyped_storage().nbytes() for at, t in found.items() if at not in own]
-    return sum(kept), output
+    for weight in weights:
+        saved.pop(weight.untyped_storage().data_ptr(), None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()), output
 
 
-def test_weights_and_passes_of_7b_are_those_of_the_meta_device(tmp_path: Path) -> None:
+def test_weights_and_passes_of_7b_equal_those_of_the_meta_device(tmp_path: Path) -> None:
     DEEPSEEK_7B.save_pretrained(tmp_path)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(DEEPSEEK_7B)
@@ -111,7 +111,7 @@ def test_weights_and_passes_of_7b_are_those_of_the_meta_device(tmp_path: Path) -
     assert shapes.num_outside_layers == 2 * 102400 * 4096 + 4096
     assert shapes.key_value_numbers == 2 * 30 * 4096
 
-    # checkpointing keeps the inputs of layers, and one layer
+    # checkpointing saves the inputs of layers, and one layer
     body = shapes.body
     assert body is not None
     of_layer = 16 * 4096 + 8 * 4096 + 8 * 11008
@@ -119,8 +119,8 @@ def test_weights_and_passes_of_7b_are_those_of_the_meta_device(tmp_path: Path) -
     less = shapes.trained_pass(8192, head=0, checkpointing=True)
     assert less is not None
     beside_inputs = less.in_layer / 8192 - 31 * 2 * 4096
-    # beside them the layer's gradients: two of the states' width, and of the MLP's one more than is
-    # freed on the way; and its output
+    # next to them: the layer's output, and its gradients (two of the states' width, and of the
+    # MLP's one more than is freed meanwhile)
     of_gradients = 2 * (11008 + 3 * 4096)
     assert beside_inputs == pytest.approx(of_layer + of_gradients, rel=0.1)
 
@@ -135,7 +135,7 @@ def test_weights_and_passes_of_7b_are_those_of_the_meta_device(tmp_path: Path) -
 @pytest.mark.parametrize(
     "case", ["llama", "qwen3", "falcon", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 )
-def test_a_token_s_keys_and_values_are_those_that_transformers_caches(case: str) -> None:
+def test_keys_and_values_have_the_widths_of_transformers_cache(case: str) -> None:
     model = build_tiny(tiny_model_config(case))
     cache = DynamicCache()
     with torch.no_grad():
@@ -145,10 +145,10 @@ def test_a_token_s_keys_and_values_are_those_that_transformers_caches(case: str)
     assert {sum(numbers) for numbers in cached} == {10 * sum(widths)}
 
 
-def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -> None:
+def test_an_update_uses_the_memory_of_the_shapes(small: Path, worker: ActorWorker) -> None:
     engine, shapes = worker.engine, shapes_of(small / "model")
     with engine.running():
-        kept, log_probs = kept_by(
+        saved, log_probs = saved_by(
             lambda: engine.reading.outputs(columns())["log_probs"].values, engine.parameters()
         )
         log_probs.sum().backward()
@@ -156,7 +156,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
     assert engine.packs
     assert shapes.body is not None
     logits = 4 * reads * shapes.outputs_per_read
-    assert tokens * shapes.body.saved + logits == pytest.approx(kept, rel=0.1)
+    assert tokens * shapes.body.saved + logits == pytest.approx(saved, rel=0.1)
 
     weights = engine.parameters()
     in_bytes = 4 * shapes.num_trained
@@ -168,52 +168,55 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
     assert 2 * in_bytes == pytest.approx(sum(moment.nbytes for moment in moments), rel=0.001)
 
 
-def held_by_a_rank(small: Path) -> tuple[int, int]:
+def bytes_of_a_rank(small: Path) -> tuple[int, int]:
     """Return bytes of the weights and of a pass's activations, over two tensor-parallel ranks."""
     cpu_linear.onednn_linears = nullcontext
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
-    own: Any = [local_shard(weight) for weight in actor.engine.parameters()]
+    shards: Any = [local_shard(weight) for weight in actor.engine.parameters()]
     with actor.engine.running():
-        kept, _ = kept_by(lambda: actor.engine.reading.outputs(columns())["log_probs"].values, own)
-    return sum(weight.nbytes for weight in own), kept
+        saved, _ = saved_by(
+            lambda: actor.engine.reading.outputs(columns())["log_probs"].values, shards
+        )
+    return sum(weight.nbytes for weight in shards), saved
 
 
-def test_a_rank_that_cuts_matrices_holds_what_the_shapes_say(small: Path) -> None:
+def test_a_tensor_parallel_rank_uses_the_memory_of_the_shapes(small: Path) -> None:
     config = ModelConfig(path=str(small / "model"))
     shapes, whole = (model_shapes(config, "token", torch.float32, tp) for tp in (2, 1))
     tokens, reads = ROWS * (PROMPT + RESPONSE), ROWS * RESPONSE
-    for weights, kept in run_kept(2, held_by_a_rank, small):
+    for weights, saved in run_kept(2, bytes_of_a_rank, small):
         assert 4 * shapes.num_trained == weights
-        cached, held_whole = (
-            tokens * each.body.saved + 4 * reads * each.outputs_per_read for each in (shapes, whole)
+        expected, expected_whole = (
+            tokens * model.body.saved + 4 * reads * model.outputs_per_read
+            for model in (shapes, whole)
         )
-        assert cached == pytest.approx(kept, rel=0.1)
-        assert kept < 0.8 * held_whole
+        assert expected == pytest.approx(saved, rel=0.1)
+        assert saved < 0.8 * expected_whole
 
 
-def test_adapters_alone_are_trained(small: Path) -> None:
+def test_only_adapters_count_as_trained(small: Path) -> None:
     pytest.importorskip("peft")
     config = ModelConfig(path=str(small / "model"), lora_rank=2)
     shapes = model_shapes(config, "token", torch.float32)
     assert 0 < shapes.num_trained < shapes.num_weights / 20
 
 
-def test_shapes_are_counted_once_until_the_folder_describes_another_model(
+def test_shapes_are_counted_again_only_for_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    DEEPSEEK_7B.save_pretrained(tmp_path)
+    SMALL.save_pretrained(tmp_path)
     before = shapes_of(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(memory_shapes, "meta_model", None)
         assert shapes_of(tmp_path) == before
 
-    LlamaConfig(**DEEPSEEK_7B.to_dict() | {"num_hidden_layers": 2}).save_pretrained(tmp_path)
+    LlamaConfig(**SMALL.to_dict() | {"num_hidden_layers": 2}).save_pretrained(tmp_path)
     assert shapes_of(tmp_path).num_layers == 2
     assert shapes_of(tmp_path, torch.bfloat16).compute_bytes == 2
 
 
-def test_counting_a_large_model_takes_no_address_space_where_freed_memory_is_kept(
+def test_counting_a_large_model_takes_no_address_space(
     tmp_path: Path,
 ) -> None:
     DEEPSEEK_7B.save_pretrained(tmp_path)
@@ -232,7 +235,7 @@ def address_space() -> int:
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_pass_gathers_the_experts_of_its_rank_alone(
+def test_a_pass_gathers_only_the_experts_of_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding, "SMALL_ELEMENTS", 0)

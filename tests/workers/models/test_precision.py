@@ -32,7 +32,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         ("cuda", "bfloat16", None, (BFLOAT16, BFLOAT16)),
     ],
 )
-def test_masters_are_float32_and_passes_on_cuda_bfloat16_unless_said_otherwise(
+def test_masters_are_float32_and_passes_on_cuda_bfloat16_by_default(
     device: str, dtype: str, compute: str | None, expected: tuple[torch.dtype, torch.dtype]
 ) -> None:
     model = ModelConfig(dtype=dtype, compute_dtype=compute)
@@ -43,14 +43,14 @@ def test_masters_are_float32_and_passes_on_cuda_bfloat16_unless_said_otherwise(
     assert rollout_dtype(policy, device) == FLOAT32
 
 
-def test_types_that_bring_back_no_bits_are_refused() -> None:
+def test_passes_wider_than_the_weights_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match="wider than the weights .*Set actor_rollout_ref.model.dtype=float32"
     ):
         precision_of(ModelConfig(dtype="bfloat16", compute_dtype="float32"), "cuda")
 
 
-def test_weights_are_cast_for_a_pass_and_gradients_arrive_in_the_weights_type() -> None:
+def test_weights_are_cast_for_a_pass_and_gradients_cast_back() -> None:
     model = TiedModel(0)
     weights = dict(model.named_parameters())
     with computing_in(model, BFLOAT16):
@@ -70,7 +70,7 @@ def test_weights_are_the_masters_again_after_an_error() -> None:
     assert layer.weight is weight
 
 
-def test_frozen_weights_are_kept_in_the_type_of_passes_and_score_as_the_actor_s_do(
+def test_frozen_weights_have_the_type_of_passes_and_equal_scores(
     tiny_dir: Path,
 ) -> None:
     config, batch = tiny_config(tiny_dir), make_batch(6)

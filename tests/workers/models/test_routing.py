@@ -18,9 +18,9 @@ IDS = torch.arange(3, 23)[None]
 def model_of(family: str, seed: int = 0, **more: Any) -> Any:
     import transformers
 
-    name, own = FAMILIES[family]
+    name, fields = FAMILIES[family]
     torch.manual_seed(seed)
-    config = getattr(transformers, name)(**{**SIZES, **own, **more})
+    config = getattr(transformers, name)(**{**SIZES, **fields, **more})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
@@ -47,9 +47,12 @@ def choices(model: Any) -> Tensor:
         return passes.take()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"])
-def test_own_choices_are_no_other_bit_of_logits_and_gradients(family: str) -> None:
-    """Layers are computed again in the backward pass."""
+all_families = pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"])
+
+
+@all_families
+def test_replayed_choices_change_no_bit_of_logits_and_gradients(family: str) -> None:
+    """The backward pass recomputes the layers."""
     model = model_of(family)
     check_routers(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -57,22 +60,22 @@ def test_own_choices_are_no_other_bit_of_logits_and_gradients(family: str) -> No
     routers = Routers(model)
     with torch.no_grad(), routers.recording() as passes:
         expected = model(IDS, use_cache=False).logits
-        own = passes.take()
-    assert own.dtype == torch.uint8
-    assert own.shape == (IDS.shape[1], *routers.shape)
-    logits, gradients = gradients_of(model, routers, own)
+        recorded = passes.take()
+    assert recorded.dtype == torch.uint8
+    assert recorded.shape == (IDS.shape[1], *routers.shape)
+    logits, gradients = gradients_of(model, routers, recorded)
     assert torch.equal(logits, expected)
     without, plain = gradients_of(model, routers, None)
     assert torch.equal(without, expected)
-    assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))
+    assert all(map(torch.equal, gradients, plain))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"])
-def test_choices_of_another_router_are_chosen_and_weighted_by_this_one(family: str) -> None:
+@all_families
+def test_choices_of_another_router_are_weighted_by_this_one(family: str) -> None:
     model = model_of(family)
     routers = Routers(model)
-    own, others = choices(model), choices(model_of(family, seed=1))
-    assert (own != others).any()
+    others = choices(model_of(family, seed=1))
+    assert (choices(model) != others).any()
     with torch.no_grad(), routers.recording() as passes, routers.replaying():
         routers.replay(others)
         changed = model(IDS, use_cache=False).logits
@@ -98,7 +101,7 @@ def test_experts_are_chosen_within_groups_and_replayed_over_all() -> None:
         assert torch.equal(passes.take(), everywhere)
 
 
-def test_nothing_is_left_at_the_module_when_it_is_over() -> None:
+def test_recording_and_replaying_leave_no_hooks() -> None:
     model = model_of("mixtral")
     routers = Routers(model)
     with routers.recording(), routers.replaying():
@@ -119,7 +122,7 @@ def test_nothing_is_left_at_the_module_when_it_is_over() -> None:
         ),
     ],
 )
-def test_a_class_whose_choices_cannot_be_replayed_is_refused(
+def test_a_class_whose_choices_cannot_be_replayed_is_rejected(
     family: str, config: dict[str, Any], message: str
 ) -> None:
     import transformers
@@ -127,8 +130,8 @@ def test_a_class_whose_choices_cannot_be_replayed_is_refused(
     if family in FAMILIES:
         model = model_of(family)
     else:
-        own = getattr(transformers, family)(**{**SIZES, **config})
+        whole = getattr(transformers, family)(**{**SIZES, **config})
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(own)
+            model = transformers.AutoModelForCausalLM.from_config(whole)
     with pytest.raises(ConfigError, match=message):
         check_routers(model)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +23,6 @@ from workers.roles.rollout import RolloutWorker
 from workers.rollout import hf
 from workers.rollout.vllm.setup import expected_weights
 from workers.training.microbatch import MicroBatchBudget
-from workers.weights.checksum import checksum_of
 from workers.weights.module_writer import ModuleWriter
 
 SIZES: dict[str, Any] = dict(
@@ -91,17 +87,17 @@ def plain_log_probs(model_folder: Path) -> Tensor:
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     batch = make_batch(6).batch
-    found = torch.zeros(batch["responses"].shape)
+    log_probs = torch.zeros(batch["responses"].shape)
     for row, mask in enumerate(batch["attention_mask"]):
         real = batch["input_ids"][row, mask != 0][None]
         with torch.no_grad():
             scores = model(real).logits[0, :-1].log_softmax(-1)
         count = int(mask[PROMPT:].sum())
-        found[row, :count] = scores.gather(1, real[0, 1:, None])[-count:, 0]
-    return found
+        log_probs[row, :count] = scores.gather(1, real[0, 1:, None])[-count:, 0]
+    return log_probs
 
 
-def biases(module: Any) -> dict[str, Tensor]:
+def buffers_of(module: Any) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in persistent_buffers(module)}
 
 
@@ -119,7 +115,7 @@ def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> No
     for _, buffer in persistent_buffers(actor.engine.module):
         buffer.neg_()
     assert rollout.update_weights(1).error is None
-    sent = biases(rollout.engine.module)
+    sent = buffers_of(rollout.engine.module)
     assert sent
     for name, buffer in persistent_buffers(actor.engine.module):
         assert sent[name].equal(buffer), name
@@ -132,7 +128,7 @@ def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> No
     assert (ours - expected).abs().max() > 1e-2  # the buffers count
 
 
-def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
+def test_a_rollout_in_bfloat16_has_the_float32_buffers_of_the_actor(
     tmp_path: Path,
 ) -> None:
     config = tiny_config(save_model(tmp_path, "deepseek_v3"))
@@ -144,7 +140,7 @@ def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
 
     module = rollout.engine.module
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
-    sent = biases(module)
+    sent = buffers_of(module)
     assert sent
     for name, buffer in persistent_buffers(actor.engine.module):
         assert buffer.dtype == torch.float32
@@ -154,51 +150,38 @@ def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
         assert module(input_ids=torch.arange(6, 14)[None]).logits.isfinite().all()
 
 
-def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
-    """Ranks 0 and 1 are one sharded actor, rank 2 a rollout; return checksums, errors, buffers.
+def sharded_actor(folder: Path) -> list[tuple[str, dict[str, Tensor]]]:
+    """Return the weights of a rank's rollout and of an actor that resumes: checksum, buffers.
 
-    The actor's buffers change, are sent to the rollout and saved in a checkpoint, and are restored.
+    The actor's buffers change before they are sent to the rollout and saved in a checkpoint.
     """
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if rank == 2 else {"WORLD_SIZE": "2"})
     config = tiny_config(folder, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.name = "hf"
     hf.NUM_STEPS = NUM_STEPS
-    if rank == 2:
-        rollout = started(RolloutWorker, config)
-        report = rollout.receive_weights(store.get("address").decode(), 0)
-        return [report.error, rollout.weights_checksum(), biases(rollout.engine.module)]
-
     actor = started(ActorWorker, config, 10)
+    rollout = beside(actor, RolloutWorker, config)
     for _, buffer in persistent_buffers(actor.engine.module):
         buffer.add_(1.0)
-    actor.update_actor(own_chunk(make_batch(8), rank, 2))
-    address = actor.open_weight_channel()
-    if rank == 0:
-        store.set("address", address)
-    report = actor.send_weights(address or "", 1, 0.01)
+    actor.update_actor(own_chunk(make_batch(8), actor.rank, 2))
+    assert rollout.update_weights(0).error is None
     actor.save_checkpoint(str(folder / "actor"))
-
-    again = started(ActorWorker, config, 10)
-    again.load_checkpoint(str(folder / "actor"))
-    checksum = checksum_of(again.engine.named_full_tensors())
-    return [report.error, checksum, biases(again.engine.module)]
+    resumed = started(ActorWorker, config, 10)
+    resumed.load_checkpoint(str(folder / "actor"))
+    workers = rollout, resumed
+    return [(worker.weights_checksum(), buffers_of(worker.engine.module)) for worker in workers]
 
 
 def test_sharded_ranks_send_save_and_resume_buffers(tmp_path: Path) -> None:
     save_model(tmp_path, "deepseek_v3")
-    before = biases(load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token"))
-    for error, checksum, after in (
-        results := run_kept(3, sharded_actor_and_lonely_rollout, tmp_path)
-    ):
-        assert error is None
-        assert checksum == results[0][1]
-        assert after.keys() == before.keys()
-        assert all(after[name].equal(before[name] + 1.0) for name in before)
+    before = buffers_of(load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token"))
+    workers = sum(run_kept(2, sharded_actor, tmp_path), [])
+    assert len({checksum for checksum, _ in workers}) == 1
+    for _, buffers in workers:
+        assert buffers.keys() == before.keys()
+        assert all(buffers[name].equal(before[name] + 1.0) for name in before)
 
 
-def test_a_routers_bias_stays_float32_in_a_bfloat16_model_and_in_its_export(tmp_path: Path) -> None:
+def test_the_bias_of_a_router_stays_float32_in_bfloat16_and_in_exports(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(save_model(tmp_path, "deepseek_v3"))
@@ -226,22 +209,18 @@ def test_a_routers_bias_stays_float32_in_a_bfloat16_model_and_in_its_export(tmp_
         ("gemma4_text", "model.layers.0.layer_scalar"),
     ],
 )
-def test_a_buffer_that_nothing_fills_is_refused_by_name(
-    family: str, name: str, tmp_path: Path
-) -> None:
+def test_a_missing_buffer_is_rejected_by_name(family: str, name: str, tmp_path: Path) -> None:
     config = tiny_config(save_model(tmp_path, family))
     edit(tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(ConfigError, match=rf"lacks 1 of its weights: {name}\. Save it again"):
         load_model(config.actor_rollout_ref.model, "token")
     edit(tmp_path, lambda tensors: tensors.update({f"{name}s": torch.ones(1)}))
-    both = (
-        f"lacks 1 of its weights: {name}; it also has 1 entry that the model does not use: {name}s"
-    )
-    with pytest.raises(ConfigError, match=both):
+    words = f"of its weights: {name}; it also has 1 entry that the model does not use: {name}s"
+    with pytest.raises(ConfigError, match=words):
         load_model(config.actor_rollout_ref.model, "token")
 
 
-def test_what_transformers_leaves_over_is_left_over(tiny_dir: Path, tmp_path: Path) -> None:
+def test_entries_that_transformers_ignores_are_ignored(tiny_dir: Path, tmp_path: Path) -> None:
     """Rotary tables, further layers that a class ignores, and heads that another replaces."""
     shutil.copytree(tiny_dir / "model", tmp_path / "model")
     model = tiny_config(tmp_path).actor_rollout_ref.model
@@ -262,16 +241,16 @@ def test_what_transformers_leaves_over_is_left_over(tiny_dir: Path, tmp_path: Pa
     load_model(tiny_config(deepseek).actor_rollout_ref.model, "scalar")
 
 
-def test_a_critic_has_its_bodys_buffers(tmp_path: Path) -> None:
+def test_a_critic_has_the_buffers_of_its_model(tmp_path: Path) -> None:
     critic = started(CriticWorker, tiny_config(save_model(tmp_path, "deepseek_v3")), 10)
     actor = started(ActorWorker, tiny_config(tmp_path), 10)
-    theirs = biases(actor.engine.module)
+    theirs = buffers_of(actor.engine.module)
     assert theirs
-    for name, buffer in biases(critic.engine.module).items():
+    for name, buffer in buffers_of(critic.engine.module).items():
         assert buffer.equal(theirs[name])
 
 
-def test_an_engine_that_gets_no_buffer_stays_stale(tmp_path: Path) -> None:
+def test_an_engine_without_its_buffers_is_rejected(tmp_path: Path) -> None:
     model = load_model(
         tiny_config(save_model(tmp_path, "gemma4_text")).actor_rollout_ref.model, "token"
     )
@@ -283,23 +262,24 @@ def test_an_engine_that_gets_no_buffer_stays_stale(tmp_path: Path) -> None:
         sink.verify("sink")
 
 
-def test_adapters_leave_the_buffers_among_the_weights(tmp_path: Path) -> None:
+def test_buffers_stay_weights_next_to_adapters(tmp_path: Path) -> None:
     config = tiny_config(save_model(tmp_path, "gemma4_text"))
     plain = started(ActorWorker, config, 10).engine
     config.actor_rollout_ref.model.lora_rank = 2
     adapted = started(ActorWorker, config, 10).engine
     assert adapted.weights_checksum() == plain.weights_checksum()
-    assert {name for name, _ in adapted.named_full_tensors()} >= biases(plain.module).keys()
+    assert {name for name, _ in adapted.named_full_tensors()} >= buffers_of(plain.module).keys()
 
 
-def test_vllm_is_to_be_sent_the_buffers_too(tmp_path: Path) -> None:
+def test_vllm_expects_the_buffers(tmp_path: Path) -> None:
     config = tiny_config(save_model(tmp_path, "gemma4_text"))
     model = load_model(config.actor_rollout_ref.model, "token")
     expected = expected_weights(config.actor_rollout_ref.model.path)
     assert expected.shapes == {name: weight.shape for name, weight in named_state(model)}
+    assert expected.num_elements == sum(weight.numel() for _, weight in named_state(model))
 
 
-def test_what_a_class_freezes_stays_frozen_in_training(tmp_path: Path) -> None:
+def test_parameters_that_a_class_freezes_stay_frozen(tmp_path: Path) -> None:
     """afmoe's router bias is a parameter without gradients."""
     actor = started(ActorWorker, tiny_config(save_model(tmp_path, "afmoe")), 10)
     for name, parameter in actor.engine.module.named_parameters():

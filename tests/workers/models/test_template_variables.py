@@ -38,14 +38,14 @@ def test_a_variable_has_its_value_wherever_the_template_reads_it() -> None:
     assert text_of(tokenizer.chat_template) == "[a]<no>it's low"
 
 
-def test_a_line_end_at_the_beginning_stays() -> None:
+def test_a_line_break_at_the_beginning_stays() -> None:
     tokenizer = Tokenizer("\n{{ messages[0].content }}{{ effort }}")
     before = text_of(tokenizer.chat_template)
     set_template_variables(tokenizer, {"effort": ""})
     assert text_of(tokenizer.chat_template) == before
 
 
-def test_each_of_several_templates_gets_it_and_none_stays_none() -> None:
+def test_every_template_gets_a_variable_and_none_stays_none() -> None:
     tokenizer = Tokenizer({"default": TEMPLATE, "rag": "{{ effort }}"})
     set_template_variables(tokenizer, {"effort": 3})
     assert text_of(tokenizer.chat_template["rag"]) == "3"
@@ -55,6 +55,6 @@ def test_each_of_several_templates_gets_it_and_none_stays_none() -> None:
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, {"default": TEMPLATE}, None])
-def test_a_variable_that_no_template_reads_is_refused(template: Any) -> None:
+def test_a_variable_that_no_template_reads_is_rejected(template: Any) -> None:
     with pytest.raises(ConfigError, match="of folder does not read 'think'"):
         set_template_variables(Tokenizer(template), {"think": 1})

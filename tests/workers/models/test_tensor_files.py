@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from workers.models.tensor_files import write_model_file
 
 
-def test_a_model_s_file_is_that_of_safetensors_bit_for_bit(tmp_path: Path) -> None:
+def test_a_model_file_equals_that_of_safetensors(tmp_path: Path) -> None:
     tensors = {
         "b.weight": torch.randn(3, 5),
         "a.weight": torch.randn(3, 5).bfloat16(),

@@ -2,8 +2,8 @@
 
     print(walk("gpt_neox", folder))     # {"training": "right (packed)", "native": "right", ...}
 
-Each result begins with "right", "refused" (by a `ConfigError`, whose text follows) or "wrong". The
-reference is transformers' own pass over each row alone, without padding.
+Each result begins with "right", "rejected" (by a `ConfigError`, whose text follows) or "wrong". The
+reference is transformers' own pass over each single row, without padding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROMPT, RESPONSE = 60, 100
 ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))
 """Tokens of the prompt and of the response of each row."""
 Alone = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]
-"""Transformers' log-probs and entropys of every row, and the gradient."""
+"""Transformers' log-probs and entropies of every row, and the gradient."""
 PARTS = ("training", "checkpointing", "native", "export")
 """Parts of an entry in `docs/data/models.json`."""
 DECODED = 20
@@ -69,21 +69,21 @@ def walk(case: str, folder: Path) -> dict[str, str]:
     try:
         alone = functools.cache(partial(each_row_alone, module, make_rows()))
         engine = functools.cache(partial(_engine, folder))
-        found = {"training": _result(lambda: _training(module, engine(False), alone()))}
-        if found["training"].startswith("right"):
-            found["checkpointing"] = _result(lambda: _training(module, engine(True), alone()))
-            found["export"] = _result(lambda: _export(module, folder, engine(False)))
-        found["native"] = _result(lambda: _native(module))
-        if found["native"].startswith("refused") and "export" in found:
-            found["hf"] = _result(lambda: _hf(module))
+        results = {"training": _result(lambda: _training(module, engine(False), alone()))}
+        if results["training"].startswith("right"):
+            results["checkpointing"] = _result(lambda: _training(module, engine(True), alone()))
+            results["export"] = _result(lambda: _export(module, folder, engine(False)))
+        results["native"] = _result(lambda: _native(module))
+        if results["native"].startswith("rejected") and "export" in results:
+            results["hf"] = _result(lambda: _hf(module))
     finally:
         logging.disable(logging.NOTSET)
-    return found
+    return results
 
 
-def outcome(found: dict[str, str]) -> tuple[str, ...]:
+def outcome(results: dict[str, str]) -> tuple[str, ...]:
     """Return the entry of `docs/data/models.json`, part by part."""
-    return tuple(_cell(part, found.get(part, "")) for part in PARTS)
+    return tuple(_cell(part, results.get(part, "")) for part in PARTS)
 
 
 def _cell(part: str, result: str) -> str:
@@ -91,29 +91,29 @@ def _cell(part: str, result: str) -> str:
     kind = kind.rstrip(":")
     if kind == "right":
         return rest.strip("()") if part == "training" else "yes"
-    if kind == "refused":
+    if kind == "rejected":
         return "hf" if part == "native" else "rejected"
     return "**not right yet**" if kind else "–"
 
 
 def _result(part: Callable[[], tuple[float, str]]) -> str:
     try:
-        error, how = part()
-    except ConfigError as refusal:
-        return f"refused: {refusal}"
+        error, layout = part()
+    except ConfigError as rejection:
+        return f"rejected: {rejection}"
     except CRASHES as crash:
         return f"wrong: {type(crash).__name__}: {(str(crash).splitlines() or [''])[0]}"
     if error <= LARGEST_ERROR:
-        return f"right{how}"
-    return f"wrong: off by {error:.0e}{how}"
+        return f"right{layout}"
+    return f"wrong: off by {error:.0e}{layout}"
 
 
 def make_rows() -> DataProto:
     """Return ragged rows with a weight for every response token."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor(ROWS)
-    places = torch.arange(PROMPT + RESPONSE)
-    mask = (places >= PROMPT - lengths[:, :1]) & (places < PROMPT + lengths[:, 1:])
+    positions = torch.arange(PROMPT + RESPONSE)
+    mask = (positions >= PROMPT - lengths[:, :1]) & (positions < PROMPT + lengths[:, 1:])
     ids = torch.randint(6, VOCAB, mask.shape, generator=generator) * mask
     weights = torch.randn(len(ROWS), RESPONSE, generator=generator)
     columns = {
@@ -188,7 +188,7 @@ def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
         engine.forward_backward(batch, MicroBatchBudget(rows=2), Loss("weighted", loss))
     engine.module.eval()
     named = engine.module.named_parameters()
-    return {name: each.grad.clone() for name, each in named if each.grad is not None}
+    return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
 
 
 def _alone(module: Any, data: DataProto, row: int) -> tuple[Tensor, Tensor]:
@@ -200,17 +200,16 @@ def _alone(module: Any, data: DataProto, row: int) -> tuple[Tensor, Tensor]:
     return every.gather(1, ids[prompt:, None])[:, 0], -(every.exp() * every).sum(-1).detach()
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    error = float((found - expected).detach().norm() / expected.detach().norm())
+def _error(actual: Tensor, expected: Tensor) -> float:
+    error = float((actual - expected).detach().norm() / expected.detach().norm())
     return error if error == error else torch.inf
 
 
-def _gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def _gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the error of the whole gradient; a missing gradient counts as zeros."""
-    squares = 0.0
-    for name in expected.keys() | found.keys():
-        nothing = torch.zeros(())
-        difference = found.get(name, nothing) - expected.get(name, nothing)
+    squares, nothing = 0.0, torch.zeros(())
+    for name in expected.keys() | actual.keys():
+        difference = actual.get(name, nothing) - expected.get(name, nothing)
         squares += float(difference.square().sum())
     size = sum(float(e.square().sum()) for e in expected.values())
     error = (squares / size) ** 0.5
@@ -234,17 +233,17 @@ def _export(module: Any, folder: Path, engine: Any) -> tuple[float, str]:
 
 def _native(module: Any) -> tuple[float, str]:
     engine = NativeEngine(module, EngineLimits(32, 64), owns_weights=False)
-    return _decoding_error(engine, module, num_prompts=4), ""
+    return decoding_error(engine, module, num_prompts=4), ""
 
 
 def _hf(module: Any) -> tuple[float, str]:
     """Run the hf engine on one row."""
     engine = HFEngine(module, EngineLimits(32, 64))
-    return _decoding_error(engine, module, num_prompts=1), ""
+    return decoding_error(engine, module, num_prompts=1), ""
 
 
-def _decoding_error(engine: Any, module: Any, num_prompts: int) -> float:
-    """Return the distance of greedy tokens from the best, and of their log-probs."""
+def decoding_error(engine: Any, module: Any, num_prompts: int) -> float:
+    """Return how far greedy tokens are from the likeliest ones, and their log-probs are off."""
     engine.commit(0)
     rows = range(num_prompts)
     prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in rows]
