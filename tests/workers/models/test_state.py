@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.workers.kept_ranks import run_kept
+from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import PROMPT, beside, make_batch, own_chunk, started, tiny_config
 from verl_like.errors import ConfigError, WeightSyncError
 from workers.models.load import load_model
@@ -25,33 +26,10 @@ from workers.rollout.vllm.setup import expected_weights
 from workers.training.microbatch import MicroBatchBudget
 from workers.weights.module_writer import ModuleWriter
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    initializer_range=0.2,
-)
-ROUTED = dict(moe_intermediate_size=16, num_experts_per_tok=2)
-LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-GROUPS = dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
 NUM_STEPS = 2
 """Of the proof that an engine decodes such a model."""
-FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": ROUTED | LATENT | GROUPS,
-    "afmoe": ROUTED | dict(num_experts=4, num_dense_layers=1, head_dim=8),
-    "gemma4_text": dict(
-        head_dim=8,
-        global_head_dim=8,
-        layer_types=["sliding_attention", "full_attention"],
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-    ),
-}
+ROUTER_BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
+"""A buffer of `deepseek_v3`."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,14 +40,7 @@ def short_proof_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save_model(folder: Path, family: str) -> Path:
     """Save a tiny model whose buffers affect its results in `folder`/model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for _, buffer in persistent_buffers(model):
-        buffer.copy_(torch.rand(buffer.shape) + 0.2)
-    model.save_pretrained(folder / "model")
+    build_tiny(tiny_model_config(family)).save_pretrained(folder / "model")
     return folder
 
 
@@ -195,19 +166,15 @@ def test_the_bias_of_a_router_stays_float32_in_bfloat16_and_in_exports(tmp_path:
         tmp_path / "actor" / "huggingface", dtype="bfloat16"
     )
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     stored = load_file(tmp_path / "actor" / "huggingface" / "model.safetensors")
     assert stored["lm_head.weight"].dtype == torch.bfloat16
     for state in (dict(named_state(actor.engine.module)), stored, written.state_dict()):
-        assert state[bias].equal(whole.state_dict()[bias])
+        assert state[ROUTER_BIAS].equal(whole.state_dict()[ROUTER_BIAS])
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
-        ("gemma4_text", "model.layers.0.layer_scalar"),
-    ],
+    [("deepseek_v3", ROUTER_BIAS), ("gemma4_text", "model.layers.0.layer_scalar")],
 )
 def test_a_missing_buffer_is_rejected_by_name(family: str, name: str, tmp_path: Path) -> None:
     config = tiny_config(save_model(tmp_path, family))
@@ -258,7 +225,7 @@ def test_an_engine_without_its_buffers_is_rejected(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         sink.write_tensor(name, parameter.detach().clone())
     names = "model.layers.0.layer_scalar, model.layers.1.layer_scalar"
-    with pytest.raises(WeightSyncError, match=f"2 missing: {names}"):
+    with pytest.raises(WeightSyncError, match=f"4 missing: {names}"):
         sink.verify("sink")
 
 
