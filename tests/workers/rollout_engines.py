@@ -111,6 +111,12 @@ def full_logits(model: Any, prompt: list[int], tokens: torch.Tensor) -> torch.Te
     return logits[0, len(prompt) - 1 : -1]
 
 
+def trainer_log_probs(model: Any, sample: Sample, temperature: float = 1.0) -> Tensor:
+    """Return the trainer's log-probs of a sample's tokens."""
+    logits = full_logits(model, list(sample.prompt), sample.tokens).float() / temperature
+    return logits.log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
+
+
 def generate_and(
     engine: RolloutEngine,
     samples: Sequence[Sample],
@@ -127,24 +133,23 @@ def generate_and(
     return [finished[number] for number in numbers]
 
 
-def begun(
+def aborted_after(
     engine: RolloutEngine, samples: Sequence[Sample], sampling: SamplingParams, max_tokens: int
 ) -> list[Sample]:
     """Return all samples, aborted after so many tokens if they continue."""
     numbers = engine.submit(samples, sampling)
-    found = engine.take(max_tokens)
-    found |= engine.abort()
-    return [found[number] for number in numbers]
+    taken = engine.take(max_tokens) | engine.abort()
+    return [taken[number] for number in numbers]
 
 
 def first_tokens(sample: Sample, count: int) -> Sample:
     """Return a sample as it was at so many tokens."""
     log_probs, versions = sample.log_probs[:count], sample.versions[:count]
-    made = {"tokens": sample.tokens[:count], "log_probs": log_probs, "versions": versions}
-    return replace(sample, **made, finish_reason="abort")
+    columns = {"tokens": sample.tokens[:count], "log_probs": log_probs, "versions": versions}
+    return replace(sample, **columns, finish_reason="abort")
 
 
-def same(left: Sample, right: Sample, engine: RolloutEngine) -> None:
+def assert_same(left: Sample, right: Sample, engine: RolloutEngine) -> None:
     """Compare a sample, bit for bit if the engine guarantees bits."""
     assert left.tokens.tolist() == right.tokens.tolist()
     assert left.finish_reason == right.finish_reason

@@ -19,7 +19,8 @@ from tests.workers.rollout_engines import (
     RESPONSE,
     STOP,
     VOCAB,
-    begun,
+    aborted_after,
+    assert_same,
     decode,
     first_tokens,
     full_logits,
@@ -28,11 +29,12 @@ from tests.workers.rollout_engines import (
     make_model,
     make_prompts,
     requests_of,
-    same,
     settings,
+    trainer_log_probs,
 )
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import RolloutEngine
+from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import filtered_probs
 
@@ -40,10 +42,18 @@ PROMPTS = make_prompts(num_ragged=3)
 
 
 @pytest.fixture(scope="module")
-def oracle(model: Any, folder: Path) -> RolloutEngine:
+def oracle_samples(model: Any, folder: Path) -> list[Sample]:
+    """Two samples per prompt, by the hf engine."""
     engine = make_engine("hf", model, folder)
     load(engine, model, 3)
-    return engine
+    return engine.generate(requests_of(PROMPTS, n=2), settings())
+
+
+@pytest.fixture(scope="module")
+def samples(kept_engine: RolloutEngine, model: Any) -> list[Sample]:
+    """Two samples per prompt, by the engine."""
+    load(kept_engine, model, 3)
+    return kept_engine.generate(requests_of(PROMPTS, n=2), settings())
 
 
 def lists(outputs: Sequence[Sample]) -> list[list[int]]:
@@ -63,77 +73,63 @@ def test_greedy_equals_transformers_token_for_token(engine: RolloutEngine, model
             pad_token_id=0,
         )
         assert output.tokens.tolist() == theirs[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("changes", [{"temperature": 0.7, "top_k": 20}, {"do_sample": False}])
-def test_log_probs_are_the_trainers(
-    engine: RolloutEngine, model: Any, changes: dict[str, Any]
-) -> None:
-    sampling = settings(**changes)
-    for request, output in zip(
-        requests_of(PROMPTS), engine.generate(requests_of(PROMPTS), sampling), strict=True
-    ):
-        logits = (
-            full_logits(model, list(request.prompt), output.tokens) / sampling.log_prob_temperature
-        )
-        expected = torch.log_softmax(logits, -1).gather(1, output.tokens[:, None])[:, 0]
+        expected = trainer_log_probs(model, output)
         torch.testing.assert_close(output.log_probs, expected, atol=1e-4, rtol=0)
 
 
-def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abort(
+def test_log_probs_equal_the_trainers(engine: RolloutEngine, model: Any) -> None:
+    for output in engine.generate(requests_of(PROMPTS), settings(temperature=0.7, top_k=20)):
+        expected = trainer_log_probs(model, output, 0.7)
+        torch.testing.assert_close(output.log_probs, expected, atol=1e-4, rtol=0)
+
+
+def test_truncated_log_probs_follow_the_distribution_and_survive_an_abort(
     engine: RolloutEngine, model: Any
 ) -> None:
     sampling = settings(temperature=0.8, top_k=9, top_p=0.9, min_tokens=2, truncated_log_probs=True)
     outputs = engine.generate(requests_of(PROMPTS), sampling)
-    for request, output in zip(requests_of(PROMPTS), outputs, strict=True):
-        log_probs = torch.log_softmax(
-            full_logits(model, list(request.prompt), output.tokens) / 0.8, -1
-        )
-        log_probs[:2, list(STOP)] = -torch.inf
-        probs = filtered_probs(torch.log_softmax(log_probs, -1), sampling)
-        expected = (
-            (probs / probs.sum(-1, keepdim=True))
-            .gather(1, output.tokens[:, None])[:, 0]
-            .log()
-            .float()
-        )
+    for output in outputs:
+        logits = full_logits(model, list(output.prompt), output.tokens) / 0.8
+        logits[:2, list(STOP)] = -torch.inf
+        probs = filtered_probs(torch.log_softmax(logits, -1), sampling)
+        drawn = probs.gather(1, output.tokens[:, None])[:, 0]
+        expected = (drawn / probs.sum(-1)).log().float()
         torch.testing.assert_close(output.truncated_log_probs, expected, atol=1e-4, rtol=0)
-    whole = max(outputs, key=lambda output: len(output.tokens))
-    begun = replace(first_tokens(whole, 2), truncated_log_probs=whole.truncated_log_probs[:2])
-    (rest,) = engine.generate([begun], sampling)
-    torch.testing.assert_close(
-        rest.truncated_log_probs, whole.truncated_log_probs, atol=1e-4, rtol=0
-    )
+    longest = max(outputs, key=lambda output: len(output.tokens))
+    expected = longest.truncated_log_probs
+    partial = replace(first_tokens(longest, 2), truncated_log_probs=expected[:2])
+    (resumed,) = engine.generate([partial], sampling)
+    torch.testing.assert_close(resumed.truncated_log_probs, expected, atol=1e-4, rtol=0)
     with pytest.raises(RolloutError, match="was started without truncated_log_probs"):
-        engine.generate([replace(begun, truncated_log_probs=None)], sampling)
+        engine.generate([replace(partial, truncated_log_probs=None)], sampling)
 
 
 def test_a_sample_is_drawn_by_its_own_noise_on_every_engine(
-    engine: RolloutEngine, oracle: RolloutEngine
+    engine: RolloutEngine, samples: list[Sample], oracle_samples: list[Sample]
 ) -> None:
-    expected = lists(oracle.generate(requests_of(PROMPTS, n=2), settings()))
-    assert lists(engine.generate(requests_of(PROMPTS, n=2), settings())) == expected
+    expected = lists(oracle_samples)
+    assert lists(samples) == expected
     backwards = engine.generate(requests_of(PROMPTS, n=2)[::-1], settings())
     assert lists(backwards)[::-1] == expected
     assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2
 
 
-def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(engine: RolloutEngine) -> None:
-    outputs = engine.generate(requests_of(PROMPTS, n=2), settings())
-    for output in outputs:
+def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(
+    engine: RolloutEngine, samples: list[Sample]
+) -> None:
+    for output in samples:
         stops = [token in STOP for token in output.tokens.tolist()]
         assert not any(stops[:-1])
         assert output.finish_reason == ("stop" if stops[-1] else "length")
         assert stops[-1] or len(output.tokens) == RESPONSE
         assert len(output.log_probs) == len(output.versions) == len(output.tokens)
         assert set(output.versions.tolist()) == {3}
-    assert {output.finish_reason for output in outputs} == {"stop", "length"}
-    assert {
-        len(o.tokens) for o in engine.generate(requests_of(PROMPTS), settings(max_tokens=1))
-    } == {1}
+    assert {output.finish_reason for output in samples} == {"stop", "length"}
+    shortest = engine.generate(requests_of(PROMPTS), settings(max_tokens=1))
+    assert {len(output.tokens) for output in shortest} == {1}
 
 
-def test_the_minimum_length_keeps_stop_tokens_away(engine: RolloutEngine) -> None:
+def test_no_stop_token_is_drawn_before_the_minimum_length(engine: RolloutEngine) -> None:
     outputs = engine.generate(requests_of(PROMPTS, n=2), settings(min_tokens=6))
     assert min(len(output.tokens) for output in outputs) >= 6
     assert all(token not in STOP for output in outputs for token in output.tokens[:6].tolist())
@@ -150,20 +146,20 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
         requests_of(PROMPTS), settings(stop_token_ids=(VOCAB - 1,), stop_strings=(text,))
     )
     for before, output in zip(free, outputs, strict=True):
-        whole, said = decode(before.tokens.tolist()), decode(output.tokens.tolist())
-        assert whole.startswith(said)
-        assert said.endswith(text) if text in whole else said == whole
+        whole, response = decode(before.tokens.tolist()), decode(output.tokens.tolist())
+        assert whole.startswith(response)
+        assert response.endswith(text) if text in whole else response == whole
         assert output.finish_reason == ("stop" if text in whole else before.finish_reason)
 
 
-def test_a_logit_bias_moves_draws_but_not_the_reported_log_prob(
+def test_a_logit_bias_changes_draws_but_not_reported_log_probs(
     engine: RolloutEngine, model: Any
 ) -> None:
     outputs = engine.generate(
         requests_of(PROMPTS), settings(logit_bias=((33, 100.0),), max_tokens=3)
     )
     assert {token for output in outputs for token in output.tokens.tolist()} == {33}
-    expected = torch.log_softmax(full_logits(model, PROMPTS[0], outputs[0].tokens), -1)[:, 33]
+    expected = trainer_log_probs(model, outputs[0])
     torch.testing.assert_close(outputs[0].log_probs, expected, atol=1e-4, rtol=0)
     banned = engine.generate(
         requests_of(PROMPTS, n=2), settings(logit_bias=tuple((t, -100.0) for t in STOP))
@@ -198,47 +194,47 @@ def test_first_tokens_follow_the_truncated_distribution(
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.3 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
-def test_samples_join_and_leave_a_running_engine_and_are_those_of_one_call(
-    engine: RolloutEngine,
+def test_samples_that_join_and_leave_equal_those_of_one_call(
+    engine: RolloutEngine, samples: list[Sample]
 ) -> None:
     requests = requests_of(PROMPTS, n=2)
-    whole = engine.generate(requests, settings())
-    joined = [requests[:1], requests[1:8], requests[8:]]
     numbers: list[int] = []
-    found: dict[int, Sample] = {}
-    for group in joined:
+    finished: dict[int, Sample] = {}
+    for group in [requests[:1], requests[1:8], requests[8:]]:
         numbers += engine.submit(group, settings())
-        found |= engine.take(max_tokens=3)
-    left = numbers[2]
-    aborted = engine.abort([left]) if left not in found else {}
+        finished |= engine.take(max_tokens=3)
+    leaving = numbers[2]
+    aborted = engine.abort([leaving]) if leaving not in finished else {}
     while engine.num_running:
-        found |= engine.take(seconds=0.0)
+        finished |= engine.take(seconds=0.0)
     for number, sample in aborted.items():
         (again,) = engine.submit([sample], settings())
-        found[number] = engine.take()[again]
+        finished[number] = engine.take()[again]
     assert engine.take() == {}
-    for number, expected in zip(numbers, whole, strict=True):
-        same(found[number], expected, engine)
+    for number, expected in zip(numbers, samples, strict=True):
+        assert_same(finished[number], expected, engine)
 
 
-def test_an_aborted_generation_goes_on_where_it_stopped(engine: RolloutEngine) -> None:
-    whole = engine.generate(requests_of(PROMPTS), settings())
-    partial = begun(engine, requests_of(PROMPTS), settings(), 4)
+def test_an_aborted_generation_resumes_where_it_stopped(
+    engine: RolloutEngine, samples: list[Sample]
+) -> None:
+    partial = aborted_after(engine, requests_of(PROMPTS, n=2), settings(), 4)
     assert "abort" in {sample.finish_reason for sample in partial}
-    for sample, complete in zip(partial, whole, strict=True):
+    for sample, complete in zip(partial, samples, strict=True):
         assert complete.tokens.tolist()[: len(sample.tokens)] == sample.tokens.tolist()
     unfinished = [i for i, sample in enumerate(partial) if sample.finish_reason == "abort"]
-    again = engine.generate([partial[i] for i in unfinished], settings())
-    for i, sample in zip(unfinished, again, strict=True):
-        same(sample, whole[i], engine)
-    finished = next(sample for sample in whole if sample.finish_reason == "stop")
+    resumed = engine.generate([partial[i] for i in unfinished], settings())
+    for i, sample in zip(unfinished, resumed, strict=True):
+        assert_same(sample, samples[i], engine)
+    finished = next(sample for sample in samples if sample.finish_reason == "stop")
     with pytest.raises(RolloutError, match="nothing is left to generate"):
         engine.generate([finished], settings())
 
 
-def test_what_runs_forbids_sleep_another_batch_and_other_settings(engine: RolloutEngine) -> None:
+def test_running_samples_forbid_sleep_other_batches_and_other_settings(
+    engine: RolloutEngine, samples: list[Sample]
+) -> None:
     requests = requests_of(PROMPTS)
-    whole = lists(engine.generate(requests, settings()))
     numbers = engine.submit(requests, settings())
     try:
         with pytest.raises(
@@ -249,13 +245,13 @@ def test_what_runs_forbids_sleep_another_batch_and_other_settings(engine: Rollou
             engine.generate(requests, settings())
         with pytest.raises(RolloutError, match="running with other sampling settings"):
             engine.submit(requests, settings(temperature=0.5))
-        found = engine.take()
+        finished = engine.take()
     finally:
         engine.abort()
-    assert lists([found[number] for number in numbers]) == whole
+    assert lists([finished[number] for number in numbers]) == lists(samples[::2])
 
 
-def test_names_missing_unknown_and_misshaped_are_listed_and_the_engine_stays_stale(
+def test_weights_that_do_not_fit_are_listed_and_the_engine_stays_stale(
     engine: RolloutEngine, model: Any
 ) -> None:
     tensors = dict(model.named_parameters())
@@ -266,22 +262,20 @@ def test_names_missing_unknown_and_misshaped_are_listed_and_the_engine_stays_sta
         r"1 of another shape: lm_head.weight \(is \[64, 64\], was sent \[64, 3\]\)"
     )
     with pytest.raises(WeightSyncError, match=words):
-        load(engine, tensors_as_model(tensors), 8)
+        engine.load_weights((name, tensor.detach()) for name, tensor in tensors.items())
     with pytest.raises(RolloutError, match="no verified weights"):
         engine.generate(requests_of(PROMPTS), settings())
 
 
-class tensors_as_model:  # noqa: N801 - reads as a function
-    def __init__(self, tensors: Any) -> None:
-        self.tensors = tensors
-
-    def named_parameters(self) -> Any:
-        return self.tensors.items()
-
-
-def test_a_woken_engine_is_stale_until_weights_arrive(engine: RolloutEngine, model: Any) -> None:
-    before = lists(engine.generate(requests_of(PROMPTS), settings()))
+def test_a_woken_engine_is_stale_until_weights_arrive(
+    engine: RolloutEngine, model: Any, samples: list[Sample]
+) -> None:
+    memory = []
+    if isinstance(engine, ModuleEngine):
+        memory = [weight.untyped_storage()._weak_ref() for weight in engine.module.parameters()]
+    assert not any(map(torch.UntypedStorage._expired, memory))
     engine.sleep()
+    assert all(map(torch.UntypedStorage._expired, memory)), "asleep, weights take no memory"
     engine.sleep()
     with pytest.raises(RolloutError, match="is asleep"):
         engine.generate(requests_of(PROMPTS), settings())
@@ -289,7 +283,7 @@ def test_a_woken_engine_is_stale_until_weights_arrive(engine: RolloutEngine, mod
     with pytest.raises(RolloutError, match="has no verified weights"):
         engine.generate(requests_of(PROMPTS), settings())
     load(engine, model, 5)
-    assert lists(engine.generate(requests_of(PROMPTS), settings())) == before
+    assert lists(engine.generate(requests_of(PROMPTS), settings())) == lists(samples[::2])
 
 
 @pytest.mark.parametrize(
@@ -301,14 +295,14 @@ def test_a_woken_engine_is_stale_until_weights_arrive(engine: RolloutEngine, mod
         ([-1], "token id -1"),
     ],
 )
-def test_prompts_that_cannot_work_are_refused_by_name(
+def test_impossible_prompts_are_rejected_by_name(
     engine: RolloutEngine, prompt: list[int], words: str
 ) -> None:
     with pytest.raises(RolloutError, match=words):
         engine.generate([Sample(prompt, 1, "row 0")], settings())
 
 
-def test_settings_that_cannot_work_are_refused(
+def test_impossible_settings_are_rejected(
     engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RolloutError, match="max_tokens=15 does not fit"):
@@ -320,7 +314,7 @@ def test_settings_that_cannot_work_are_refused(
         engine.generate(requests_of(PROMPTS), settings(stop_strings=("x",)))
 
 
-def test_broken_logits_are_an_error_that_names_a_sample(
+def test_logits_that_are_not_finite_raise_with_a_sample(
     engine: RolloutEngine, folder: Path
 ) -> None:
     broken = make_model(folder / "broken")

@@ -26,26 +26,26 @@ SAMPLES = [
     ),
     Sample([5, 6, 7], tokens=torch.tensor([8]), versions=torch.tensor([4])),
 ]
-"""Two turns, of which the second reads one observed token alone, and one of one token."""
+"""Two turns, of which the second reads only one observed token; and a response of one token."""
 
 
 def ragged_batch() -> DataProto:
-    prompts = [torch.tensor(one.prompt) for one in SAMPLES]
-    responses = Ragged.from_rows([one.tokens for one in SAMPLES], R, fill=0)
-    versions = torch.cat([one.versions for one in SAMPLES])
-    places = [torch.arange(len(one.prompt) + len(one.tokens)) for one in SAMPLES]
-    places[0][4:] = torch.arange(2)
-    whole = [torch.ones(len(one.prompt) + len(one.tokens)).long() for one in SAMPLES]
-    starts = P - torch.tensor([len(one.prompt) for one in SAMPLES])
-    lengths = torch.tensor([len(row) for row in whole])
+    prompts = [torch.tensor(sample.prompt) for sample in SAMPLES]
+    responses = Ragged.from_rows([sample.tokens for sample in SAMPLES], R, fill=0)
+    versions = torch.cat([sample.versions for sample in SAMPLES])
+    positions = [torch.arange(len(sample.prompt) + len(sample.tokens)) for sample in SAMPLES]
+    starts = P - torch.tensor([len(sample.prompt) for sample in SAMPLES])
+    lengths = torch.tensor([len(row) for row in positions])
+    mask = torch.ones(int(lengths.sum())).long()
+    positions[0][4:] = torch.arange(2)
     columns = {
         "prompts": Ragged.from_rows(prompts, P, at_end=True, fill=0),
         "responses": responses,
-        "attention_mask": Ragged(torch.cat(whole), lengths, P + R, starts, 0),
-        "position_ids": Ragged(torch.cat(places), lengths, P + R, starts, 0),
+        "attention_mask": Ragged(mask, lengths, P + R, starts, 0),
+        "position_ids": Ragged(torch.cat(positions), lengths, P + R, starts, 0),
         "response_mask": responses.with_values((versions >= 0).long()),
         "token_versions": responses.with_values(versions),
-        "sample_hash": torch.tensor([sample_hash(one) for one in SAMPLES]),
+        "sample_hash": torch.tensor([sample_hash(sample) for sample in SAMPLES]),
         "sample_index": torch.tensor([0, 1]),
     }
     return DataProto.from_dict(columns, {"uid": np.array(["a", "a"], dtype=object)})
@@ -58,7 +58,7 @@ def padded_batch() -> DataProto:
 
 @pytest.mark.parametrize("make", [ragged_batch, padded_batch])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1]])
-def test_rows_that_were_drawn_pass_in_any_order(
+def test_sampled_rows_match_their_hashes_in_any_order(
     make: Callable[[], DataProto], order: list[int]
 ) -> None:
     batch = make().select_idxs(order)
@@ -79,38 +79,33 @@ def test_rows_that_were_drawn_pass_in_any_order(
         ("position_ids", (0, P + 1), 0),
     ],
 )
-def test_whatever_is_changed_is_refused_by_name(
+def test_any_changed_token_or_column_is_rejected_by_name(
     make: Callable[[], DataProto], name: str, place: tuple[int, int], value: int
 ) -> None:
     batch = make()
     changed = batch.padded(name).clone()
     changed[place] = value
     column = batch.column(name)
-    held = column.like(changed) if isinstance(column, Ragged) else changed
-    batch.set_columns({name: held})
+    batch.set_columns({name: column.like(changed) if isinstance(column, Ragged) else changed})
     with pytest.raises(BatchError, match=r"1 of 2 samples differ from what the .*uid/index: a/0\)"):
         check_sample_hashes(batch)
 
 
-def test_what_is_left_out_of_the_loss_is_no_change() -> None:
+def test_rows_without_loss_still_match_their_hashes() -> None:
     batch = ragged_batch()
     mask = batch.padded("response_mask").clone()
     mask[0] = 0
-    assert (
-        check_sample_hashes(write_columns(batch, response_mask=mask))[
-            "training/num_hash_matched_samples"
-        ]
-        == 2
-    )
+    matched = check_sample_hashes(write_columns(batch, response_mask=mask))
+    assert matched == {"training/num_hash_matched_samples": 2.0}
 
 
-def test_samples_of_another_generator_are_not_asked() -> None:
+def test_rows_without_hashes_are_not_checked() -> None:
     batch = ragged_batch()
     batch.pop(["sample_hash"])
     assert check_sample_hashes(batch) == {}
 
 
-def test_a_row_is_not_another_one_with_the_same_tokens() -> None:
+def test_rows_with_the_same_tokens_have_different_hashes() -> None:
     moved = Sample([5, 6, 1], tokens=torch.tensor([2, 9, 3]), versions=torch.tensor([4, -1, 5]))
     as_one = replace(SAMPLES[0], segments=())
-    assert len({sample_hash(one) for one in (*SAMPLES, moved, as_one)}) == 4
+    assert len({sample_hash(sample) for sample in (*SAMPLES, moved, as_one)}) == 4

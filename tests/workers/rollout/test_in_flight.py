@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,17 @@ from tests.workers.rollout_engines import (
     RESPONSE,
     STOP,
     VOCAB,
-    begun,
+    aborted_after,
+    assert_same,
     first_tokens,
-    full_logits,
     generate_and,
     load,
     make_engine,
     make_model,
     make_prompts,
     requests_of,
-    same,
     settings,
+    trainer_log_probs,
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.rollout.base import RolloutEngine
@@ -43,7 +43,7 @@ def other(folder: Path) -> Any:
     return make_model(folder / "other", seed=1)
 
 
-@pytest.fixture(params=[False, True], ids=["computed again", "kept"])
+@pytest.fixture(params=[False, True], ids=["recomputed", "kept"])
 def keep_kv_cache(engine: RolloutEngine, request: pytest.FixtureRequest) -> Iterator[bool]:
     limits = engine.limits
     engine.limits = replace(limits, keep_kv_cache=request.param)
@@ -51,70 +51,70 @@ def keep_kv_cache(engine: RolloutEngine, request: pytest.FixtureRequest) -> Iter
     engine.limits = limits
 
 
-def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log-probs of these tokens, as `LONG` reports them."""
-    every = torch.log_softmax(logits / LONG.temperature, -1)
-    return every.gather(1, tokens[:, None])[:, 0]
+def assert_log_probs(model: Any, output: Sample, version: int) -> None:
+    """Compare log-probs of the tokens of a version with the trainer's."""
+    mask = output.versions == version
+    expected = trainer_log_probs(model, output, LONG.temperature)
+    torch.testing.assert_close(output.log_probs[mask], expected[mask], atol=1e-5, rtol=0)
 
 
-def logits_over_kept_keys(old: Any, new: Any, prompt: Sequence[int], output: Sample) -> Tensor:
-    """Return `new`'s logits of its tokens after `old` has read all before the last one."""
-    made = int((output.versions == 3).sum())
-    ids = torch.tensor([[*prompt, *output.tokens.tolist()]])
-    read = len(prompt) + made - 1
+def log_probs_with_kept_keys(old: Any, new: Any, output: Sample) -> Tensor:
+    """Return `new`'s log-probs of its tokens after `old` has read all before the last one."""
+    num_old = int((output.versions == 3).sum())
+    ids = torch.tensor([[*output.prompt, *output.tokens.tolist()]])
+    read = len(output.prompt) + num_old - 1
     with torch.no_grad():
         cache = old(ids[:, :read], use_cache=True).past_key_values
-        logits: Tensor = new(ids[:, read:-1], past_key_values=cache).logits
-    return logits[0]
+        logits: Tensor = new(ids[:, read:-1], past_key_values=cache).logits[0]
+    log_probs = torch.log_softmax(logits / LONG.temperature, -1)
+    return log_probs.gather(1, output.tokens[num_old:, None])[:, 0]
 
 
-def test_later_tokens_are_the_new_weights_over_keys_computed_again_or_kept(
+def test_later_tokens_use_new_weights_and_recomputed_or_kept_keys(
     engine: RolloutEngine, model: Any, other: Any, keep_kv_cache: bool
 ) -> None:
     requests = requests_of(PROMPTS)
     outputs = generate_and(engine, requests, LONG, 5, lambda: load(engine, other, 4))
-    mixed = 0
-    for request, output in zip(requests, outputs, strict=True):
+    num_mixed = 0
+    for output in outputs:
         old, new = output.versions == 3, output.versions == 4
         assert bool((old | new).all())
         assert output.versions.tolist() == sorted(output.versions.tolist())
-        prompt, tokens = list(request.prompt), output.tokens
-        before = log_probs_of(full_logits(model, prompt, tokens), tokens)
-        torch.testing.assert_close(output.log_probs[old], before[old], atol=1e-5, rtol=0)
+        assert_log_probs(model, output, 3)
+        is_mixed = bool(old.any() and new.any())
+        num_mixed += is_mixed
+        if is_mixed and keep_kv_cache:
+            expected = log_probs_with_kept_keys(model, other, output)
+            torch.testing.assert_close(output.log_probs[new], expected, atol=1e-5, rtol=0)
+            recomputed = trainer_log_probs(other, output, LONG.temperature)[new]
+            assert (expected - recomputed).abs().max() > 1e-3
+        else:
+            assert_log_probs(other, output, 4)
+    assert num_mixed > 4
 
-        expected = log_probs_of(full_logits(other, prompt, tokens), tokens)[new]
-        if old.any() and new.any():
-            mixed += 1
-            if keep_kv_cache:
-                again, kept = expected, logits_over_kept_keys(model, other, prompt, output)
-                expected = log_probs_of(kept, tokens[new])
-                assert (expected - again).abs().max() > 1e-3
-        torch.testing.assert_close(output.log_probs[new], expected, atol=1e-5, rtol=0)
-    assert mixed > 4
-
-    (plain,) = engine.generate(requests[:1], LONG)
-    expected = log_probs_of(full_logits(other, PROMPTS[0], plain.tokens), plain.tokens)
-    torch.testing.assert_close(plain.log_probs, expected, atol=1e-5, rtol=0)
+    (fresh,) = engine.generate(requests[:1], LONG)
+    assert fresh.versions.unique().tolist() == [4]
+    assert_log_probs(other, fresh, 4)
 
 
-def test_a_response_that_took_new_weights_goes_on_from_any_of_its_tokens(
+def test_a_response_with_new_weights_resumes_from_any_token(
     engine: RolloutEngine, other: Any
 ) -> None:
     requests = requests_of(PROMPTS)
     whole = generate_and(engine, requests, LONG, 5, lambda: load(engine, other, 4))
     for num_new in (0, 1, 4):
-        begun, expected = [], []
+        partial, expected = [], []
         for output in whole:
             count = int((output.versions == 3).sum()) + num_new
             if num_new <= count < len(output.tokens):
-                begun.append(first_tokens(output, count))
+                partial.append(first_tokens(output, count))
                 expected.append(output)
-        assert begun
-        for found, output in zip(engine.generate(begun, LONG), expected, strict=True):
-            same(found, output, engine)
+        assert partial
+        for resumed, output in zip(engine.generate(partial, LONG), expected, strict=True):
+            assert_same(resumed, output, engine)
 
 
-def test_a_response_goes_on_so_too_where_the_module_itself_decodes(
+def test_later_tokens_use_new_weights_if_the_module_decodes(
     model: Any, other: Any, folder: Path
 ) -> None:
     engine = make_engine("native", model, folder)
@@ -122,31 +122,29 @@ def test_a_response_goes_on_so_too_where_the_module_itself_decodes(
     engine.direct_agrees = False
     load(engine, model, 3)
     outputs = generate_and(engine, requests_of(PROMPTS), LONG, 8, lambda: load(engine, other, 4))
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        new = output.versions == 4
-        expected = log_probs_of(full_logits(other, prompt, output.tokens), output.tokens)
-        torch.testing.assert_close(output.log_probs[new], expected[new], atol=1e-5, rtol=0)
+    for output in outputs:
+        assert_log_probs(other, output, 4)
     assert sum(len(output.versions.unique()) for output in outputs) > len(PROMPTS) + 4
 
 
-def test_responses_of_older_weights_go_on_beside_new_ones_as_alone(
+def test_responses_of_older_weights_resume_next_to_new_ones(
     engine: RolloutEngine, other: Any
 ) -> None:
     requests = requests_of(PROMPTS)
-    half = begun(engine, requests[::2], LONG, 3)
+    partial = aborted_after(engine, requests[::2], LONG, 3)
     load(engine, other, 4)
-    going_on = [sample for sample in half if sample.finish_reason == "abort"]
-    assert len(going_on) > 2
+    resuming = [sample for sample in partial if sample.finish_reason == "abort"]
+    assert len(resuming) > 2
     fresh = requests[1::2]
-    both = [fresh[0], *going_on, *fresh[1:]]
-    for sample, found in zip(both, engine.generate(both, LONG), strict=True):
-        (alone,) = engine.generate([sample], LONG)
-        same(found, alone, engine)
+    both = [fresh[0], *resuming, *fresh[1:]]
+    for sample, output in zip(both, engine.generate(both, LONG), strict=True):
+        (expected,) = engine.generate([sample], LONG)
+        assert_same(output, expected, engine)
         versions = [3] * len(sample.tokens)
-        assert found.versions.tolist() == versions + [4] * (len(found.tokens) - len(versions))
+        assert output.versions.tolist() == versions + [4] * (len(output.tokens) - len(versions))
 
 
-def test_a_generation_whose_new_weights_are_refused_ends_and_draws_no_token_more(
+def test_rejected_new_weights_end_the_generation(
     engine: RolloutEngine, model: Any, other: Any
 ) -> None:
     some = {name: weight.detach() for name, weight in other.named_parameters()}
@@ -161,15 +159,12 @@ def test_a_generation_whose_new_weights_are_refused_ends_and_draws_no_token_more
     with pytest.raises(RolloutError, match="has no verified weights"):
         engine.generate(requests_of(PROMPTS), LONG)
     load(engine, model, 5)
-    outputs = engine.generate(requests_of(PROMPTS), LONG)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        expected = log_probs_of(full_logits(model, prompt, output.tokens), output.tokens)
-        torch.testing.assert_close(output.log_probs, expected, atol=1e-5, rtol=0)
+    for output in engine.generate(requests_of(PROMPTS), LONG):
+        assert output.versions.unique().tolist() == [5]
+        assert_log_probs(model, output, 5)
 
 
-def test_weights_that_no_other_rank_could_take_end_the_generation_too(
-    engine: RolloutEngine, other: Any
-) -> None:
+def test_new_weights_without_a_vote_end_the_generation(engine: RolloutEngine, other: Any) -> None:
     def take_without_a_vote() -> None:
         engine.load_weights((name, w.detach()) for name, w in other.named_parameters())
 
@@ -184,12 +179,11 @@ def test_weights_that_no_other_rank_could_take_end_the_generation_too(
         ([9, VOCAB], f"the partial response of row 0 has token id {VOCAB}"),
     ],
 )
-def test_partial_responses_that_cannot_go_on_are_refused_by_name(
+def test_partial_responses_that_cannot_resume_are_rejected_by_name(
     engine: RolloutEngine, tokens: list[int], words: str
 ) -> None:
     ids = torch.tensor(tokens)
-    begun = Sample(
-        [11], 1, "row 0", ids, torch.zeros(len(ids)), torch.zeros(len(ids)).int(), "abort"
-    )
+    zeros = torch.zeros(len(ids))
+    partial = Sample([11], 1, "row 0", ids, zeros, zeros.int(), "abort")
     with pytest.raises(RolloutError, match=words):
-        engine.generate([begun], settings())
+        engine.generate([partial], settings())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.workers.models.test_routing import model_of
 from tests.workers.prompts import prompt_batch
-from tests.workers.rollout_engines import EmptyEngine
+from tests.workers.rollout_engines import EmptyEngine, assert_same
 from verl_like.errors import ConfigError, RolloutError
 from workers.config import RolloutConfig
 from workers.models.routing import Routers
@@ -35,11 +35,12 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def engine_of(name: str, model: Any, **limits: Any) -> RolloutEngine:
-    own = copy.deepcopy(model)
-    its = replace(LIMITS, **limits)
-    engine: RolloutEngine = (
-        HFEngine(own, its) if name == "hf" else NativeEngine(own, its, owns_weights=True)
-    )
+    module, own_limits = copy.deepcopy(model), replace(LIMITS, **limits)
+    engine: RolloutEngine
+    if name == "hf":
+        engine = HFEngine(module, own_limits)
+    else:
+        engine = NativeEngine(module, own_limits, owns_weights=True)
     engine.commit(1)
     return engine
 
@@ -47,9 +48,9 @@ def engine_of(name: str, model: Any, **limits: Any) -> RolloutEngine:
 @torch.no_grad()
 def choices(model: Any, ids: list[int]) -> Tensor:
     """Return the model's choices in one pass over these tokens, in any order."""
-    with Routers(model).recording() as noted:
+    with Routers(model).recording() as passes:
         model(torch.tensor([ids]), use_cache=False)
-        return noted.take().sort(dim=-1).values
+        return passes.take().sort(dim=-1).values
 
 
 def assert_chosen(model: Any, sample: Sample) -> None:
@@ -57,51 +58,45 @@ def assert_chosen(model: Any, sample: Sample) -> None:
     row = [*sample.prompt, *sample.tokens.tolist()]
     assert sample.routed_experts is not None
     assert len(sample.routed_experts) == len(row) - 1
-    found = sample.routed_experts.sort(dim=-1).values
-    assert torch.equal(found, choices(model, row[:-1]))
+    assert torch.equal(sample.routed_experts.sort(dim=-1).values, choices(model, row[:-1]))
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_every_token_read_has_its_experts(name: str, model: Any) -> None:
+def test_every_token_that_was_read_has_its_experts(name: str, model: Any) -> None:
     engine = engine_of(name, model)
     plain = engine.generate(SAMPLES, replace(SAMPLING, routed_experts=False))
     outputs = engine.generate(SAMPLES, SAMPLING)
-    for one, other in zip(outputs, plain, strict=True):
-        assert torch.equal(one.tokens, other.tokens)
-        assert torch.equal(one.log_probs, other.log_probs)
-        assert other.routed_experts is None
-        assert_chosen(model, one)
+    for sample, expected in zip(outputs, plain, strict=True):
+        assert_same(sample, expected, engine)
+        assert expected.routed_experts is None
+        assert_chosen(model, sample)
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-@pytest.mark.parametrize("keep_kv_cache", [False, True], ids=["read again", "kept"])
-def test_a_sample_that_goes_on_has_the_experts_of_its_cache(
+@pytest.mark.parametrize("keep_kv_cache", [False, True], ids=["recomputed", "kept"])
+def test_a_resumed_sample_has_the_experts_of_its_cache(
     name: str, keep_kv_cache: bool, model: Any
 ) -> None:
     engine = engine_of(name, model, keep_kv_cache=keep_kv_cache)
-    expected = engine.generate(SAMPLES, SAMPLING)
+    expected = {sample.name: sample for sample in engine.generate(SAMPLES, SAMPLING)}
     engine.submit(SAMPLES, SAMPLING)
-    early = engine.take(max_tokens=3)
-    aborted = engine.abort()
-    numbers = engine.submit(list(aborted.values()), SAMPLING)
-    found = {sample.name: sample for sample in early.values()}
+    finished = list(engine.take(max_tokens=3).values())
+    engine.submit(list(engine.abort().values()), SAMPLING)
     engine.take(max_tokens=2)
     engine.commit(2)  # the same weights under another name
-    found |= {sample.name: sample for sample in engine.take().values()}
-    assert len(numbers) == len(aborted)
-    for sample in expected:
-        if sample.name in found:
-            assert torch.equal(found[sample.name].tokens, sample.tokens)
-            assert_chosen(model, found[sample.name])
+    finished += engine.take().values()
+    for sample in finished:
+        assert torch.equal(sample.tokens, expected[sample.name].tokens)
+        assert_chosen(model, sample)
 
 
-def test_the_column_has_a_row_for_every_token(model: Any) -> None:
+def test_the_column_of_experts_has_a_row_for_every_token(model: Any) -> None:
     engine = engine_of("native", model)
     prompts = prompt_batch(3)
     masks = prompts.batch["attention_mask"].bool()
     ids = prompts.batch["input_ids"]
-    asked = [Sample(row[mask].tolist(), 7) for row, mask in zip(ids, masks, strict=True)]
-    outputs = engine.generate(asked, SAMPLING)
+    requests = [Sample(row[mask].tolist(), 7) for row, mask in zip(ids, masks, strict=True)]
+    outputs = engine.generate(requests, SAMPLING)
     empty, pads = engine.no_choices(), [Sample([0], finish_reason="pad")]
     batch = batch_of([*outputs, *pads], (6, 12), 0, 1, no_choices=empty)
     column = batch.column("routed_experts")
@@ -116,20 +111,20 @@ def test_the_column_has_a_row_for_every_token(model: Any) -> None:
 
 
 class PlainEngine(EmptyEngine):
-    """A user's engine, from before choices were recorded."""
+    """A user's engine that records no choices."""
 
     def __init__(self, module: Any, limits: EngineLimits, *, decode: Any = None) -> None:
         super().__init__(limits, decode)
 
 
-def test_an_engine_that_does_not_note_them_is_refused() -> None:
+def test_an_engine_that_records_no_experts_is_rejected() -> None:
     engine = EmptyEngine(LIMITS)
     engine.vocab_size = 64
     with pytest.raises(ConfigError, match="EmptyEngine does not record which experts"):
         engine._check_sampling(SAMPLING)
-    own = RolloutConfig(name=f"{PlainEngine.__module__}.PlainEngine")
+    user_engine = RolloutConfig(name=f"{PlainEngine.__module__}.PlainEngine")
     with pytest.raises(ConfigError, match="PlainEngine does not record which experts"):
-        check_notes_routing(own)
+        check_notes_routing(user_engine)
     server = RolloutConfig(name="vllm", server_urls=["http://here:8000"])
     with pytest.raises(ConfigError, match="a vLLM server does not record which experts"):
         check_notes_routing(server)
@@ -137,7 +132,7 @@ def test_an_engine_that_does_not_note_them_is_refused() -> None:
         check_notes_routing(RolloutConfig(name=name))
 
 
-def test_a_dense_model_has_none() -> None:
+def test_routed_experts_of_a_dense_model_are_rejected() -> None:
     engine = engine_of("native", model_of("llama"))
     with pytest.raises(ConfigError, match="no routed experts"):
         engine.generate(SAMPLES, SAMPLING)

@@ -46,14 +46,14 @@ def expected_probs(
     likeliest = sorted(probs, key=lambda token: -probs[token])
     if top_k > 0:
         likeliest = likeliest[:top_k]
-    kept, total, mass = [], sum(probs[token] for token in likeliest), 0.0
+    tokens, total, mass = [], sum(probs[token] for token in likeliest), 0.0
     for token in likeliest:
         if mass < top_p * total:
-            kept.append(token)
+            tokens.append(token)
         mass += probs[token]
-    kept = [token for token in kept if probs[token] >= min_p * probs[likeliest[0]]]
-    total = sum(probs[token] for token in kept)
-    return {token: probs[token] / total for token in kept}
+    tokens = [token for token in tokens if probs[token] >= min_p * probs[likeliest[0]]]
+    total = sum(probs[token] for token in tokens)
+    return {token: probs[token] / total for token in tokens}
 
 
 def sorted_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -67,7 +67,7 @@ def sorted_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 @pytest.mark.parametrize("vocab", [1, 5, 40_000])
 @pytest.mark.parametrize("spread", [0.0, 4.0])
 @pytest.mark.parametrize("has_ties", [False, True])
-def test_top_p_keeps_the_tokens_that_a_sort_keeps(
+def test_top_p_selects_the_tokens_that_a_sort_selects(
     vocab: int, spread: float, has_ties: bool
 ) -> None:
     logits = spread * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
@@ -92,7 +92,7 @@ def test_top_p_sorts_only_integers_of_32_bits() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "min_tokens": 1}, {"do_sample": False}])
-def test_rows_in_parts_have_the_tokens_of_rows_together(
+def test_tokens_do_not_depend_on_the_rows_per_pass(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, noise = torch.randn(7, 50), torch.rand(7, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_log_probs_have_the_temperature_but_no_truncation() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.7, "min_p": 0.1}]
 )
-def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(
+def test_truncated_log_probs_follow_the_truncated_distribution(
     settings: dict[str, Any],
 ) -> None:
     logits = torch.randn(50, VOCAB)
@@ -160,14 +160,14 @@ def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(
     assert torch.equal(sample_tokens(logits, noise(50), plain)[1], log_probs[:, :1])
 
 
-def test_greedy_takes_the_likeliest_and_counts_as_temperature_one() -> None:
+def test_greedy_tokens_have_log_probs_of_temperature_one() -> None:
     logits = torch.randn(50, VOCAB)
     tokens, log_probs = sample_tokens(logits, noise(50), sampling(do_sample=False, temperature=0.1))
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.equal(log_probs[:, 0], torch.log_softmax(logits, -1).max(-1).values)
 
 
-def test_a_row_draws_the_same_alone_and_among_others() -> None:
+def test_a_row_draws_the_same_token_among_others() -> None:
     logits, numbers = torch.randn(33, 1000), noise(33)
     settings = sampling(top_k=50, top_p=0.9)
     tokens, log_probs = sample_tokens(logits, numbers, settings)
@@ -177,7 +177,7 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
         assert log_prob[0] == log_probs[row]
 
 
-def test_the_ends_of_the_noise_draw_tokens_that_have_probability() -> None:
+def test_the_ends_of_the_noise_draw_possible_tokens() -> None:
     logits = torch.tensor([[-200.0, 0.0, 0.0, -200.0]]).repeat(2, 1)
     tokens, _ = sample_tokens(
         logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), sampling(top_k=2)
@@ -188,8 +188,8 @@ def test_the_ends_of_the_noise_draw_tokens_that_have_probability() -> None:
 def test_noise_is_a_pure_function_of_key_and_position() -> None:
     keys, positions = np.array([1, 2**64 - 1, 5], dtype=np.uint64), np.array([0, 1, 10_000])
     together = uniforms(keys, positions)
-    alone = [uniforms(keys[i : i + 1], positions[i : i + 1])[0] for i in range(3)]
-    assert together.tolist() == alone
+    one_by_one = [uniforms(keys[i : i + 1], positions[i : i + 1])[0] for i in range(3)]
+    assert together.tolist() == one_by_one
     assert ((together >= 0) & (together < 1)).all()
     # The published first outputs of splitmix64 with seed 1234567.
     first = uniforms(np.full(2, 1234567, dtype=np.uint64), np.arange(2))
@@ -208,7 +208,7 @@ def test_noise_is_even_along_positions_and_along_keys() -> None:
     assert abs(np.corrcoef(along_positions[1:], along_positions[:-1])[0, 1]) < 0.03
 
 
-def test_every_part_of_the_name_changes_the_key() -> None:
+def test_every_part_of_a_name_changes_the_key() -> None:
     parts = ([0, 1], ["0-0", "1-0", "0-1"], [0, 1], [0, 1], ["train", "validate"])
     names = list(itertools.product(*parts))
     assert len({noise_key(*name) for name in names}) == len(names)
@@ -225,16 +225,16 @@ def test_every_part_of_the_name_changes_the_key() -> None:
         ({"min_p": -0.1}, "min_p=-0.1"),
     ],
 )
-def test_settings_that_draw_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_draw_nothing_are_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sampling(**settings)
 
 
-def test_the_noise_of_tensors_is_that_of_arrays_bit_for_bit() -> None:
+def test_the_noise_of_tensors_equals_that_of_arrays() -> None:
     random = np.random.default_rng(0)
     keys = random.integers(0, 2**64, size=5000, dtype=np.uint64, endpoint=False)
     keys[:2] = 0, 2**64 - 1
     positions = random.integers(0, 2**31, size=5000)
     signed = torch.from_numpy(keys.view(np.int64))
-    found = uniforms_of(signed, torch.from_numpy(positions))
-    assert torch.equal(found, torch.from_numpy(uniforms(keys, positions)))
+    noise = uniforms_of(signed, torch.from_numpy(positions))
+    assert torch.equal(noise, torch.from_numpy(uniforms(keys, positions)))

@@ -15,13 +15,13 @@ from tests.workers.rollout_engines import (
     PROMPT,
     RESPONSE,
     STOP,
-    full_logits,
+    assert_same,
     load,
     make_model,
     make_prompts,
     requests_of,
-    same,
     settings,
+    trainer_log_probs,
 )
 from workers.rollout import sample as rollout_sample
 from workers.rollout.base import EngineLimits, RolloutEngine
@@ -49,29 +49,26 @@ def observing(sample: Sample, observed: Sequence[int] = OBSERVED) -> Sample:
 
 
 def first_turns(engine: RolloutEngine, cached: CachedStates | None = None) -> list[Sample]:
-    asked = [replace(sample, end_at=FIRST, cached=cached) for sample in requests_of(PROMPTS)]
-    return engine.generate(asked, settings())
+    requests = [replace(sample, end_at=FIRST, cached=cached) for sample in requests_of(PROMPTS)]
+    return engine.generate(requests, settings())
 
 
 def turns(engine: RolloutEngine, cached: CachedStates | None = None) -> list[Sample]:
-    return engine.generate([observing(one) for one in first_turns(engine, cached)], settings())
+    first = first_turns(engine, cached)
+    return engine.generate([observing(sample) for sample in first], settings())
 
 
-def test_what_is_drawn_in_a_later_turn_is_the_trainers(engine: RolloutEngine, model: Any) -> None:
+def test_a_later_turn_has_the_trainers_log_probs_and_its_own_end(
+    engine: RolloutEngine, model: Any
+) -> None:
+    lengths = set()
     for sample in turns(engine):
         drawn = sample.versions >= 0
         assert drawn.tolist().count(False) == len(OBSERVED)
         assert sample.tokens[~drawn].tolist() == OBSERVED
         assert sample.log_probs[~drawn].isnan().all()
-        log_probs = full_logits(model, list(sample.prompt), sample.tokens).log_softmax(-1)
-        expected = log_probs.gather(1, sample.tokens[:, None])[:, 0]
-        torch.testing.assert_close(sample.log_probs[drawn], expected[drawn], atol=1e-4, rtol=0)
-
-
-def test_a_turn_ends_with_a_stop_token_of_its_own_or_at_its_limit(engine: RolloutEngine) -> None:
-    lengths = set()
-    for sample in turns(engine):
-        drawn = sample.versions >= 0
+        expected = trainer_log_probs(model, sample)[drawn]
+        torch.testing.assert_close(sample.log_probs[drawn], expected, atol=1e-4, rtol=0)
         first_turn = int(drawn.long().argmin())
         second = sample.tokens[first_turn + len(OBSERVED) :].tolist()
         lengths.add(len(second))
@@ -84,78 +81,69 @@ def test_a_turn_ends_with_a_stop_token_of_its_own_or_at_its_limit(engine: Rollou
     assert len(lengths) > 1 or lengths == {SECOND}
 
 
-def test_a_turn_is_a_fresh_engines_whoever_runs_beside_it(
+def test_a_turn_does_not_depend_on_other_samples_or_earlier_turns(
     engine: RolloutEngine, model: Any
 ) -> None:
-    together = turns(engine)
-    for prompt, expected in zip(PROMPTS, together, strict=True):
-        asked = replace(requests_of(PROMPTS)[PROMPTS.index(prompt)], end_at=FIRST)
-        (first,) = engine.generate([asked], settings())
+    for request, expected in zip(requests_of(PROMPTS), turns(engine), strict=True):
+        (first,) = engine.generate([replace(request, end_at=FIRST)], settings())
         load(engine, model, 3)
-        (alone,) = engine.generate([observing(first)], settings())
-        same(alone, expected, engine)
+        (single,) = engine.generate([observing(first)], settings())
+        assert_same(single, expected, engine)
 
 
-def test_the_first_that_is_finished_is_given_while_others_run(engine: RolloutEngine) -> None:
-    asked = [
+def test_the_first_finished_sample_is_returned_while_others_run(engine: RolloutEngine) -> None:
+    requests = [
         replace(sample, end_at=1 + 3 * number)
         for number, sample in enumerate(requests_of(PROMPTS[:3]))
     ]
-    bias = {"logit_bias": tuple((token, -100.0) for token in STOP)}
-    numbers = engine.submit(asked, settings(**bias))
-    order = []
+    no_stops = tuple((token, -100.0) for token in STOP)
+    numbers = engine.submit(requests, settings(logit_bias=no_stops))
+    takes = []
     while engine.num_running:
-        order.append(sorted(engine.take(until_one=True)))
-    assert [number for some in order for number in some] == numbers
-    assert len(order) == len(numbers)
+        takes.append(list(engine.take(until_one=True)))
+    assert takes == [[number] for number in numbers]
 
 
-def test_no_turn_is_longer_than_the_response(engine: RolloutEngine) -> None:
+def test_no_turn_exceeds_the_response_length(engine: RolloutEngine) -> None:
     (sample,) = engine.generate([replace(requests_of(PROMPTS)[0], end_at=99)], settings())
     assert len(sample.tokens) <= RESPONSE
 
 
 @pytest.mark.parametrize("length", [2, 3])
-def test_a_stop_string_within_an_observation_ends_nothing(
+def test_a_stop_string_within_an_observation_ends_no_turn(
     engine: RolloutEngine, length: int
 ) -> None:
     (first,) = engine.generate([replace(requests_of(PROMPTS)[0], end_at=length)], settings())
-    text = "56"  # what the observed tokens 20 and 21 say
+    text = "56"  # the observed tokens 20 and 21
     (sample,) = engine.generate([observing(first)], settings(stop_strings=(text,)))
     assert len(sample.tokens) > len(first.tokens) + len(OBSERVED)
 
 
-def agrees_with(model: Any, sample: Sample, first: int) -> None:
-    """Check the log-probs from token `first` on against the trainer's pass."""
-    log_probs = full_logits(model, list(sample.prompt), sample.tokens).log_softmax(-1)
-    expected = log_probs.gather(1, sample.tokens[:, None])[first:, 0]
-    torch.testing.assert_close(sample.log_probs[first:], expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("keep_kv_cache", [False, True])
-def test_after_an_update_the_next_turn_is_a_fresh_engines(
+def test_the_next_turn_after_an_update_uses_only_the_new_weights(
     engine: RolloutEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv_cache: bool
 ) -> None:
-    """Also while others run: only with `keep_kv_cache` old keys and values are used."""
+    """Also while others run, and with `keep_kv_cache`."""
     monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv_cache=keep_kv_cache))
-    first = [observing(one) for one in first_turns(engine, CachedStates())]
+    first = [observing(sample) for sample in first_turns(engine, CachedStates())]
     updated = make_model(tmp_path, seed=1)
     (running,) = engine.submit(requests_of([[12, 13]]), settings())
     engine.take(max_tokens=1)
     load(engine, updated, 4)
     numbers = engine.submit(first, settings())
-    found = engine.take()
-    assert running in found
+    finished = engine.take()
+    assert running in finished
     for number, before in zip(numbers, first, strict=True):
-        sample, begun = found[number], len(before.tokens)
-        assert set(sample.versions[begun:].tolist()) == {4}
-        agrees_with(updated, sample, begun)
+        sample, start = finished[number], len(before.tokens)
+        assert set(sample.versions[start:].tolist()) == {4}
+        expected = trainer_log_probs(updated, sample)[start:]
+        torch.testing.assert_close(sample.log_probs[start:], expected, atol=1e-4, rtol=0)
 
 
-def test_log_probs_of_what_was_drawn_from_have_gaps_too(engine: RolloutEngine) -> None:
+def test_truncated_log_probs_are_nan_at_observed_tokens(engine: RolloutEngine) -> None:
     sampling = settings(truncated_log_probs=True, top_k=5)
-    asked = [replace(sample, end_at=FIRST) for sample in requests_of(PROMPTS)]
-    for first in engine.generate(asked, sampling):
+    requests = [replace(sample, end_at=FIRST) for sample in requests_of(PROMPTS)]
+    for first in engine.generate(requests, sampling):
         assert first.truncated_log_probs is not None
         gaps = torch.full((len(OBSERVED),), torch.nan)
         truncated = torch.cat([first.truncated_log_probs, gaps])
@@ -167,7 +155,7 @@ def test_log_probs_of_what_was_drawn_from_have_gaps_too(engine: RolloutEngine) -
         assert (sample.truncated_log_probs[drawn] >= sample.log_probs[drawn] - 1e-5).all()
 
 
-# What the native engine keeps between two turns ---------------------------------------------------
+# Keys and values that the native engine keeps between two turns -----------------------------------
 
 
 LONG = 12
@@ -190,44 +178,36 @@ def play(
     engine: NativeEngine,
     observed: Sequence[int],
     cached: CachedStates | None = None,
-    alone: bool = False,
+    one_by_one: bool = False,
 ) -> list[Sample]:
     """Play four turns, sample after sample or all together."""
     sampling = settings(max_tokens=100)
-    samples = [replace(one, end_at=FIRST, cached=cached) for one in requests_of(PROMPTS)]
-    found = []
-    for group in [[one] for one in samples] if alone else [samples]:
-        for turn in range(4):
-            group = engine.generate(group, sampling)
-            if turn < 3:
-                group = [observing(one, observed) for one in group]
-        found += group
-    return found
+    samples = [replace(sample, end_at=FIRST, cached=cached) for sample in requests_of(PROMPTS)]
+    trajectories = []
+    for group in [[sample] for sample in samples] if one_by_one else [samples]:
+        group = engine.generate(group, sampling)
+        for _ in range(3):
+            group = engine.generate([observing(sample, observed) for sample in group], sampling)
+        trajectories += group
+    return trajectories
 
 
-@pytest.mark.parametrize("length", [3, LONG])
-def test_what_was_kept_has_the_bits_of_what_is_computed_again(
-    native: NativeEngine, model: Any, length: int
-) -> None:
-    observed = [20 + place % 30 for place in range(length)]
+@pytest.mark.parametrize("length", [3, LONG, LONG + 1])
+def test_kept_states_equal_recomputed_ones(native: NativeEngine, model: Any, length: int) -> None:
+    observed = [20 + position % 30 for position in range(length)]
     expected = play(native, observed)
-    for alone in (False, True):
-        for found, other in zip(
-            play(native_engine(model), observed, CachedStates(), alone), expected, strict=True
-        ):
-            assert found.cached is not None
-            assert list(found.cached.read) == [*found.prompt, *found.tokens[:-1].tolist()]
-            same(found, other, native)
+    for one_by_one in (False, True):
+        trajectories = play(native_engine(model), observed, CachedStates(), one_by_one)
+        for sample, other in zip(trajectories, expected, strict=True):
+            assert sample.cached is not None
+            assert list(sample.cached.read) == [*sample.prompt, *sample.tokens[:-1].tolist()]
+            assert_same(sample, other, native)
 
 
-def test_a_long_observation_is_read_at_once(native: NativeEngine, model: Any) -> None:
-    observed = [20 + place % 30 for place in range(LONG + 1)]
-    for found, other in zip(
-        play(native, observed, CachedStates()), play(native, observed), strict=True
-    ):
-        same(found, other, native)
-    versions = [3, 3, *[-1] * len(observed), 3, 3, -1, 3]
-    assert num_read_at_once(versions, 3) == 2 + len(observed)
+def test_a_long_observation_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_sample, "LONG_OBSERVATION", LONG)
+    versions = [3, 3, *[-1] * (LONG + 1), 3, 3, -1, 3]
+    assert num_read_at_once(versions, 3) == 2 + LONG + 1
     assert num_read_at_once(versions[:2], 3) == 0
     assert num_read_at_once([3, -1, -1], 3) == 0
     assert num_read_at_once([-1, -1, 3, -1], 3) == 2
@@ -235,40 +215,40 @@ def test_a_long_observation_is_read_at_once(native: NativeEngine, model: Any) ->
     assert num_read_at_once([3, -1, 4, -1, -1], 5) == 5
 
 
-def test_what_was_kept_of_another_text_is_not_used(native: NativeEngine) -> None:
+def test_kept_states_of_another_text_are_not_used(native: NativeEngine) -> None:
     first, other = first_turns(native, CachedStates())[:2]
     mixed = observing(replace(first, cached=other.cached))
-    (found,) = native.generate([mixed], settings())
+    (sample,) = native.generate([mixed], settings())
     (expected,) = native.generate([replace(mixed, cached=None)], settings())
-    same(found, expected, native)
+    assert_same(sample, expected, native)
 
 
-def test_what_does_not_fit_is_computed_again(native: NativeEngine) -> None:
+def test_states_that_do_not_fit_are_recomputed(native: NativeEngine) -> None:
     expected = turns(native, CachedStates())
     native.kept_memory.limit = 0
-    for one, other in zip(turns(native, CachedStates()), expected, strict=True):
-        assert one.cached is not None
-        assert one.cached.states is None
-        same(one, other, native)
+    for sample, other in zip(turns(native, CachedStates()), expected, strict=True):
+        assert sample.cached is not None
+        assert sample.cached.states is None
+        assert_same(sample, other, native)
 
 
-def test_what_was_kept_counts_until_its_sample_is_gone(native: NativeEngine) -> None:
+def test_kept_states_use_memory_until_their_sample_is_deleted(native: NativeEngine) -> None:
     samples = turns(native, CachedStates())
-    cached_states = {one.cached.states for one in samples if one.cached and one.cached.states}
+    cached_states = {s.cached.states for s in samples if s.cached and s.cached.states}
     assert native.kept_memory.bytes == sum(states.num_bytes for states in cached_states) > 0
     cached_states.clear()
     samples.clear()
     assert native.kept_memory.bytes == 0
 
 
-def test_prompts_that_are_read_beside_longer_kept_ones_cut_nothing_off(model: Any) -> None:
+def test_short_prompts_next_to_longer_kept_ones_truncate_nothing(model: Any) -> None:
     """The cache's slots keep their width until all longer prompts have left."""
     limits = EngineLimits(prompt_width=16, response_width=96)
     engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)
     sampling = replace(settings(), max_tokens=96, stop_token_ids=())
     (long,) = engine.generate([Sample([7, 8], end_at=70, cached=CachedStates())], sampling)
-    asked = [replace(observing(long), end_at=80), Sample([9, 9], key=1, end_at=2)]
-    expected = [engine.generate([one], sampling)[0] for one in asked]
-    for found, alone in zip(engine.generate(asked, sampling), expected, strict=True):
-        same(found, alone, engine)
+    requests = [replace(observing(long), end_at=80), Sample([9, 9], key=1, end_at=2)]
+    expected = [engine.generate([request], sampling)[0] for request in requests]
+    for sample, other in zip(engine.generate(requests, sampling), expected, strict=True):
+        assert_same(sample, other, engine)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.rollout_engines import trainer_log_probs
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import direct_forward, scheduler
 from workers.rollout.native import engine as native_rollout
@@ -22,7 +23,7 @@ VOCAB, PROMPT, RESPONSE = 70, 40, 12
 BIASES = {"attention_bias": True, "mlp_bias": True}
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 1}
 """Heads of 64 numbers: kernels of processors with 512-bit vectors look at the sizes."""
-Passes = list[tuple[type, int]]
+
 FAMILIES = [
     ("Llama", BIASES),
     ("Mistral", {}),
@@ -35,22 +36,18 @@ def make_model(family: str, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    sizes = {
+    settings = {
+        "vocab_size": VOCAB,
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-    }
-    settings = {
-        "vocab_size": VOCAB,
         "num_key_value_heads": 2,
         "initializer_range": 0.1,
-        **sizes,
         **changes,
     }
-    model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(**settings)
-    )
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
@@ -78,7 +75,7 @@ def generate(
     max_num_seqs: int = 256,
     **changes: Any,
 ) -> dict[int, Sample]:
-    """Return row -> output, and the kind of pass that computed it."""
+    """Return row -> output."""
     engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE, max_num_seqs), owns_weights=False)
     engine.commit(0)
     sampling = SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": (3, 5), **changes})
@@ -87,24 +84,23 @@ def generate(
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
-    """Return (kind of pass, rows) of every decode step."""
-    seen = []
-    monkeypatch.setattr(native_rollout, "check_decoding", lambda *_: None)  # makes passes, too
-    for kind in (DirectForward, ModuleForward):
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """Return the kinds of pass of all decode steps."""
+    kinds: list[type] = []
+    monkeypatch.setattr(native_rollout, "check_decoding", lambda *_: None)  # it also decodes
 
-        def noted(
-            self: Any,
-            ids: torch.Tensor,
-            positions: torch.Tensor,
-            kind: type = kind,
-            decode: Any = kind.decode,
-        ) -> torch.Tensor:
-            seen.append((kind, len(ids)))
-            return decode(self, ids, positions)
+    def record(kind: Any) -> None:
+        decode = kind.decode
 
-        monkeypatch.setattr(kind, "decode", noted)
-    return seen
+        def recorded(self: Any, *arguments: Any) -> Any:
+            kinds.append(kind)
+            return decode(self, *arguments)
+
+        monkeypatch.setattr(kind, "decode", recorded)
+
+    record(DirectForward)
+    record(ModuleForward)
+    return kinds
 
 
 def hooked(model: Any) -> Any:
@@ -122,32 +118,29 @@ def both_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
-def test_both_passes_draw_the_same_tokens_with_the_same_log_probs(
-    family: str, changes: dict[str, Any], prompts: list[list[int]], passes: Passes
+def test_both_passes_have_the_same_tokens_and_log_probs(
+    family: str, changes: dict[str, Any], prompts: list[list[int]], passes: list[type]
 ) -> None:
     model = make_model(family, **changes)
     rows = range(len(prompts))
     direct = generate(model, prompts, rows)
-    assert {kind for kind, _ in passes} == {DirectForward}
+    assert set(passes) == {DirectForward}
     passes.clear()
     general = generate(hooked(model), prompts, rows)
-    assert {kind for kind, _ in passes} == {ModuleForward}
+    assert set(passes) == {ModuleForward}
     for row in rows:
         assert direct[row].tokens.tolist() == general[row].tokens.tolist()
         torch.testing.assert_close(direct[row].log_probs, general[row].log_probs, atol=1e-5, rtol=0)
         assert not direct[row].log_probs.is_inference()
 
 
-def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(
+def test_log_probs_in_bfloat16_equal_a_full_pass_up_to_rounding(
     prompts: list[list[int]],
 ) -> None:
     model = make_model("Qwen2").bfloat16()
     assert agrees(model)
-    for row, output in generate(model, prompts, range(len(prompts))).items():
-        ids = torch.tensor([prompts[row] + output.tokens.tolist()])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(prompts[row]) - 1 : -1].float()
-        expected = torch.log_softmax(logits, -1).gather(1, output.tokens[:, None])[:, 0]
+    for output in generate(model, prompts, range(len(prompts))).values():
+        expected = trainer_log_probs(model, output)
         torch.testing.assert_close(output.log_probs, expected, atol=0.1, rtol=0)
 
 
@@ -160,31 +153,26 @@ def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(
         (lambda model: model, WIDE, torch.float32),
     ],
 )
-def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbors_are(
+def test_the_length_of_other_samples_changes_no_bit(
     prompts: list[list[int]], change: Callable[..., Any], sizes: dict[str, int], dtype: torch.dtype
 ) -> None:
     model = change(make_model("Qwen2", **sizes).to(dtype))
     whole = generate(model, prompts, range(len(prompts)))
-    for rows, max_num_seqs in [
-        ((2,), 256),
-        ((9, 8, 7, 6, 3), 3),
-    ]:
+    for rows, max_num_seqs in [((2,), 256), ((9, 8, 7, 6, 3), 3)]:
         for row, output in generate(model, prompts, rows, max_num_seqs).items():
             assert output.tokens.tolist() == whole[row].tokens.tolist()
             assert torch.equal(output.log_probs, whole[row].log_probs)
 
 
 @pytest.mark.parametrize(("least", "fewest"), [(4, [4, 8]), (16, [])])
-def test_passes_compute_few_different_numbers_of_rows_and_few_that_nobody_reads(
-    least: int, fewest: list[int]
-) -> None:
-    rows = {count: scheduler.rows_of_pass(count, least) for count in range(1, 1025)}
-    for count, found in rows.items():
-        assert max(least, count) <= found < max(2 * count, count + 16, least + 1)
-    assert sorted(set(rows.values())) == [*fewest, *range(16, 1025, 16)]
+def test_passes_have_few_sizes_and_few_unused_rows(least: int, fewest: list[int]) -> None:
+    sizes = {count: scheduler.rows_of_pass(count, least) for count in range(1, 1025)}
+    for count, size in sizes.items():
+        assert max(least, count) <= size < max(2 * count, count + 16, least + 1)
+    assert sorted(set(sizes.values())) == [*fewest, *range(16, 1025, 16)]
 
 
-def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(
+def test_updates_of_the_module_take_effect_at_once(
     prompts: list[list[int]],
 ) -> None:
     model = make_model("Llama")
@@ -192,19 +180,15 @@ def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(
     sampling = SamplingParams(max_tokens=4, stop_token_ids=(), do_sample=False)
     for version in range(2):
         engine.commit(version)
-        found = engine.generate([Sample(prompts[3])], sampling)[0].tokens.tolist()
-        assert (
-            found
-            == model.generate(torch.tensor([prompts[3]]), max_new_tokens=4, do_sample=False)[
-                0, -4:
-            ].tolist()
-        )
+        (output,) = engine.generate([Sample(prompts[3])], sampling)
+        theirs = model.generate(torch.tensor([prompts[3]]), max_new_tokens=4, do_sample=False)
+        assert torch.equal(output.tokens, theirs[0, -4:])
         for parameter in model.parameters():
             parameter.data.copy_(torch.randn_like(parameter) * 0.2)
     model(torch.tensor([prompts[3]])).logits.sum().backward()
 
 
-def test_other_and_altered_models_are_not_taken_for_llama(qwen2: Any) -> None:
+def test_other_and_altered_models_are_not_llama_shaped(qwen2: Any) -> None:
     assert is_llama_shaped(qwen2)
     assert not is_llama_shaped(hooked(qwen2))
     assert not is_llama_shaped(make_model("Llama", hidden_act="gelu"))
@@ -214,14 +198,13 @@ def test_other_and_altered_models_are_not_taken_for_llama(qwen2: Any) -> None:
     patched.model.norm.forward = lambda states: states
     assert not is_llama_shaped(patched)
     adapted = copy.deepcopy(qwen2)
-    adapted.model.layers[1].mlp.up_proj = type("Adapted", (torch.nn.Linear,), {})(
-        48, 80, bias=False
-    )
+    adapted_linear = type("Adapted", (torch.nn.Linear,), {})
+    adapted.model.layers[1].mlp.up_proj = adapted_linear(48, 80, bias=False)
     assert not is_llama_shaped(adapted)
 
 
-def test_a_module_that_computes_something_else_is_decoded_through_itself(
-    prompts: list[list[int]], passes: Passes, monkeypatch: pytest.MonkeyPatch
+def test_a_module_that_computes_something_else_decodes_itself(
+    prompts: list[list[int]], passes: list[type], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
@@ -229,4 +212,4 @@ def test_a_module_that_computes_something_else_is_decoded_through_itself(
     monkeypatch.setattr(Qwen2MLP, "forward", lambda self, states: 1.1 * forward(self, states))
     with pytest.warns(UserWarning, match="direct pass differs from Qwen2ForCausalLM"):
         generate(model, prompts, range(4))
-    assert {kind for kind, _ in passes[1:]} == {ModuleForward}  # the first pass is the comparison
+    assert set(passes[1:]) == {ModuleForward}  # the first pass is the comparison

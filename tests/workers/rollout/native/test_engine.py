@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.workers.prompts import META, prompt_batch
+from tests.workers.rollout_engines import assert_same
 from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
@@ -31,13 +33,15 @@ def model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, initializer_range=0.1, **sizes)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -49,6 +53,10 @@ def prompts() -> list[list[int]]:
         random.integers(3, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=17)
     ]
     return [*ragged, random.integers(3, VOCAB, size=PROMPT).tolist(), [11], ragged[0]]
+
+
+def requests_of(prompts: list[list[int]], rows: Sequence[int]) -> list[Sample]:
+    return [Sample(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
 
 
 def engine_of(model: Any, max_num_seqs: int = 256, owns_weights: bool = False) -> NativeEngine:
@@ -70,12 +78,12 @@ def generate(
     **changes: Any,
 ) -> dict[int, Sample]:
     """Return row -> output, for these rows of the prompts in this order."""
-    requests = [Sample(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
-    outputs = engine_of(model, max_num_seqs).generate(requests, settings(**changes))
+    engine = engine_of(model, max_num_seqs)
+    outputs = engine.generate(requests_of(prompts, rows), settings(**changes))
     return dict(zip(rows, outputs, strict=True))
 
 
-def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(
+def test_the_number_of_threads_changes_no_bit_of_a_sample(
     model: Any, prompts: list[list[int]]
 ) -> None:
     whole = generate(model, prompts, range(len(prompts)))
@@ -88,11 +96,11 @@ def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(
     assert all(torch.equal(again[row].log_probs, whole[row].log_probs) for row in whole)
 
 
-def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is_not_finite(
+def test_a_cache_is_reused_unless_it_has_numbers_that_are_not_finite(
     model: Any, prompts: list[list[int]]
 ) -> None:
     rows = range(len(prompts))
-    requests = [Sample(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
+    requests = requests_of(prompts, rows)
     expected, engine = generate(model, prompts, rows), engine_of(model)
     pages = []
     for limit in (RESPONSE, 5):
@@ -101,12 +109,12 @@ def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is
         pages.append({whole.data_ptr() for whole in engine.cache_memory._free})
     assert pages[1]
     assert pages[1] <= pages[0]
-    row = model.lm_head.weight.detach()[0]
-    kept = row.clone()
-    row.fill_(float("nan"))
+    weights = model.lm_head.weight.detach()[0]
+    before = weights.clone()
+    weights.fill_(float("nan"))
     with pytest.raises(RolloutError, match="not finite"):
         engine.generate(requests, settings())
-    row.copy_(kept)
+    weights.copy_(before)
     assert not engine.cache_memory._free
     outputs = engine.generate(requests, settings())
     assert all(expected[row].log_probs.equal(outputs[row].log_probs) for row in rows)
@@ -114,44 +122,48 @@ def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is
     assert not engine.cache_memory._free
 
 
+@contextmanager
+def shapes_of_passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
+    """Record the shapes of the module's passes."""
+    shapes: list[tuple[int, ...]] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    yield shapes
+    handle.remove()
+
+
 def test_samples_of_one_prompt_share_its_prefill_and_differ(
     model: Any, prompts: list[list[int]]
 ) -> None:
-    engine, seen = engine_of(model), []
-    handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    outputs = engine.generate(
-        [Sample(prompts[0], noise_key(0, "0-0", i)) for i in range(40)], settings()
-    )
-    handle.remove()
-    assert seen[0] == (4, PROMPT)
+    engine = engine_of(model)
+    requests = [Sample(prompts[0], noise_key(0, "0-0", i)) for i in range(40)]
+    with shapes_of_passes(model) as shapes:
+        outputs = engine.generate(requests, settings())
+    assert shapes[0] == (4, PROMPT)
     assert len({tuple(output.tokens.tolist()) for output in outputs}) > 20
 
 
-def test_time_follows_the_tokens_generated_and_enough_rows_are_computed(
+def test_passes_compute_few_rows_beyond_the_generated_tokens(
     model: Any, prompts: list[list[int]]
 ) -> None:
-    seen = []
-    handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    outputs = generate(model, prompts * 3, range(3 * len(prompts)), max_num_seqs=32)
-    handle.remove()
-    decoded = [rows for rows, width in seen if width == 1]
+    with shapes_of_passes(model) as shapes:
+        outputs = generate(model, prompts * 3, range(3 * len(prompts)), max_num_seqs=32)
+    decoded = [rows for rows, width in shapes if width == 1]
     needed = sum(len(output.tokens) - 1 for output in outputs.values())
     assert needed <= sum(decoded) <= needed + MIN_ROWS_OF_MKL * RESPONSE
-    assert min(rows * width for rows, width in seen) == min(decoded) == MIN_ROWS_OF_MKL
+    assert min(rows * width for rows, width in shapes) == min(decoded) == MIN_ROWS_OF_MKL
     assert max(decoded) == 32
 
 
-def test_windows_that_the_model_does_not_have_are_refused(model: Any) -> None:
+def test_rows_longer_than_the_model_allows_are_rejected(model: Any) -> None:
     limits = EngineLimits(prompt_width=1500, response_width=1500, max_num_seqs=4)
     with pytest.raises(ConfigError, match="3000 tokens, but the model has 2048"):
         NativeEngine(model, limits, owns_weights=False)
 
 
-def test_the_module_is_given_back_in_training_mode_and_with_gradients(
+def test_the_module_is_in_training_mode_after_a_generation(
     model: Any, prompts: list[list[int]]
 ) -> None:
     model.train()
@@ -173,7 +185,7 @@ def worker(tiny_dir: Path) -> RolloutWorker:
     return worker
 
 
-def test_the_columns_are_those_of_the_table(worker: RolloutWorker) -> None:
+def test_the_columns_of_a_batch_have_the_documented_contents(worker: RolloutWorker) -> None:
     data = prompt_batch(9)
     out = worker.generate_sequences(data)
     assert set(out.batch.keys()) == {
@@ -219,7 +231,7 @@ def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker: Rollou
     assert padded.batch["response_mask"][4:].sum() == 0
 
 
-def test_a_samples_policy_version_is_that_of_its_oldest_token() -> None:
+def test_the_policy_version_is_that_of_the_oldest_token() -> None:
     versions = [torch.tensor(row, dtype=torch.int32) for row in ([1, 1, 3], [2], [])]
     samples = [
         Sample([9]).with_response(row.long(), row.float()[:, None], row, "stop") for row in versions
@@ -229,7 +241,7 @@ def test_a_samples_policy_version_is_that_of_its_oldest_token() -> None:
     assert column.tolist() == [1, 2, 3]
 
 
-def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(
+def test_batches_override_sampling_and_validation_has_its_own_noise(
     worker: RolloutWorker,
 ) -> None:
     def responses(**meta: Any) -> torch.Tensor:
@@ -241,10 +253,10 @@ def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(
     assert (responses(eos_token_id=list(range(50)))[:, 1:] == 0).all()
 
 
-def test_batches_that_cannot_be_generated_are_refused(
+def test_impossible_batches_are_rejected(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "model_eos", ())  # a folder that names none either
+    monkeypatch.setattr(worker, "model_eos", ())  # the model's folder has none
     with pytest.raises(RolloutError, match="no eos_token_id"):
         worker.generate_sequences(prompt_batch(4, meta={"pad_token_id": 0}))
     with pytest.raises(RolloutError, match="no pad_token_id"):
@@ -253,7 +265,7 @@ def test_batches_that_cannot_be_generated_are_refused(
         worker.generate_sequences(prompt_batch(4, width=7))
 
 
-def test_an_unknown_engine_is_refused_and_a_lonely_rollout_needs_a_sync(
+def test_unknown_engines_and_updates_without_an_actor_are_rejected(
     tiny_dir: Path, worker: RolloutWorker
 ) -> None:
     config = tiny_config(tiny_dir)
@@ -272,29 +284,26 @@ def wide_engine(model: Any) -> NativeEngine:
     return engine
 
 
-def test_a_prefill_of_short_prompts_leaves_the_long_ones_before_it(model: Any) -> None:
+def test_a_prefill_of_short_prompts_keeps_earlier_long_ones(model: Any) -> None:
     """A pass takes 64 prompts, so the second pass begins before decoding."""
     random = np.random.default_rng(0)
     lengths = [60] * 64 + [3] * 8
     prompts = [random.integers(8, VOCAB, size=length).tolist() for length in lengths]
     samples = [Sample(prompt, noise_key(0, "x", n)) for n, prompt in enumerate(prompts)]
-    found = wide_engine(model).generate(samples, settings())[0]
-    (alone,) = wide_engine(model).generate(samples[:1], settings())
-    assert torch.equal(found.tokens, alone.tokens)
-    assert torch.equal(found.log_probs, alone.log_probs)
+    engine = wide_engine(model)
+    (single,) = wide_engine(model).generate(samples[:1], settings())
+    assert_same(engine.generate(samples, settings())[0], single, engine)
 
 
-def test_a_turn_that_enters_between_two_takes_leaves_those_that_entered_before(model: Any) -> None:
+def test_a_sample_that_joins_between_takes_keeps_earlier_ones(model: Any) -> None:
     random = np.random.default_rng(0)
     prompts = [random.integers(8, VOCAB, size=length).tolist() for length in (60, 60, 3)]
     long, other, short = (Sample(prompt, noise_key(0, "x", 7)) for prompt in prompts)
     other = dataclasses.replace(other, end_at=1)  # its first token is its last
-    (alone,) = wide_engine(model).generate([long], settings())
+    (single,) = wide_engine(model).generate([long], settings())
 
     engine = wide_engine(model)
     number, ends = engine.submit([long, other], settings())
     assert list(engine.take(until_one=True)) == [ends]
     engine.submit([short], settings())
-    found = engine.take()[number]
-    assert torch.equal(found.tokens, alone.tokens)
-    assert torch.equal(found.log_probs, alone.log_probs)
+    assert_same(engine.take()[number], single, engine)

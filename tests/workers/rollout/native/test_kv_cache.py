@@ -23,7 +23,7 @@ from workers.rollout.native.kv_cache import (
 from workers.rollout.native.module_forward import ModuleForward, grouped_decoding
 
 
-def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: Path) -> None:
+def test_a_cache_that_is_too_small_raises_with_the_needed_size(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.rollout.kv_cache_gb = 1e-6
     with pytest.raises(
@@ -38,7 +38,7 @@ def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: P
 @pytest.mark.parametrize(
     "case", ["llama", "falcon", "gpt_bigcode", "bloom", "deepseek_v3", "minicpm3", "longcat_flash"]
 )
-def test_slots_take_the_memory_that_is_counted(case: str) -> None:
+def test_slots_use_the_memory_that_is_counted(case: str) -> None:
     """Measured after a generation whose slots grew, and were copied."""
     model = build_tiny(tiny_model_config(case))
     config, prompt_width, steps = model.config.get_text_config(), 16, 64

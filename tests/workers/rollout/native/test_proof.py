@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
+from tests.workers.models.walk import LARGEST_ERROR, decoding_error
 from verl_like.errors import ConfigError
 from workers.models.support import proof as model_proof
 from workers.models.support.stand_in import stand_in
@@ -26,21 +27,13 @@ def engine_of(module: Any) -> NativeEngine:
     return engine
 
 
-def test_what_is_taken_is_decoded_as_transformers_computes_it() -> None:
+def test_greedy_tokens_and_log_probs_equal_those_of_transformers() -> None:
     module = build_tiny(tiny_model_config("llama+yarn"))
-    prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in range(4)]
-    requests = [Sample(prompt, row, f"row {row}") for row, prompt in enumerate(prompts)]
-    sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=(), do_sample=False)
-    for prompt, output in zip(prompts, engine_of(module).generate(requests, sampling), strict=True):
-        with torch.no_grad():
-            logits = module(torch.tensor([[*prompt, *output.tokens]])).logits[0]
-        steps = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        assert output.tokens.tolist() == steps.argmax(-1).tolist()
-        torch.testing.assert_close(output.log_probs, steps.amax(-1), rtol=3e-5, atol=3e-5)
+    assert decoding_error(engine_of(module), module, num_prompts=4) < LARGEST_ERROR
 
 
 @pytest.mark.parametrize("case", ["gpt_neo", "gemma3n_text", "mamba", "roberta"])
-def test_what_is_not_decoded_right_is_refused_with_the_engines_to_choose(case: str) -> None:
+def test_classes_that_decode_wrong_are_rejected_with_alternatives(case: str) -> None:
     module = build_tiny(tiny_model_config(case))
     with pytest.raises(ConfigError, match=r"rollout\.name=hf or vllm") as error:
         engine_of(module)
@@ -48,56 +41,56 @@ def test_what_is_not_decoded_right_is_refused_with_the_engines_to_choose(case: s
 
 
 @pytest.mark.parametrize("case", ["mistral", "phi3+longrope"])
-def test_limits_that_no_row_of_the_run_passes_do_not_matter(case: str) -> None:
+def test_limits_longer_than_any_row_are_ignored(case: str) -> None:
     config = build_tiny(tiny_model_config(case)).config
     assert module_forward.native_problem(config, longest=16) == ""
     assert "up to 17 tokens" in module_forward.native_problem(config, longest=17)
 
 
-def test_what_is_found_out_holds_for_all_rows_that_pass_the_same_limits(
+def test_one_proof_serves_all_lengths_within_the_same_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built = []
+    models = []
 
-    def noted(*arguments: Any) -> Any:
-        built.append(arguments)
+    def recorded(*arguments: Any) -> Any:
+        models.append(arguments)
         return stand_in(*arguments)
 
-    monkeypatch.setattr(model_proof, "stand_in", noted)
+    monkeypatch.setattr(model_proof, "stand_in", recorded)
     model_proof._answer_of.cache_clear()
     config = build_tiny(tiny_model_config("mistral")).config
     for longest in (17, 30, 90):
         assert f"up to {longest} tokens" in module_forward.native_problem(config, longest)
     for longest in (9, 16):
         assert module_forward.native_problem(config, longest) == ""
-    assert len(built) == 2
+    assert len(models) == 2
 
 
-def test_a_class_without_a_small_model_is_not_believed() -> None:
+def test_a_class_without_a_small_model_is_rejected() -> None:
     config = tiny_model_config("llama")
     config.num_hidden_layers, config.hidden_size = 0, -1
     assert "no small model" in module_forward.native_problem(config, longest=20)
 
 
-def test_layers_that_are_passed_several_times_have_a_cache_for_each_pass() -> None:
+def test_layers_that_run_several_times_have_a_cache_for_each_pass() -> None:
     config = build_tiny(tiny_model_config("hrm_text")).config
     assert config.num_hidden_layers == 8 * config.num_layers_per_stack
     assert module_forward.native_problem(config, 96) == ""
 
 
-def test_layers_that_share_keys_and_values_may_lose_samples_in_mid_generation() -> None:
+def test_samples_may_leave_layers_that_share_keys_and_values() -> None:
     config = tiny_model_config("gemma3n_text")
     config.sliding_window = PROMPT + RESPONSE
     module = build_tiny(config)
     assert config.num_kv_shared_layers == 1
     requests = [Sample([7 + row, 9, 30], row, f"row {row}") for row in range(4)]
-    sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=(), do_sample=False)
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(), do_sample=False)
     engine = engine_of(module)
     expected_samples = engine.generate(requests, sampling)
     stops = (int(expected_samples[0].tokens[4]),)  # the first row leaves before the others
-    sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=stops, do_sample=False)
+    samples = engine.generate(requests, replace(sampling, stop_token_ids=stops))
     lengths = set()
-    for expected, output in zip(expected_samples, engine.generate(requests, sampling), strict=True):
+    for expected, output in zip(expected_samples, samples, strict=True):
         tokens = output.tokens.tolist()
         assert tokens == expected.tokens.tolist()[: len(tokens)]
         lengths.add(len(tokens))

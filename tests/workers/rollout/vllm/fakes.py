@@ -19,25 +19,28 @@ LIMITS = EngineLimits(prompt_width=9, response_width=14)
 
 
 class FakeLLM:
-    """Accepts all weights, and calls to sleep and wake up."""
+    """Accepts all weights, and calls to sleep, wake up and shut down."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
-        self.given: dict[str, Tensor] = {}
-        self.llm_engine = self
+        self.weights: dict[str, Tensor] = {}
+        self.llm_engine = self.engine_core = self
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         self.log.append(method)
         if method == "load_tensors":
-            self.given |= dict(args[0])
-        answers = {"install_sampler": ["Fp8LinearMethod"], "finish_load": Arrivals()}
-        return [answers.get(method)]
+            self.weights |= dict(args[0])
+        replies = {"install_sampler": ["Fp8LinearMethod"], "finish_load": Arrivals()}
+        return [replies.get(method)]
 
     def sleep(self, level: int) -> None:
         self.log.append(f"sleep {level}")
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.log.append(f"wake {tags}")
+
+    def shutdown(self) -> None:
+        self.log.append("shut down")
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
         return True

@@ -32,7 +32,7 @@ def adapter_of(folder: Path, rank: int = 2) -> tuple[ModelConfig, dict[str, Tens
     return config, tensors
 
 
-def test_the_files_are_an_adapter_of_peft_with_the_numbers_that_were_sent(tmp_path: Path) -> None:
+def test_the_files_are_a_peft_adapter_with_the_sent_numbers(tmp_path: Path) -> None:
     config, sent = adapter_of(tmp_path)
     files = AdapterFiles(config, str(tmp_path))
     assert files.num_elements == sum(tensor.numel() for tensor in sent.values())
@@ -46,7 +46,7 @@ def test_the_files_are_an_adapter_of_peft_with_the_numbers_that_were_sent(tmp_pa
         sent = {name: tensor + 1 for name, tensor in sent.items()}
 
 
-def test_an_adapter_that_is_incomplete_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_rejected(tmp_path: Path) -> None:
     config, sent = adapter_of(tmp_path)
     files = AdapterFiles(config, str(tmp_path))
     first, second = list(sent)[:2]
@@ -72,7 +72,7 @@ def test_the_base_of_an_adapter_sleeps_in_host_memory(
     assert "sleep 1" in log
 
 
-def test_adapters_go_to_vllm_in_process_unless_they_are_to_be_merged() -> None:
+def test_only_vllm_in_process_gets_unmerged_adapters() -> None:
     rollout = RolloutConfig(name="vllm")
     policy = ActorRolloutRefConfig(model=ModelConfig(path="any", lora_rank=8), rollout=rollout)
     assert takes_adapter(policy, "cpu")
@@ -85,13 +85,13 @@ def test_adapters_go_to_vllm_in_process_unless_they_are_to_be_merged() -> None:
         assert not takes_adapter(other, "cpu")
 
 
-def test_the_engine_chooses_the_size_of_its_adapter() -> None:
+def test_setting_the_size_of_the_adapter_is_rejected() -> None:
     with pytest.raises(ConfigError, match="max_lora_rank: the engine sets this argument"):
         check_options({"max_lora_rank": 8})
 
 
 @pytest.mark.vllm
-def test_a_rank_above_those_of_vllm_is_an_error() -> None:
+def test_a_rank_larger_than_vllm_supports_is_rejected() -> None:
     from workers.rollout.vllm.in_process import lora_options
 
     assert lora_options(9)["max_lora_rank"] == 16

@@ -54,7 +54,7 @@ def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts_of_every_token_are_those_of_a_pass_over_the_row(
+def test_experts_of_every_token_equal_those_of_a_pass_over_the_row(
     family: str, tmp_path: Path
 ) -> None:
     (found,) = run(1, choices_of_both, tmp_path, family, deadline_s=300)

@@ -57,7 +57,7 @@ def arrived(handover: Handover, model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_are_sent_one_by_one_and_the_checksum_is_the_trainers(
+def test_experts_are_sent_one_by_one_with_the_trainers_checksum(
     family: str, tmp_path: Path
 ) -> None:
     model = save_model(tmp_path, family)
@@ -68,7 +68,7 @@ def test_experts_are_sent_one_by_one_and_the_checksum_is_the_trainers(
     assert handover.checksum() == checksum_of(named_state(model))
 
 
-def test_a_name_that_no_rank_has_a_place_for_is_an_error(tmp_path: Path) -> None:
+def test_a_name_without_a_place_on_any_rank_is_rejected(tmp_path: Path) -> None:
     model = save_model(tmp_path, "mixtral")
     handover = Handover(expected_weights(str(tmp_path)))
     arrived(handover, model)
@@ -112,9 +112,7 @@ def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, T
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vllm_computes_what_the_trainer_computes_and_refuses_names_it_does_not_know(
-    family: str, tmp_path: Path
-) -> None:
+def test_vllm_equals_the_trainer_and_rejects_unknown_names(family: str, tmp_path: Path) -> None:
     """In a separate process: vLLM creates its groups of ranks once per process."""
     (found,) = run(1, log_probs_of_two_versions, tmp_path, family, deadline_s=300)
     for ours, theirs in found:

@@ -35,24 +35,25 @@ def test_no_weight_is_copied_to_the_host_on_its_way_to_vllm(
     llm: Any = engine.vllm.llm
     sent = dict(model.named_parameters())
     for version in range(2):
-        llm.given.clear()
+        llm.weights.clear()
         engine.load_weights((name, weight.detach()) for name, weight in sent.items())
         engine.commit(version)
-        assert {name: tensor.shape for name, tensor in llm.given.items()} == {
-            name: weight.shape for name, weight in sent.items()
-        }
-        assert all(tensor.is_meta for tensor in llm.given.values())
+        assert llm.weights.keys() == sent.keys()
+        assert all(tensor.shape == sent[name].shape for name, tensor in llm.weights.items())
+        assert all(tensor.is_meta for tensor in llm.weights.values())
     assert max(fetched) <= 8 * len(sent), "hashes"
 
 
-def test_tensors_of_a_layer_are_handed_over_together_and_do_not_change_afterwards() -> None:
+def test_the_tensors_of_a_layer_are_passed_together_and_do_not_change() -> None:
     memory = torch.zeros(2)
 
     def received() -> Iterator[tuple[str, Tensor]]:
         for number, name in enumerate(["embed", "norm", "h.0.a", "h.0.b.c", "h.1.a", "head"]):
             yield name, memory.fill_(number)
 
-    layers = [[(name, tensor[0].item()) for name, tensor in part] for part in by_layer(received())]
+    layers = [
+        [(name, tensor[0].item()) for name, tensor in layer] for layer in by_layer(received())
+    ]
     assert layers == [
         [("embed", 0)],
         [("norm", 1)],
@@ -79,31 +80,31 @@ class ModelOfVllm:
 def worker_with(model: ModelOfVllm, monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
     monkeypatch.setattr(WorkerExtension, "_loading", lambda self: nullcontext())
     worker = WorkerExtension()
-    worker.model_runner, worker._arrivals = SimpleNamespace(model=model), Arrivals()
+    worker.model_runner = SimpleNamespace(model=model)
     return worker
+
+
+def unplaced(worker: WorkerExtension, *names: str) -> list[str]:
+    """Load tensors of these names; return those without a place."""
+    worker._arrivals = Arrivals()
+    worker.load_tensors([(name, torch.ones(1)) for name in names])
+    return list(worker._arrivals.unplaced)
 
 
 def test_a_later_load_places_the_tensors_of_a_layer_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = ModelOfVllm("h.0.a", "h.0.b")
-    worker, layer = (
-        worker_with(model, monkeypatch),
-        [(n, torch.ones(1)) for n in ("h.0.a", "h.0.b")],
-    )
+    worker = worker_with(model, monkeypatch)
     for _ in range(2):
-        worker.load_tensors(layer)
+        assert unplaced(worker, "h.0.a", "h.0.b") == []
     assert model.calls == [["h.0.a"], ["h.0.b"], ["h.0.a", "h.0.b"]]
 
 
 def test_a_tensor_without_a_place_is_named_in_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelOfVllm("h.0.a", "h.0.b")
     worker = worker_with(model, monkeypatch)
-    for names, unplaced in ((["h.0.a", "h.0.b"], []), (["h.0.a", "h.0.x"], ["h.0.x"])):
-        worker._arrivals = Arrivals()
-        worker.load_tensors([(name, torch.ones(1)) for name in names])
-        assert list(worker._arrivals.unplaced) == unplaced
+    assert unplaced(worker, "h.0.a", "h.0.b") == []
+    assert unplaced(worker, "h.0.a", "h.0.x") == ["h.0.x"]
     model.places.remove("h.0.b")
-    worker._arrivals = Arrivals()
-    worker.load_tensors([(name, torch.ones(1)) for name in ("h.0.a", "h.0.b")])
-    assert list(worker._arrivals.unplaced) == ["h.0.b"]
+    assert unplaced(worker, "h.0.a", "h.0.b") == ["h.0.b"]

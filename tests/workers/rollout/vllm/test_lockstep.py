@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,10 +102,10 @@ def one_is_slow(folder: Path) -> Any:
     role = Role(engine)
     if engine.is_follower:
         time.sleep(0.3)
-    said = [role.submit(), role.take(0.0), role.take(0.0)]
+    results = [role.submit(), role.take(0.0), role.take(0.0)]
     load(engine, make_model(folder / f"again {engine.is_follower}"), 2)
-    said += [engine.num_running, role.abort(), role.take(), engine.num_running]
-    return said, llm_of(engine).log
+    results += [engine.num_running, role.abort(), role.take(), engine.num_running]
+    return results, llm_of(engine).log
 
 
 def one_fails(folder: Path) -> Any:
@@ -122,16 +121,9 @@ def one_fails(folder: Path) -> Any:
     return role.engine.num_running
 
 
-@pytest.fixture
-def both(tmp_path: Path) -> Callable[[Any], list[Any]]:
+def test_the_other_ranks_repeat_the_calls_of_the_first(tmp_path: Path) -> None:
     make_model(tmp_path)
-    return lambda work: run(2, work, tmp_path)
-
-
-def test_the_others_do_what_the_first_does_and_it_alone_answers(
-    both: Callable[[Any], list[Any]],
-) -> None:
-    (first, log), (second, followed) = both(one_is_slow)
+    (first, log), (second, followed) = run(2, one_is_slow, tmp_path)
     assert first == [[0, 1], [], [], 2, [0, 1], [], 0]
     assert second == [None, None, None, 2, None, None, 0]
     assert [entry for entry in log if entry != "sampled_for"] == followed
@@ -139,7 +131,6 @@ def test_the_others_do_what_the_first_does_and_it_alone_answers(
     assert "add 1 [12, 13]" in followed
 
 
-def test_what_fails_at_a_rank_that_follows_is_raised_there_when_the_call_has_ended(
-    both: Callable[[Any], list[Any]],
-) -> None:
-    assert both(one_fails) == [0, "no memory left"]
+def test_an_error_of_a_following_rank_is_raised_there_after_the_call(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    assert run(2, one_fails, tmp_path) == [0, "no memory left"]

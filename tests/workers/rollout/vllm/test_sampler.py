@@ -22,10 +22,10 @@ VOCABULARY, PROMPT, MOST = 1000, 5, 3 * STEPS_BEHIND
 class Requests(dict[str, Any]):
     """The runner's requests, with a count of look-ups."""
 
-    num_asked = 0
+    num_lookups = 0
 
     def __getitem__(self, name: str) -> Any:
-        self.num_asked += 1
+        self.num_lookups += 1
         return super().__getitem__(name)
 
 
@@ -58,7 +58,7 @@ def vllm_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, outputs)
 
 
-def begun(runner: Runner, **settings: Any) -> NoiseSampler:
+def started_sampler(runner: Runner, **settings: Any) -> NoiseSampler:
     sampler = NoiseSampler(runner, torch.nn.Identity())
     sampling = SamplingParams(max_tokens=MOST, stop_token_ids=(0,), **settings)
     sampler.begin(sampling, len(runner.requests))
@@ -74,34 +74,34 @@ def step(sampler: NoiseSampler, logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"do_sample": False}])
 @pytest.mark.usefixtures("vllm_outputs")
-def test_a_step_asks_nothing_of_the_device_and_nothing_of_requests_that_it_knows(
+def test_a_step_waits_for_no_copy_and_looks_up_only_new_requests(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch refuses to copy a tensor from `meta` to host memory."""
-    begun_copies: list[Tensor] = []
+    copies: list[Tensor] = []
 
     def on_its_way(tensor: Tensor) -> tuple[Tensor, None]:
-        begun_copies.append(tensor)
+        copies.append(tensor)
         return torch.zeros(tensor.shape), None
 
     monkeypatch.setattr(worker, "arriving", on_its_way)
     runner = Runner(3, "meta")
-    sampler = begun(runner, **settings)
+    sampler = started_sampler(runner, **settings)
     for _ in range(4):
         step(sampler, torch.zeros(3, VOCABULARY, device="meta"))
-    assert runner.requests.num_asked == 3, "once each"
-    assert [copy.shape for copy in begun_copies] == [(3, 1)] * 4
+    assert runner.requests.num_lookups == 3, "once each"
+    assert [copy.shape for copy in copies] == [(3, 1)] * 4
 
 
 @pytest.mark.usefixtures("vllm_outputs")
-def test_the_tables_hold_every_draw_of_every_version_when_they_are_asked() -> None:
+def test_the_tables_contain_every_draw_of_every_version() -> None:
     runner = Runner(3)
-    sampler = begun(runner)
+    sampler = started_sampler(runner)
     num_steps = 2 * STEPS_BEHIND + 7
     generator = torch.Generator().manual_seed(0)
     keys = np.array([facts["key"] for facts in runner.facts], dtype=np.uint64)
     made = np.array([facts["made"] for facts in runner.facts])
-    wanted = torch.zeros(3, MOST + 1, 1)
+    expected = torch.zeros(3, MOST + 1, 1)
     for number in range(num_steps):
         logits = torch.randn(3, VOCABULARY, generator=generator)
         sampler.version = number // 10
@@ -109,16 +109,16 @@ def test_the_tables_hold_every_draw_of_every_version_when_they_are_asked() -> No
         tokens, log_probs = sample_tokens(logits, noise, sampler.sampling)
         assert step(sampler, logits).tolist() == tokens.tolist()
         for n, facts in enumerate(runner.facts):
-            wanted[facts["row"], made[n] + number] = log_probs[n]
+            expected[facts["row"], made[n] + number] = log_probs[n]
     sampler.settle()
-    assert torch.equal(sampler.log_probs, wanted)
+    assert torch.equal(sampler.log_probs, expected)
     assert sampler.versions[2, :num_steps].tolist() == [n // 10 for n in range(num_steps)]
 
 
 @pytest.mark.usefixtures("vllm_outputs")
-def test_what_is_drawn_after_a_samples_last_token_is_kept_from_all_others() -> None:
+def test_draws_after_the_last_token_of_a_sample_change_no_other() -> None:
     runner = Runner(2)
-    sampler = begun(runner)
+    sampler = started_sampler(runner)
     runner.input_batch.num_tokens_no_spec += MOST
     step(sampler, torch.zeros(2, VOCABULARY))
     sampler.settle()
@@ -126,9 +126,9 @@ def test_what_is_drawn_after_a_samples_last_token_is_kept_from_all_others() -> N
 
 
 @pytest.mark.usefixtures("vllm_outputs")
-def test_a_request_in_anothers_place_is_looked_up() -> None:
+def test_a_request_that_replaces_another_is_looked_up() -> None:
     runner = Runner(2)
-    sampler = begun(runner)
+    sampler = started_sampler(runner)
     logits = torch.zeros(2, VOCABULARY)
     first = step(sampler, logits).tolist()
     runner.input_batch.num_tokens_no_spec -= 1

@@ -23,18 +23,18 @@ WEIGHTS, CACHE = "wake ['weights']", "wake ['kv_cache']"
 
 
 def resident(model: Any, log: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """The trainer's weights, which are on the GPU while they are gathered."""
+    """Yield the trainer's weights, which are on the GPU while they are gathered."""
     log.append("shards there")
     yield from ((name, weight.detach()) for name, weight in model.named_parameters())
     log.append("shards gone")
 
 
 def steps(log: list[Any]) -> list[Any]:
-    wanted = ("sleep", "wake", "shards", "save_loose", "restore_loose", "use_version")
-    return [entry for entry in log if entry.startswith(wanted)]
+    calls = ("sleep", "wake", "shards", "save_loose", "restore_loose", "use_version", "empty")
+    return [entry for entry in log if entry.startswith(calls)]
 
 
-def test_the_cache_comes_back_when_the_trainers_shards_are_gone_and_all_ranks_have_voted(
+def test_the_cache_wakes_last_and_torch_frees_memory_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, log = make_model(tmp_path), list[Any]()
@@ -47,6 +47,7 @@ def test_the_cache_comes_back_when_the_trainers_shards_are_gone_and_all_ranks_ha
     assert CACHE not in log
 
     log.clear()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty torch's cache"))
     engine.sleep()
     engine.wake_up()
     engine.load_weights(resident(model, log))
@@ -55,17 +56,19 @@ def test_the_cache_comes_back_when_the_trainers_shards_are_gone_and_all_ranks_ha
     assert steps(log) == [
         "save_loose_tensors",
         "sleep 2",
+        "empty torch's cache",
         WEIGHTS,
         "restore_loose_tensors",
         "shards there",
         "shards gone",
         "shards: all ranks vote",
+        "empty torch's cache",
         CACHE,
         "use_version",
     ]
 
 
-def test_after_a_sync_that_failed_it_generates_nothing_and_sleeps_again_as_a_whole(
+def test_an_engine_sleeps_again_after_a_failed_sync(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, log = make_model(tmp_path), list[Any]()
@@ -85,7 +88,7 @@ def test_after_a_sync_that_failed_it_generates_nothing_and_sleeps_again_as_a_who
     assert log.count(CACHE) == 2
 
 
-def test_on_a_cpu_vllm_has_no_sleep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_vllm_on_a_cpu_does_not_sleep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_model(tmp_path)
     log = list[Any]()
     engine = engine_on(monkeypatch, tmp_path, log, "cpu")
@@ -109,7 +112,7 @@ class Rope(nn.Module):
         self.kv_cache = torch.ones(6)
 
 
-def test_buffers_and_loose_tensors_are_after_a_sleep_what_they_were_where_they_were() -> None:
+def test_buffers_and_loose_tensors_are_restored_after_a_sleep() -> None:
     worker = WorkerExtension()
     rope = Rope()
     worker.model_runner = SimpleNamespace(model=nn.Sequential(rope, rope))
@@ -121,21 +124,16 @@ def test_buffers_and_loose_tensors_are_after_a_sleep_what_they_were_where_they_w
     worker.restore_loose_tensors()
     assert rope.cos.tolist() == [0, 1, 2, 3]
     assert rope.slopes.tolist() == [0, 1, 2, 3, 4]
-    assert rope.kv_cache.tolist() == [-1] * 6, "it begins empty"
+    assert rope.kv_cache.tolist() == [-1] * 6, "the cache is not restored"
     assert memory == {id(rope.cos), id(rope.slopes)}
     assert not worker._loose
 
 
-def test_vllm_is_shut_down_before_another_engine_starts_in_the_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_closing_an_engine_shuts_vllm_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_model(tmp_path)
-    engine = engine_on(monkeypatch, tmp_path, [])
-    log: list[str] = []
-    vllm: Any = engine.vllm
-    vllm.llm.engine_core = SimpleNamespace(shutdown=lambda: log.append("shut down"))
-    engine.close()
-    assert log == ["shut down"]
+    log = list[Any]()
+    engine_on(monkeypatch, tmp_path, log).close()
+    assert log[-1] == "shut down"
 
 
 @pytest.mark.parametrize(

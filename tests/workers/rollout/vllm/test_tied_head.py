@@ -19,7 +19,7 @@ from tests.workers.rollout_engines import (
 
 
 @pytest.mark.vllm
-def test_a_head_that_is_tied_to_the_embedding_computes_with_the_new_weights(
+def test_a_tied_head_computes_with_the_new_weights(
     tmp_path: Path,
 ) -> None:
     from transformers import LlamaForCausalLM
