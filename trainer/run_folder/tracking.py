@@ -83,7 +83,7 @@ class JsonLines:
 
 
 class Console:
-    """A live bar on a terminal; otherwise a line per step, at most one per second.
+    """A live bar on a terminal; otherwise the newest step, at most once per second.
 
     The first step, the last step, and every validation always have lines. A line shows the recipe's
     `headline` of a step, or its first metrics, and the time left.
