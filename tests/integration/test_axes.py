@@ -77,7 +77,9 @@ def test_ranks_without_a_pass_each_are_refused(tiny_dir: Path, tmp_path: Path) -
     ):
         two_steps(tiny_dir, tmp_path, *two, *by_rows)
     one_row = f"{actor}.ppo_mini_batch_size=1", f"{POLICY}.rollout.n=1"
-    with pytest.raises(ConfigError, match="so 1 pass; set .*pp=1, or raise .*ppo_mini_batch_size"):
+    with pytest.raises(
+        ConfigError, match="which makes 1 pass; set .*pp=1, or raise .*ppo_mini_batch_size"
+    ):
         two_steps(tiny_dir, tmp_path, *two, *one_row)
 
 

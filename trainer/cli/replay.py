@@ -4,7 +4,8 @@
 
 Repeats step K of the run folder RUN in a temporary folder, from the newest checkpoint before it:
 same samples, same numbers. It prints the metrics (except times, speed and memory) and the saved
-batches that differ in any bit, at most 20; the exit code is then 1. RUN is only read.
+batches that differ in any bit, at most 20; the exit code is then 1. RUN is only read. Runs of
+`verl-like async` are rejected, because they depend on timing.
 
   --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
                      RUN; otherwise the earlier stages recompute it

@@ -8,9 +8,10 @@ Loads a reward function, prints the address, and serves until it gets SIGINT or 
   reward.list='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
 
 The scores equal those of a run with the same function and sandbox. --sandbox sets keys of
-reward.sandbox; --trust-programs is reward.trust_programs. By default, the server listens only
-on this machine (port 8000; 0 picks a free port). To open it to other machines, set --host, and set
---token-env to the name of an environment variable that holds a secret.
+reward.sandbox; --trust-programs is reward.trust_programs. A sample may take --sample-timeout-s
+seconds (default 10), a batch --batch-timeout-s (120). The server listens only on this machine
+(port 8000; 0 picks a free port), unless you set --host. This needs --token-env, the name of an
+environment variable that holds a secret.
 """
 
 from __future__ import annotations

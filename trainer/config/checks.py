@@ -155,11 +155,11 @@ def check_passes(
         at_most = -(-rows_of_rank // (pp - 1)) - 1
         ways = f"set {at_once[0]}={at_most} or less, or {model.axes_key}.pp={num_passes}"
     passes = f"{num_passes} pass{'' if num_passes == 1 else 'es'}"
-    cut = f" of {at_once[0]}={rows}" if at_once[1] else ""
+    cut = f" ({at_once[0]}={rows})" if at_once[1] else ""
     raise ConfigError(
         f"role {role!r}: {model.axes_key}.pp={pp} needs at least {pp} passes per mini-batch to "
         f"keep every stage busy. {mini_batch[0]} gives each rank {rows_of_rank} of "
-        f"{mini_batch[1]} rows, so {passes}{cut}; {ways}."
+        f"{mini_batch[1]} rows, which makes {passes}{cut}; {ways}."
     )
 
 

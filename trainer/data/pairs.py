@@ -104,8 +104,11 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     chosen, rejected = (_encode_side(row, side, tokenizer) for side in ("chosen", "rejected"))
     if row.get("prompt") is None:
         chosen, rejected = _after_common_beginning(chosen, rejected)
-    if not teaches([chosen, rejected]):
+    if np.array_equal(chosen.ids, rejected.ids):
         raise ValueError("'chosen' and 'rejected' are equal after tokenization")
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if not teaches([side]):
+            raise ValueError(f"{name!r} has no token in the loss")
     return PairRow(chosen, rejected, _margin(row))
 
 

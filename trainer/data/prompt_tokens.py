@@ -61,7 +61,7 @@ def check_length(text: str) -> None:
     """Raise an error for a text of more than `LONGEST_TEXT` characters."""
     if len(text) > LONGEST_TEXT:
         raise ValueError(
-            f"it has {len(text):,} characters, of which at most {LONGEST_TEXT:,} are tokenized"
+            f"it has {len(text):,} characters, more than the limit of {LONGEST_TEXT:,}"
         )
 
 

@@ -59,7 +59,7 @@ def translate(command: Command) -> Translation | None:
     launcher, name, words = match
     if name and last_name(name) not in SCRIPTS:
         raise ConfigError(
-            f"{name}.py is a script that has no counterpart here; known scripts are: "
+            f"{command.words[len(launcher)]} has no counterpart here; the supported scripts are "
             f"{', '.join(SCRIPTS)}."
         )
     fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}

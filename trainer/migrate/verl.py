@@ -51,10 +51,10 @@ def translate(command: Command) -> Translation | None:
     launcher, program, words = match
     if not _fits(program, *SFT, *BY_KEYS):
         raise ConfigError(
-            f"{program} is a driver with custom code, which has no counterpart here; known are "
-            "main_ppo, main_ppo_split, main_dapo, main_entropy, fully_async_main, "
-            "one_step_off_policy, and the SFT trainers. To sample and score without training, use "
-            "verl-like best-of-n and eval."
+            f"{program} is a driver with custom code, which has no counterpart here; the "
+            "supported drivers are main_ppo, main_ppo_split, main_dapo, main_entropy, "
+            "fully_async_main, one_step_off_policy, and the SFT trainers. To sample and score "
+            "without training, use verl-like best-of-n and eval."
         )
     if _fits(program, *SFT):
         settings = _settings_of(words)

@@ -154,7 +154,7 @@ class SampleLog:
         self.left_out += Counter()  # removes reasons with 0 tokens
 
     def drop_after(self, account: int, reason: str) -> None:
-        """Count the samples of later accounts (steps) as dropped."""
+        """Count the samples of the accounts (steps) after `account` as dropped."""
         for number in [number for number in self.accounts if number > account]:
             late = self.accounts[number]
             self.drop([s for s, entry in self._open.items() if entry.account == number], reason)
@@ -319,11 +319,18 @@ class SampleWatch:
             if has_user_code(trainer):
                 self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
             elif tokens != known or len(tokens) != num_rows:
+                wrong = [s for s in known | tokens if known.get(s) != tokens.get(s)]
+                problem = "a sample occurs twice"
+                if wrong:
+                    problem = (
+                        f"of sample {_name(wrong[0])}, the rollout sampled "
+                        f"{known.get(wrong[0], 'none')}, the update gets "
+                        f"{tokens.get(wrong[0], 'none')}"
+                    )
                 raise SampleLogError(
-                    f"tokens of step {trainer.global_step} do not add up: the rollout sampled "
-                    f"{self._sampled} tokens in {len(known)} samples, the update gets "
-                    f"{sum(tokens.values())} in {num_rows}, and filters removed "
-                    f"{dict(self._left_out)}."
+                    f"tokens of step {trainer.global_step} do not add up: {problem}. The update "
+                    f"gets {num_rows} rows of {len(known)} samples; filters removed "
+                    f"{dict(self._left_out)}. This is a bug in verl-like: report it with the log."
                 )
             self._leave(EMPTY, tokens)
 

@@ -154,7 +154,7 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The samples of a step, by their lengths in tokens."""
+    """The numbers of samples and prompts of a step, and their lengths in tokens."""
 
     samples: int
     prompts: int

@@ -200,7 +200,7 @@ def _reject_rewards(config: PPOConfig) -> None:
             raise ConfigError(
                 f"reward.list[{number}].normalize=true and algorithm.adv_estimator={name}: the "
                 "scores of samples and of greedy responses are compared, but would be normalized "
-                "separately. Drop one."
+                "separately. Set normalize=false, or choose another algorithm.adv_estimator."
             )
 
     # the estimator must read the rewards that other keys change or name

@@ -87,7 +87,10 @@ def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
     """Return the samples of that name from the batches that the run saved."""
     uid, _, index = name.partition("/")
     if not uid or (index and not index.isdecimal()):
-        raise ConfigError(f"--trajectory={name}: write UID, or UID/INDEX, as in rollouts/.")
+        raise ConfigError(
+            f"--trajectory={name}: write UID or UID/INDEX (`uid` and `sample` "
+            "of a line in rollouts/N.jsonl)."
+        )
     step_of_uid: dict[str, int] = {}
     paths = (folder / BATCHES_FOLDER).glob(f"*/{STAGES[0]}.safetensors")
     steps_of_paths = [path.parent.name for path in paths if path.parent.name.isdecimal()]

@@ -379,7 +379,10 @@ class Api:
         if model_id is not None:
             model = self.sessions.model(model_id)
             if seq_id != 1:
-                raise RequestError("load_weights must be the first request of a model.")
+                raise RequestError(
+                    "load_weights must be the first request of a model. Create a new training "
+                    "client from the checkpoint."
+                )
             return self._in_turn(model, 1, lambda: self.ops.load(model, saved, optimizer))
         role, rank, frozen = metadata["role"], metadata["rank"], metadata["frozen"]
         if base_model not in (None, metadata["base_model"], role):

@@ -131,7 +131,7 @@ class ServedCheckpoints:
         write_whole(folder / "run.json", json.dumps(metadata))
 
     def describe_runs(self) -> list[JsonObject]:
-        """Return the training runs in the protocol's form, newest first."""
+        """Return the training runs in the protocol's form, most recently saved first."""
         files = sorted(self.folder.glob("*/run.json"), key=lambda f: (-f.stat().st_mtime, str(f)))
         return [self.describe_run(file.parent.name) for file in files]
 

@@ -74,9 +74,11 @@ class DataProtoItem:
 class DataProto:
     """A batch: tensor columns and object columns, aligned by rows, and `meta_info`.
 
-    data = DataProto.from_dict({"input_ids": ids}, {"uid": uids}, {"temperature": 1.0})
-    lengths = data.padded("input_ids").ne(0).sum(dim=-1)
-    first, second = data.chunk(2)
+    Example:
+
+        data = DataProto.from_dict({"input_ids": ids}, {"uid": uids}, {"temperature": 1.0})
+        lengths = data.padded("input_ids").ne(0).sum(dim=-1)
+        first, second = data.chunk(2)
     """
 
     def __init__(

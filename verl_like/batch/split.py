@@ -173,7 +173,7 @@ def rows_of(value: Any) -> Any:
 
 
 def value_of(value: Any) -> Any:
-    """Return the TensorDict of rows, for a method or the driver, and any other value unchanged."""
+    """Convert `TensorDictRows` back to a TensorDict; return any other value unchanged."""
     return value.to_tensordict() if isinstance(value, TensorDictRows) else value
 
 

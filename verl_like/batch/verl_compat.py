@@ -85,7 +85,9 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """Return columns of [rows, ...] as [new_batch_size, rows / new_batch_size, ...], copied."""
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
-        raise BatchError(f"fold_batch_dim: {rows} rows do not divide into {new_batch_size}.")
+        raise BatchError(
+            f"fold_batch_dim: {rows} rows do not divide into {new_batch_size=} equal groups."
+        )
     dims = (new_batch_size, rows // new_batch_size)
     return data.map_columns(
         new_batch_size,

@@ -182,8 +182,8 @@ class BoundMethod:
             )
             if call.concurrent and parts:
                 raise DispatchError(
-                    f"{self.name} runs outside the queue of calls, so its arguments must be below "
-                    f"{SHARED_BYTES} bytes each."
+                    f"{self.name} is registered with concurrent=True, so each argument must be "
+                    f"below {SHARED_BYTES} bytes. Send less, or register it without that."
                 )
             pending.append(transport.submit(rank, call, parts))
 

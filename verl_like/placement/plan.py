@@ -184,7 +184,8 @@ def _needs_with_cpus(
     if cpus_per_process is not None and cpus_per_process <= 0:
         raise PlacementError(f"cpus_per_process must be above 0, but is {cpus_per_process}.")
     result = {pool: needs.get(pool, ProcessNeeds()) for pool in counts}
-    left, num_others = sum(node.cpus for node in nodes), 0
+    total = sum(node.cpus for node in nodes)
+    left, num_others = total, 0
     for pool, need in result.items():
         left -= sum(counts[pool]) * (need.cpus or 0.0)
         num_others += sum(counts[pool]) if need.cpus is None else 0
@@ -194,9 +195,9 @@ def _needs_with_cpus(
         cpus = cpu_share(left, num_others)
         if cpus <= 0:
             raise InsufficientResourcesError(
-                f"pool_resources leaves {left:g} of {sum(node.cpus for node in nodes):g} CPUs for "
-                f"the {num_others} processes of the other pools. Lower "
-                "pool_resources.<pool>.cpus, or set it for every pool."
+                f"pool_resources takes {total - left:g} of {total:g} CPUs and leaves none for the "
+                f"{num_others} processes of the other pools. Lower pool_resources.<pool>.cpus, or "
+                "set it for every pool."
             )
     return {pool: replace(need, cpus=need.cpus or cpus) for pool, need in result.items()}
 

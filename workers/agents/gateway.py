@@ -706,7 +706,9 @@ class _AgentHandler(BaseHTTPRequestHandler):
                 name, _, path = path.partition("/")
                 if session is None or session.name != name:
                     raise RejectedRequest(
-                        f"there is no session {name!r:.80} at this address", status=404
+                        f"there is no session {name!r:.80} at this address. Use the agent's "
+                        "base_url, which is valid until its trajectory ends.",
+                        status=404,
                     )
             answer(session, path.partition("?")[0])
         except OSError:  # the client is gone

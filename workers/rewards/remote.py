@@ -101,16 +101,16 @@ class RemoteScorer:
                     raise RewardServerError(
                         f"the request to {self._config.url} failed{tries}: {err}"
                     ) from err
+                pause = wait * self._random.uniform(0.5, 1.5)
+                if time.monotonic() + pause >= end:
+                    raise TimeoutError(
+                        f"{err}; timeout_s={self._config.timeout_s:g} leaves no time for a retry"
+                    ) from err
             except (KeyError, TypeError, ValueError) as err:
                 raise RewardServerError(
                     f"{self._config.url} returned an invalid reply: {err}"
                 ) from err
 
-            pause = wait * self._random.uniform(0.5, 1.5)
-            if time.monotonic() + pause >= end:
-                raise TimeoutError(
-                    f"the deadline passed before another request to {self._config.url}"
-                )
             if self._given_up.wait(pause):
                 raise TimeoutError(f"the request to {self._config.url} was cancelled")
             wait = min(2 * wait, LONGEST_WAIT_S)
@@ -120,7 +120,9 @@ class RemoteScorer:
         """Return the server's reply to one request as parsed JSON."""
         patience = min(self._config.timeout_s, end - time.monotonic())
         if patience <= 0:
-            raise TimeoutError(f"the deadline passed before a request to {self._config.url}")
+            raise TimeoutError(
+                f"the timeout of the batch passed before a request to {self._config.url}"
+            )
 
         headers = {"Content-Type": "application/json"}
         if self._token:

@@ -43,7 +43,7 @@ class SamplingParams:
     min_tokens: int = 0
     """Minimum tokens of a response: before, no stop token is sampled, and no stop string counts."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response, and are its last token."""
+    """Tokens that end a response; the sampled one stays as its last token."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a response."""
     logit_bias: tuple[tuple[int, float], ...] = ()

@@ -97,7 +97,10 @@ class Sample:
         finish_reason: str,
         routed_experts: Tensor | None = None,
     ) -> Sample:
-        """Return the sample with copies of this response; `log_probs` is [tokens, kinds]."""
+        """Return the sample with copies of this response.
+
+        `log_probs` is [tokens, 1 or 2]: the policy's, then those of the truncated distribution.
+        """
         policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
         return replace(
             self,

@@ -131,7 +131,8 @@ class MovingAverageEngine(TrainEngine):
 
         Collective: every rank must call this.
         """
-        ranks = Ranks(self.groups.world, f"the reference's weights were not written into {folder}")
+        name = f"the frozen copy of {self.model_config.path}"
+        ranks = Ranks(self.groups.world, f"{name} was not written into {folder}")
         tensors, writer = self.without_copies(self._saved()), copies or WRITE_NOW
         count = self.dims.per_stage
         ranks.run_on_all(lambda: write_shards(tensors, folder, ranks.mine, count, writer))
@@ -142,7 +143,8 @@ class MovingAverageEngine(TrainEngine):
 
         Collective: every rank must call this.
         """
-        ranks = Ranks(self.groups.world, f"the reference's weights were not loaded from {folder}")
+        name = f"the frozen copy of {self.model_config.path}"
+        ranks = Ranks(self.groups.world, f"{name} was not loaded from {folder}")
         ranks.run_on_all(lambda: read_shards(self._saved(), folder))
         weights = dict(self.module.named_parameters())
         for name, average in self.averages.items():

@@ -275,7 +275,7 @@ def reject_other_model(
     if not there:
         raise CheckpointError(
             f"the checkpoint {folder} has no weights: checkpoint.save_contents lacked 'model'. "
-            "Choose another checkpoint, or start a new run in another trainer.default_local_dir."
+            "Choose another checkpoint, or train again with 'model' in checkpoint.save_contents."
         )
     other_shape = [
         f"{name} ({there[name]} in the checkpoint, {shape} in this run)"

@@ -208,8 +208,8 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
         raise ConfigError(
             f"{names[row * len(mask) // len(flat)]} has a gap: its attention_mask is 1 from "
             f"column {first}, then 0, and 1 again from column {second}. The log-prob of the first "
-            "token after the gap would be read at a pad token. Pad prompts on the left and "
-            "responses on the right (tokenizer.padding_side='left')."
+            "token after the gap would be read at a pad token. Pad prompts on the left "
+            "(tokenizer.padding_side='left') and responses on the right."
         )
     starts, lengths = begins.int().argmax(dim=1), flat.sum(dim=1)
     shape = mask.shape[:-1]

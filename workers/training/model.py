@@ -61,7 +61,7 @@ class ModelSettings:
 
 
 class ModelPart:
-    """An option of a model that installs itself; each method does nothing by default.
+    """An optional feature that changes the module itself; each method does nothing by default.
 
     Example:
 

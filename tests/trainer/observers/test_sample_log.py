@@ -207,8 +207,12 @@ def test_lost_or_doubled_samples_end_it(batch: DataProto, monkeypatch: pytest.Mo
     changed = batch.select(deepcopy=True)
     changed.batch["response_mask"][3, 0] = 0
     doubled = DataProto.concat([batch, batch[:1]])
-    for wrong in (batch[1:], changed, doubled):
-        with pytest.raises(SampleLogError, match="tokens of step 1 do not add up"):
+    for wrong, problem in (
+        (batch[1:], r"of sample 0-0/0, the rollout sampled \d+, the update gets none"),
+        (changed, r"the rollout sampled (\d+), the update gets (?!\1)\d"),
+        (doubled, "a sample occurs twice"),
+    ):
+        with pytest.raises(SampleLogError, match=f"tokens of step 1 do not add up: .*{problem}"):
             watched(batch, PPOConfig(), wrong)
 
     monkeypatch.setattr(Trainer, "__module__", "of_a_user")

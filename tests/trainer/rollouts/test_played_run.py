@@ -174,7 +174,7 @@ def test_a_step_of_trajectories_is_made_again_but_for_its_seconds(played: Path) 
     [
         ("nobody-0", "no such uid in the saved batches of steps 2 to 2, which have"),
         ("{uid}/99", "has only the samples 0, 1"),
-        ("{uid}/x", "write UID, or UID/INDEX"),
+        ("{uid}/x", "write UID or UID/INDEX"),
     ],
 )
 def test_a_trajectory_that_there_is_not_is_refused(played: Path, name: str, words: str) -> None:

@@ -30,7 +30,7 @@ def test_folding_a_batch_dim():
     assert folded.batch["ids"].shape == (3, 2, 2)
     assert folded.non_tensor_batch["uid"].shape == (3, 2)
     assert len(unfold_batch_dim(DataProto())) == 0
-    with pytest.raises(BatchError, match="6 rows do not divide into 4"):
+    with pytest.raises(BatchError, match="6 rows do not divide into new_batch_size=4 equal groups"):
         fold_batch_dim(data, 4)
     with pytest.raises(BatchError, match="with the same first 2 dims"):
         unfold_batch_dim(data)

@@ -261,7 +261,7 @@ def test_a_concurrent_method_runs_during_another_call(groups, backend) -> None:
     }
     with pytest.raises(
         DispatchError,
-        match="faulty.stop runs outside the queue of calls, so its arguments must be below",
+        match="faulty.stop is registered with concurrent=True, so each argument must be below",
     ):
         groups["faulty"].stop(batch(100_000))
     with pytest.raises(DispatchError, match="concurrent=True. cannot split a batch"):

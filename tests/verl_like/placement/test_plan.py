@@ -121,7 +121,7 @@ def test_a_pools_own_cpus_are_reserved_before_the_others_share() -> None:
     needs = {"generator_pool": ProcessNeeds(cpus=0.25)}
     plan = Placement.plan(TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs=needs)
     assert [p.cpus_per_process for p in plan.pools.values()] == [0.25, 0.75]
-    with pytest.raises(PlacementError, match="leaves 0 of 2 CPUs for the 2 processes of the other"):
+    with pytest.raises(PlacementError, match="takes 2 of 2 CPUs and leaves none for the 2 proc"):
         Placement.plan(
             TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs={"generator_pool": ProcessNeeds(cpus=1.0)}
         )

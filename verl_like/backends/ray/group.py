@@ -57,9 +57,11 @@ class _RunningWorkers(WorkerGroup):
 class RayWorkerGroup(_RunningWorkers):
     """Starts a Ray actor on every place of a pool, and constructs the roles in them.
 
-    pool = RayResourcePool([2])
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1))
-    group.add(data)                     # a method of `Adder` with `@register`
+    Example:
+
+        pool = RayResourcePool([2])
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1))
+        group.add(data)                 # a method of `Adder` with `@register`
     """
 
     def __init__(

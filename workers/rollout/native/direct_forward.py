@@ -263,7 +263,7 @@ SIMD_WIDTH = 32
 
 
 class TorchLinear:
-    """A linear layer on states [rows, in], and the operations that a decoder layer applies to it.
+    """A linear layer on states [rows, in], with operations that decoder layers apply to its result.
 
     With `MIN_ROWS_OF_MKL` or more rows, the bits of a row's result do not depend on other rows.
     """

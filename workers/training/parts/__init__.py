@@ -1,4 +1,6 @@
-"""Options of a model: each is a part that installs itself.
+"""Optional features of a model (LoRA, int8, router replay, ...).
+
+Each is a `ModelPart` that changes the module itself.
 
 Example:
 
