@@ -73,11 +73,15 @@ def test_earlier_turns_of_the_assistant_are_not_in_the_loss(tokenizer: Any) -> N
         ({"margin": float("nan")}, "'margin' is nan, not a number"),
         ({"chosen": assistant("aa")}, "the response must be a text, or, if the prompt"),
         (
-            {"prompt": ASKED + assistant("a"), "chosen": ASKED, "rejected": assistant("b")},
+            {"prompt": QUESTION + assistant("a"), "chosen": QUESTION, "rejected": assistant("b")},
             "'chosen' has no token in the loss",
         ),
         (
-            {"prompt": ASKED, "chosen": assistant("a"), "rejected": [assistant("a")[0] | {"name": "b"}]},
+            {
+                "prompt": QUESTION,
+                "chosen": assistant("a"),
+                "rejected": [{**assistant("a")[0], "name": "b"}],
+            },
             "'chosen' and 'rejected' are equal after tokenization",
         ),
     ],
