@@ -75,8 +75,7 @@ SIZES = (
         "encoder_attention_heads attention_heads num_encoder_attention_heads "
         "num_decoder_attention_heads rotary_dim num_experts n_routed_experts "
         "num_local_experts moe_num_experts zero_expert_num "
-        "swa_num_attention_heads num_query_groups linear_num_heads linear_num_key_heads "
-        "swa_num_attention_heads",
+        "swa_num_attention_heads num_query_groups linear_num_heads linear_num_key_heads",
     ),
     (
         2,
@@ -114,13 +113,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}),
     "jamba": {"attn_layer_offset": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "hidden_size": 32},
-    "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -138,20 +135,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "autocast_kernel_dtype": "float32",
     },
     "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_key_value_heads": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-    },
-    "zamba2": {
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_key_value_heads": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-    },
+    **dict.fromkeys(
+        ("zamba", "zamba2"),
+        {
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        },
+    ),
 }
-"""Model type -> what the sizes above do not fit."""
+"""Model type -> fields with other sizes."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2+window": (
@@ -188,7 +182,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral+jitter": ("mixtral", {"router_jitter_noise": 0.1}),
     "phi3+partial": ("phi3", {"partial_rotary_factor": 0.5}),
 }
-"""Case -> its model type and what is not at that type's default."""
+"""Case -> its model type and fields that differ from that type's defaults."""
 
 
 class NotBuilt(Exception):
@@ -202,11 +196,11 @@ def cases() -> list[str]:
 
 def tiny_model_config(case: str) -> Any:
     """Return the configuration of a case."""
-    model_type, own = VARIANTS.get(case, (case, {}))
+    model_type, fields = VARIANTS.get(case, (case, {}))
     try:
         config_cls = CONFIG_MAPPING[model_type]
         default = config_cls().to_dict()
-        config = config_cls(**{**_shrunk(default), **EXCEPTIONS.get(model_type, {}), **own})
+        config = config_cls(**{**_shrunk(default), **EXCEPTIONS.get(model_type, {}), **fields})
     except Exception as error:
         raise NotBuilt(f"{model_type}: {type(error).__name__}: {error}") from error
     return config

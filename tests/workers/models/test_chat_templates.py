@@ -1,4 +1,4 @@
-"""A chat template that takes too long, or too much memory, is rejected before a run."""
+"""Chat templates: limits of time and memory, and values of their variables."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from verl_like.errors import ConfigError
 from workers.models import tokenizers
-from workers.models.tokenizers import check_template
+from workers.models.tokenizers import check_template, set_template_variables
 
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}{{ effort }}"
+)
 LOOP = "{% for i in range(100000) %}"
 
 
-def tokenizer_with(template: str | None) -> Any:
-    """Return a tokenizer with the parts that the check reads, rendered as in transformers."""
+def text_of(template: str, **arguments: Any) -> str:
+    """Render a message of one letter, as in transformers."""
+    messages = [{"role": "user", "content": "a"}]
+    rendered: Any = render_jinja_template([messages], chat_template=template, **arguments)
+    return str(rendered[0][0])
+
+
+def tokenizer_with(template: Any) -> Any:
+    """Return a tokenizer with the parts that the checks read."""
 
     def apply(messages: Any, add_generation_prompt: bool, tokenize: bool) -> str:
         assert not tokenize
-        rendered: Any = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=add_generation_prompt
-        )
-        return str(rendered[0][0])
+        return text_of(template, add_generation_prompt=add_generation_prompt)
 
     return SimpleNamespace(chat_template=template, name_or_path="m", apply_chat_template=apply)
 
@@ -69,3 +77,35 @@ def test_other_templates_are_accepted_while_another_thread_runs(template: str | 
     finally:
         stop.set()
         thread.join()
+
+
+# Variables: `data.apply_chat_template_kwargs` ----------------------------------------------------
+
+
+def test_a_variable_has_its_value_wherever_the_template_reads_it() -> None:
+    tokenizer = tokenizer_with(TEMPLATE)
+    assert text_of(tokenizer.chat_template) == "[a]"
+    set_template_variables(tokenizer, {"enable_thinking": False, "effort": "it's low"})
+    assert text_of(tokenizer.chat_template) == "[a]<no>it's low"
+
+
+def test_a_line_break_at_the_beginning_stays() -> None:
+    tokenizer = tokenizer_with("\n{{ messages[0].content }}{{ effort }}")
+    before = text_of(tokenizer.chat_template)
+    set_template_variables(tokenizer, {"effort": ""})
+    assert text_of(tokenizer.chat_template) == before
+
+
+def test_every_template_gets_a_variable_and_none_stays_none() -> None:
+    tokenizer = tokenizer_with({"default": TEMPLATE, "rag": "{{ effort }}"})
+    set_template_variables(tokenizer, {"effort": 3})
+    assert text_of(tokenizer.chat_template["rag"]) == "3"
+    tokenizer = tokenizer_with(None)
+    set_template_variables(tokenizer, {})
+    assert tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, {"default": TEMPLATE}, None])
+def test_a_variable_that_no_template_reads_is_rejected(template: Any) -> None:
+    with pytest.raises(ConfigError, match="of m does not read 'think'"):
+        set_template_variables(tokenizer_with(template), {"think": 1})

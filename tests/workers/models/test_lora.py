@@ -13,13 +13,13 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.prompts import prompt_batch
 from tests.workers.samples import (
-    VOCAB,
     beside,
     learned,
     make_batch,
     own_chunk,
     started,
     tiny_config,
+    weights_of,
 )
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
@@ -57,10 +57,6 @@ def lora_actor(one_layer_dir: Path, **model: Any) -> ActorWorker:
     return started(ActorWorker, lora_config(one_layer_dir, **model), 10)
 
 
-def snapshot(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.named_full_tensors()}
-
-
 def plain_engine(path: Path) -> TrainEngine:
     """An engine without adapters."""
     engine = TrainEngine(ModelConfig(path=str(path)), FSDPConfig())
@@ -90,24 +86,14 @@ def test_adapters_and_head_of_the_critic_are_trained(one_layer_dir: Path) -> Non
     assert "score.weight" in learning
     assert all(is_adapter(name) or name == "score.weight" for name in learning)
     names = dict(load_model(critic.engine.model_config, "scalar").named_parameters())
-    assert snapshot(critic.engine).keys() == names.keys()
+    assert weights_of(critic).keys() == names.keys()
 
 
 def test_merged_weights_score_like_the_adapters_at_every_version(
     tmp_path: Path,
 ) -> None:
     """GPT-2's layers are transposed."""
-    import transformers
-
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": VOCAB,
-    }
-    torch.manual_seed(0)
-    hf_config = transformers.GPT2Config(**sizes, pad_token_id=0)
-    transformers.AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path / "model")
+    build_tiny(tiny_model_config("gpt2")).save_pretrained(tmp_path / "model")
     actor, batch = lora_actor(tmp_path), make_batch(ROWS)
     copy = plain_engine(tmp_path / "model")
     assert copy.weights_checksum() == actor.weights_checksum()
@@ -168,7 +154,7 @@ def trained_adapters(one_layer_dir: Path) -> dict[str, Any]:
         "reference": reference.batch["ref_log_prob"],
         "log_probs": actor.compute_log_prob(batch)[0].batch["old_log_probs"],
         "metrics": metrics,
-        "weights": snapshot(actor.engine),
+        "weights": weights_of(actor),
         "same": (report.error, rollout.weights_checksum() == actor.weights_checksum()),
     }
 

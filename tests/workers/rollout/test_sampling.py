@@ -134,14 +134,6 @@ def test_truncation_keeps_ties_and_at_least_one_token() -> None:
     assert filtered_probs(even, sampling(top_k=100)).count_nonzero() == VOCAB
 
 
-def test_log_probs_have_the_temperature_but_no_truncation() -> None:
-    logits = torch.randn(50, VOCAB)
-    tokens, log_probs = sample_tokens(
-        logits, noise(50), sampling(temperature=0.6, top_k=2, top_p=0.9)
-    )
-    assert torch.equal(log_probs, torch.log_softmax(logits / 0.6, -1).gather(1, tokens[:, None]))
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.7, "min_p": 0.1}]
 )
@@ -165,16 +157,6 @@ def test_greedy_tokens_have_log_probs_of_temperature_one() -> None:
     tokens, log_probs = sample_tokens(logits, noise(50), sampling(do_sample=False, temperature=0.1))
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.equal(log_probs[:, 0], torch.log_softmax(logits, -1).max(-1).values)
-
-
-def test_a_row_draws_the_same_token_among_others() -> None:
-    logits, numbers = torch.randn(33, 1000), noise(33)
-    settings = sampling(top_k=50, top_p=0.9)
-    tokens, log_probs = sample_tokens(logits, numbers, settings)
-    for row in (0, 7, 32):
-        token, log_prob = sample_tokens(logits[row : row + 1], numbers[row : row + 1], settings)
-        assert token[0] == tokens[row]
-        assert log_prob[0] == log_probs[row]
 
 
 def test_the_ends_of_the_noise_draw_possible_tokens() -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
 from tests.verl_like.groups import start
 from tests.workers.stand_ins import PlainEngine, PlainTrainer
+from tests.workers.weights.test_host_copy import Bring, deliver
 from verl_like import Dispatch, Worker, register
 from verl_like.errors import WeightSyncError, WorkerDiedError
 from verl_like.process.info import new_secret
@@ -28,11 +27,10 @@ from workers.weights.connection import (
 )
 from workers.weights.receiver import WeightReceiver
 from workers.weights.sender import WeightSender
-from workers.weights.sync import deliver_weights, publish_weights, sync_weights
+from workers.weights.sync import publish_weights, sync_weights
 
 SOON_S = 10.0
 """Half of what ranks wait for one that does not come; on an idle machine it takes 2 s."""
-Bring = Callable[[Any, Any, int], object]
 
 
 class Actor(WeightSender, Worker):
@@ -58,11 +56,6 @@ class DiesFirst(WeightReceiver, Worker):
         if self.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().receive_weights(address, version)
-
-
-def deliver(actor: Any, rollout: Any, version: int) -> object:
-    publish_weights(actor, version)
-    return deliver_weights(actor, rollout, version)
 
 
 class DiesAsItForms(DiesFirst):

@@ -56,11 +56,6 @@ def make_model(family: str, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def qwen2() -> Any:
-    return make_model("Qwen2")
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     random = np.random.default_rng(0)
     return [
@@ -188,7 +183,8 @@ def test_updates_of_the_module_take_effect_at_once(
     model(torch.tensor([prompts[3]])).logits.sum().backward()
 
 
-def test_other_and_altered_models_are_not_llama_shaped(qwen2: Any) -> None:
+def test_other_and_altered_models_are_not_llama_shaped() -> None:
+    qwen2 = make_model("Qwen2")
     assert is_llama_shaped(qwen2)
     assert not is_llama_shaped(hooked(qwen2))
     assert not is_llama_shaped(make_model("Llama", hidden_act="gelu"))

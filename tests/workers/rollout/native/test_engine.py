@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,100 +13,72 @@ import pytest
 import torch
 
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.rollout_engines import assert_same
+from tests.workers.rollout_engines import (
+    PROMPT,
+    RESPONSE,
+    VOCAB,
+    assert_same,
+    make_prompts,
+    requests_of,
+    settings,
+)
 from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.base import EngineLimits
 from workers.rollout.batches import batch_of
 from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 
-VOCAB, PROMPT, RESPONSE, STOP = 60, 9, 14, (2, 5, 7)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-    )
-    return LlamaForCausalLM(config).eval()
-
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Ragged prompts with the longest and the shortest that fit, and two equal ones."""
-    random = np.random.default_rng(0)
-    ragged = [
-        random.integers(3, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=17)
-    ]
-    return [*ragged, random.integers(3, VOCAB, size=PROMPT).tolist(), [11], ragged[0]]
+    """Ragged prompts, of which two are equal."""
+    prompts = make_prompts(num_ragged=17)
+    return [*prompts, prompts[0]]
 
 
-def requests_of(prompts: list[list[int]], rows: Sequence[int]) -> list[Sample]:
-    return [Sample(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
-
-
-def engine_of(model: Any, max_num_seqs: int = 256, owns_weights: bool = False) -> NativeEngine:
+def engine_of(model: Any, max_num_seqs: int = 256) -> NativeEngine:
     limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs)
-    engine = NativeEngine(model, limits, owns_weights=owns_weights)
+    engine = NativeEngine(model, limits, owns_weights=False)
     engine.commit(0)
     return engine
-
-
-def settings(**changes: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": STOP, **changes})
-
-
-def generate(
-    model: Any,
-    prompts: list[list[int]],
-    rows: Sequence[int],
-    max_num_seqs: int = 256,
-    **changes: Any,
-) -> dict[int, Sample]:
-    """Return row -> output, for these rows of the prompts in this order."""
-    engine = engine_of(model, max_num_seqs)
-    outputs = engine.generate(requests_of(prompts, rows), settings(**changes))
-    return dict(zip(rows, outputs, strict=True))
 
 
 def test_the_number_of_threads_changes_no_bit_of_a_sample(
     model: Any, prompts: list[list[int]]
 ) -> None:
-    whole = generate(model, prompts, range(len(prompts)))
+    requests = requests_of(prompts)
+    expected = engine_of(model).generate(requests, settings())
+    engine = engine_of(model, max_num_seqs=5)
     torch.set_num_threads(2)
     try:
-        again = generate(model, prompts, range(len(prompts)), 5)
+        outputs = engine.generate(requests, settings())
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
-    assert all(torch.equal(again[row].log_probs, whole[row].log_probs) for row in whole)
+    for sample, other in zip(outputs, expected, strict=True):
+        assert_same(sample, other, engine)
 
 
 def test_a_cache_is_reused_unless_it_has_numbers_that_are_not_finite(
     model: Any, prompts: list[list[int]]
 ) -> None:
-    rows = range(len(prompts))
-    requests = requests_of(prompts, rows)
-    expected, engine = generate(model, prompts, rows), engine_of(model)
+    requests, engine = requests_of(prompts), engine_of(model)
+    expected = [sample.log_probs for sample in engine_of(model).generate(requests, settings())]
+
+    def assert_expected(max_tokens: int) -> None:
+        outputs = engine.generate(requests, settings(max_tokens=max_tokens))
+        for output, log_probs in zip(outputs, expected, strict=True):
+            assert torch.equal(output.log_probs, log_probs[:max_tokens])
+
     pages = []
-    for limit in (RESPONSE, 5):
-        outputs = engine.generate(requests, settings(max_tokens=limit))
-        assert all(expected[row].log_probs[:limit].equal(outputs[row].log_probs) for row in rows)
-        pages.append({whole.data_ptr() for whole in engine.cache_memory._free})
+    for max_tokens in (RESPONSE, 5):
+        assert_expected(max_tokens)
+        pages.append({page.data_ptr() for page in engine.cache_memory._free})
     assert pages[1]
     assert pages[1] <= pages[0]
     weights = model.lm_head.weight.detach()[0]
@@ -116,8 +88,7 @@ def test_a_cache_is_reused_unless_it_has_numbers_that_are_not_finite(
         engine.generate(requests, settings())
     weights.copy_(before)
     assert not engine.cache_memory._free
-    outputs = engine.generate(requests, settings())
-    assert all(expected[row].log_probs.equal(outputs[row].log_probs) for row in rows)
+    assert_expected(RESPONSE)
     engine.sleep()
     assert not engine.cache_memory._free
 
@@ -149,9 +120,9 @@ def test_passes_compute_few_rows_beyond_the_generated_tokens(
     model: Any, prompts: list[list[int]]
 ) -> None:
     with shapes_of_passes(model) as shapes:
-        outputs = generate(model, prompts * 3, range(3 * len(prompts)), max_num_seqs=32)
+        outputs = engine_of(model, max_num_seqs=32).generate(requests_of(prompts * 3), settings())
     decoded = [rows for rows, width in shapes if width == 1]
-    needed = sum(len(output.tokens) - 1 for output in outputs.values())
+    needed = sum(len(output.tokens) - 1 for output in outputs)
     assert needed <= sum(decoded) <= needed + MIN_ROWS_OF_MKL * RESPONSE
     assert min(rows * width for rows, width in shapes) == min(decoded) == MIN_ROWS_OF_MKL
     assert max(decoded) == 32
@@ -159,7 +130,7 @@ def test_passes_compute_few_rows_beyond_the_generated_tokens(
 
 def test_rows_longer_than_the_model_allows_are_rejected(model: Any) -> None:
     limits = EngineLimits(prompt_width=1500, response_width=1500, max_num_seqs=4)
-    with pytest.raises(ConfigError, match="3000 tokens, but the model has 2048"):
+    with pytest.raises(ConfigError, match="3000 tokens, but the model has 128"):
         NativeEngine(model, limits, owns_weights=False)
 
 
@@ -167,7 +138,7 @@ def test_the_module_is_in_training_mode_after_a_generation(
     model: Any, prompts: list[list[int]]
 ) -> None:
     model.train()
-    generate(model, prompts, range(4))
+    engine_of(model).generate(requests_of(prompts[:4]), settings())
     assert model.training
     assert model.config._attn_implementation == "sdpa"
     assert all(parameter.requires_grad for parameter in model.parameters())

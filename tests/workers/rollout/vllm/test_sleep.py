@@ -13,13 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from tests.workers.rollout.vllm.fakes import engine_on
-from tests.workers.rollout_engines import make_model
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.rollout.base import SamplingParams
+from workers.rollout.vllm.engine import VllmEngine
 from workers.rollout.vllm.setup import process_environment
 from workers.rollout.vllm.worker import WorkerExtension
 
 WEIGHTS, CACHE = "wake ['weights']", "wake ['kv_cache']"
+
+
+@pytest.fixture
+def log() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, folder: Path, model: Any, log: list[Any]) -> VllmEngine:
+    """An engine with a stand-in for vLLM, whose calls are logged."""
+    return engine_on(monkeypatch, folder, log)
 
 
 def resident(model: Any, log: list[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -35,10 +46,8 @@ def steps(log: list[Any]) -> list[Any]:
 
 
 def test_the_cache_wakes_last_and_torch_frees_memory_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    engine: VllmEngine, model: Any, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, log = make_model(tmp_path), list[Any]()
-    engine = engine_on(monkeypatch, tmp_path, log)
     engine.load_weights(resident(model, log))
     engine.commit(1)
     assert not [entry for entry in log if entry.startswith("wake")], "it has not slept"
@@ -69,10 +78,8 @@ def test_the_cache_wakes_last_and_torch_frees_memory_before(
 
 
 def test_an_engine_sleeps_again_after_a_failed_sync(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    engine: VllmEngine, model: Any, log: list[Any]
 ) -> None:
-    model, log = make_model(tmp_path), list[Any]()
-    engine = engine_on(monkeypatch, tmp_path, log)
     engine.sleep()
     with pytest.raises(WeightSyncError, match="missing"):
         engine.load_weights([])
@@ -88,10 +95,11 @@ def test_an_engine_sleeps_again_after_a_failed_sync(
     assert log.count(CACHE) == 2
 
 
-def test_vllm_on_a_cpu_does_not_sleep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    make_model(tmp_path)
-    log = list[Any]()
-    engine = engine_on(monkeypatch, tmp_path, log, "cpu")
+@pytest.mark.usefixtures("model")
+def test_vllm_on_a_cpu_does_not_sleep(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, log: list[Any]
+) -> None:
+    engine = engine_on(monkeypatch, folder, log, "cpu")
     engine.sleep()
     engine.wake_up()
     engine.commit(1)
@@ -129,10 +137,8 @@ def test_buffers_and_loose_tensors_are_restored_after_a_sleep() -> None:
     assert not worker._loose
 
 
-def test_closing_an_engine_shuts_vllm_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    make_model(tmp_path)
-    log = list[Any]()
-    engine_on(monkeypatch, tmp_path, log).close()
+def test_closing_an_engine_shuts_vllm_down(engine: VllmEngine, log: list[Any]) -> None:
+    engine.close()
     assert log[-1] == "shut down"
 
 
