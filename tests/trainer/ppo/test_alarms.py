@@ -24,7 +24,7 @@ from trainer.observers.alarms import ALARM_RULES, Alarms
         ({"training/rollout_probs_diff_mean": 0.2}, "rollout.dtype"),
     ],
 )
-def test_an_alarm_names_the_number_and_what_to_look_at(
+def test_an_alarm_names_the_number_and_what_to_check(
     metrics: dict[str, float], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):
@@ -34,7 +34,7 @@ def test_an_alarm_names_the_number_and_what_to_look_at(
     assert re.search(words, record.getMessage())
 
 
-def test_numbers_within_their_bands_raise_none() -> None:
+def test_numbers_within_their_bands_raise_no_alarm() -> None:
     quiet = {
         "actor/skipped_steps": 0.0,
         "actor/entropy": 1.0,
@@ -50,7 +50,7 @@ def test_numbers_within_their_bands_raise_none() -> None:
     assert alarms.state_dict() == {"first": {"entropy": 1.0}, "next": {}}
 
 
-def test_entropy_is_measured_by_the_first_one() -> None:
+def test_entropy_is_compared_with_its_first_value() -> None:
     alarms = Alarms(ALARM_RULES)
     assert alarms.check({"actor/entropy": math.nan}, 1) == []
     assert alarms.check({"actor/entropy": 2.0}, 2) == []

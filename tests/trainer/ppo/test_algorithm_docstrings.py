@@ -20,7 +20,7 @@ ALGORITHMS: list[Callable[..., Any]] = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=[found.__name__ for found in ALGORITHMS])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.__name__)
 def test_docstrings_have_formula_watch_and_source(algorithm: Callable[..., Any]) -> None:
     paragraphs = inspect.cleandoc(algorithm.__doc__ or "").split("\n\n")
     assert [paragraph.partition(": ")[0] for paragraph in paragraphs[-2:]] == ["Watch", "Source"]

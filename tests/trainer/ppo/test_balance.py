@@ -18,35 +18,30 @@ def tokens(batch: DataProto, num_ranks: int) -> list[int]:
     return [int(chunk.batch["attention_mask"].sum()) for chunk in batch.chunk(num_ranks)]
 
 
-def test_ranks_get_like_numbers_of_tokens_and_mini_batches_keep_their_rows() -> None:
+def test_ranks_get_similar_token_counts_and_mini_batches_keep_their_rows() -> None:
     torch.manual_seed(0)
     lengths = sorted(torch.randint(1, 100, (96,)).tolist())
     num_ranks, num_mini_batches = 4, 3
-    before = batch_of(lengths)
     balanced, metrics = balance_ranks(batch_of(lengths), num_ranks, num_mini_batches)
-    of_ranks = tokens(balanced, num_ranks)
-    assert max(of_ranks) - min(of_ranks) <= 3
+    rank_tokens = tokens(balanced, num_ranks)
+    assert max(rank_tokens) - min(rank_tokens) <= 3
     for index in range(num_mini_batches):
         rows = balanced.batch["row"][index::num_mini_batches].tolist()
         assert sorted(rows) == list(range(index, len(lengths), num_mini_batches))
-        of_mini_batch = [
-            balanced.batch["attention_mask"][index::num_mini_batches][r * 8 : r * 8 + 8]
-            for r in range(4)
-        ]
-        sums = [int(part.sum()) for part in of_mini_batch]
+        sums = tokens(balanced.select_idxs(range(index, 96, num_mini_batches)), num_ranks)
         assert max(sums) - min(sums) <= 3
-    unbalanced = tokens(before, num_ranks)
+    unbalanced = tokens(batch_of(lengths), num_ranks)
     assert metrics == {
         "global_seqlen/min": min(unbalanced),
         "global_seqlen/max": max(unbalanced),
         "global_seqlen/minmax_diff": max(unbalanced) - min(unbalanced),
-        "global_seqlen/balanced_min": min(of_ranks),
-        "global_seqlen/balanced_max": max(of_ranks),
+        "global_seqlen/balanced_min": min(rank_tokens),
+        "global_seqlen/balanced_max": max(rank_tokens),
         "global_seqlen/mean": sum(lengths) / num_ranks,
     }
 
 
-def test_a_mini_batch_is_balanced_although_the_ranks_have_like_sums() -> None:
+def test_mini_batches_are_balanced_even_if_the_ranks_already_are() -> None:
     balanced, metrics = balance_ranks(
         batch_of([9, 1, 9, 1, 1, 9, 1, 9]), num_ranks=2, num_mini_batches=2
     )
@@ -64,9 +59,17 @@ def test_a_mini_batch_is_balanced_although_the_ranks_have_like_sums() -> None:
         ([4, 4, 4, 4], 2, 1),
         ([9, 1, 8, 1], 2, 1),
     ],
-    ids=["one rank", "uneven", "more mini-batches than rows of a rank", "alike", "nothing to gain"],
+    ids=[
+        "one rank",
+        "uneven",
+        "more mini-batches than rows of a rank",
+        "equal lengths",
+        "nothing to gain",
+    ],
 )
-def test_balanced_rows_stay(lengths: list[int], num_ranks: int, num_mini_batches: int) -> None:
+def test_rows_that_cannot_be_balanced_better_stay(
+    lengths: list[int], num_ranks: int, num_mini_batches: int
+) -> None:
     balanced, metrics = balance_ranks(batch_of(lengths), num_ranks, num_mini_batches)
     assert balanced.batch["row"].tolist() == list(range(len(lengths)))
     assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/max"]

@@ -98,12 +98,15 @@ WARNINGS = [
 ]
 
 NO_WARNINGS = [
+    "",
+    f"{GRPO} {LOSS_MODE}=reinforce "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
     f"{LOSS_MODE}=cispo actor_rollout_ref.actor.clip_ratio_low=1 "
     "actor_rollout_ref.actor.clip_ratio_high=0.2",
     f"{LOSS_MODE}=luspo actor_rollout_ref.actor.clip_ratio=3e-4",
     f"{KL_IN_REWARD} algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=8",
 ]
-"""Of algorithms that are made for what is a contradiction of others."""
+"""The defaults, one update per step, and settings that contradict only other algorithms."""
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
@@ -114,7 +117,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("overrides", "parts"), ERRORS, ids=[overrides for overrides, _ in ERRORS])
-def test_what_can_teach_nothing_is_refused(overrides: str, parts: list[str]) -> None:
+def test_settings_that_can_teach_nothing_are_rejected(overrides: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([*NEEDED, *overrides.split()])
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
@@ -123,7 +126,7 @@ def test_what_can_teach_nothing_is_refused(overrides: str, parts: list[str]) -> 
 @pytest.mark.parametrize(
     ("overrides", "name", "parts"), WARNINGS, ids=[f"{w[1]}: {w[0]}" for w in WARNINGS]
 )
-def test_a_contradiction_is_warned_of_by_name(
+def test_a_contradiction_gets_a_named_warning(
     overrides: str, name: str, parts: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (text,) = warnings_of(caplog, *overrides.split())
@@ -131,15 +134,8 @@ def test_a_contradiction_is_warned_of_by_name(
     assert [part for part in parts if part not in text] == [], text
 
 
-def test_defaults_contradict_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert warnings_of(caplog) == []
-
-
 @pytest.mark.parametrize("overrides", NO_WARNINGS)
-def test_algorithms_own_settings_are_fine(overrides: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_consistent_settings_get_no_warning(
+    overrides: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert warnings_of(caplog, *overrides.split()) == []
-
-
-def test_one_update_of_reinforce_is_no_contradiction(caplog: pytest.LogCaptureFixture) -> None:
-    one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"
-    assert warnings_of(caplog, *GRPO.split(), f"{LOSS_MODE}=reinforce", one_update) == []

@@ -28,7 +28,9 @@ NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 SECTION = "algorithm.rollout_correction"
 PRESETS = PPO.preset_names("correction")
 CARDS = load("docs/cards.py")
-OF_UNLIKE_KEYS = {frozenset(CARDS.preset_leaves("correction", p)): p for p in PRESETS}.values()
+PRESETS_OF_DIFFERENT_KEYS = {
+    frozenset(CARDS.preset_leaves("correction", p)): p for p in PRESETS
+}.values()
 """One preset of each set of keys."""
 REJECTING: dict[str, Any] = {
     "rollout_is": "sequence",
@@ -44,7 +46,7 @@ BYPASS = REJECTING | {
 
 
 def sampled(num_rows: int = 8) -> DataProto:
-    """Rows whose behavior policy is a little off, and one row that is far off."""
+    """Return rows whose behavior policy is a little off, and one row that is far off."""
     batch = make_batch(num_rows)
     noise = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(1))
     noise[0] -= 9.0
@@ -52,25 +54,25 @@ def sampled(num_rows: int = 8) -> DataProto:
     return batch
 
 
-def test_the_batch_of_the_update_has_weights_and_a_shorter_mask() -> None:
+def test_the_corrected_batch_has_weights_and_a_shorter_mask() -> None:
     batch = sampled()
     mask = batch.batch["response_mask"].clone()
     corrected, metrics = correct_rollout(batch, RolloutCorrectionConfig(**REJECTING))
-    assert torch.equal(batch.batch["response_mask"], mask), "what was sampled stays on record"
+    assert torch.equal(batch.batch["response_mask"], mask), "the sampled tokens stay recorded"
     assert "rollout_is_weights" not in batch.batch.keys()
 
-    kept = corrected.batch["response_mask"]
-    assert kept[0].sum() == 0, "the row that is far off"
-    assert (kept <= mask).all()
-    share = 1 - kept.sum().item() / mask.sum().item()
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
+    shorter = corrected.batch["response_mask"]
+    assert shorter[0].sum() == 0, "the row that is far off"
+    assert (shorter <= mask).all()
+    fraction = 1 - shorter.sum().item() / mask.sum().item()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(fraction)
 
     filled = mask.any(-1)
     assert corrected.batch["rollout_is_weights"].amax(-1)[filled].mean() == pytest.approx(1.0)
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] != 1.0
 
 
-def test_weights_are_against_the_distribution_that_tokens_were_drawn_from() -> None:
+def test_weights_use_the_truncated_log_probs_of_the_rollout() -> None:
     batch = sampled()
     batch.batch["rollout_truncated_log_probs"] = batch.batch["old_log_probs"] - math.log(1.5)
     corrected, _ = correct_rollout(batch, RolloutCorrectionConfig(rollout_is="token"))
@@ -82,14 +84,14 @@ def test_weights_are_against_the_distribution_that_tokens_were_drawn_from() -> N
 @pytest.mark.parametrize(
     "settings", [{}, {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "2"}]
 )
-def test_without_a_correction_or_under_a_bypass_the_batch_stays(settings: dict[str, Any]) -> None:
+def test_the_batch_stays_without_a_correction_and_with_a_bypass(settings: dict[str, Any]) -> None:
     batch = sampled()
     assert correct_rollout(batch, RolloutCorrectionConfig(**settings)) == (batch, {})
 
 
 def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, float]]:
     """Return the metrics of a corrected update of actor and critic, then those of a bypass."""
-    found = []
+    updates = []
     for role, settings in (
         (ActorWorker, REJECTING),
         (CriticWorker, REJECTING),
@@ -107,35 +109,20 @@ def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, flo
         worker = started(role, config, 10)
         data = own_chunk(batch, worker.rank, worker.world_size)
         update = worker.update_actor if role is ActorWorker else worker.update_critic
-        found.append(learned(update(data)))
-    return found
+        updates.append(learned(update(data)))
+    return updates
 
 
-def test_corrected_updates_do_not_depend_on_ranks_and_cuts(tiny_dir: Path) -> None:
+def test_corrected_updates_do_not_depend_on_ranks_and_micro_batches(tiny_dir: Path) -> None:
     whole = learned_on_ranks(tiny_dir, 8)
     assert whole[2]["rollout_corr/rollout_rs_masked_fraction"] > 0
-    for found in run_kept(2, learned_on_ranks, tiny_dir, 1):
-        for ours, expected in zip(found, whole, strict=True):
-            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for updates in run_kept(2, learned_on_ranks, tiny_dir, 1):
+        for metrics, expected in zip(updates, whole, strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_batch_that_is_rejected_whole_takes_a_step_of_zero(tiny_dir: Path) -> None:
-    batch = sampled()
-    batch.batch["rollout_log_probs"] -= 9.0
-    settings = RolloutCorrectionConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold="0.01")
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
-    config.algorithm.rollout_correction = settings
-    corrected, metrics = correct_rollout(batch, settings)
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
-    found = started(ActorWorker, config, 1).update_actor(corrected)
-    assert found["actor/grad_norm"] == found["actor/pg_loss"] == 0.0
-
-
-# -------------------------------------------------------------------------------- rules and presets
-
-
-@pytest.mark.parametrize("preset", OF_UNLIKE_KEYS)
-def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
+@pytest.mark.parametrize("preset", PRESETS_OF_DIFFERENT_KEYS)
+def test_every_key_of_a_correction_preset_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"correction={preset}"])
     for name, value in CARDS.preset_leaves("correction", preset).items():
         assert read(config, f"{SECTION}.{name}") == value
@@ -167,25 +154,20 @@ def test_contradictory_settings_are_rejected(settings: tuple[str, ...], words: s
         load_config([*NEEDED, *settings])
 
 
-# ------------------------------------------------------------------------------------ in a real run
-
-
 def trained(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
-    settings = ("trainer.backend=local", "trainer.total_training_steps=2", *POLICY_ALONE, *more)
+    settings = ("trainer.backend=local", "trainer.total_training_steps=1", *POLICY_ALONE, *more)
     run(load_config(overrides(tiny, folder, *settings)))
     return lines(folder)
 
 
-def test_equal_policies_learn_the_same_with_any_correction(tiny_dir: Path, tmp_path: Path) -> None:
-    plain = trained(tiny_dir, tmp_path / "plain", *FEW_ROWS)
-    for preset in ("decoupled_seq_is_rs", "bypass_ppo_clip"):
-        found = trained(tiny_dir, tmp_path / preset, *FEW_ROWS, f"correction={preset}")
-        for one, other in zip(found, plain, strict=True):
-            for name in ("actor/grad_norm", "rollout_corr/rollout_ppl"):
-                assert one[name] == pytest.approx(other[name], rel=1e-3)
+def test_a_correction_of_equal_policies_changes_nothing(tiny_dir: Path, tmp_path: Path) -> None:
+    (plain,) = trained(tiny_dir, tmp_path / "plain", *FEW_ROWS)
+    for preset in ("bypass_ppo_clip", "decoupled_seq_is_rs"):
+        (corrected,) = trained(tiny_dir, tmp_path / preset, *FEW_ROWS, f"correction={preset}")
+        for name in ("actor/grad_norm", "rollout_corr/rollout_ppl"):
+            assert corrected[name] == pytest.approx(plain[name], rel=1e-3)
 
     assert calls(tmp_path / "bypass_ppo_clip", "compute_log_prob") == []
-    corrected = lines(tmp_path / "decoupled_seq_is_rs")[-1]
     assert corrected["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-4)
     assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0.0
 

@@ -39,7 +39,7 @@ def test_a_call_waits_for_the_writers_of_what_it_reads() -> None:
     assert "critic.update_critic" not in after["actor.update_actor"]
 
 
-def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
+def test_the_description_lists_concurrent_and_sequential_calls() -> None:
     readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
     assert describe(load(*SPLIT_PPO)).splitlines()[-5:] == [
         "Concurrent:",
@@ -55,11 +55,11 @@ def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
         f"  score: {readings}, then critic.compute_values",
         "  update: critic.update_critic, then actor.update_actor",
     ]
-    apart = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
-    assert "Sequential" not in apart
+    standalone = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
+    assert "Sequential" not in standalone
 
 
-def test_pools_of_the_drivers_own_process_take_turns() -> None:
+def test_pools_in_the_drivers_process_are_sequential() -> None:
     readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
     settings = (*SPLIT_PPO, "trainer.backend=local")
     assert describe(load(*settings)).splitlines()[-7:] == [
@@ -78,29 +78,27 @@ def test_pools_of_the_drivers_own_process_take_turns() -> None:
     assert f"in the driver's process:\n  score: {readings}, then critic" in one_of_two
 
 
-def test_old_log_probs_may_come_from_a_single_update_that_nobody_precedes() -> None:
+def test_a_single_update_per_step_computes_the_old_log_probs() -> None:
     assert update_can_compute_old_log_probs(load(*GRPO_OF_ONE_STEP))
-    for more in (
+    for setting in (
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=512",
+        "algorithm.use_kl_in_reward=true",
     ):
-        assert not update_can_compute_old_log_probs(load(*GRPO_OF_ONE_STEP, more))
-    assert not update_can_compute_old_log_probs(
-        load(*GRPO_OF_ONE_STEP, "algorithm.use_kl_in_reward=true")
-    )
+        assert not update_can_compute_old_log_probs(load(*GRPO_OF_ONE_STEP, setting))
 
 
-def test_the_sizes_leave_out_old_log_probs_that_no_separate_pass_computes() -> None:
+def test_the_size_table_lists_old_log_probs_only_with_a_separate_pass() -> None:
     bypass = "correction=bypass_ppo_clip_geo_rs"
-    for without in (GRPO_OF_ONE_STEP, (*GRPO_OF_ONE_STEP, bypass)):
-        assert "old log-probs" not in batch_table(load(*without))
+    for settings in (GRPO_OF_ONE_STEP, (*GRPO_OF_ONE_STEP, bypass)):
+        assert "old log-probs" not in batch_table(load(*settings))
     config = load_config([*NEEDED, *GRPO_OF_ONE_STEP], ASYNC)
     assert "old log-probs" in batch_table(config), "for samples of older weights"
 
 
-def test_a_correction_stands_between_old_log_probs_and_the_updates() -> None:
+def test_a_correction_runs_between_old_log_probs_and_the_updates() -> None:
     config = load(*GRPO_OF_ONE_STEP, "correction=decoupled_geo_rs_seq_tis")
-    assert not update_can_compute_old_log_probs(config), "the whole batch is looked at before"
+    assert not update_can_compute_old_log_probs(config), "the whole batch is corrected before"
     after = edges(step_nodes(config))
     assert after["rollout correction"] == ["actor.compute_log_prob", "rollout.generate_sequences"]
     assert "rollout correction" in after["actor.update_actor"]
@@ -109,10 +107,10 @@ def test_a_correction_stands_between_old_log_probs_and_the_updates() -> None:
     assert "rollout correction" in edges(step_nodes(with_critic))["critic.update_critic"]
 
 
-def test_a_bypass_draws_no_pass_for_old_log_probs() -> None:
+def test_a_bypass_has_no_pass_for_old_log_probs() -> None:
     for updates in ((), ("actor_rollout_ref.actor.ppo_epochs=2",)):
         config = load(*GRPO_OF_ONE_STEP, "correction=bypass_ppo_clip_geo_rs", *updates)
-        assert not update_can_compute_old_log_probs(config), "they are the rollout's"
+        assert not update_can_compute_old_log_probs(config), "the rollout has them"
         graph, _, notice = describe(config).partition("note: ")
         assert notice.startswith("bypass_mode uses the rollout's log-probs")
         assert "compute_log_prob" not in graph

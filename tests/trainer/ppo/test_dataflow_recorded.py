@@ -46,23 +46,12 @@ class Recorded(PPOTrainer):
         Recorded.calls_of_step = list(self.run.calls)
 
 
-def one_process_a_pool(tiny: Path, folder: Path, *more: str) -> tuple[str, ...]:
-    """Return these settings, with one device per pool of the preset."""
-    plenty = load_config(overrides(tiny, folder, "trainer.n_gpus_per_node=10", *more))
-    return (*more, f"trainer.n_gpus_per_node={len(plenty.resource_pool_spec)}")
-
-
 def recorded(
     tiny: Path, folder: Path, *more: str
 ) -> tuple[list[CallNode], dict[str, dict[str, Any]]]:
-    """Return the nodes of a configuration, and by name the calls of a step on roles."""
-    short = (
-        "trainer.backend=local",
-        "trainer.total_training_steps=1",
-        "data.max_response_length=4",
-    )
-    settings = (*short, *more)
-    config = load_config(overrides(tiny, folder, *settings))
+    """Return the nodes of a configuration, and the calls of a step on roles by their names."""
+    short = ("trainer.backend=local", "trainer.total_training_steps=1")
+    config = load_config(overrides(tiny, folder, *short, "data.max_response_length=4", *more))
     run(config, Recorded)
 
     spans: dict[str, dict[str, Any]] = {}
@@ -81,7 +70,7 @@ def on_roles(nodes: Sequence[CallNode]) -> dict[str, CallNode]:
 
 
 def check(nodes: Sequence[CallNode], spans: dict[str, dict[str, Any]]) -> None:
-    """Check that nodes are calls in their stage and pool, and begin after their dependencies."""
+    """Check that nodes are calls in their stage and pool that start after their dependencies."""
     drawn = on_roles(nodes)
     assert set(drawn) == set(spans)
     for name, node in drawn.items():
@@ -93,29 +82,33 @@ def check(nodes: Sequence[CallNode], spans: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "roles"),
+    ("placement", "num_pools", "roles"),
     [
-        ("colocate", "all four roles"),
-        ("colocate", "old log-probs by the update"),
-        ("standalone", "dynamic sampling"),
+        ("colocate", 1, "all four roles"),
+        ("colocate", 1, "old log-probs by the update"),
+        ("standalone", 3, "dynamic sampling"),
     ],
 )
-def test_nodes_are_calls(tiny_dir: Path, tmp_path: Path, placement: str, roles: str) -> None:
-    placed = one_process_a_pool(tiny_dir, tmp_path, f"placement={placement}", *ROLES[roles])
-    check(*recorded(tiny_dir, tmp_path, *placed))
+def test_every_node_is_a_call(
+    tiny_dir: Path, tmp_path: Path, placement: str, num_pools: int, roles: str
+) -> None:
+    pools = (f"placement={placement}", f"trainer.n_gpus_per_node={num_pools}")
+    check(*recorded(tiny_dir, tmp_path, *pools, *ROLES[roles]))
 
 
-def test_reward_models_and_teachers_drawn(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
+def test_reward_models_and_teachers_are_nodes(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
     model = ("reward.model.enable=true", f"reward.model.path={classifier}")
     path = f"distillation.teacher_model.model_path={tiny_dir}/model"
     teacher = (path, "distillation.use_task_rewards=true")
-    placed = one_process_a_pool(tiny_dir, tmp_path, "placement=standalone", *model, *teacher)
-    nodes, spans = recorded(tiny_dir, tmp_path, *placed)
+    pools = ("placement=standalone", "trainer.n_gpus_per_node=6")
+    nodes, spans = recorded(tiny_dir, tmp_path, *pools, *model, *teacher)
     check(nodes, spans)
     assert {"reward_model.compute_rm_score", "teacher.compute_teacher_log_prob"} <= spans.keys()
 
 
-def test_remax_is_drawn_with_its_greedy_answers(tiny_dir: Path, tmp_path: Path) -> None:
+def test_greedy_responses_of_remax_are_nodes(tiny_dir: Path, tmp_path: Path) -> None:
     by_path = "trainer.ppo.advantages.remax.compute_remax_outcome_advantage"
     estimator = ("placement=colocate", f"algorithm.adv_estimator={by_path}")
     nodes, spans = recorded(tiny_dir, tmp_path, *estimator)
@@ -135,7 +128,9 @@ def test_the_int8_reference_adds_a_pass_in_step_1(tiny_dir: Path, tmp_path: Path
     assert describe(config).endswith(STEP_1_NOTICE)
 
 
-def test_calls_overlap_across_pools_and_queue_within_one(tiny_dir: Path, tmp_path: Path) -> None:
+def test_calls_overlap_across_pools_but_not_within_a_process(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     split = ("placement=split", "trainer.n_gpus_per_node=4")
     nodes, spans = recorded(tiny_dir, tmp_path, *split)
     check(nodes, spans)
@@ -145,18 +140,18 @@ def test_calls_overlap_across_pools_and_queue_within_one(tiny_dir: Path, tmp_pat
     names = [(first.name, second.name) for first, second in overlaps]
     pairs = [pair for pair in names if set(pair) <= set(drawn)]
     assert ("critic.update_critic", "actor.update_actor") in pairs
-    for one, other in pairs:
-        if drawn[one].pool != drawn[other].pool and drawn[one].stage == "update":
-            assert overlapping(spans[one], spans[other]), (one, other)
+    for first, second in pairs:
+        if drawn[first].pool != drawn[second].pool and drawn[first].stage == "update":
+            assert overlapping(spans[first], spans[second]), (first, second)
 
-    for one, other in combinations(Recorded.calls_of_step, 2):
-        if one["pid"] == other["pid"]:  # a process takes turns, its neighbor may be ahead of it
-            assert not overlapping(one, other), (one["method"], other["method"])
+    for call, later in combinations(Recorded.calls_of_step, 2):
+        if call["pid"] == later["pid"]:
+            assert not overlapping(call, later), (call["method"], later["method"])
 
 
-def overlapping(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if either call began before the other ended; clocks are read a moment apart."""
-    return min(one["end"], other["end"]) > max(one["start"], other["start"]) + 1e-3
+def overlapping(call: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether the calls overlap by more than the reading of a clock takes."""
+    return min(call["end"], other["end"]) > max(call["start"], other["start"]) + 1e-3
 
 
 class OwnEstimate(PPOTrainer):
@@ -181,7 +176,4 @@ def test_the_graph_names_overridden_stages(tiny_dir: Path, tmp_path: Path) -> No
         "the graph shows the calls of PPO; OwnEstimate.estimate, OwnUpdate.update may make "
         "other calls"
     )
-
-
-def test_hooks_and_settings_make_no_stage_ones_own() -> None:
-    assert overridden_stages(Recorded) == []
+    assert overridden_stages(Recorded) == [], "a hook is no stage"

@@ -1,4 +1,4 @@
-"""On-policy distillation: how a teacher's log-probs change advantages, and a run."""
+"""On-policy distillation: advantages from a teacher's log-probs, and runs."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def batch_of(**columns: torch.Tensor) -> DataProto:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
-def test_a_tokens_advantage_is_what_the_teacher_says_more_than_the_policy(gamma: float) -> None:
+def test_the_advantage_is_the_log_prob_gap_to_the_teacher(gamma: float) -> None:
     torch.manual_seed(0)
     policy, teacher = torch.randn(2, 3, 5, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [0, 0, 0, 0, 0]])
-    policy[mask == 0] = float("nan")  # what lies outside is never looked at
+    policy[mask == 0] = float("nan")  # never read
 
     expected = torch.zeros(3, 5, dtype=torch.float64)
     for row in range(3):
@@ -72,11 +72,13 @@ def test_a_tokens_advantage_is_what_the_teacher_says_more_than_the_policy(gamma:
             for later, s in enumerate(inside[place:]):
                 expected[row, t] += gamma**later * (teacher[row, s] - policy[row, s])
 
-    found = compute_distillation_advantage(policy, teacher, mask, gamma)
-    torch.testing.assert_close(found, expected)
+    advantages = compute_distillation_advantage(policy, teacher, mask, gamma)
+    torch.testing.assert_close(advantages, expected)
 
 
-def test_teachers_and_rewards_add_up(tiny_dir: Path, tmp_path: Path, teacher: Path) -> None:
+def test_advantages_of_teacher_and_rewards_add_up(
+    tiny_dir: Path, tmp_path: Path, teacher: Path
+) -> None:
     more = ("distillation.use_task_rewards=true", "distillation.coef=0.5")
     config = load_config(
         settings(tiny_dir, tmp_path, teacher, *more, "algorithm.adv_estimator=grpo")
@@ -107,13 +109,13 @@ def whole(
     return numbers(folder)
 
 
-def test_the_policy_comes_nearer_to_its_teacher(whole: list[dict[str, Any]]) -> None:
+def test_the_policy_approaches_its_teacher(whole: list[dict[str, Any]]) -> None:
     first, last = whole[0][KL], whole[-1][KL]
     assert first > 1
     assert last < first / 2
 
 
-def test_no_reward_is_needed_and_one_that_is_named_is_only_logged(
+def test_a_reward_is_optional_and_only_logged(
     tiny_dir: Path, tmp_path: Path, teacher: Path, whole: list[dict[str, Any]]
 ) -> None:
     assert whole[0]["critic/score/mean"] == 0
@@ -125,35 +127,31 @@ def test_no_reward_is_needed_and_one_that_is_named_is_only_logged(
     config = load_config(settings(tiny_dir, tmp_path, teacher, *more))
     assert [reward.name for reward in rewards_of(config)] == ["rule"]
     run(config)
-    for ours, without in zip(numbers(tmp_path), whole[:2], strict=True):
-        assert ours["critic/score/max"] > 0
-        same = [name for name in without if not name.startswith(("critic/score", "critic/rewards"))]
-        assert {name: ours[name] for name in same} == {name: without[name] for name in same}
+    for line, unrewarded in zip(numbers(tmp_path), whole[:2], strict=True):
+        assert line["critic/score/max"] > 0
+        rewards = ("critic/score", "critic/rewards")
+        same = {name: unrewarded[name] for name in unrewarded if not name.startswith(rewards)}
+        assert {name: line[name] for name in same} == same
 
 
-def test_a_teacher_that_is_the_policy_moves_nothing(tiny_dir: Path, tmp_path: Path) -> None:
-    own = tiny_dir / "model"
-    config = load_config(
-        settings(tiny_dir, tmp_path, own, NO_DECAY, "trainer.total_training_steps=2")
-    )
-    run(config, RecordingTrainer)
-    for line in numbers(tmp_path):
-        assert line[KL] == line["actor/grad_norm"] == 0
-    before, *after = RecordingTrainer.last.history
-    assert after == [before, before]
+def test_a_teacher_equal_to_the_policy_changes_nothing(tiny_dir: Path, tmp_path: Path) -> None:
+    short = (*FEW_ROWS, NO_DECAY, "trainer.total_training_steps=1")
+    run(load_config(settings(tiny_dir, tmp_path, tiny_dir / "model", *short)), RecordingTrainer)
+    (line,) = numbers(tmp_path)
+    assert line[KL] == line["actor/grad_norm"] == 0
+    before, after = RecordingTrainer.last.history
+    assert after == before
     assert before["teacher"] == before["actor"]
 
 
-def test_placement_and_resume_change_nothing(tiny_dir: Path, tmp_path: Path, teacher: Path) -> None:
+def test_placement_and_resume_change_no_number(
+    tiny_dir: Path, tmp_path: Path, teacher: Path
+) -> None:
     colocated, split = tmp_path / "colocated", tmp_path / "split"
-    run(
-        load_config(
-            settings(tiny_dir, colocated, teacher, *FEW_ROWS, "trainer.total_training_steps=2")
-        )
-    )
+    one, two = (f"trainer.total_training_steps={count}" for count in (1, 2))
+    run(load_config(settings(tiny_dir, colocated, teacher, *FEW_ROWS, two)))
     pools = ("placement=split", "trainer.n_gpus_per_node=2", "trainer.save_freq=1", *FEW_ROWS)
-    for num_steps in (1, 2):
-        length = f"trainer.total_training_steps={num_steps}"
+    for length in (one, two):
         run(load_config(settings(tiny_dir, split, teacher, *pools, length)))
     assert numbers(split) == numbers(colocated)
     assert len(calls(split, "compute_teacher_log_prob")) == 2
@@ -213,7 +211,7 @@ def test_another_tokenizer_is_rejected(tiny_dir: Path, tmp_path: Path, teacher: 
         ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode=true computes none"),
     ],
 )
-def test_what_a_teacher_alone_does_not_read_is_refused(
+def test_keys_that_distillation_does_not_read_are_rejected(
     tiny_dir: Path, tmp_path: Path, teacher: Path, more: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

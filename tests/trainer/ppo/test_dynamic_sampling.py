@@ -27,7 +27,7 @@ def drawn(
     return batch, {"reward/num_failed": 1.0, "reward/mean": float(attempt)}
 
 
-def test_groups_that_differ_are_kept_in_the_order_of_their_drawing_and_the_surplus_goes() -> None:
+def test_the_first_groups_of_different_scores_are_kept_in_order() -> None:
     draws = [[[0, 0], [0, 1], [1, 1]], [[1, 1], [1, 0], [0, 1]]]
     batch, metrics = collect_groups(
         lambda a: drawn(draws[a], a), 2, FilterGroupsConfig(enable=True)
@@ -42,7 +42,7 @@ def test_groups_that_differ_are_kept_in_the_order_of_their_drawing_and_the_surpl
     }
 
 
-def test_after_the_last_draw_equal_groups_fill_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_groups_fill_the_batch_after_the_last_draw(caplog: pytest.LogCaptureFixture) -> None:
     config = FilterGroupsConfig(enable=True, max_num_gen_batches=2)
     batch, metrics = collect_groups(lambda a: drawn([[0, 0], [a, 1]], a), 3, config)
     assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0", "0-0", "0-0", "0-1", "0-1"]
@@ -58,7 +58,7 @@ def test_groups_of_one_are_never_refilled() -> None:
     assert metrics["dynamic_sampling/num_gen_batches"] == 1.0
 
 
-def test_another_number_of_the_reward_function_can_decide() -> None:
+def test_another_metric_of_the_reward_function_can_be_compared() -> None:
     config = FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=1)
     batch, _ = collect_groups(lambda a: drawn([[0, 1], [0, 1]], a, acc=[1, 1, 0, 1]), 1, config)
     assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0"]
@@ -72,7 +72,7 @@ def test_another_number_of_the_reward_function_can_decide() -> None:
         )
 
 
-def test_a_group_without_a_number_does_not_differ() -> None:
+def test_nan_scores_do_not_make_a_group_different() -> None:
     nan = float("nan")
     config = FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=1)
     draw = [[0, 1], [0, 1], [0, 1], [0, 1]]
@@ -85,7 +85,7 @@ def test_a_group_without_a_number_does_not_differ() -> None:
     assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 1.0
 
 
-def test_metrics_of_several_draws_keep_their_meaning() -> None:
+def test_metrics_of_several_draws_are_merged_by_name() -> None:
     first = {"reward/num_failed": 1.0, "length/max": 5.0, "length/min": 2.0, "reward/mean": 1.0}
     second = {"reward/num_failed": 2.0, "length/max": 9.0, "length/min": 4.0, "reward/mean": 0.0}
     turns = {"agents/num_turns/mean": 2.0, "agents/num_turns/max": 3.0}

@@ -1,4 +1,4 @@
-"""The driver computes the same from a batch whose masks have gaps as from one without gaps.
+"""The driver computes the same from batches with and without gaps in their masks.
 
 A gap has observed tokens: real tokens that the policy did not sample.
 """
@@ -28,11 +28,11 @@ PER_TOKEN = (
     *("values", "returns"),
 )
 ZERO_OUTSIDE = "token_level_scores", "token_level_rewards", "advantages"
-Made = tuple[DataProto, dict[str, float]]
+Result = tuple[DataProto, dict[str, float]]
 
 
 def two_batches(seed: int) -> tuple[DataProto, DataProto]:
-    """Return the same tokens and numbers without and with gaps, and garbage elsewhere."""
+    """Return the same tokens and numbers without and with gaps, with garbage in the gaps."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.arange(WIDTH) < LENGTHS[:, None]
     order = torch.rand(ROWS, 2 * WIDTH, generator=generator).argsort(dim=-1).argsort(dim=-1)
@@ -43,15 +43,15 @@ def two_batches(seed: int) -> tuple[DataProto, DataProto]:
         garbage = torch.randn(ROWS, 2 * WIDTH, generator=generator, dtype=torch.float64)
         if name in ZERO_OUTSIDE:
             column, garbage = column * drawn, torch.zeros_like(garbage)
-        if name == "rollout_log_probs":  # nobody drew what was observed
+        if name == "rollout_log_probs":  # observed tokens have none
             garbage = torch.full_like(garbage, torch.nan)
         compact[name] = column
         spread[name] = garbage.masked_scatter_(wide, column[drawn])
-    return _batch(compact, drawn), _batch(spread, wide.flip(-1).cumsum(-1).flip(-1) > 0)
+    return batch_of(compact, drawn), batch_of(spread, wide.flip(-1).cumsum(-1).flip(-1) > 0)
 
 
-def _batch(columns: dict[str, torch.Tensor], real: torch.Tensor) -> DataProto:
-    """Return a batch with two prompt tokens; all up to a row's last sampled token is real."""
+def batch_of(columns: dict[str, torch.Tensor], real: torch.Tensor) -> DataProto:
+    """Return a batch with two prompt tokens; `real` marks the tokens of each response."""
     columns["responses"] = torch.ones_like(columns["response_mask"])
     prompts = torch.ones(ROWS, 2, dtype=torch.int64)
     columns["attention_mask"] = torch.cat([prompts, real.long()], dim=-1)
@@ -65,36 +65,36 @@ def _batch(columns: dict[str, torch.Tensor], real: torch.Tensor) -> DataProto:
     return DataProto.from_dict(columns, arrays)
 
 
-def kl_penalty(per: str) -> Callable[[DataProto], Made]:
+def kl_penalty(per: str) -> Callable[[DataProto], Result]:
     controller = KLController(KLControlConfig(kl_coef=0.1))
     return lambda batch: apply_kl_penalty(batch, controller, kl_penalty_per=per)
 
 
-def normed_scores(batch: DataProto) -> Made:
+def normed_scores(batch: DataProto) -> Result:
     scores, metrics = RunningNorm(["rewards"]).scores(batch)
     batch.batch["token_level_rewards"] = scores
     return batch, metrics
 
 
-def corrected(**settings: str) -> Callable[[DataProto], Made]:
+def corrected(**settings: str) -> Callable[[DataProto], Result]:
     return lambda batch: correct_rollout(batch, RolloutCorrectionConfig(**settings))
 
 
-def chosen(batch: DataProto) -> Made:
+def chosen(batch: DataProto) -> Result:
     loss = PolicyLossConfig(loss_mode="kl_cov")
     config = changed(PPOConfig(), {"actor_rollout_ref.actor.policy_loss": loss})
     batch = add_chosen_tokens(batch, config, 1)
     return batch, {"chosen": float(batch.batch["chosen_tokens"].sum())}
 
 
-STAGES: dict[str, Callable[[DataProto], Made]] = {
+STAGES: dict[str, Callable[[DataProto], Result]] = {
     "clamp": lambda batch: clamp_scores(batch, 0.5),
-    "KL a token": kl_penalty("token"),
-    "KL a sequence": kl_penalty("sequence"),
+    "KL per token": kl_penalty("token"),
+    "KL per sequence": kl_penalty("sequence"),
     "norm of scores": normed_scores,
     "norm of advantages": lambda batch: RunningNorm(["advantages"]).advantages(batch),
-    "teacher alone": lambda batch: distill(batch, _with_teacher(False)),
-    "teacher beside rewards": lambda batch: distill(batch, _with_teacher(True)),
+    "only a teacher": lambda batch: distill(batch, with_teacher(False)),
+    "teacher and rewards": lambda batch: distill(batch, with_teacher(True)),
     "weights of tokens": corrected(rollout_is="token"),
     "weights of sequences": corrected(rollout_is="sequence"),
     "rejected tokens": corrected(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"),
@@ -108,10 +108,10 @@ STAGES: dict[str, Callable[[DataProto], Made]] = {
 
 
 OF_ALL_TOKENS = "response_length", "prompt_length", "rollout_corr/gap_from_token"
-"""They count, or go by places among, the observed tokens too."""
+"""Metrics that count observed tokens too."""
 
 
-def _with_teacher(rewards: bool) -> PPOConfig:
+def with_teacher(rewards: bool) -> PPOConfig:
     config = PPOConfig()
     config.distillation.teacher_model.model_path = "teacher"
     config.distillation.use_task_rewards = rewards
@@ -120,14 +120,14 @@ def _with_teacher(rewards: bool) -> PPOConfig:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_gaps_change_no_number_of_a_drawn_token_and_no_metric(stage: str) -> None:
+def test_gaps_change_neither_sampled_tokens_nor_metrics(stage: str) -> None:
     compact, spread = two_batches(0)
-    drawn, wide = (each.batch["response_mask"].bool() for each in (compact, spread))
+    drawn, wide = (batch.batch["response_mask"].bool() for batch in (compact, spread))
     expected, metrics = STAGES[stage](compact)
-    found, own = STAGES[stage](spread)
+    found, found_metrics = STAGES[stage](spread)
 
     close = {name: value for name, value in metrics.items() if not name.startswith(OF_ALL_TOKENS)}
-    assert {name: own[name] for name in close} == pytest.approx(close, nan_ok=True)
+    assert {name: found_metrics[name] for name in close} == pytest.approx(close, nan_ok=True)
     for name, column in expected.batch.items():
         if column.shape == drawn.shape:
             torch.testing.assert_close(found.batch[name][wide], column[drawn], msg=name)
@@ -135,7 +135,7 @@ def test_gaps_change_no_number_of_a_drawn_token_and_no_metric(stage: str) -> Non
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_was_observed_changes_no_bit(stage: str) -> None:
+def test_observed_tokens_change_no_bit(stage: str) -> None:
     def outcome(garbage: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         _, batch = two_batches(0)
         drawn = batch.batch["response_mask"].bool()
@@ -150,13 +150,13 @@ def test_what_was_observed_changes_no_bit(stage: str) -> None:
 
     columns, metrics = outcome(None)
     for garbage in (torch.nan, -torch.inf, 1e30):
-        others, own = outcome(garbage)
-        assert own == pytest.approx(metrics, rel=0, abs=0, nan_ok=True)
+        others, other_metrics = outcome(garbage)
+        assert other_metrics == pytest.approx(metrics, rel=0, abs=0, nan_ok=True)
         for name, column in columns.items():
             assert torch.equal(others[name].nan_to_num(7), column.nan_to_num(7)), name
 
 
-def test_lengths_are_those_of_all_real_tokens() -> None:
+def test_lengths_count_all_real_tokens() -> None:
     _, spread = two_batches(0)
     real = spread.batch["attention_mask"][:, 2:].sum(dim=-1)
     metrics = compute_data_metrics(spread)

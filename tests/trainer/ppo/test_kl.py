@@ -1,10 +1,12 @@
-"""The KL in the reward, and the controllers of its weight."""
+"""The KL in the reward, and the controllers of its coefficient."""
+
+import math
 
 import pytest
 import torch
 
 from trainer.ppo.config import KLControlConfig
-from trainer.ppo.estimate import KLController, apply_kl_penalty
+from trainer.ppo.estimate import KLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 
@@ -28,7 +30,7 @@ def adaptive(kl_coef, **settings):
     return KLController(KLControlConfig(type="adaptive", kl_coef=kl_coef, **settings))
 
 
-def test_the_reward_is_the_score_less_the_weighted_kl_of_response_tokens():
+def test_the_reward_is_the_score_minus_the_weighted_kl_of_response_tokens():
     batch, metrics = apply_kl_penalty(batch_of(), fixed(0.1))
     expected = torch.tensor([[-0.05, 0.1, 0.9, 0.0], [0.5, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
@@ -36,20 +38,37 @@ def test_the_reward_is_the_score_less_the_weighted_kl_of_response_tokens():
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
 
 
-def test_empty_responses_neither_count_nor_break():
+def test_scores_are_clamped_before_the_kl_is_subtracted():
+    batch = batch_of(mask=((1, 1, 1, 0), (1, 1, 1, 1)))
+    batch.batch["token_level_scores"] *= 12
+    batch, metrics = clamp_scores(batch, 10.0)
+    assert metrics == {"critic/score/clamped_ratio": 0.5}
+    batch, _ = apply_kl_penalty(batch, fixed(0.1))
+    expected = torch.tensor([[-0.05, 0.1, 9.9, 0.0], [6.0, -0.7, -0.7, -0.7]])
+    torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
+
+
+def test_a_penalty_per_sequence_subtracts_its_mean_kl_at_the_last_token():
+    batch, metrics = apply_kl_penalty(batch_of(), fixed(0.1), "k3", kl_penalty_per="sequence")
+    k3 = [math.exp(x) - 1 - x for x in (-0.5, 1.0, -1.0)]
+    expected = torch.tensor([[0.0, 0.0, 1.0 - 0.1 * sum(k3) / 3, 0.0], [0.5, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(sum(k3) / 3 / 2)
+
+
+def test_empty_responses_do_not_count():
     batch, metrics = apply_kl_penalty(batch_of(mask=((1, 1, 1, 0), (0, 0, 0, 0))), fixed(0.1))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 3)
     _, metrics = apply_kl_penalty(batch_of(mask=((0, 0, 0, 0), (0, 0, 0, 0))), fixed(0.1))
     assert metrics["actor/reward_kl_penalty"] == 0.0
 
 
-def test_the_adaptive_controller_moves_after_the_batch_and_reports_the_weight_it_used():
+def test_the_adaptive_controller_changes_after_its_batch():
     controller = adaptive(0.1, target_kl=0.01, horizon=100)
     _, metrics = apply_kl_penalty(batch_of(), controller)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
-    assert controller.value == pytest.approx(
-        0.1 * (1 + 0.2 * 2 / 100)
-    )  # two rows, error clipped to 0.2
+    two_rows_with_clipped_error = 0.1 * (1 + 0.2 * 2 / 100)
+    assert controller.value == pytest.approx(two_rows_with_clipped_error)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +80,13 @@ def test_the_adaptive_controller_follows_the_clipped_relative_error(current_kl, 
     assert controller.value == pytest.approx(0.5 * (1 + error * 64 / 1000))
 
 
-def test_a_batch_beyond_the_horizon_moves_the_weight_in_parts_and_never_below_zero():
+def test_a_batch_larger_than_the_horizon_keeps_the_coefficient_positive():
     controller = adaptive(0.5, target_kl=0.1, horizon=100)
     controller.update(0.0, n_steps=750)  # in one step the factor would be -0.5
     assert controller.value == pytest.approx(0.5 * 0.8**7 * 0.9)
 
 
-def test_a_batch_without_reference_is_refused():
+def test_a_batch_without_reference_log_probs_raises():
     controller = fixed(0.1)
     with pytest.raises(MissingColumnError, match="ref_log_prob.*the run has the role ref"):
         apply_kl_penalty(

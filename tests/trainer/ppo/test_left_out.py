@@ -1,4 +1,4 @@
-"""Samples cut by the length limit leave the losses and their denominators, and nothing else."""
+"""Truncated samples are removed only from the losses and their denominators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.integration.rigged import NotedTrainer
-from tests.integration.runs import lines, overrides
+from tests.integration.runs import POLICY_ALONE, lines, overrides
 from tests.workers.samples import learned, make_batch, started, tiny_config
 from trainer import load_config, run
 from trainer.ppo.update import without_truncated
@@ -25,7 +25,7 @@ def finished(*reasons: str) -> DataProto:
     return batch
 
 
-def test_only_the_mask_of_truncated_samples_changes_and_only_in_what_is_returned() -> None:
+def test_only_the_returned_mask_of_truncated_samples_changes() -> None:
     batch = finished(*REASONS)
     before = batch.batch["response_mask"].clone()
     kept, metrics = without_truncated(batch)
@@ -38,19 +38,19 @@ def test_only_the_mask_of_truncated_samples_changes_and_only_in_what_is_returned
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("rows_a_pass", [1, 8])
-def test_updates_ignore_truncated_samples(tiny_dir: Path, mode: str, rows_a_pass: int) -> None:
+@pytest.mark.parametrize("rows", [1, 8])
+def test_updates_ignore_truncated_samples(tiny_dir: Path, mode: str, rows: int) -> None:
     batch = finished(*REASONS)
-    masked = update(tiny_dir, without_truncated(batch)[0], mode, rows_a_pass)
-    alone = update(tiny_dir, batch.select_idxs(KEPT), mode, 8)
-    assert masked == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    masked = update(tiny_dir, without_truncated(batch)[0], mode, rows)
+    whole = update(tiny_dir, batch.select_idxs(KEPT), mode, 8)
+    assert masked == pytest.approx(whole, rel=1e-4, abs=1e-6)
 
 
-def update(tiny_dir: Path, batch: DataProto, mode: str, rows_a_pass: int) -> dict[str, float]:
+def update(tiny_dir: Path, batch: DataProto, mode: str, rows: int) -> dict[str, float]:
     config = tiny_config(
         tiny_dir,
         ppo_mini_batch_size=len(batch),
-        ppo_micro_batch_size_per_gpu=rows_a_pass,
+        ppo_micro_batch_size_per_gpu=rows,
         loss_agg_mode=mode,
         entropy_coeff=0.01,
     )
@@ -61,12 +61,12 @@ def test_a_truncated_batch_has_no_loss(tiny_dir: Path, caplog: pytest.LogCapture
     kept, metrics = without_truncated(finished("length", "length"))
     assert metrics == {"response/truncated_ratio": 1.0}
     assert "all 2 samples of this step were truncated" in caplog.text
-    found = update(tiny_dir, kept, "token-mean", 8)
-    assert found["actor/pg_loss"] == found["actor/grad_norm"] == 0.0
+    metrics = update(tiny_dir, kept, "token-mean", 8)
+    assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0.0
 
 
-def test_a_run_counts_them_and_keeps_them_in_its_metrics(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("trainer.backend=local", "placement=colocate", "trainer.total_training_steps=1")
+def test_metrics_of_a_run_include_truncated_samples(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("trainer.backend=local", "trainer.total_training_steps=1", *POLICY_ALONE)
     more = ("data.max_response_length=4", "algorithm.mask_truncated=true")
     run(load_config(overrides(tiny_dir, tmp_path, *settings, *more)), NotedTrainer)
 

@@ -1,4 +1,4 @@
-"""Memory of the roles on a device: the example's 7B run on 8 GPUs, and runs that do not fit."""
+"""Memory of the roles on a GPU: the 7B example on 8 GPUs, and runs that do not fit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from workers.config import LARGEST_PASS, tokens_per_pass
 from workers.memory import GIB, LargestPass, RoleMemory, pool_bytes, usable_bytes
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
-CARD = 80 * GIB
+GPU_BYTES = 80 * GIB
 GPU = Devices("cuda", 8, gib=80)
+NUM_WEIGHTS = 6_910_365_696
 TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={}"
 
 
@@ -44,7 +45,7 @@ def script_config(model: Path, *more: str) -> PPOConfig:
     return load_config([*filled, *more])
 
 
-def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> None:
+def test_the_plan_of_the_7b_example_fits_eight_80_gib_gpus(model: Path) -> None:
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
     assert "float32 / bfloat16" in text
     usable = re.escape("(74 of 80 GiB usable)")
@@ -52,79 +53,75 @@ def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> No
     assert verdicts == ["fits", "fits"]
 
 
+def memory_by_role(config: PPOConfig, device: str = "cuda") -> dict[str, RoleMemory]:
+    return {memory.role: memory for memory in role_memories(config, device, GPU_BYTES)}
+
+
 def test_averages_in_float32_are_counted_with_the_weights(model: Path) -> None:
     config = script_config(model)
-    plain = {role.role: role for role in role_memories(config, "cuda", CARD)}
+    plain = memory_by_role(config)
     config = changed(config, {"actor_rollout_ref.actor.ema_decay": 0.99})
     config = changed(config, {"actor_rollout_ref.ref.update_every": 1})
     config = changed(config, {"actor_rollout_ref.ref.ema_decay": 0.99})
-    averaged = {role.role: role for role in role_memories(config, "cuda", CARD)}
+    averaged = memory_by_role(config)
     for role in ("actor", "ref"):
-        assert averaged[role].weights - plain[role].weights == 6_910_365_696 * 4 / 4
+        assert averaged[role].weights - plain[role].weights == NUM_WEIGHTS * 4 / 4
 
 
 def test_roles_are_sharded_over_their_own_pool(model: Path) -> None:
-    roles = {role.role: role for role in role_memories(script_config(model), "cuda", CARD)}
-    num_weights = 6_910_365_696
-    assert roles["actor"].weights == num_weights * 4 / 4
-    assert roles["actor"].gradients == num_weights * 4 / 4
-    assert roles["actor"].moments == 2 * num_weights * 4 / 4
-    assert roles["ref"].weights == roles["ref"].host == num_weights * 2 / 4
-    assert roles["rollout"].weights == num_weights * 2
-    assert roles["rollout"].kv_cache == pytest.approx(0.4 * CARD - num_weights * 2)
+    roles = memory_by_role(script_config(model))
+    assert roles["actor"].weights == NUM_WEIGHTS * 4 / 4
+    assert roles["actor"].gradients == NUM_WEIGHTS * 4 / 4
+    assert roles["actor"].moments == 2 * NUM_WEIGHTS * 4 / 4
+    assert roles["ref"].weights == roles["ref"].host == NUM_WEIGHTS * 2 / 4
+    assert roles["rollout"].weights == NUM_WEIGHTS * 2
+    assert roles["rollout"].kv_cache == pytest.approx(0.4 * GPU_BYTES - NUM_WEIGHTS * 2)
     assert roles["critic"].pool != roles["actor"].pool
 
 
 def test_shard_grad_op_holds_all_weights_in_a_call_and_shards_between_calls(model: Path) -> None:
     fully, by_gradient = (
-        {
-            role.role: role
-            for role in role_memories(
-                script_config(model, f"actor_rollout_ref.actor.strategy={name}"), "cuda", CARD
-            )
-        }["actor"]
+        memory_by_role(script_config(model, f"actor_rollout_ref.actor.strategy={name}"))["actor"]
         for name in ("fsdp", "shard_grad_op")
     )
     assert by_gradient.resident == fully.resident
-    num_layers, num_weights = 30, 6_910_365_696
+    num_layers = 30
     outside = 2 * 102400 * 4096 + 4096
-    layer = (num_weights - outside) / num_layers
+    layer = (NUM_WEIGHTS - outside) / num_layers
     assert by_gradient.gathered - fully.gathered == pytest.approx(2 * (num_layers - 2) * layer)
 
 
-def test_an_engine_s_share_is_counted_while_it_generates_alone(model: Path) -> None:
-    roles = role_memories(script_config(model, "placement=colocate"), "cuda", CARD)
+def test_an_engines_share_is_counted_only_while_it_generates(model: Path) -> None:
+    roles = role_memories(script_config(model, "placement=colocate"), "cuda", GPU_BYTES)
     (engine,) = (role for role in roles if role.role == "rollout")
     others = [role for role in roles if role is not engine]
     assert engine.resident == 0
-    assert engine.call == pytest.approx(0.4 * CARD)
-    (total,), (without,) = (pool_bytes(some).values() for some in (roles, others))
+    assert engine.call == pytest.approx(0.4 * GPU_BYTES)
+    (total,), (without,) = (pool_bytes(memories).values() for memories in (roles, others))
     resident = sum(role.resident for role in others)
     assert total == pytest.approx(max(without, resident + engine.call))
     here = (role.weights + role.moments - role.host for role in others)
     assert resident == pytest.approx(sum(here))
 
 
-def test_offloaded_weights_are_there_while_an_engine_gets_its_own(model: Path) -> None:
+def test_offloaded_weights_are_on_the_gpu_during_a_weight_sync(model: Path) -> None:
     offload = "actor_rollout_ref.actor.fsdp_config.param_offload={}"
-    back, here = (
-        {role.role: role for role in role_memories(config, "cuda", CARD)}
-        for config in (script_config(model, offload.format(on)) for on in ("true", "false"))
+    offloaded, resident = (
+        memory_by_role(script_config(model, offload.format(on))) for on in ("true", "false")
     )
     whole_head = 102400 * 4096 * (4 + 2)
-    assert here["rollout"].sync == whole_head
-    assert back["rollout"].sync == whole_head + back["actor"].weights
+    assert resident["rollout"].sync == whole_head
+    assert offloaded["rollout"].sync == whole_head + offloaded["actor"].weights
 
 
-def test_a_reward_model_computes_beside_the_engine_that_may_draw_more(model: Path) -> None:
+def test_a_reward_model_may_score_while_the_engine_generates(model: Path) -> None:
     judge = ("reward.model.enable=true", f"reward.model.path={model}")
-    config = script_config(model, "placement=colocate", *judge)
-    (reads,) = (r for r in role_memories(config, "cuda", CARD) if r.role == "reward_model")
-    assert reads.call == 0
-    assert reads.resident > reads.weights + reads.gathered
+    scorer = memory_by_role(script_config(model, "placement=colocate", *judge))["reward_model"]
+    assert scorer.call == 0
+    assert scorer.resident > scorer.weights + scorer.gathered
 
 
-def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
+def test_a_run_that_does_not_fit_is_rejected_with_its_sizes(model: Path) -> None:
     check_memory(script_config(model), GPU)
     more = (
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
@@ -148,7 +145,7 @@ NO_VLLM = (
 )
 
 
-def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
+def test_the_token_budget_is_halved_until_every_pool_fits(model: Path) -> None:
     by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true", *NO_ROWS
 
     def settled(gib: float | None, *more: str) -> int | None:
@@ -169,12 +166,14 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "response"), [(256, 256), (1024, 3072), (2048, 14336)])
-@pytest.mark.parametrize("again", ["null", "false"])
-def test_fitted_passes_leave_a_reserve(model: Path, prompt: int, response: int, again: str) -> None:
-    """No plan counts CUDA contexts, communicators and allocator gaps: 8 % are reserved for them."""
+@pytest.mark.parametrize("checkpointing", ["null", "false"])
+def test_fitted_passes_leave_a_reserve(
+    model: Path, prompt: int, response: int, checkpointing: str
+) -> None:
+    """8 % are reserved for CUDA contexts, communicators and allocator gaps."""
     settings = [
         f"actor_rollout_ref.model.path={model}",
-        f"actor_rollout_ref.model.enable_gradient_checkpointing={again}",
+        f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}",
         "actor_rollout_ref.rollout.name=vllm",
         "algorithm=grpo",
         "data.train_files=x.parquet",
@@ -182,10 +181,9 @@ def test_fitted_passes_leave_a_reserve(model: Path, prompt: int, response: int, 
         f"data.max_response_length={response}",
         "trainer.simulate=8x80GiB",
     ]
-    config = load_config(settings)
-    config = fit_passes(config, GPU)
-    roles = role_memories(config, "cuda", CARD)
-    if pool_bytes(roles)["global_pool"] > 0.92 * CARD:
+    config = fit_passes(load_config(settings), GPU)
+    roles = role_memories(config, "cuda", GPU_BYTES)
+    if pool_bytes(roles)["global_pool"] > 0.92 * GPU_BYTES:
         assert tokens_per_pass(config) == prompt + response
         with pytest.raises(ConfigError, match=r"74 of 80 GiB usable"):
             check_memory(config, GPU)
@@ -193,8 +191,7 @@ def test_fitted_passes_leave_a_reserve(model: Path, prompt: int, response: int, 
         check_memory(config, GPU)
 
 
-def test_the_plan_shows_the_passes_that_the_run_will_take(model: Path) -> None:
-    """Before the run has fitted them."""
+def test_the_plan_shows_the_fitted_passes_before_the_run(model: Path) -> None:
     by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true", *NO_ROWS
     config = script_config(model, *by_tokens, "trainer.simulate=8x40GiB")
     before = plan_text(config)
@@ -205,30 +202,30 @@ def test_the_plan_shows_the_passes_that_the_run_will_take(model: Path) -> None:
     assert "NOT" not in before
 
 
-def test_an_engine_s_pool_needs_no_reserve(model: Path) -> None:
+def test_an_engines_pool_needs_no_reserve() -> None:
     """vLLM's share of a GPU includes its workspaces."""
     engine = RoleMemory("rollout", "pool", "", takes_a_share=True)
-    assert usable_bytes([engine], "cuda", CARD) == CARD
-    both = usable_bytes([engine, RoleMemory("ref", "pool", "")], "cuda", CARD)
-    assert both == pytest.approx(0.92 * CARD)
+    assert usable_bytes([engine], "cuda", GPU_BYTES) == GPU_BYTES
+    both = usable_bytes([engine, RoleMemory("ref", "pool", "")], "cuda", GPU_BYTES)
+    assert both == pytest.approx(0.92 * GPU_BYTES)
     assert usable_bytes([RoleMemory("ref", "pool", "")], "cuda", 24 * GIB) == 20 * GIB
-    assert usable_bytes([RoleMemory("ref", "pool", "")], "cpu", CARD) == CARD
+    assert usable_bytes([RoleMemory("ref", "pool", "")], "cpu", GPU_BYTES) == GPU_BYTES
 
 
-def test_layers_run_again_by_default_on_gpus_alone(model: Path) -> None:
-    def activations(device: str, again: str) -> float:
+def test_gradient_checkpointing_is_the_default_only_on_gpus(model: Path) -> None:
+    def activations(device: str, checkpointing: str) -> float:
         keys = [
-            f"{section}.enable_gradient_checkpointing={again}"
+            f"{section}.enable_gradient_checkpointing={checkpointing}"
             for section in ("actor_rollout_ref.model", "critic.model")
         ]
-        roles = role_memories(script_config(model, *keys), device, CARD)
-        return sum(role.activations or 0 for role in roles)
+        roles = memory_by_role(script_config(model, *keys), device)
+        return sum(role.activations or 0 for role in roles.values())
 
     assert activations("cuda", "null") == activations("cuda", "true") < activations("cuda", "false")
     assert activations("cpu", "null") == activations("cpu", "false")
 
 
-def test_on_cpus_the_processes_of_a_node_share_its_memory(
+def test_processes_on_cpus_share_the_memory_of_their_node(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -246,16 +243,18 @@ def test_on_cpus_the_processes_of_a_node_share_its_memory(
     assert settled(1e-6, "ray.address=head:6379") is None
 
 
-def test_reward_models_pass_actors_tokens(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
+def test_reward_models_use_the_token_budget_of_the_actor(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
     judge = ("reward.model.enable=true", f"reward.model.path={classifier}")
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=240"
     rows = "reward.model.micro_batch_size_per_gpu=3"
-    by_tokens, of_its_own = (
+    by_tokens, by_rows = (
         load_config(overrides(tiny_dir, tmp_path, *judge, *more))
         for more in ((tokens,), (tokens, rows))
     )
     assert largest_pass(by_tokens, "reward_model") == LargestPass(240, 10)
-    assert largest_pass(of_its_own, "reward_model") == LargestPass(3 * 24, 3)
+    assert largest_pass(by_rows, "reward_model") == LargestPass(3 * 24, 3)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ def test_reward_models_pass_actors_tokens(tiny_dir: Path, classifier: Path, tmp_
         ("actor_rollout_ref.actor.strategy=fsdp_offload", "actor.strategy=fsdp_offload"),
     ],
 )
-def test_offloading_is_refused_on_cpus(model: Path, setting: str, named: str) -> None:
+def test_offloading_is_rejected_on_cpus(model: Path, setting: str, named: str) -> None:
     more = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=native", *NO_VLLM]
     off = "actor_rollout_ref.ref.fsdp_config.param_offload=null"
     preflight(script_config(model, *more, off))
@@ -275,16 +274,16 @@ def test_offloading_is_refused_on_cpus(model: Path, setting: str, named: str) ->
 
 def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     def copies(*more: str) -> dict[str, float]:
-        roles = role_memories(script_config(model, "trainer.save_freq=5", *more), "cuda", CARD)
-        return {role.role: role.copies for role in roles if role.copies}
+        roles = memory_by_role(script_config(model, "trainer.save_freq=5", *more))
+        return {name: role.copies for name, role in roles.items() if role.copies}
 
     # float32 weights and two moments, a quarter on each of four ranks
     host_bytes = copies()
-    assert host_bytes["actor"] == 6_910_365_696 * 3 * 4 / 4
+    assert host_bytes["actor"] == NUM_WEIGHTS * 3 * 4 / 4
     assert set(host_bytes) == {"actor", "critic"}
     whole = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
-    assert copies(whole)["actor"] == 6_910_365_696 * (1 + 2)
-    assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
+    assert copies(whole)["actor"] == NUM_WEIGHTS * (1 + 2)
+    assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < host_bytes["actor"] / 100
     assert copies("trainer.async_save=false") == {}
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
     message = r"actor_rollout_ref_pool: 19 GiB of host memory per GPU for checkpoints"

@@ -1,4 +1,4 @@
-"""Metrics of a step next to their definitions."""
+"""Metrics of a step against their definitions."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def batch():
     )
 
 
-def test_data_metrics_have_verls_names_and_meanings(batch):
+def test_data_metrics_have_verls_names_and_definitions(batch):
     metrics = compute_data_metrics(batch)
     inside = batch.batch["response_mask"].bool()
     expected = {
@@ -62,26 +62,20 @@ def test_data_metrics_have_verls_names_and_meanings(batch):
         column = batch.batch[name][inside]
         for reduction in ("mean", "max", "min"):
             expected[f"critic/{name}/{reduction}"] = getattr(column, reduction)().item()
-    returns, values = (
-        batch.batch["returns"][inside].double(),
-        batch.batch["values"][inside].double(),
-    )
+    returns, values = (batch.batch[name][inside].double() for name in ("returns", "values"))
     expected["critic/vf_explained_var"] = 1 - (returns - values).var().item() / (
         returns.var().item() + 1e-5
     )
     assert metrics == pytest.approx(expected)
 
 
-def test_without_a_critic_nothing_is_said_of_values(batch):
-    metrics = compute_data_metrics(
-        batch.select([name for name in batch.batch.keys() if name != "values"]), False
-    )
+def test_without_a_critic_there_are_no_value_metrics(batch):
+    without_values = batch.select([name for name in batch.batch.keys() if name != "values"])
+    metrics = compute_data_metrics(without_values, False)
     assert "critic/score/mean" in metrics
     assert not any("values" in name or "vf_" in name for name in metrics)
     with pytest.raises(MissingColumnError, match="values"):
-        compute_data_metrics(
-            batch.select([name for name in batch.batch.keys() if name != "values"])
-        )
+        compute_data_metrics(without_values)
 
 
 def test_a_batch_of_empty_responses_has_finite_metrics(batch):
@@ -92,17 +86,16 @@ def test_a_batch_of_empty_responses_has_finite_metrics(batch):
     assert metrics["response/aborted_ratio"] == 1.0
 
 
-def test_timing_is_per_response_token_for_generation_and_per_token_for_the_rest(batch):
+def test_only_generation_is_timed_per_response_token(batch):
     metrics = compute_timing_metrics(batch, {"gen": 3.0, "update_actor": 6.0, "step": 9.0})
-    assert metrics == pytest.approx(
-        {
-            "timing_s/gen": 3.0,
-            "timing_s/update_actor": 6.0,
-            "timing_s/step": 9.0,
-            "timing_per_token_ms/gen": 500.0,
-            "timing_per_token_ms/update_actor": 500.0,
-        }
-    )
+    expected = {
+        "timing_s/gen": 3.0,
+        "timing_s/update_actor": 6.0,
+        "timing_s/step": 9.0,
+        "timing_per_token_ms/gen": 500.0,
+        "timing_per_token_ms/update_actor": 500.0,
+    }
+    assert metrics == pytest.approx(expected)
 
 
 def test_throughput_counts_all_tokens_per_second_and_device(batch):
@@ -113,7 +106,7 @@ def test_throughput_counts_all_tokens_per_second_and_device(batch):
     }
 
 
-def test_entropy_is_that_of_the_pass_or_the_surprise_of_the_drawn_tokens(batch):
+def test_without_entropies_the_metric_is_the_surprise_of_sampled_tokens(batch):
     inside = batch.batch["response_mask"].bool()
     batch.batch["rollout_log_probs"] = torch.linspace(-3, -1, 12).view(3, 4)
     surprise = -batch.batch["rollout_log_probs"][inside].double().mean().item()

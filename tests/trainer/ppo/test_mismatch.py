@@ -1,4 +1,4 @@
-"""The mismatch gauge against plain numpy, in parts and as a whole; the self-test's verdicts."""
+"""The mismatch gauge against plain numpy, and the verdicts of the self-test."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.runs import overrides
+from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.mismatch import GapMeasurements, explain_gap, self_test
 from workers.losses import blocks
@@ -25,14 +25,14 @@ def columns(rows=13, width=11, seed=0):
     return rollout, trained, mask
 
 
-def figures(*parts):
-    gauge = MismatchGauge(parts[0][0].shape[1])
-    for part in parts:
-        gauge.add(*part)
+def metrics_of(*chunks):
+    gauge = MismatchGauge(chunks[0][0].shape[1])
+    for chunk in chunks:
+        gauge.add(*chunk)
     return gauge.metrics()
 
 
-def test_the_figures_are_those_of_their_definitions():
+def test_the_metrics_equal_their_definitions():
     rollout, trained, mask = (column.double().numpy() for column in columns())
     r, t = rollout[mask == 1], trained[mask == 1]
     diff = np.abs(np.exp(r) - np.exp(t))
@@ -65,23 +65,23 @@ def test_the_figures_are_those_of_their_definitions():
         expected[f"rollout_corr/gap_from_token_{first}"] = np.abs(rollout - trained)[:, first:end][
             inside
         ].mean()
-    assert figures(columns()) == pytest.approx(expected, rel=1e-9)
+    assert metrics_of(columns()) == pytest.approx(expected, rel=1e-9)
 
 
 def test_parts_add_up_to_the_whole_and_nothing_is_read_outside_the_mask():
     rollout, trained, mask = columns()
     parts = [(rollout[a:b], trained[a:b], mask[a:b]) for a, b in ((0, 1), (1, 5), (5, 13))]
-    assert figures(*parts) == pytest.approx(figures(columns()))
-    assert figures((rollout, trained, mask * 0)) == {}
-    same = figures((rollout, rollout.clone(), mask))
+    assert metrics_of(*parts) == pytest.approx(metrics_of(columns()))
+    assert metrics_of((rollout, trained, mask * 0)) == {}
+    same = metrics_of((rollout, rollout.clone(), mask))
     assert same["training/rollout_probs_diff_max"] == 0
     assert same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
 
 
-def test_the_blocks_of_rows_do_not_show(monkeypatch):
-    whole = figures(columns())
+def test_the_block_size_changes_no_metric(monkeypatch):
+    whole = metrics_of(columns())
     monkeypatch.setattr(blocks, "BLOCK_TOKENS", 22)
-    assert figures(columns()) == pytest.approx(whole)
+    assert metrics_of(columns()) == pytest.approx(whole)
 
 
 FINE = GapMeasurements(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None, dtype="float32")
@@ -99,15 +99,12 @@ FINE = GapMeasurements(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None,
         ({"gap": 0.05, "plain_gap": 0.05}, "unknown"),
     ],
 )
-def test_a_gap_is_put_down_to_its_cause(changes, cause):
+def test_a_gap_is_explained_by_its_cause(changes, cause):
     assert explain_gap(dataclasses.replace(FINE, **changes))[0] == cause
 
 
-ONE = "trainer.total_training_steps=1"
-
-
 class Probe(PPOTrainer):
-    """Tests before training, with stale weights, and with log-probs after truncation."""
+    """Runs the self-test with right weights, truncated log-probs and stale weights."""
 
     def step(self):
         prompts = next(iter(self.loader))
@@ -130,7 +127,8 @@ class Probe(PPOTrainer):
         return {}
 
 
-def test_the_self_test_tells_stale_weights_from_other_sampling(tiny_dir, tmp_path):
-    settings = overrides(tiny_dir, tmp_path, "placement=colocate", "trainer.backend=local")
-    run(load_config([*settings, "actor_rollout_ref.rollout.top_k=7", ONE]), Probe)
+def test_the_self_test_detects_stale_weights_and_other_sampling(tiny_dir, tmp_path):
+    settings = ("trainer.backend=local", "trainer.total_training_steps=1", *POLICY_ALONE)
+    top_k = "actor_rollout_ref.rollout.top_k=7"
+    run(load_config(overrides(tiny_dir, tmp_path, *settings, top_k)), Probe)
     assert Probe.verdicts == ["none", "sampling semantics", "staleness"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import overrides
+from tests.integration.runs import FEW_ROWS, overrides
 from tests.trainer.ppo.judge_role import ConfigWithJudge, JudgeWorker
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.dataflow import describe, step_nodes
@@ -20,7 +20,7 @@ from verl_like.errors import ConfigError
 from workers.columns import COLUMNS, reads_of
 
 METHOD = "judge.compute_judge_log_prob"
-JUDGED = COLUMNS.pop("judge_log_prob")  # its class put it there when it was imported
+JUDGED = COLUMNS.pop("judge_log_prob")  # added when the class was imported
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def config_with_judge(tiny: Path, folder: Path, *more: str) -> ConfigWithJudge:
     return load_config(settings, replace(PPO, schema=ConfigWithJudge))
 
 
-def test_the_plan_of_a_run_has_it(tiny_dir: Path, tmp_path: Path) -> None:
+def test_the_plan_shows_the_new_role(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_with_judge(tiny_dir, tmp_path)
     (node,) = [node for node in step_nodes(config) if node.name == METHOD]
     assert (node.stage, node.pool, node.writes) == ("score", "global_pool", ("judge_log_prob",))
@@ -71,14 +71,15 @@ def test_the_plan_of_a_run_has_it(tiny_dir: Path, tmp_path: Path) -> None:
     assert reads_of(JudgeWorker, "compute_judge_log_prob") == node.reads
 
 
-def test_a_step_asks_it_and_it_can_be_replaced(tiny_dir: Path, tmp_path: Path) -> None:
-    run(config_with_judge(tiny_dir, tmp_path, "trainer.total_training_steps=1"), Recorded)
+def test_a_step_calls_the_role_and_the_role_can_be_replaced(tiny_dir: Path, tmp_path: Path) -> None:
+    short = (*FEW_ROWS, "trainer.total_training_steps=1")
+    run(config_with_judge(tiny_dir, tmp_path, *short), Recorded)
     assert METHOD in Recorded.calls_of_step
     assert "judge_log_prob" in Recorded.columns
     assert "judge" in Recorded.replaceable
 
 
-def test_a_folder_that_is_not_there_is_refused_by_its_key(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_named_by_its_key(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_with_judge(tiny_dir, tmp_path, "judge.path=nowhere")
     with pytest.raises(ConfigError, match="judge.path"):
         preflight(config)

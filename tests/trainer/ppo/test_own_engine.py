@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.integration.runs import overrides
+from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
 from verl_like.errors import ConfigError
 from workers.rollout.base import SamplingParams
@@ -32,16 +32,17 @@ def make_step(tiny_dir: Path, folder: Path, name: str) -> None:
         "trainer.backend=local",
         "data.max_response_length=2",
         "trainer.total_training_steps=1",
+        *POLICY_ALONE,
     ]
     run(load_config(overrides(tiny_dir, folder, *settings)))
 
 
-def test_a_run_samples_with_an_engine_of_ones_own(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_run_samples_with_a_users_engine(tiny_dir: Path, tmp_path: Path) -> None:
     make_step(tiny_dir, tmp_path, f"{__name__}.CountingEngine")
     assert CountingEngine.num_responses == 16
 
 
-def test_what_is_no_engine_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_an_object_that_is_no_engine_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Make it a subclass of workers.rollout.base.Rollout"):
         make_step(tiny_dir, tmp_path, f"{__name__}.make_step")
     with pytest.raises(ConfigError, match="unknown rollout engine 'natve'.*Did you mean 'native'"):

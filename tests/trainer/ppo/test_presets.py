@@ -1,4 +1,4 @@
-"""`algorithm=<preset>`: files with a paper's settings, all of them read; a user's keys win."""
+"""`algorithm=<preset>`: a paper's settings. All of them are read, and a user's keys win."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ CARDS = load("docs/cards.py")
 PRESETS = PPO.preset_names("algorithm")
 
 
-def needed_by(preset: str) -> list[str]:
-    """Return the settings that a preset leaves to the user."""
-    return [f"{key}=z" for key in CARDS.left_to_the_user("algorithm", preset)]
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_read_and_consistent(preset: str, caplog: pytest.LogCaptureFixture) -> None:
-    config = load_config([*NEEDED, f"algorithm={preset}", *needed_by(preset)])
+    left = [f"{key}=z" for key in CARDS.left_to_the_user("algorithm", preset)]
+    config = load_config([*NEEDED, f"algorithm={preset}", *left])
     leaves = CARDS.preset_leaves("algorithm", preset)
     for key, value in leaves.items():
         if not str(value).startswith("${"):
@@ -35,12 +31,12 @@ def test_presets_are_read_and_consistent(preset: str, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("preset", ["rloo", "opo"])
-def test_one_update_a_step_where_no_ratio_corrects_a_second(preset: str) -> None:
+def test_presets_without_a_ratio_make_one_update_per_step(preset: str) -> None:
     config = load_config([*NEEDED, f"algorithm={preset}", "data.train_batch_size=96"])
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 96
 
 
-def test_dapo_punishes_the_last_fifth_of_a_response() -> None:
+def test_dapo_penalizes_the_last_fifth_of_a_response() -> None:
     paper = load_config([*NEEDED, "algorithm=dapo", "data.max_response_length=20480"])
     assert paper.reward.overlong_penalty.enable
     assert paper.reward.overlong_penalty.len == 4096
@@ -48,13 +44,13 @@ def test_dapo_punishes_the_last_fifth_of_a_response() -> None:
     assert short.reward.overlong_penalty.len == 1
 
 
-def test_keys_of_the_command_win() -> None:
+def test_keys_of_the_command_override_a_preset() -> None:
     config = load_config([*NEEDED, "actor_rollout_ref.rollout.n=4", "algorithm=dapo"])
     assert config.actor_rollout_ref.rollout.n == 4
     assert config.algorithm.filter_groups.enable
 
 
-def test_an_unknown_preset_lists_the_nearest_and_all() -> None:
+def test_an_unknown_preset_lists_the_nearest_and_all_presets() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'dapo'.* Known: cispo, .*, dapo, "):
         load_config([*NEEDED, "algorithm=dappo"])
     with pytest.raises(ConfigError, match="Did you mean 'reinforce_pp'"):

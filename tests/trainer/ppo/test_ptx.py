@@ -1,4 +1,4 @@
-"""PTX in a run: rows of text that every actor update trains together with its policy loss."""
+"""PTX in a run: texts that every actor update trains together with its policy loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(tiny_dir: Path, folder: Path, texts: Path, *more: str) -> list[str]:
-    # without the critic's keys: grpo has none
     common = [key for key in overrides(tiny_dir, folder) if not key.startswith("critic.")]
     return [*common, *SETTINGS, f"ptx.train_files={texts}", *more]
 
@@ -47,20 +46,22 @@ def whole(tiny_dir: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def test_the_loss_of_the_texts_is_logged_and_falls(whole: Path) -> None:
+def test_the_ptx_loss_is_logged_and_falls(whole: Path) -> None:
     losses = [line["actor/ptx_loss"] for line in numbers(whole)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.02
 
 
-def test_a_resume_goes_on(whole: Path, tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_the_numbers(
+    whole: Path, tiny_dir: Path, texts: Path, tmp_path: Path
+) -> None:
     start = f"trainer.resume_from_path={whole}/global_step_2"
     path = ("trainer.resume_mode=resume_path", start)
     run(load_config(settings_of(tiny_dir, tmp_path, texts, *path)))
     assert numbers(tmp_path) == numbers(whole)[2:]
 
 
-def test_a_bad_row_of_the_texts_stops_the_run_or_is_skipped(
+def test_a_bad_row_stops_the_run_or_is_skipped(
     tiny_dir: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "texts.jsonl"
@@ -74,7 +75,9 @@ def test_a_bad_row_of_the_texts_stops_the_run_or_is_skipped(
     assert "ptx.train_files: 2 rows, 1 malformed and skipped" in caplog.text
 
 
-def test_ptx_rows_match_prompts_by_default(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
+def test_an_update_has_as_many_texts_as_prompts_by_default(
+    tiny_dir: Path, texts: Path, tmp_path: Path
+) -> None:
     config = load_config(settings_of(tiny_dir, tmp_path, texts))
     assert rows_per_update(config, 8) == 2 * 4  # two steps of four prompts
     assert rows_per_update(config, 4) == 4  # a last step of fewer prompts
@@ -83,7 +86,7 @@ def test_ptx_rows_match_prompts_by_default(tiny_dir: Path, texts: Path, tmp_path
     assert rows_per_update(config, 8) == 2 * 3 * 5
 
 
-def test_the_memory_plan_counts_the_rows(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
+def test_the_memory_plan_counts_the_texts(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
     by_rows = "actor_rollout_ref.actor.use_dynamic_bsz=false"
     config = load_config(settings_of(tiny_dir, tmp_path, texts, by_rows))
     assert longest_row(config) == 16 + 8
@@ -95,7 +98,9 @@ def test_the_memory_plan_counts_the_rows(tiny_dir: Path, texts: Path, tmp_path: 
     assert (largest.tokens, largest.reads) == (samples * 100, samples * 100)
 
 
-def test_rows_too_long_for_a_pass_fail(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
+def test_texts_too_long_for_a_pass_are_rejected(
+    tiny_dir: Path, texts: Path, tmp_path: Path
+) -> None:
     more = (
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",

@@ -1,4 +1,4 @@
-"""Runs with int8 weights: their correction, errors, counts and measurements."""
+"""Quantized roles: their correction, errors, memory and metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.conftest import load as load_file
-from tests.integration.runs import calls, lines, overrides
+from tests.integration.runs import FEW_ROWS, calls, lines, overrides
 from trainer import load_config, run
 from trainer.cli.check import explain
 from trainer.ppo.config import PPOConfig
@@ -36,8 +36,8 @@ def load(*settings: str) -> PPOConfig:
 
 def test_quantized_rollouts_are_corrected_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found = load(ROLLOUT).algorithm.rollout_correction
-    assert found == load("correction=decoupled_token_is").algorithm.rollout_correction
+        correction = load(ROLLOUT).algorithm.rollout_correction
+    assert correction == load("correction=decoupled_token_is").algorithm.rollout_correction
     assert "rollout.quantization=int8 rounds the rollout's weights, so" in caplog.text
     assert "correction=disabled turns it off" in caplog.text
     caplog.clear()
@@ -46,7 +46,7 @@ def test_quantized_rollouts_are_corrected_with_a_notice(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("setting", "wanted"),
+    ("setting", "expected"),
     [
         ("correction=disabled", None),
         ("correction=decoupled_seq_is", "sequence"),
@@ -55,10 +55,10 @@ def test_quantized_rollouts_are_corrected_with_a_notice(caplog: pytest.LogCaptur
         ("algorithm.rollout_correction={rollout_token_veto_threshold: 1e-4}", None),
     ],
 )
-def test_what_the_user_sets_wins(
-    setting: str, wanted: str | None, caplog: pytest.LogCaptureFixture
+def test_a_users_correction_is_kept(
+    setting: str, expected: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert load(ROLLOUT, setting).algorithm.rollout_correction.rollout_is == wanted
+    assert load(ROLLOUT, setting).algorithm.rollout_correction.rollout_is == expected
     assert "rounds the rollout's weights" not in caplog.text
 
 
@@ -66,26 +66,18 @@ VLLM = "actor_rollout_ref.rollout.name=vllm"
 FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 
 
-def test_fp8_is_vllms_on_gpus_and_is_corrected_for(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        config = load(VLLM, FP8, "trainer.simulate=1xH100")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ((VLLM, FP8, "trainer.simulate=1xH100"), "rollout.quantization=fp8 rounds the rollout's"),
+        ((VLLM, f"{KWARGS}.quantization=fp8"), "engine_kwargs.quantization=fp8"),
+        (("actor_rollout_ref.model.fp8_linear=true",), "model.fp8_linear=true rounds"),
+    ],
+)
+def test_fp8_in_rollout_or_trainer_is_corrected(settings: tuple[str, ...], reason: str) -> None:
+    config = load(*settings)
     assert config.algorithm.rollout_correction.rollout_is == "token"
-    assert "rollout.quantization=fp8 rounds the rollout's weights, so" in caplog.text
-
-
-def test_vllms_own_quantization_is_corrected_for_too() -> None:
-    config = load(
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.engine_kwargs.quantization=fp8",
-    )
-    assert config.algorithm.rollout_correction.rollout_is == "token"
-    assert "engine_kwargs.quantization=fp8" in needs_correction(config)
-
-
-def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout() -> None:
-    config = load("actor_rollout_ref.model.fp8_linear=true")
-    assert config.algorithm.rollout_correction.rollout_is == "token"
-    assert "model.fp8_linear=true rounds" in needs_correction(config)
+    assert reason in needs_correction(config)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +116,15 @@ def test_a_lora_reference_in_another_pool_may_be_int8() -> None:
     load(REF, KL, "actor_rollout_ref.model.lora_rank=4", *more)
 
 
-def test_the_memory_plan_counts_int8_and_explain_shows_it(tiny_dir: Path, tmp_path: Path) -> None:
-    own = ("trainer.n_gpus_per_node=2", "trainer.device=cpu", "placement=colocate", KL)
+def test_memory_plan_and_explain_show_int8(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("trainer.n_gpus_per_node=2", "trainer.device=cpu", "placement=colocate", KL)
     plain, small = (
-        load_config(overrides(tiny_dir, tmp_path, *own, *more)) for more in ((), (ROLLOUT, REF))
+        load_config(overrides(tiny_dir, tmp_path, *settings, *int8))
+        for int8 in ((), (ROLLOUT, REF))
     )
     before, after = ({m.role: m for m in role_memories(c, "cpu")} for c in (plain, small))
     assert before["actor"] == after["actor"]
-    # shares of two ranks before, the whole model as int8 after
+    # shards on two ranks before, the whole model as int8 after
     whole = 2 * before["ref"].weights
     assert 0.25 * whole < after["ref"].weights == after["rollout"].weights < 0.7 * whole
     assert (after["ref"].types, after["rollout"].types) == ("int8 / float32", "int8 / float32")
@@ -139,7 +132,7 @@ def test_the_memory_plan_counts_int8_and_explain_shows_it(tiny_dir: Path, tmp_pa
     assert "int8 / float32" in explain(small)
 
 
-def test_drift_is_the_mean_gap_of_the_first_steps_tokens() -> None:
+def test_drift_is_the_mean_gap_of_tokens_in_step_1() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     columns = {
         "response_mask": mask,
@@ -153,32 +146,37 @@ def test_drift_is_the_mean_gap_of_the_first_steps_tokens() -> None:
     assert reference_drift(batch, load(KL), 1) == {}
 
 
+TWO_STEPS = (
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "trainer.backend=local",
+    "trainer.total_training_steps=2",
+    *FEW_ROWS,
+    *(REF, KL),
+)
+
+
 def test_an_int8_run_logs_its_gaps(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("placement=colocate", "trainer.backend=local", ROLLOUT, REF, KL)
-    run(load_config(overrides(tiny_dir, tmp_path, *settings)))
-    first, *later = lines(tmp_path)
+    run(load_config(overrides(tiny_dir, tmp_path, *TWO_STEPS, ROLLOUT)))
+    first, second = lines(tmp_path)
     assert 0 < first[DRIFT] < 0.02
-    assert all(DRIFT not in line for line in later)
-    for line in (first, *later):
+    assert DRIFT not in second
+    for line in (first, second):
         assert 0 < line["training/rollout_probs_diff_mean"] < 0.01
         assert line["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
         assert line["rollout_corr/rollout_is_max"] > 1
 
 
 def test_drift_needs_old_log_probs_only_in_step_1(tiny_dir: Path, tmp_path: Path) -> None:
-    on_policy = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "algorithm.adv_estimator=grpo")
-    kl = (KL, "algorithm.use_kl_in_reward=false")
-    settings = (*on_policy, *kl, "placement=colocate", "trainer.backend=local", REF)
-    settings += ("trainer.total_training_steps=2",)
-    run(load_config(overrides(tiny_dir, tmp_path, *settings)))
-    first, *later = lines(tmp_path)
+    run(load_config(overrides(tiny_dir, tmp_path, *TWO_STEPS)))
+    first, second = lines(tmp_path)
     assert len(calls(tmp_path, "compute_log_prob")) == 1
     assert 0 < first[DRIFT] < 0.02
-    assert all(DRIFT not in line for line in later)
+    assert DRIFT not in second
 
 
 @pytest.mark.slow
-def test_a_run_with_an_int8_rollout_learns_the_tiny_task(tiny_dir: Path, tmp_path: Path) -> None:
+def test_an_int8_rollout_learns_the_tiny_task(tiny_dir: Path, tmp_path: Path) -> None:
     scores = CURVES.train(["algorithm=grpo", ROLLOUT], tiny_dir, tmp_path)
     first, last = CURVES.first_and_last(scores)
     assert last > first + CURVES.LEAST_RISE, scores
@@ -187,9 +185,8 @@ def test_a_run_with_an_int8_rollout_learns_the_tiny_task(tiny_dir: Path, tmp_pat
 
 @pytest.mark.parametrize("settings", [(ROLLOUT,), (REF, KL)])
 def test_models_without_linear_layers_fail(settings: tuple[str, ...], tmp_path: Path) -> None:
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(
-        tmp_path
-    )
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+    model.save_pretrained(tmp_path)
     config = load(*settings, f"actor_rollout_ref.model.path={tmp_path}", "algorithm=grpo")
     with pytest.raises(ConfigError, match="int8: a model of type 'gpt2' has no linear layers"):
         preflight(config)

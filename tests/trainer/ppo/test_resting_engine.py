@@ -12,7 +12,7 @@ from trainer.config.devices import Devices
 from trainer.ppo.memory import engine_rests
 
 
-def test_a_run_whose_engine_sleeps_while_others_compute_has_the_same_numbers(
+def test_a_sleeping_engine_changes_no_number(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (*POLICY_ALONE, *FEW_ROWS, "trainer.total_training_steps=2")
@@ -26,16 +26,16 @@ def test_a_run_whose_engine_sleeps_while_others_compute_has_the_same_numbers(
     assert not calls(awake, "sleep")
 
 
-def test_engines_rest_only_beside_other_roles(tiny_dir: Path, tmp_path: Path) -> None:
+def test_engines_sleep_only_next_to_other_roles(tiny_dir: Path, tmp_path: Path) -> None:
     def rests(device_type: str, *more: str) -> bool:
         return engine_rests(load_config(overrides(tiny_dir, tmp_path, *more)), device_type)
 
-    alone = (
+    separate = (
         "resource_pool_spec={a: [1], b: [1]}",
         "role_mapping={actor: a, ref: a, critic: a, rollout: b}",
     )
     server = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.server_urls=[x:1]")
     assert rests("cuda")
     assert not rests("cpu")
-    assert not rests("cuda", *alone)
+    assert not rests("cuda", *separate)
     assert not rests("cuda", *server)

@@ -1,8 +1,7 @@
-"""Running normalization next to the moments of all numbers; a resume continues bit for bit."""
+"""Running normalization against the moments of all numbers."""
 
 from __future__ import annotations
 
-import json
 import statistics
 
 import pytest
@@ -22,12 +21,12 @@ def batch_of(seed: int) -> DataProto:
     return DataProto.from_dict(columns)
 
 
-def test_moments_of_parts_are_those_of_the_whole() -> None:
+def test_moments_of_chunks_equal_the_moments_of_the_whole() -> None:
     numbers = torch.randn(40, dtype=torch.float64).add(1e6).tolist()
     moments = RunningMoments()
-    for part in (numbers[:1], numbers[1:1], numbers[1:17], numbers[17:]):
-        mean = statistics.fmean(part) if part else 0.0
-        moments.add(len(part), mean, sum((number - mean) ** 2 for number in part))
+    for chunk in (numbers[:1], numbers[1:1], numbers[1:17], numbers[17:]):
+        mean = statistics.fmean(chunk) if chunk else 0.0
+        moments.add(len(chunk), mean, sum((number - mean) ** 2 for number in chunk))
     assert moments.count == 40
     assert moments.mean == pytest.approx(statistics.mean(numbers), rel=1e-12)
     assert moments.std == pytest.approx(statistics.stdev(numbers), rel=1e-9)
@@ -68,17 +67,3 @@ def test_equal_scores_become_zero_and_stay_finite() -> None:
     scores, _ = norm.scores(batch)
     assert scores.sum(-1)[[0, 1, 3]].abs().max() < 1e-7
     assert scores.isfinite().all()
-
-
-def test_a_resumed_norm_goes_on_to_the_bit() -> None:
-    whole, resumed = RunningNorm(["rewards", "advantages"]), RunningNorm(["rewards", "advantages"])
-    for seed in (0, 1):
-        whole.scores(batch_of(seed))
-        whole.advantages(batch_of(seed))
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-
-    scores = [norm.scores(batch_of(2))[0] for norm in (whole, resumed)]
-    advantages = [norm.advantages(batch_of(2))[0].batch["advantages"] for norm in (whole, resumed)]
-    assert torch.equal(*scores)
-    assert torch.equal(*advantages)
-    assert resumed.state_dict() == whole.state_dict()

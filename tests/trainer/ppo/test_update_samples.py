@@ -47,7 +47,7 @@ def batch() -> DataProto:
     )
 
 
-def names(batch: DataProto) -> list[tuple[str, int]]:
+def rows_of(batch: DataProto) -> list[tuple[str, int]]:
     index = batch.batch["sample_index"].tolist()
     return list(zip(batch.non_tensor_batch["uid"].tolist(), index, strict=True))
 
@@ -60,13 +60,13 @@ def names(batch: DataProto) -> list[tuple[str, int]]:
         ("max_random", [0.1, 0.1, 0.4, 0.1]),
     ],
 )
-def test_weights_are_those_of_the_paper(method: str, expected: list[float]) -> None:
+def test_weights_follow_the_paper(method: str, expected: list[float]) -> None:
     scores = torch.tensor([0.0, 1.0, 2.0, -2.0])
     assert filtration_weights(scores, method, weight_pow=3).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.3, 0.999999])
-def test_a_row_is_drawn_as_often_as_its_share_of_the_weights(offset: float) -> None:
+def test_rows_are_drawn_in_proportion_to_their_weights(offset: float) -> None:
     weights = torch.tensor([0.0, 1.0, 5.0, 0.0, 3.0, 3.0, 0.0], dtype=torch.float64)
     drawn = draw_rows(weights, offset)
     counts = Counter(drawn.tolist())
@@ -76,22 +76,22 @@ def test_a_row_is_drawn_as_often_as_its_share_of_the_weights(offset: float) -> N
 
 
 @pytest.mark.parametrize("weights", [[0.0] * 5, [0.3] * 5, [7e-9] * 5])
-def test_weights_that_are_equal_keep_every_row_once(weights: list[float]) -> None:
+def test_equal_weights_draw_every_row_once(weights: list[float]) -> None:
     for offset in (0.0, 0.5, 0.99):
         assert draw_rows(torch.tensor(weights).double(), offset).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_draw_depends_on_seed_and_step_and_not_on_the_order_of_the_rows(batch: DataProto) -> None:
+def test_a_draw_depends_on_the_step_but_not_on_the_row_order(batch: DataProto) -> None:
     config = PolicyFiltrationConfig(weight_pow=1.0)
-    drawn = [names(resample_by_score(batch, config, 1, step)[0]) for step in range(1, 9)]
-    assert names(resample_by_score(batch, config, 1, 1)[0]) == drawn[0]
+    drawn = [rows_of(resample_by_score(batch, config, 1, step)[0]) for step in range(1, 9)]
+    assert rows_of(resample_by_score(batch, config, 1, 1)[0]) == drawn[0]
     assert len(set(map(tuple, drawn))) > 1
 
     shuffled = batch[torch.randperm(ROWS)]
-    assert names(resample_by_score(shuffled, config, 1, 1)[0]) == drawn[0]
+    assert rows_of(resample_by_score(shuffled, config, 1, 1)[0]) == drawn[0]
 
 
-def test_only_highest_and_lowest_scores_are_kept_by_max_min(batch: DataProto) -> None:
+def test_max_min_keeps_only_the_highest_and_lowest_scores(batch: DataProto) -> None:
     config = PolicyFiltrationConfig(reweight_method="max_min")
     drawn, metrics = resample_by_score(batch, config, 1, 1)
     assert len(drawn) == ROWS
@@ -108,10 +108,10 @@ def test_kl_cov_chooses_the_highest_covariances(batch: DataProto) -> None:
         old = batch.batch["old_log_probs"][rows].double()
         product = (advantages - advantages[inside].mean()) * (old - old[inside].mean())
         best = product.masked_fill(~inside, -torch.inf) == product[inside].max()
-        assert torch.equal(chosen[rows], best)  # 2 in 10000 of so few tokens are one
+        assert torch.equal(chosen[rows], best)  # 2 in 10000, of so few tokens, is one token
 
 
-def test_the_shares_of_chosen_tokens_are_the_configuration_s(batch: DataProto) -> None:
+def test_the_configured_share_of_tokens_is_chosen(batch: DataProto) -> None:
     num_tokens = int(batch.batch["response_mask"].sum())
     half = add_chosen_tokens(batch, config_of("kl_cov", kl_cov_ratio=0.5), 1)
     assert int(half.batch["chosen_tokens"].sum()) == num_tokens // 2
@@ -123,34 +123,31 @@ def test_the_shares_of_chosen_tokens_are_the_configuration_s(batch: DataProto) -
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
 def test_the_order_of_rows_changes_no_choice(batch: DataProto, loss_mode: str) -> None:
     before = add_chosen_tokens(batch, config_of(loss_mode, ROWS // 3), 1)
-    # other ranks balance rows otherwise, but within their mini-batch
+    # balancing moves rows between ranks, but only within their mini-batch
     order = torch.arange(ROWS).view(-1, 3).flip(0).flatten()
     after = add_chosen_tokens(batch[order], config_of(loss_mode, ROWS // 3), 1)
     assert torch.equal(after.batch["chosen_tokens"], before.batch["chosen_tokens"][order])
     assert before.batch["chosen_tokens"].any()
 
 
-def test_clip_cov_draws_anew_at_every_step(batch: DataProto) -> None:
+def test_clip_cov_chooses_other_tokens_in_other_steps(batch: DataProto) -> None:
     batch.batch["response_mask"].fill_(1)
-    drawn = {
-        tuple(
-            add_chosen_tokens(batch, config_of("clip_cov"), step).batch["chosen_tokens"].flatten()
-        )
-        for step in range(6)
-    }
-    assert len(drawn) > 1
+    config = config_of("clip_cov")
+    draws = [add_chosen_tokens(batch, config, step).batch["chosen_tokens"] for step in range(6)]
+    assert not all(torch.equal(draw, draws[0]) for draw in draws)
 
 
-def test_a_bypass_chooses_by_the_log_probs_that_it_has(batch: DataProto) -> None:
+def test_a_bypass_chooses_tokens_by_the_rollouts_log_probs(batch: DataProto) -> None:
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"
     expected = add_chosen_tokens(batch, load_config([*NEEDED, loss]), 1)
     batch.rename("old_log_probs", "rollout_log_probs")
-    found = add_chosen_tokens(batch, load_config([*NEEDED, loss, "correction=bypass_ppo_clip"]), 1)
-    assert torch.equal(found.batch["chosen_tokens"], expected.batch["chosen_tokens"])
+    config = load_config([*NEEDED, loss, "correction=bypass_ppo_clip"])
+    chosen = add_chosen_tokens(batch, config, 1).batch["chosen_tokens"]
+    assert torch.equal(chosen, expected.batch["chosen_tokens"])
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_nothing_outside_the_mask_is_ever_chosen(name: str) -> None:
+def test_no_token_outside_the_mask_is_chosen(name: str) -> None:
     choose = traits_of(POLICY_LOSSES[name]).choose_tokens
     assert choose is not None
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])

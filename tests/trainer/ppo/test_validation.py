@@ -1,4 +1,4 @@
-"""Metrics of a validation next to their definitions."""
+"""Metrics of a validation against their definitions."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_validation_metrics_equal_their_definitions():
     preds = ["a", "b", "a", "c", "c", "a", "a", "b", "b", "d", "a"]
     before = np.random.get_state()[1].copy()
     result = process_validation_metrics(sources, uids, {"reward": scores, "pred": preds}, seed=3)
-    assert (np.random.get_state()[1] == before).all(), "numpy's global state is left alone"
+    assert (np.random.get_state()[1] == before).all(), "numpy's global state is unchanged"
     assert set(result) == {"x", "y"}
     assert set(result["x"]) == {"reward"}
     assert result["y"]["reward"] == {"mean@1": 0.75}

@@ -20,44 +20,18 @@ from workers.config import critic_optim
 
 def translate(settings: list[str]) -> list[str]:
     """Return the settings in our keys, as text."""
-    return [str(each.input_line) for each in verl.translate(map(parse, settings))]
+    return [str(setting.input_line) for setting in verl.translate(map(parse, settings))]
 
 
 EXAMPLES = (
     Path(__file__).with_name("verl_example_keys.txt").read_text(encoding="utf-8").splitlines()
 )
 """The keys of verl's scripts in examples/grpo_trainer and examples/ppo_trainer, with a value."""
-SCRIPTS = {
-    "grpo": """
-    algorithm.adv_estimator=grpo data.train_files=/d/train.parquet
-    data.val_files=/d/test.parquet data.train_batch_size=1024 data.max_prompt_length=512
-    data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
-    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
-    actor_rollout_ref.model.use_remove_padding=True
-    actor_rollout_ref.actor.ppo_mini_batch_size=256
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40
-    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
-    actor_rollout_ref.model.enable_gradient_checkpointing=True
-    actor_rollout_ref.actor.fsdp_config.param_offload=False
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
-    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40
-    actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False
-    trainer.critic_warmup=0 trainer.logger=[console,wandb]
-    trainer.project_name=verl_grpo_example_gsm8k trainer.experiment_name=qwen2_7b
-    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
-    trainer.total_epochs=15
-    """
-}
-"""The settings of a script in examples/grpo_trainer, whole."""
 KEYS = set(named_keys(PPOConfig))
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
 
 
-def test_every_key_of_verls_examples_has_a_fate() -> None:
+def test_every_key_of_verls_examples_is_known() -> None:
     assert [example for example in EXAMPLES if translate_key(*example.split("=", 1)) is None] == []
 
 
@@ -78,7 +52,7 @@ def test_every_key_of_verls_examples_has_a_fate() -> None:
     ],
     ids=["names", "sections", "newer names"],
 )
-def test_rewards_have_verls_names_of_every_version(settings: str) -> None:
+def test_rewards_accept_verls_names_of_every_version(settings: str) -> None:
     words = [*NEEDED, "actor_rollout_ref.rollout.n=2", "reward.overlong_penalty.len=8"]
     reward = load_config([*words, *settings.split()]).reward
     function, model = reward.function, reward.model
@@ -87,30 +61,29 @@ def test_rewards_have_verls_names_of_every_version(settings: str) -> None:
     assert reward.overlong_penalty.enable
 
 
-def test_a_key_of_ours_is_never_called_foreign() -> None:
+def test_own_keys_are_not_translated() -> None:
     for key in KEYS:
         outcome = translate_key(key, "1")
         assert outcome is not None
         assert outcome.key == key
 
 
-def test_names_of_older_versions_lead_to_keys_of_ours() -> None:
+def test_older_names_are_renamed_to_own_keys() -> None:
     assert {name: ours for name, ours in tables().renamed.items() if renamed(ours) != ours} == {}
     assert KEYS.isdisjoint(tables().renamed)
 
 
-def test_no_key_stands_in_two_tables() -> None:
-    found = {name: table for name, table in vars(tables()).items() if name != "lays_out"}
-    names = [name for table in found.values() for name in table]
+def test_no_key_is_in_two_tables() -> None:
+    other = {name: table for name, table in vars(tables()).items() if name != "lays_out"}
+    names = [name for table in other.values() for name in table]
     assert len(set(names)) == len(names)
 
 
-def test_what_lays_out_the_work_is_a_key_that_is_refused() -> None:
-    refused = [*tables().changes_nothing_at, *tables().not_here]
+def test_every_layout_key_is_rejected() -> None:
+    rejected = [*tables().changes_nothing_at, *tables().not_here]
     for name in tables().lays_out:
         example = name.replace("*", "x")
-        fits = [each for each in refused if fnmatchcase(example, each) or fnmatchcase(each, name)]
-        assert fits, name
+        assert any(fnmatchcase(example, key) or fnmatchcase(key, name) for key in rejected), name
 
 
 def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,33 +115,24 @@ def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture)
     assert "trainer.max_actor_ckpt_to_keep is trainer.max_ckpt_to_keep" in notice
     assert "data.return_raw_chat: chats are kept" in notice
 
-    config = load_config(
-        [*NEEDED, "algorithm=grpo", *script[1:5], "+trainer.val_before_train=False"]
-    )
+    config = load_config([*NEEDED, "algorithm=grpo", *script[1:5], script[6]])
     assert config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
-def test_the_critics_optimizer_differs_from_the_actors_where_it_says_so() -> None:
+def test_the_critics_optimizer_has_the_actors_settings_by_default() -> None:
     settings = ["critic.optim.weight_decay=0.1", "actor_rollout_ref.actor.optim.eps=1e-6"]
     optim = critic_optim(load_config([*NEEDED, *settings]))
     assert (optim.weight_decay, optim.eps, optim.lr) == (0.1, 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize("section", ["actor_rollout_ref.actor.optim", "critic.optim"])
-def test_a_share_of_warm_up_counts_where_no_steps_are_given(section: str) -> None:
-    share = f"{section}.lr_warmup_steps_ratio=0.1"
-    assert translate([share]) == [share, f"{section}.lr_warmup_steps=-1"]
-    assert translate([share, f"{section}.lr_warmup_steps=5"])[1:] == [
-        f"{section}.lr_warmup_steps=5"
-    ]
+def test_a_ratio_of_warm_up_counts_if_no_steps_are_set(section: str) -> None:
+    ratio, steps = f"{section}.lr_warmup_steps_ratio=0.1", f"{section}.lr_warmup_steps=5"
+    assert translate([ratio]) == [ratio, f"{section}.lr_warmup_steps=-1"]
+    assert translate([ratio, steps]) == [ratio, steps]
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_scripts_of_verls_start_as_they_are(script: str) -> None:
-    load_config(script.split())
-
-
-def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> None:
+def test_all_keys_without_a_counterpart_are_rejected_at_once() -> None:
     script = [
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.1",
         "actor_rollout_ref.model.mtp.enable=True",
@@ -192,39 +156,45 @@ def test_layout_keys_are_dropped_with_a_notice(caplog: pytest.LogCaptureFixture)
     assert "trust_remote_code=True is left out" in notice
 
 
-def test_a_micro_batch_of_all_ranks_becomes_the_share_of_one() -> None:
-    ranks = ["trainer.n_gpus_per_node=8", "trainer.nnodes=2"]
-    actor = "actor_rollout_ref.actor"
-    sequence = f"{actor}.ulysses_sequence_parallel_size=2"
-    whole = f"{actor}.ppo_micro_batch_size=64"
-    assert translate([*ranks, whole])[-1] == f"{actor}.ppo_micro_batch_size_per_gpu=4"
-    shared = translate([*ranks, sequence, whole])[-1]
-    assert shared == f"{actor}.ppo_micro_batch_size_per_gpu=8"
-    alone = translate([whole])[-1]
-    assert alone == f"{actor}.ppo_micro_batch_size_per_gpu=64", "a run has one process by default"
+RANKS = "trainer.n_gpus_per_node=8 trainer.nnodes=2"
 
 
-def test_a_shard_size_counts_no_ranks_of_one_sequence() -> None:
+@pytest.mark.parametrize(
+    ("settings", "last"),
+    [
+        ("{}.ppo_micro_batch_size=64", "{}.ppo_micro_batch_size_per_gpu=64"),
+        (RANKS + " {}.ppo_micro_batch_size=64", "{}.ppo_micro_batch_size_per_gpu=4"),
+        (
+            RANKS + " {0}.ulysses_sequence_parallel_size=2 {0}.ppo_micro_batch_size=64",
+            "{}.ppo_micro_batch_size_per_gpu=8",
+        ),
+        ("{}.fsdp_config.fsdp_size=32", "{}.fsdp_config.fsdp_size=32"),
+        (
+            "{0}.ulysses_sequence_parallel_size=4 {0}.fsdp_config.fsdp_size=32",
+            "{}.fsdp_config.fsdp_size=8",
+        ),
+    ],
+)
+def test_sizes_of_all_ranks_become_sizes_per_rank(settings: str, last: str) -> None:
     actor = "actor_rollout_ref.actor"
-    size = f"{actor}.fsdp_config.fsdp_size=32"
-    given = [f"{actor}.ulysses_sequence_parallel_size=4", size]
-    assert translate([size]) == [size]
-    assert translate(given)[-1] == f"{actor}.fsdp_config.fsdp_size=8"
+    assert translate(settings.format(actor).split())[-1] == last.format(actor)
 
 
 def test_keys_within_a_section_are_translated() -> None:
-    given = ["actor_rollout_ref.actor.fsdp_config={forward_prefetch: True, fsdp_size: 2}"]
-    assert translate(given) == ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"]
+    section = ["actor_rollout_ref.actor.fsdp_config={forward_prefetch: True, fsdp_size: 2}"]
+    assert translate(section) == ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"]
 
 
-def test_a_length_of_the_punishment_that_is_another_one_is_refused() -> None:
+def test_a_penalty_length_other_than_the_response_length_is_rejected() -> None:
     key = "reward_model.reward_kwargs.max_resp_len"
     assert translate([f"{key}=9", "data.max_response_length=9"]) == ["data.max_response_length=9"]
     with pytest.raises(ConfigError, match=r"ends at data\.max_response_length"):
         translate([f"{key}=9", "data.max_response_length=8"])
 
 
-def test_own_configurations_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_users_configurations_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert verl.settings_of_configuration("ppo_megatron_trainer.yaml", "config") == []
     assert "is a configuration of verl and is not read" in caplog.text
     text = "defaults: [ppo_trainer, base, _self_]\nactor_rollout_ref:\n  rollout: {n: 4}\n"
@@ -236,7 +206,7 @@ def test_own_configurations_are_read(tmp_path: Path, caplog: pytest.LogCaptureFi
         verl.settings_of_configuration("other", str(tmp_path))
 
 
-def test_megatrons_sizes_are_the_axes_of_each_role() -> None:
+def test_sizes_of_megatron_become_the_axes_of_each_role() -> None:
     sizes = ("tensor_model=2", "context=3", "pipeline_model=1", "expert_model=1")
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
         names = [f"{role}.megatron.{size.replace('=', '_parallel_size=')}" for size in sizes]

@@ -1,4 +1,4 @@
-"""Rewards, values and masks for all estimators."""
+"""Rewards, values and masks of all estimators."""
 
 import pytest
 import torch

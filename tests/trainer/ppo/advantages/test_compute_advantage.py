@@ -1,5 +1,6 @@
-"""The driver's entry: columns and settings by the names of an estimator's parameters."""
+"""`compute_advantage` passes columns and settings by the names of an estimator's parameters."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,10 +9,10 @@ from trainer.ppo.advantages.gae import compute_gae_advantage_return
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.compute_advantage import compute_advantage
-from verl_like.errors import MissingColumnError
+from verl_like.errors import ConfigError, MissingColumnError
 
 
-def test_compute_advantage_passes_the_settings_by_name(columns):
+def test_settings_are_passed_by_name(columns):
     rewards, values, mask = columns
     batch = compute_advantage(batch_of(rewards, mask, values=values), "gae", gamma=0.9, lam=0.8)
     advantages, returns = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)
@@ -24,7 +25,7 @@ def test_compute_advantage_passes_the_settings_by_name(columns):
     assert torch.equal(batch.batch["advantages"], expected)
 
 
-def test_a_users_estimator_is_reached_by_its_dotted_path(columns, tmp_path, monkeypatch):
+def test_a_users_estimator_is_found_by_its_dotted_path(columns, tmp_path, monkeypatch):
     (tmp_path / "my_estimators.py").write_text(
         "def halved(token_level_rewards, response_mask, bonus, scale=0.5, **rest):\n"
         "    result = token_level_rewards * scale + bonus * response_mask\n"
@@ -57,3 +58,13 @@ def test_a_users_estimator_is_found_by_the_name_of_its_decorator(columns, monkey
     rewards, _, mask = columns
     batch = compute_advantage(batch_of(rewards, mask), "doubled")
     assert torch.equal(batch.batch["advantages"], 2 * rewards)
+
+
+def test_an_unknown_reward_of_gdpo_is_rejected_with_the_known_rewards():
+    mask = torch.ones(2, 1, dtype=torch.int64)
+    batch = batch_of(torch.ones(2, 1), mask, token_level_scores=torch.ones(2, 1))
+    batch.non_tensor_batch["reward_extra/format"] = np.array([1.0, 0.0])
+    with pytest.raises(ConfigError, match="gdpo_reward_keys=fromat.*seq_reward, format.*'format'"):
+        compute_advantage(batch, "gdpo", gdpo_reward_keys=["fromat"])
+    batch = compute_advantage(batch, "gdpo", gdpo_reward_keys=["format"])
+    torch.testing.assert_close(batch.batch["advantages"], torch.tensor([[0.5], [-0.5]]) * 2**0.5)

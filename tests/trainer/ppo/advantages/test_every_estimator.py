@@ -1,4 +1,4 @@
-"""Properties of every estimator: its twin, empty rows, untouched inputs, its file, its names."""
+"""Properties of every estimator: its twin, empty rows, and unchanged inputs."""
 
 import inspect
 
@@ -56,24 +56,24 @@ def test_every_estimator_equals_its_twin(columns, name, given):
         torch.testing.assert_close(ours, torch.tensor(plain, dtype=torch.float64))
 
 
-def test_the_blocks_of_rows_of_the_optimal_token_baseline_do_not_show(columns, monkeypatch):
+def test_the_block_size_changes_no_optimal_token_baseline(columns, monkeypatch):
     arguments = arguments_of("optimal_token_baseline", whole_batch(*columns), {})
-    found = []
+    results = []
     for block_tokens in (10**6, 2 * WIDTH):
         monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
-        found.append(ADVANTAGE_ESTIMATORS["optimal_token_baseline"](**arguments))
-    for whole, by_blocks in zip(*found, strict=True):
+        results.append(ADVANTAGE_ESTIMATORS["optimal_token_baseline"](**arguments))
+    for whole, by_blocks in zip(*results, strict=True):
         torch.testing.assert_close(by_blocks, whole)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-def test_the_order_of_the_rows_changes_nothing(columns, name):
+def test_the_row_order_changes_no_advantage(columns, name):
     order = torch.tensor([3, 6, 0, 5, 1, 2, 4])
-    there = whole_batch(*columns)
-    here = there[order]
-    for batch in (there, here):
-        compute_advantage(batch, name, gdpo_reward_keys=NAMES)
-    torch.testing.assert_close(here.batch["advantages"], there.batch["advantages"][order])
+    batch = whole_batch(*columns)
+    reordered = batch[order]
+    for rows in (batch, reordered):
+        compute_advantage(rows, name, gdpo_reward_keys=NAMES)
+    torch.testing.assert_close(reordered.batch["advantages"], batch.batch["advantages"][order])
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
@@ -89,7 +89,7 @@ def test_empty_responses_give_zeros(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-def test_every_estimator_leaves_its_inputs_alone_and_works_on_float32(columns, name):
+def test_every_estimator_keeps_its_inputs_and_accepts_float32(columns, name):
     rewards, values, mask = columns
     batch = whole_batch(rewards.float(), values.float(), mask)
     before = {key: batch.batch[key].clone() for key in batch.batch.keys()}  # noqa: SIM118
@@ -99,10 +99,10 @@ def test_every_estimator_leaves_its_inputs_alone_and_works_on_float32(columns, n
     assert (batch.batch["advantages"][mask == 0] == 0).all()
 
 
-# to gdpo a reward that is nan is one that the function did not return
+# to gdpo, a nan is a reward that the function did not return
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gdpo"}))
-def test_rewards_that_are_no_numbers_are_refused_by_their_sample(columns, name, bad):
+def test_nan_and_infinite_rewards_are_rejected_with_their_sample(columns, name, bad):
     batch = whole_batch(*columns)
     reads = columns_read(name)
     column = "token_level_rewards" if "token_level_rewards" in reads else "token_level_scores"

@@ -1,16 +1,11 @@
-"""Masks with gaps, of any dtype; steps whose number the policy chooses."""
+"""Masks with gaps, and garbage outside of them."""
 
 import pytest
 import torch
 
 from tests.trainer.ppo.advantages.plain_python import ROWS, WIDTH, whole_batch
-from tests.trainer.ppo.advantages.test_every_estimator import arguments_of
-from tests.trainer.ppo.advantages.twins import SETTINGS
+from tests.trainer.ppo.advantages.test_every_estimator import EVERY_SETTING, arguments_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-
-EVERY_SETTING = [
-    (name, given) for name in ADVANTAGE_ESTIMATORS for given in SETTINGS.get(name, [{}])
-]
 
 
 def compact_batch():
@@ -27,7 +22,7 @@ def spread(column, mask, wide, filling):
 
 
 @pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
-def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name, given):
+def test_gaps_change_no_advantage(name, given):
     batch = compact_batch()
     mask = batch.batch["response_mask"]
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +45,7 @@ def test_a_row_with_gaps_gives_what_the_row_without_them_gives(name, given):
 
 
 @pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
-def test_what_was_observed_changes_no_bit(columns, name, given):
+def test_observed_tokens_change_no_bit(columns, name, given):
     batch = whole_batch(*columns)
     outside = columns[2] == 0
     assert outside.any()

@@ -265,4 +265,4 @@ SETTINGS = {
     "reinforce_plus_plus": [{}, {"gamma": 0.9, "whiten": False}],
     "reinforce_plus_plus_baseline": [{}, {"whiten": False}],
 }
-"""What a twin is tried with beside its defaults."""
+"""The settings that a twin is compared with."""
