@@ -1,4 +1,4 @@
-"""Checkpoints of roles that write one file, and runs that use them."""
+"""Roles whose checkpoints are one file, and the checkpoints of such a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_like.config_key import changed
 
 
 class Method:
-    """A method of a role's group, which runs when it is called."""
+    """A method of a role's group. It runs when it is called."""
 
     def __init__(self, function: Any) -> None:
         self.remote = lambda *args: SimpleNamespace(get=lambda timeout=None: function(*args))

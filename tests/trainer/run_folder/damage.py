@@ -16,7 +16,7 @@ NO_OBJECTS: dict[str, bytes] = {
     "a nest of objects": b'{"a":' * 100_000,
     "a huge number": b'{"step": 1' + b"0" * 5000 + b"}",
 }
-"""What is no JSON object of ours."""
+"""Contents that are no JSON object of ours."""
 
 OTHER_OBJECTS: dict[str, bytes] = {
     "an empty object": b"{}",
@@ -34,6 +34,6 @@ OTHER_OBJECTS: dict[str, bytes] = {
     "a call of texts": b'{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "cat": 3}],'
     b' "otherData": {"stages": []}}',
 }
-"""Objects that are not what a run writes."""
+"""Objects that no run writes."""
 
 ANY_STATE = NO_OBJECTS | OTHER_OBJECTS

@@ -1,9 +1,10 @@
-"""Checkpoints that roles write in the background: when they are committed, and when never."""
+"""Checkpoints that roles write in the background: when they are committed, and when dropped."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,40 +19,21 @@ from verl_like.errors import CheckpointError, WorkerDiedError
 from workers.training.manifest import NUMBERS, read_manifest, write_manifest
 
 
-class Answer:
-    """The future of a call that runs in a thread."""
-
-    def __init__(self, work: Any) -> None:
-        self._value: Any = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Any) -> None:
-        try:
-            self._value = work()
-        except Exception as error:  # noqa: BLE001 - raised by `get`
-            self._error = error
-
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def get(self, timeout: float | None = None) -> Any:
-        self._thread.join(LIMIT_S)
-        if self._error is not None:
-            raise self._error
-        return self._value
+def future_of(work: Any) -> Any:
+    """Return the future of a call that runs in a thread."""
+    future = ThreadPoolExecutor(1).submit(work)
+    return SimpleNamespace(done=future.done, get=lambda timeout=None: future.result(LIMIT_S))
 
 
 class Writer(Role):
-    """Two ranks that write when `gate` is opened, or fail."""
+    """Two ranks that write when `gate` opens, or fail."""
 
     def __init__(self, number: int, error: Exception | None = None) -> None:
         super().__init__(number)
         self.gate, self.error, self.is_dropped = threading.Event(), error, False
-        self.write_checkpoint = SimpleNamespace(remote=lambda: Answer(self.write))
+        self.write_checkpoint = SimpleNamespace(remote=lambda: future_of(self.write))
         self.hurry_checkpoint = SimpleNamespace(
-            remote=lambda is_wanted: Answer(self.hurry if is_wanted else self.drop)
+            remote=lambda is_wanted: future_of(self.hurry if is_wanted else self.drop)
         )
 
     def start(self, path: str, step: int) -> list[bool]:
@@ -70,31 +52,31 @@ class Writer(Role):
         return [{"0": {"bytes": 1, "crc32": 1}}, {"1": {"bytes": 2, "crc32": 2}}]
 
     def hurry(self) -> None:
-        """Write no sooner."""
+        """Do not write any sooner."""
 
     def drop(self) -> None:
         self.is_dropped = True
         self.gate.set()
 
 
-def begun(folder: Path, writer: Writer, step: int = 2) -> Checkpoints:
-    """A run after the step whose checkpoint is still being written."""
+def run_with_open_write(folder: Path, writer: Writer, step: int = 2) -> Checkpoints:
+    """Return a run after the step whose checkpoint is still being written."""
     run = checkpoints(folder)
     run.write(step, {"actor": writer, "rollout": Role(5)}, {"global_step": step})
     assert run.commit() == []
     return run
 
 
-def ended(run: Checkpoints, error: BaseException) -> None:
-    """End the run with this error."""
+def end(run: Checkpoints, error: BaseException) -> None:
+    """End the run by this error."""
     with pytest.raises(type(error)), contextlib.closing(run):
         raise error
 
 
 def test_a_checkpoint_is_committed_when_every_rank_has_written(tmp_path: Path) -> None:
     writer = Writer(7)
-    run = begun(tmp_path, writer)
-    writer.number = 8  # training goes on
+    run = run_with_open_write(tmp_path, writer)
+    writer.number = 8  # training continues
     assert run.commit() == []
     assert committed(tmp_path) == []
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
@@ -112,9 +94,9 @@ def test_a_checkpoint_is_committed_when_every_rank_has_written(tmp_path: Path) -
     assert writer.number == 7
 
 
-def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_the_next_checkpoint_waits_for_the_previous_one(tmp_path: Path) -> None:
     first, second = Writer(1), Writer(2)
-    run = begun(tmp_path, first, 2)
+    run = run_with_open_write(tmp_path, first, 2)
     threading.Timer(0.1, first.gate.set).start()
     run.write(4, {"actor": second}, {"global_step": 4})
     assert committed(tmp_path) == [2]
@@ -124,47 +106,47 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     assert committed(tmp_path) == [2, 4]
 
 
-def test_whoever_waits_for_a_checkpoint_makes_its_writers_hurry(tmp_path: Path) -> None:
-    run = begun(tmp_path, writer := Writer(7))
+def test_waiting_for_a_checkpoint_makes_its_writers_hurry(tmp_path: Path) -> None:
+    run = run_with_open_write(tmp_path, writer := Writer(7))
     writer.hurry = writer.gate.set  # type: ignore[method-assign]
     run.finish()
     assert committed(tmp_path) == [2]
 
 
-def test_a_write_that_failed_is_told_at_the_next_step_and_leaves_no_marker(tmp_path: Path) -> None:
-    why = "rank 1: shards/1.safetensors: OSError: No space left on device"
-    run = begun(tmp_path, writer := Writer(7, CheckpointError(why)))
+def test_a_failed_write_raises_at_the_next_step(tmp_path: Path) -> None:
+    cause = "rank 1: shards/1.safetensors: OSError: No space left on device"
+    run = run_with_open_write(tmp_path, writer := Writer(7, CheckpointError(cause)))
     writer.gate.set()
     run._wait(LIMIT_S)
-    with pytest.raises(CheckpointError, match=f"step 2 was not written: {why} .* are free"):
+    with pytest.raises(CheckpointError, match=f"step 2 was not written: {cause} .* are free"):
         run.commit()
     assert not list(tmp_path.glob("global_step_*"))
 
 
-def test_a_run_that_ends_by_an_error_commits_what_is_being_written(tmp_path: Path) -> None:
-    run = begun(tmp_path, writer := Writer(7))
+def test_a_run_that_ends_by_an_error_commits_its_open_checkpoint(tmp_path: Path) -> None:
+    run = run_with_open_write(tmp_path, writer := Writer(7))
     threading.Timer(0.1, writer.gate.set).start()
-    ended(run, RuntimeError("of a step"))
+    end(run, RuntimeError("of a step"))
     assert committed(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkerDiedError("gone")])
-def test_a_run_that_ends_at_once_or_lost_its_writer_drops_it(
+def test_an_interrupted_run_or_a_lost_writer_drops_the_checkpoint(
     tmp_path: Path,
     error: BaseException,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("trainer.run_folder.checkpoint.AFTER_LOSS_S", 0.1)
-    run = begun(tmp_path, writer := Writer(7))
-    ended(run, error)
+    run = run_with_open_write(tmp_path, writer := Writer(7))
+    end(run, error)
     assert writer.is_dropped
     assert "the checkpoint of step 2 was not written: the run ended" in caplog.text
     assert not list(tmp_path.glob("global_step_*"))
 
 
-def test_without_async_save_nothing_is_left_to_write(tmp_path: Path) -> None:
+def test_without_async_save_a_checkpoint_is_written_at_once(tmp_path: Path) -> None:
     run = checkpoints(tmp_path, "trainer.async_save=false")
-    save = SimpleNamespace(remote=lambda path, step: Answer(Path(path).mkdir))
+    save = SimpleNamespace(remote=lambda path, step: future_of(Path(path).mkdir))
     run.write(2, {"actor": SimpleNamespace(save_checkpoint=save)}, {"global_step": 2})
     assert run.commit() == [tmp_path / "global_step_2"]

@@ -1,4 +1,4 @@
-"""The run's checkpoints, with roles that write one file: commits, retention, search and errors."""
+"""The checkpoints of a run: commits, retention, search and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.trainer.run_folder.checkpoints import Role, checkpoints, saved
+from tests.trainer.run_folder.checkpoints import Role, checkpoints, resume_from, saved
 from trainer.run_folder import checkpoint
 from trainer.run_folder.folder import committed, validation_score
 from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
@@ -26,7 +26,7 @@ class FullDisk(Role):
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
 
-def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> None:
+def test_every_role_resumes_from_the_newest_committed_step(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4, 10)
     (tmp_path / "global_step_12").mkdir()  # never committed
     checkpoints(tmp_path).write(14, {"actor": Role(14)}, {"global_step": 14})
@@ -36,7 +36,7 @@ def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> 
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
 
 
-def test_a_checkpoint_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+def test_a_checkpoint_is_due_every_save_freq_steps_and_at_the_end(tmp_path: Path) -> None:
     every_two = checkpoints(tmp_path)
     assert [step for step in range(1, 8) if every_two.is_due(step, 7)] == [2, 4, 6, 7]
     never = checkpoints(tmp_path, "trainer.save_freq=-1")
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not off.is_enabled
 
 
-def test_two_checkpoints_and_that_of_the_best_validation_stay(tmp_path: Path) -> None:
+def test_two_checkpoints_and_the_best_one_are_kept(tmp_path: Path) -> None:
     scores = {2: 0.1, 4: 0.7, 6: 0.7, 8: 0.2, 10: 0.3}
     for step, score in scores.items():
         with (tmp_path / "metrics.jsonl").open("a") as lines:
@@ -74,7 +74,7 @@ def test_two_checkpoints_and_that_of_the_best_validation_stay(tmp_path: Path) ->
     assert committed(tmp_path) == [6, 8, 10]
 
 
-def test_of_validations_by_loss_the_lowest_is_the_best() -> None:
+def test_the_best_validation_has_the_lowest_loss_or_highest_score() -> None:
     lower, higher = {"val/loss": 0.5, "val/accuracy": 0.1}, {"val/loss": 0.6, "val/accuracy": 0.9}
     assert validation_score(lower) > validation_score(higher)
     accurate = {"val-core/rm/accuracy": 0.8, "val-core/rm/loss": 9.0}
@@ -83,36 +83,24 @@ def test_of_validations_by_loss_the_lowest_is_the_best() -> None:
     assert validation_score({"step": 3, "critic/score/mean": 1.0}) is None
 
 
-def test_only_the_newest_are_kept_and_an_old_one_goes_after_the_commit(tmp_path: Path) -> None:
+def test_old_checkpoints_are_removed_only_after_a_commit(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=2",))
     assert committed(tmp_path) == [4, 6]
     with pytest.raises(CheckpointError):
         checkpoints(tmp_path, "trainer.max_ckpt_to_keep=1").write(8, {"actor": FullDisk(0)}, {})
     assert committed(tmp_path) == [4, 6]
-    assert sorted(path.name for path in tmp_path.glob("global_step*")) == [
-        "global_step_4",
-        "global_step_6",
-    ]
+    names = sorted(path.name for path in tmp_path.glob("global_step*"))
+    assert names == ["global_step_4", "global_step_6"]
 
 
-def test_a_full_disk_is_named_and_nothing_of_the_new_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_disk_raises_and_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     inodes = r" and \d+ inodes" if os.statvfs(tmp_path).f_files else ""
-    with pytest.raises(
-        CheckpointError,
-        match=f"step 4 was not written: .*No space left.* MiB{inodes} are free .*global_step_2",
-    ):
-        checkpoints(tmp_path).write(
-            4, {"actor": Role(4), "critic": FullDisk(0)}, {"global_step": 4}
-        )
+    words = f"step 4 was not written: .*No space left.* MiB{inodes} are free .*global_step_2"
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints(tmp_path).write(4, {"actor": Role(4), "critic": FullDisk(0)}, {})
     assert not list(tmp_path.glob("global_step_4*"))
-    assert checkpoints(tmp_path).resume.load({"actor": Role(0), "critic": Role(0)}) == {
-        "global_step": 2
-    }
-
-
-def test_a_full_disk_names_the_final_model_and_nothing_of_it_stays(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
+    assert checkpoints(tmp_path).resume.start_step == 2
 
     class FullExport:
         def export_model(self, folder: str) -> None:
@@ -124,45 +112,38 @@ def test_a_full_disk_names_the_final_model_and_nothing_of_it_stays(tmp_path: Pat
     assert not list(tmp_path.glob("model*"))
 
 
-def test_another_configuration_is_rejected_but_not_a_placement(tmp_path: Path) -> None:
+def test_only_another_placement_may_resume(tmp_path: Path) -> None:
     saved(tmp_path, 2)
-    free = (
+    placement = (
         "trainer.n_gpus_per_node=4",
         "placement=split",
         "critic.ppo_micro_batch_size_per_gpu=1",
         "trainer.backend=local",
     )
-    assert checkpoints(tmp_path, *free).resume.start_step == 2
+    assert checkpoints(tmp_path, *placement).resume.start_step == 2
     changed = ("actor_rollout_ref.actor.optim.lr=1e-5", "algorithm.lam=0.9")
-    with pytest.raises(CheckpointError) as error:
+    words = "actor.optim.lr was 1e-06, is 1e-05; algorithm.lam was 1.0, is 0.9"
+    with pytest.raises(CheckpointError, match=words):
         checkpoints(tmp_path, *changed)
-    assert (
-        "actor_rollout_ref.actor.optim.lr was 1e-06, is 1e-05; algorithm.lam was 1.0, is 0.9"
-        in str(error.value)
-    )
-    start = (
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={tmp_path}/global_step_2",
-    )
+    start = resume_from(tmp_path / "global_step_2")
     assert checkpoints(tmp_path, *changed, *start).resume.start_step == 2
 
 
-def test_what_refusals_advise_is_then_let_through(tmp_path: Path) -> None:
+def test_the_advice_of_errors_works(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     disable = "trainer.resume_mode=disable"
-    older = (
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={tmp_path}/global_step_2",
-    )
+    older = resume_from(tmp_path / "global_step_2")
 
     with pytest.raises(CheckpointError, match="Choose another .*, remove them, or set .*=auto"):
         checkpoints(tmp_path, disable)
     assert checkpoints(tmp_path / "another", disable).resume.start is None
     assert checkpoints(tmp_path, "trainer.resume_mode=auto").resume.start_step == 4
 
-    with pytest.raises(CheckpointError, match="Move them away, or choose another trainer.default"):
+    words = "holds checkpoints of later steps: 4.*Move them away, or choose another trainer.default"
+    with pytest.raises(CheckpointError, match=words):
         checkpoints(tmp_path, *older)
-    assert checkpoints(tmp_path / "another", *older).resume.start_step == 2
+    another = checkpoints(tmp_path / "another", *older).resume
+    assert (another.start_step, another.resumes_in_place) == (2, False)
     (tmp_path / "global_step_4").rename(tmp_path / "away")
     assert checkpoints(tmp_path, *older).resume.start_step == 2
 
@@ -170,23 +151,14 @@ def test_what_refusals_advise_is_then_let_through(tmp_path: Path) -> None:
     assert checkpoints(tmp_path, disable).resume.start is None
 
 
-def test_a_chosen_checkpoint_must_be_one_and_the_newest_of_the_run_folder(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_lists_its_neighbors(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
-    mode = "trainer.resume_mode=resume_path"
-    with pytest.raises(
-        CheckpointError,
-        match="there is no such folder. Committed ones next to it: global_step_2, global_step_4",
-    ):
-        checkpoints(tmp_path, mode, f"trainer.resume_from_path={tmp_path}/global_step_3")
-    with pytest.raises(CheckpointError, match="holds checkpoints of later steps: 4"):
-        checkpoints(tmp_path, mode, f"trainer.resume_from_path={tmp_path}/global_step_2")
-    other = checkpoints(
-        tmp_path / "other", mode, f"trainer.resume_from_path={tmp_path}/global_step_2"
-    )
-    assert (other.resume.start_step, other.resume.resumes_in_place) == (2, False)
+    words = "there is no such folder. Committed ones next to it: global_step_2, global_step_4"
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints(tmp_path, *resume_from(tmp_path / "global_step_3"))
 
 
-def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
+def test_a_resume_removes_everything_after_the_committed_step(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     lines = [json.dumps({"step": step, "loss": 0.1 + 0.2}) for step in range(4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 1')
@@ -205,7 +177,7 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
     assert not (tmp_path / "global_step_4.part").exists()
 
 
-def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_starts_with_empty_metrics(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     names = (WANDB_ID, TRACKIO_RUN)
     for name in names:
@@ -215,6 +187,6 @@ def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None
     assert [name for name in names if (tmp_path / name).exists()] == []
 
 
-def test_a_resume_by_path_needs_one(tmp_path: Path) -> None:
+def test_a_resume_by_path_needs_a_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Set trainer.resume_from_path to a global_step_N folder"):
         checkpoints(tmp_path, "trainer.resume_mode=resume_path")

@@ -1,4 +1,4 @@
-"""A damaged run folder: the fallback of a resume, its messages and its advice."""
+"""A damaged run folder: a resume falls back, names the damage and gives advice."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.runs import lines as lines_of
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, composed, resume_from, saved
 from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
 from trainer.compare.tables import read_runs
@@ -43,31 +44,32 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_the_newest_whole_wins(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_resumes_from_the_newest_undamaged_checkpoint(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=null",))
     DAMAGE[kind](tmp_path / "global_step_6")
     cut(tmp_path / "global_step_4" / "actor" / "number")
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(7)))
 
-    run, found = checkpoints(tmp_path), roles()
+    run, loaded = checkpoints(tmp_path), roles()
     assert committed(tmp_path) == [2, 4, 6], "nothing moves before the run begins"
     run.resume.discard_later_steps()
-    assert run.resume.load(found) == {"global_step": 2}
-    assert (found["actor"].number, found["critic"].number) == (2, -2)
+    assert run.resume.load(loaded) == {"global_step": 2}
+    assert (loaded["actor"].number, loaded["critic"].number) == (2, -2)
     assert committed(tmp_path) == [2]
     assert (tmp_path / LATEST).read_text() == "2"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "global_step_6.damaged" / "actor").is_dir()
-    assert (
-        "global_step_4/actor/number has 0 bytes, but was written with 1: renamed to" in caplog.text
-    )
+    notice = "global_step_4/actor/number has 0 bytes, but was written with 1: renamed to"
+    assert notice in caplog.text
 
-    saved(tmp_path, 4)  # the run goes on, and writes what was damaged anew
+    saved(tmp_path, 4)  # the run writes the damaged step again
     assert checkpoints(tmp_path).resume.start_step == 4
 
 
 class DamagedShards(Role):
-    """Detects the damage only when it reads."""
+    """Detects damage only when it loads."""
 
     def load(self, path: str) -> None:
         super().load(path)
@@ -75,30 +77,28 @@ class DamagedShards(Role):
             raise DamagedCheckpointError(f"{path}/shards/0.safetensors has other bytes")
 
 
-def test_damage_found_by_a_role_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_role_can_detect_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 2, 4)
-    run, found = checkpoints(tmp_path), {"critic": Role(0), "actor": DamagedShards(0)}
+    run, loaded = checkpoints(tmp_path), {"critic": Role(0), "actor": DamagedShards(0)}
     run.resume.discard_later_steps()
     lines = JsonLines(tmp_path)
     for step in range(5):
         lines.write({}, step)
-    assert run.resume.load(found) == {"global_step": 2}
-    assert (found["actor"].number, found["critic"].number) == (2, -2)
+    assert run.resume.load(loaded) == {"global_step": 2}
+    assert (loaded["actor"].number, loaded["critic"].number) == (2, -2)
     assert "shards/0.safetensors has other bytes: renamed to" in caplog.text
 
-    lines.write({}, 3)  # what was open when the file was cut back goes on in it
-    written = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in written]
-    assert steps == [0, 1, 2, 3]
+    lines.write({}, 3)  # into the file that was cut back while it was open
+    assert [line["step"] for line in lines_of(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_where_none_is_whole_every_fault_is_named_and_the_advice_works(tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_error_names_them_all(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     for step in (2, 4):
         cut(tmp_path / f"global_step_{step}" / "actor" / "number")
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as error:
         checkpoints(tmp_path)
-    text = str(refused.value)
+    text = str(error.value)
     assert "global_step_2/actor/number has 0 bytes" in text
     assert "global_step_4/actor/number has 0 bytes" in text
     assert "another trainer.default_local_dir, or move global_step_2, global_step_4" in text
@@ -109,7 +109,7 @@ def test_where_none_is_whole_every_fault_is_named_and_the_advice_works(tmp_path:
     assert checkpoints(tmp_path).resume.start is None
 
 
-def test_advice_on_a_damaged_checkpoint_works(tmp_path: Path) -> None:
+def test_the_advice_on_a_damaged_checkpoint_works(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved(run, 2, 4)
     cut(run / "global_step_4" / "actor" / "number")
@@ -117,22 +117,18 @@ def test_advice_on_a_damaged_checkpoint_works(tmp_path: Path) -> None:
         checkpoints(run, *resume_from(run / "global_step_4"))
     assert checkpoints(run).resume.start_step == 2
 
-    with pytest.raises(
-        CheckpointError, match="Choose another checkpoint; next to it are global_step_2"
-    ):
-        checkpoints(tmp_path / "other", *resume_from(run / "global_step_4"))
-    assert (
-        checkpoints(tmp_path / "other", *resume_from(run / "global_step_2")).resume.start_step == 2
-    )
+    other, words = tmp_path / "other", "Choose another checkpoint; next to it are global_step_2"
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints(other, *resume_from(run / "global_step_4"))
+    assert checkpoints(other, *resume_from(run / "global_step_2")).resume.start_step == 2
 
 
-def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
-    """Not in the way of a run that resumes from an older one, even with another configuration."""
+def test_another_configuration_may_resume_before_a_damaged_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     cut(tmp_path / "global_step_4" / "actor" / "number")
-    with pytest.raises(CheckpointError, match="resume anyway with (.*)") as refused:
+    with pytest.raises(CheckpointError, match="resume anyway with (.*)") as error:
         checkpoints(tmp_path, "algorithm.lam=0.9")
-    advice = str(refused.value).split("resume anyway with ")[1].split()
+    advice = str(error.value).split("resume anyway with ")[1].split()
     run = checkpoints(tmp_path, "algorithm.lam=0.9", *advice)
     assert run.resume.start_step == 2
     run.resume.discard_later_steps()
@@ -140,7 +136,7 @@ def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ANY_STATE)
-def test_a_marker_or_a_manifest_in_any_state_gives_words(tmp_path: Path, state: str) -> None:
+def test_a_damaged_marker_or_manifest_is_named(tmp_path: Path, state: str) -> None:
     saved(tmp_path, 2, 4)
     (tmp_path / "global_step_4" / "commit.json").write_bytes(ANY_STATE[state])
     with pytest.raises(CheckpointError, match=r"commit\.json is damaged: .+"):
@@ -156,17 +152,18 @@ def test_a_marker_or_a_manifest_in_any_state_gives_words(tmp_path: Path, state: 
 
 @pytest.mark.parametrize(
     ("name", "state"),
-    [("random.json", state) for state in ANY_STATE] + [("trainer.json", n) for n in NO_OBJECTS],
+    [("random.json", state) for state in (*NO_OBJECTS, "an empty object")]
+    + [("trainer.json", state) for state in NO_OBJECTS],
 )
-def test_invalid_states_with_right_checksums_fail(tmp_path: Path, name: str, state: str) -> None:
+def test_invalid_states_with_right_checksums_raise(tmp_path: Path, name: str, state: str) -> None:
     saved(tmp_path, 2)
-    replace_whole(tmp_path / "global_step_2", name, ANY_STATE[state])
+    replace_file(tmp_path / "global_step_2", name, ANY_STATE[state])
     with pytest.raises(CheckpointError, match=f"{name} (holds no random state|is damaged): .+"):
         checkpoints(tmp_path).resume.load(roles())
 
 
-def replace_whole(folder: Path, name: str, content: bytes) -> None:
-    """Replace the contents of a file, and the checksum accordingly."""
+def replace_file(folder: Path, name: str, content: bytes) -> None:
+    """Replace the contents of a file and its checksum."""
     (folder / name).write_bytes(content)
     marker = json.loads((folder / "commit.json").read_text())
     marker["files"][name] = fingerprint(folder / name)
@@ -174,7 +171,7 @@ def replace_whole(folder: Path, name: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lie", "words"),
+    ("state", "words"),
     [
         ('"global_step": 1' + 30 * "0", "global_step is 1"),
         ('"global_step": 4, "kl_coef": NaN', "kl_coef is nan"),
@@ -184,11 +181,11 @@ def replace_whole(folder: Path, name: str, content: bytes) -> None:
         ('"global_step": 4, "async": {"num_taken": 3.5}', "num_taken is 3.5, not a count"),
     ],
 )
-def test_a_state_that_lies_makes_room_for_the_one_before(
-    tmp_path: Path, lie: str, words: str, caplog: pytest.LogCaptureFixture
+def test_a_state_of_impossible_numbers_is_damaged(
+    tmp_path: Path, state: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 2, 4)
-    replace_whole(tmp_path / "global_step_4", "trainer.json", b"{%s}" % lie.encode())
+    replace_file(tmp_path / "global_step_4", "trainer.json", b"{%s}" % state.encode())
     run = checkpoints(tmp_path)
     run.resume.discard_later_steps()
     assert run.resume.load(roles()) == {"global_step": 2}
@@ -202,7 +199,7 @@ def test_a_marker_of_another_step_is_damaged(tmp_path: Path) -> None:
     assert checkpoints(tmp_path).resume.start == tmp_path / "global_step_2"
 
 
-def test_a_state_that_does_not_load_is_refused_by_name_and_stays(tmp_path: Path) -> None:
+def test_a_state_that_does_not_load_is_named_and_stays(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     run = checkpoints(tmp_path)
     words = r"global_step_4/trainer.json does not load: TypeError: .*next to it: global_step_2, "
@@ -212,7 +209,7 @@ def test_a_state_that_does_not_load_is_refused_by_name_and_stays(tmp_path: Path)
 
 
 @pytest.mark.parametrize("state", ANY_STATE)
-def test_metrics_and_a_timeline_in_any_state_are_cut_back_reported_and_compared(
+def test_damaged_metrics_and_timelines_are_reported_compared_and_cut_back(
     tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -224,12 +221,12 @@ def test_metrics_and_a_timeline_in_any_state_are_cut_back_reported_and_compared(
     (run / "rollouts" / "1.jsonl").write_bytes(content)
     assert write_report(run).is_file()
     shutil.copytree(run, tmp_path / "copy")
-    assert [list(one.data.calls) for one in read_runs([run, tmp_path / "copy"])] == [[], []]
+    assert [list(side.data.calls) for side in read_runs([run, tmp_path / "copy"])] == [[], []]
 
-    found = checkpoints(run)
+    resumed = checkpoints(run)
     assert all("step" in line for line in RunResult.of(composed(run), "actor").metrics)
     assert steps_to_drop(run, [1, 2], 1) == [1]
-    found.resume.discard_later_steps()
+    resumed.resume.discard_later_steps()
     with caplog.at_level(logging.WARNING):
         Timeline(run / "timeline.json", resume=True)
     assert "timeline.json is damaged" in caplog.text

@@ -1,4 +1,4 @@
-"""A run folder is private to its user, and holds no secrets."""
+"""A run folder is private to its user, holds no secrets, and logs its starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.integration.runs import lines
 from trainer.ppo.config import PPOConfig
 from trainer.recipe_command import exit_on_error
 from trainer.report.page import close_run
@@ -39,14 +41,14 @@ def opened(config: PPOConfig) -> Path:
         return open_run_folder(config, lock)
 
 
-def test_new_folders_are_private_and_old_ones_keep_their_mode(config: PPOConfig) -> None:
+def test_only_new_folders_are_made_private(config: PPOConfig) -> None:
     folder = opened(config)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
     assert stat.S_IMODE(opened(config).stat().st_mode) == 0o755
 
 
-def test_a_secret_of_the_configuration_is_in_no_file_of_the_run(
+def test_no_file_of_the_run_contains_a_secret(
     config: PPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = opened(config)
@@ -62,7 +64,7 @@ def test_a_secret_of_the_configuration_is_in_no_file_of_the_run(
 
 
 @pytest.mark.parametrize("error", [ConfigError, ValueError])
-def test_a_secret_is_in_no_error_that_ends_a_command(
+def test_the_error_that_ends_a_command_contains_no_secret(
     config: PPOConfig, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
     opened(config)
@@ -76,7 +78,19 @@ def test_a_secret_is_in_no_error_that_ends_a_command(
     assert SECRET not in shown
 
 
-def test_a_configuration_that_is_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+def test_a_too_deeply_nested_configuration_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("[" * 900)
     with pytest.raises(ConfigError, match="cannot be read as a run's configuration"):
         saved_tree(tmp_path)
+
+
+def test_starts_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=two words"])
+    note_start(tmp_path)
+    monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=3"])
+    note_start(tmp_path)
+    first, second = lines(tmp_path, "starts.jsonl")
+    assert first["command"] == "verl-like ppo 'a=two words'"
+    assert second["command"] == "verl-like ppo a=3"
+    assert torch.__version__.startswith(first["versions"]["torch"].partition("+")[0])
+    assert first["host"]

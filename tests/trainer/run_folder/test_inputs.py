@@ -1,4 +1,4 @@
-"""A run's inputs: which contents have a digest, and which changes a resume rejects."""
+"""The inputs of a run: their digests, and the changes that a resume rejects."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def overrides(files: dict[str, Path]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("key", ["data.train_files", "reward.function.path"])
-def test_a_file_of_other_contents_is_refused_by_its_key(
+def test_a_changed_file_is_named_by_its_key(
     files: dict[str, Path], key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
     saved(run, 2, overrides=overrides(files))
     assert checkpoints(run, *overrides(files)).resume.start_step == 2
     files[key].write_text(files[key].read_text()[::-1])
-    said = f"{key}: {files[key]} has other contents now"
-    with pytest.raises(CheckpointError, match=said):
+    words = f"{key}: {files[key]} has other contents now"
+    with pytest.raises(CheckpointError, match=words):
         checkpoints(run, *overrides(files))
     chosen = checkpoints(run, *overrides(files), *resume_from(run / "global_step_2"))
     assert chosen.resume.start_step == 2
-    assert said in caplog.text
+    assert words in caplog.text
 
 
 IMPORTED = {
@@ -61,7 +61,7 @@ IMPORTED = {
 
 
 @pytest.mark.parametrize("changed", IMPORTED)
-def test_a_module_that_a_reward_imports_is_refused_as_its_own_file_is(
+def test_a_changed_module_that_a_reward_imports_is_rejected(
     files: dict[str, Path], changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "base" / "parts").mkdir(parents=True)
@@ -76,12 +76,12 @@ def test_a_module_that_a_reward_imports_is_refused_as_its_own_file_is(
     assert {path.relative_to(tmp_path).as_posix() for path in imported_files(reward)} == {*IMPORTED}
 
     (tmp_path / changed).write_text("changed = True")
-    said = f"function.path: {changed}, which {reward} imports, has other contents now"
-    with pytest.raises(CheckpointError, match=said):
+    words = f"function.path: {changed}, which {reward} imports, has other contents now"
+    with pytest.raises(CheckpointError, match=words):
         checkpoints(run, *overrides(files))
 
 
-def test_changed_model_folders_are_rejected(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_changed_model_folder_is_rejected(files: dict[str, Path], tmp_path: Path) -> None:
     run, model = tmp_path / "run", files["critic.model.path"]
     saved(run, 2, overrides=overrides(files))
     (model / ".cache").mkdir()
@@ -92,7 +92,7 @@ def test_changed_model_folders_are_rejected(files: dict[str, Path], tmp_path: Pa
         checkpoints(run, *overrides(files))
 
 
-def test_other_versions_are_warned_of(
+def test_other_versions_get_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 2)
@@ -107,15 +107,15 @@ def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resume, "WHOLE_BYTES", 100)
     monkeypatch.setattr(resume, "BLOCK_BYTES", 8)
     path = tmp_path / "weights"
-    seen = set()
+    digests = set()
     for place in (None, 0, 499, 999):
         content = bytearray(1000)
         if place is not None:
             content[place] = 1
         path.write_bytes(content)
-        seen.add(digest(path))
+        digests.add(digest(path))
     path.write_bytes(bytes(1001))
-    seen.add(digest(path))
-    assert len(seen) >= 4, "all but what lies between two blocks"
+    digests.add(digest(path))
+    assert len(digests) >= 4, "all except a change between two blocks"
     os.truncate(path, 0)
-    assert digest(path) not in seen
+    assert digest(path) not in digests

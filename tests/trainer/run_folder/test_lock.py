@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second is rejected, and a killed run's lock is taken over."""
+"""Two runs in one folder: the second is rejected, and a stale lock is taken over."""
 
 from __future__ import annotations
 
@@ -21,18 +21,11 @@ from trainer.ppo.recipe import load_config
 from trainer.run_folder.folder import FolderLock
 from verl_like.errors import ConfigError
 
-KILLED = """
-import os, sys
-from trainer.run_folder.folder import FolderLock
-FolderLock(sys.argv[1]).__enter__()
-os.kill(os.getpid(), 9)
-"""
 
-
-def test_the_second_run_is_refused_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
-    mine = f"process {os.getpid()} on {socket.gethostname()}, a run since"
+def test_the_second_run_is_rejected_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
+    owner = f"process {os.getpid()} on {socket.gethostname()}, a run since"
     with FolderLock(tmp_path):
-        with pytest.raises(ConfigError, match=f"is in use by {mine}"), FolderLock(tmp_path):
+        with pytest.raises(ConfigError, match=f"is in use by {owner}"), FolderLock(tmp_path):
             pass
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
     assert (tmp_path / "run.lock").read_bytes() == b""
@@ -40,7 +33,7 @@ def test_the_second_run_is_refused_with_host_and_pid_of_the_first(tmp_path: Path
         pass
 
 
-KILLED_WITH_A_CHILD = """
+KILLED = """
 import os, subprocess, sys
 from trainer.run_folder.folder import FolderLock
 FolderLock(sys.argv[1]).__enter__()
@@ -50,12 +43,16 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_process_that_a_killed_run_left_does_not_hold_the_folder(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", KILLED_WITH_A_CHILD, str(tmp_path)]
+def test_a_killed_runs_lock_is_taken_over_although_its_child_lives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = subprocess.run(program, check=False, stdout=subprocess.PIPE, text=True)
+    stale = json.loads((tmp_path / "run.lock").read_text())
     try:
-        with FolderLock(tmp_path):
-            pass
+        with caplog.at_level(logging.INFO, "trainer"), FolderLock(tmp_path):
+            assert f"is a stale lock of process {stale['pid']}" in caplog.text
+            assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
     finally:
         os.kill(int(done.stdout), signal.SIGKILL)
 
@@ -68,9 +65,9 @@ def test_a_process_that_a_killed_run_left_does_not_hold_the_folder(tmp_path: Pat
         '{"host": "half a li',
         "[]",
     ],
-    ids=["a number that another process has now", "another host", "half a line", "no object"],
+    ids=["reused pid", "another host", "half a line", "no object"],
 )
-def test_the_system_decides_whether_a_run_holds_the_lock(tmp_path: Path, left: str) -> None:
+def test_the_file_lock_decides_and_not_the_contents_of_the_file(tmp_path: Path, left: str) -> None:
     (tmp_path / "run.lock").write_text(left)
     with FolderLock(tmp_path):
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
@@ -79,15 +76,7 @@ def test_the_system_decides_whether_a_run_holds_the_lock(tmp_path: Path, left: s
             FolderLock(tmp_path).take()
 
 
-def test_stale_locks_are_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    left = json.loads((tmp_path / "run.lock").read_text())
-    with caplog.at_level(logging.INFO, "trainer"), FolderLock(tmp_path):
-        assert f"is a stale lock of process {left['pid']}" in caplog.text
-        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
-
-
-def test_a_folder_that_is_made_later_is_locked_then(tmp_path: Path) -> None:
+def test_a_folder_created_later_can_be_locked(tmp_path: Path) -> None:
     with FolderLock(tmp_path / "new") as lock:
         assert not (tmp_path / "new").exists()
         (tmp_path / "new").mkdir()
@@ -97,7 +86,7 @@ def test_a_folder_that_is_made_later_is_locked_then(tmp_path: Path) -> None:
             FolderLock(tmp_path / "new").take()
 
 
-def test_a_file_system_without_locks_is_told_of(
+def test_a_file_system_without_locks_gets_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def flock(*_: object) -> None:
@@ -108,7 +97,7 @@ def test_a_file_system_without_locks_is_told_of(
         assert "Do not start a second run in this folder" in caplog.text
 
 
-def test_a_run_changes_nothing_in_a_folder_that_is_in_use(tmp_path: Path) -> None:
+def test_a_rejected_run_changes_no_file_of_the_first(tmp_path: Path) -> None:
     config = load_config(overrides(tmp_path, tmp_path / "run", "trainer.backend=local"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("of the first run")

@@ -1,14 +1,14 @@
-"""The last word of a metric's name decides how it is reduced."""
+"""The reduction of metrics, and the goal that ends a run."""
 
 from __future__ import annotations
 
 import pytest
 
-from trainer.run_folder.metrics import reduce_metrics
-from verl_like.errors import BatchError
+from trainer.run_folder.metrics import goal_message, reduce_metrics
+from verl_like.errors import BatchError, ConfigError
 
 
-def test_reduction_goes_by_the_last_word_of_a_name():
+def test_the_last_word_of_a_name_chooses_the_reduction() -> None:
     expected = {
         "loss": 3.0,
         "x/max": 6.0,
@@ -23,6 +23,19 @@ def test_reduction_goes_by_the_last_word_of_a_name():
     assert reduce_metrics(dict.fromkeys(expected, [1.0, 2.0, 6.0])) == expected
 
 
-def test_a_metric_without_values_is_refused():
+def test_a_metric_without_values_raises() -> None:
     with pytest.raises(BatchError, match="no values"):
         reduce_metrics({"a": []})
+
+
+def test_a_goal_is_reached_at_its_value() -> None:
+    goals = {"critic/score/mean": 0.5}
+    assert goal_message({"critic/score/mean": 0.49}, goals) == ""
+    assert goal_message({"critic/score/mean": 0.5}, goals).startswith(
+        "critic/score/mean=0.5 has reached 0.5"
+    )
+
+
+def test_a_goal_of_an_unknown_metric_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'critic/score/mea'.*critic/score/mean"):
+        goal_message({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})

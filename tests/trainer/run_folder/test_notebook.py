@@ -1,4 +1,4 @@
-"""A run's display in a notebook, refreshed; `tests/examples/test_notebook.py` runs a real one."""
+"""The display of a run in a notebook. `tests/examples/test_notebook.py` runs a real one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shown:
 
     def display(self, shown: Any, display_id: bool) -> Shown:
         assert display_id
-        assert not self.pages, "there is one place"
+        assert not self.pages, "there is one display"
         self.update(shown)
         return self
 
@@ -34,7 +34,7 @@ class Shown:
 
 
 def kernel(monkeypatch: pytest.MonkeyPatch, shell: object) -> Shown:
-    """A process in which IPython runs this shell."""
+    """Simulate a process in which IPython runs this shell."""
     shown, ipython, display = Shown(), ModuleType("IPython"), ModuleType("IPython.display")
     vars(ipython)["get_ipython"] = lambda: shell
     vars(display)["display"] = shown.display
@@ -43,7 +43,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch, shell: object) -> Shown:
     return shown
 
 
-def test_one_place_is_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_one_display_is_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     shown = kernel(monkeypatch, SimpleNamespace(kernel=object()))
     monkeypatch.setattr(notebook, "REFRESH_S", 0.0)
     with make_tracking(config(tmp_path, "console"), 3, PPOTrainer.headline) as tracking:
@@ -62,7 +64,7 @@ def test_one_place_is_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert " left<" not in html
 
 
-def test_fast_steps_are_shown_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_steps_refresh_the_display_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = kernel(monkeypatch, SimpleNamespace(kernel=object()))
     monkeypatch.setattr(notebook, "REFRESH_S", 3600.0)
     monkeypatch.setattr(notebook.time, "monotonic", lambda: 5000.0)
@@ -74,4 +76,4 @@ def test_fast_steps_are_shown_now_and_then(monkeypatch: pytest.MonkeyPatch) -> N
         "step 1/1000  loss nan  tokens/s 5",
         "step 1000/1000  loss nan  tokens/s 5",
     ]
-    assert shown.pages[-1][1].count(",") < 300, "more points than pixels tell nothing"
+    assert shown.pages[-1][1].count(",") < 300, "no more points than pixels"

@@ -1,4 +1,4 @@
-"""A result in ten lines, as curves, as a table; its model and samples on demand."""
+"""A result as ten lines, as curves and as a table; its model and samples on demand."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def result_of(folder: Path, num_steps: int = 3, model_folder: Path | None = None
     return RunResult(folder, "0" * 8, lines, model_folder)
 
 
-def test_a_result_prints_ten_lines_with_the_first_and_the_last_value(tmp_path: Path) -> None:
+def test_a_result_prints_first_and_last_values_in_ten_lines(tmp_path: Path) -> None:
     lines = repr(result_of(tmp_path, 20)).splitlines()
     assert len(lines) <= 10
     assert lines[0] == f"20 steps in {tmp_path}"
     words = [line.split() for line in lines]
     assert ["critic/score/mean", "0.125", "->", "2.5"] in words
     assert ["actor/entropy", "3", "->", "-16"] in words
-    assert not any("kl" in line for line in lines), "a KL of 0 is of a policy against itself"
+    assert not any("kl" in line for line in lines), "a KL of 0 says nothing"
     assert ["model", "not", "saved"] in words
     assert "0 steps in" in repr(RunResult(tmp_path, "", [], None))
 
 
-def test_curves_are_those_of_the_report_or_of_the_metrics_that_are_named(tmp_path: Path) -> None:
+def test_a_plot_shows_the_curves_of_the_report_or_of_named_metrics(tmp_path: Path) -> None:
     result = result_of(tmp_path)
     drawn = result.plot()
     assert {"Reward", "Entropy", "Lengths"} <= drawn.figures.keys()
@@ -66,7 +66,7 @@ def test_pandas_gets_a_row_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         result_of(tmp_path).to_pandas()
 
 
-def test_samples_are_those_of_the_last_step_or_of_one_that_is_named(tmp_path: Path) -> None:
+def test_samples_are_of_the_last_step_or_of_a_named_step(tmp_path: Path) -> None:
     result = result_of(tmp_path)
     with pytest.raises(ConfigError, match="has no samples"):
         result.samples()
@@ -85,13 +85,13 @@ def test_a_model_is_loaded_once(model: str, tiny_dir: Path, tmp_path: Path) -> N
     import transformers
 
     settings: dict[str, Any] = {"num_labels": 1} if "Sequence" in model else {}
-    made = getattr(transformers, model).from_pretrained(tiny_dir / "model", **settings)
-    made.save_pretrained(tmp_path)
+    expected = getattr(transformers, model).from_pretrained(tiny_dir / "model", **settings)
+    expected.save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_dir / "model")
     tokenizer.save_pretrained(tmp_path)
 
     result = result_of(tmp_path, model_folder=tmp_path)
-    assert type(result.model) is type(made)
+    assert type(result.model) is type(expected)
     assert result.model is result.model
     assert result.tokenizer("say a").input_ids == tokenizer("say a").input_ids
     with pytest.raises(ConfigError, match="has no model. Set trainer.save_final=true"):

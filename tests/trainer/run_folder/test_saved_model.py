@@ -1,4 +1,4 @@
-"""The model that a path means: the run's newest checkpoint, the policy, its settings."""
+"""The model that a path means: the newest checkpoint of a run, its policy, its settings."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ def ppo_run(tmp_path: Path) -> Path:
     roles = {"actor": ["model"], "critic": ["model"]}
     for step in (2, 10):
         checkpoint(tmp_path, step, roles, PPO)
-    (tmp_path / "global_step_12").mkdir()  # a save that never ended
+    (tmp_path / "global_step_12").mkdir()  # a save that was interrupted
     return tmp_path
 
 
-def test_a_run_folder_means_the_policy_of_its_newest_completed_checkpoint(ppo_run: Path) -> None:
+def test_a_run_folder_means_the_policy_of_its_newest_checkpoint(ppo_run: Path) -> None:
     saved = find_saved_model(ppo_run)
     assert saved.folder == ppo_run / "global_step_10" / "actor"
     assert (saved.model.path, saved.model.lora_rank) == ("policy", 8)
 
 
 @pytest.mark.parametrize(("step", "is_newest"), [(10, True), (9, False)])
-def test_the_newest_model_comes_first(ppo_run: Path, step: int, is_newest: bool) -> None:
+def test_the_final_model_is_used_if_it_is_the_newest(
+    ppo_run: Path, step: int, is_newest: bool
+) -> None:
     marker = json.loads((ppo_run / "global_step_10" / "commit.json").read_text()) | {"step": step}
     (ppo_run / "model").mkdir()
     (ppo_run / "model" / "commit.json").write_text(json.dumps(marker))
@@ -63,19 +65,19 @@ def test_the_newest_model_comes_first(ppo_run: Path, step: int, is_newest: bool)
     assert adapter.folder == ppo_run / "global_step_10" / "actor"
 
 
-def test_a_role_is_named_by_its_folder_or_by_its_name(ppo_run: Path) -> None:
+def test_a_role_is_chosen_by_its_folder_or_its_name(ppo_run: Path) -> None:
     by_folder = find_saved_model(ppo_run / "global_step_2" / "critic")
     by_name = find_saved_model(ppo_run / "global_step_2", role="critic")
     assert by_folder == by_name
     assert (by_name.model.path, by_name.model.lora_rank) == ("value", 0)
 
 
-def test_the_one_role_of_another_recipe_needs_no_name(tmp_path: Path) -> None:
+def test_the_only_role_of_a_recipe_needs_no_name(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1, {"sft": ["model", "optimizer"]}, {"model.path": "base"})
     assert find_saved_model(tmp_path).model.path == "base"
 
 
-def test_what_is_no_checkpoint_or_holds_no_such_role_is_refused(ppo_run: Path) -> None:
+def test_a_path_without_checkpoint_or_role_is_rejected(ppo_run: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a folder. Use a run folder"):
         find_saved_model(ppo_run / "nowhere")
     with pytest.raises(CheckpointError, match="global_step_12 holds no completed checkpoint"):
@@ -84,14 +86,14 @@ def test_what_is_no_checkpoint_or_holds_no_such_role_is_refused(ppo_run: Path) -
         find_saved_model(ppo_run, role="acto")
 
 
-def test_the_folder_of_a_sweep_names_its_runs(tmp_path: Path) -> None:
+def test_the_error_for_the_folder_of_a_sweep_names_its_runs(tmp_path: Path) -> None:
     for job in "01":
         checkpoint(tmp_path / job, 1, {"actor": ["model"]}, PPO)
     with pytest.raises(CheckpointError, match=f"Runs in it: {tmp_path}/0, {tmp_path}/1."):
         find_saved_model(tmp_path)
 
 
-def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) -> None:
+def test_a_checkpoint_of_several_roles_needs_the_name_of_a_role(tmp_path: Path) -> None:
     roles = {"student": ["model"], "judge": ["model"], "frozen": []}
     checkpoint(tmp_path, 1, roles, {})
     with pytest.raises(CheckpointError, match="weights of judge, student. Choose one with --role"):
@@ -100,7 +102,7 @@ def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) ->
         find_saved_model(tmp_path, role="judge")
 
 
-def test_a_folder_of_an_earlier_version_is_refused_by_name(ppo_run: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_rejected(ppo_run: Path) -> None:
     earlier = {"step": 10, "contents": ["model"], "tensors": {}, "files": {}}
     (ppo_run / "global_step_10" / "actor" / "manifest.json").write_text(json.dumps(earlier))
     with pytest.raises(CheckpointError, match="actor was written by an earlier verl-like.* export"):
@@ -126,7 +128,7 @@ def test_exported_models_are_checked(tmp_path: Path, damage: Any, words: str) ->
     (model / "config.json").write_text("{}")
     write_marker(model, 3, PPO, {})
     damage(model / "model.safetensors")
-    (model / "pytorch_model.bin").write_bytes(b"a pickle that came later")
+    (model / "pytorch_model.bin").write_bytes(b"a pickle added later")
 
     saved, out = find_saved_model(tmp_path), tmp_path / "out"
     if words:

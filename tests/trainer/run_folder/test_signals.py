@@ -11,7 +11,7 @@ import pytest
 from trainer.run_folder.signals import RunInterrupted, StopSignals
 
 
-def test_the_first_signal_is_noted_and_the_second_raised_where_the_program_stands() -> None:
+def test_the_first_signal_is_recorded_and_the_second_raises() -> None:
     with StopSignals() as stop, stop.deferred():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.received == signal.SIGUSR1
@@ -19,13 +19,13 @@ def test_the_first_signal_is_noted_and_the_second_raised_where_the_program_stand
             signal.raise_signal(signal.SIGINT)
 
 
-def test_where_nothing_can_be_saved_the_first_one_is_raised() -> None:
+def test_the_first_signal_raises_outside_of_steps() -> None:
     with StopSignals(), pytest.raises(RunInterrupted, match="SIGTERM at once") as stopped:
         signal.raise_signal(signal.SIGTERM)
     assert stopped.value.exit_code == 143
 
 
-def test_a_third_one_does_what_it_did_before_the_run() -> None:
+def test_a_third_signal_has_its_original_handler() -> None:
     before = signal.default_int_handler
     outside = signal.signal(signal.SIGINT, before)  # a background job ignores SIGINT
     with StopSignals() as stop, stop.deferred():
@@ -40,7 +40,7 @@ def test_a_third_one_does_what_it_did_before_the_run() -> None:
     signal.signal(signal.SIGINT, outside)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_repeated_at_once_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopSignals() as stop, stop.deferred():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatc
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_handlers_of_others_that_came_later_stay() -> None:
+def test_a_handler_installed_later_stays() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         with StopSignals():
@@ -59,7 +59,7 @@ def test_handlers_of_others_that_came_later_stay() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
+def test_a_run_under_nohup_ignores_sighup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as stop, stop.deferred():
@@ -69,15 +69,15 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_outside_the_main_thread_nothing_is_caught() -> None:
+def test_no_handler_is_installed_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    seen = []
+    handlers = []
 
     def run() -> None:
         with StopSignals() as stop, stop.deferred():
-            seen.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert seen == [before]
+    assert handlers == [before]

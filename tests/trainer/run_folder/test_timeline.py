@@ -1,4 +1,4 @@
-"""The trace has a lane per pool, role and rank, and all calls; the ratios measure overlap."""
+"""The timeline of calls, and the overlap ratios."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_calls_keep_their_times_workers_and_lanes(tmp_path: Path) -> None:
     assert lanes["actor-1"] == {"name": "actor-1", "role": "actor", "rank": 1, "pid": 101}
 
 
-def test_the_file_is_whole_json_after_every_step_and_without_calls(tmp_path: Path) -> None:
+def test_the_file_is_valid_json_after_every_step(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)
     assert events(path) == []
@@ -63,7 +63,7 @@ def test_the_file_is_whole_json_after_every_step_and_without_calls(tmp_path: Pat
         assert len(calls(path)) == step + 1
 
 
-def test_a_resumed_run_goes_on_in_its_lanes(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_lanes(tmp_path: Path) -> None:
     path, whole = tmp_path / "timeline.json", tmp_path / "whole.json"
     first = [record("a", "actor", 0, 10.0, 11.0)]
     second = [record("b", "ref", 0, 12.0, 13.0), record("a", "actor", 0, 12.0, 13.0)]
@@ -77,7 +77,7 @@ def test_a_resumed_run_goes_on_in_its_lanes(tmp_path: Path) -> None:
     assert len(calls(path)) == 2
 
 
-def test_a_lane_is_named_again_when_another_process_goes_on_in_it(tmp_path: Path) -> None:
+def test_a_lane_is_named_again_if_its_process_changes(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)
     for pid in (100, 100, 200):
@@ -87,7 +87,7 @@ def test_a_lane_is_named_again_when_another_process_goes_on_in_it(tmp_path: Path
     assert [(e["tid"], e["args"]["pid"]) for e in named] == [(1, 100), (1, 200)]
 
 
-def test_a_long_run_is_gone_on_with_in_little_memory(tmp_path: Path) -> None:
+def test_a_long_timeline_is_resumed_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     Timeline(path).add([record("a", "actor", 0, step, step + 1.0) for step in range(5000)])
     tracemalloc.start()
@@ -99,7 +99,7 @@ def test_a_long_run_is_gone_on_with_in_little_memory(tmp_path: Path) -> None:
     assert len(calls(path)) == 5001
 
 
-def test_the_overlap_ratio_is_busy_time_over_the_wall_of_the_stages_that_overlap() -> None:
+def test_the_overlap_ratio_is_busy_time_over_wall_time() -> None:
     records = [
         record("a", "actor", 0, 0.0, 4.0, stage="update"),
         record("a", "actor", 1, 1.0, 4.0, stage="update"),  # a second rank of a role adds nothing
@@ -115,10 +115,10 @@ def test_the_overlap_ratio_is_busy_time_over_the_wall_of_the_stages_that_overlap
     assert timings["perf/overlap_ratio"] == pytest.approx(8 / 6)
 
 
-def test_the_time_between_two_calls_of_a_method_is_not_its_own() -> None:
+def test_time_between_two_calls_of_a_method_is_not_counted() -> None:
     records = [
         record("a", "actor", 0, 5.0, 7.0),
-        record("a", "actor", 1, 5.5, 7.5),  # beside the first
+        record("a", "actor", 1, 5.5, 7.5),  # overlaps the first
         record("a", "actor", 0, 0.0, 1.0),
         record("a", "actor", 1, 0.25, 0.5),  # within it
     ]

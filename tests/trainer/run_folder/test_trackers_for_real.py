@@ -1,4 +1,4 @@
-"""W&B, trackio and TensorBoard as installed, without a network: a run's logs, read back."""
+"""Installed W&B, trackio and TensorBoard, without a network: the logs of a run are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 
 @pytest.fixture(scope="module")
 def run(tiny_dir: Path, forked_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two steps with validations, tracked by both."""
+    """The folder of a run of two steps with validations and all trackers."""
     folder = tmp_path_factory.mktemp("run")
     remote = ["TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "WANDB_API_KEY"]
     environment = {name: value for name, value in os.environ.items() if name not in remote}
@@ -60,8 +60,8 @@ def test_tensorboard_has_the_numbers_and_the_samples(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    found = [(event.step, event.value) for event in events.Scalars(NAME)]
-    assert found == [(step, pytest.approx(value)) for step, value in rewards_of(run)]
+    rewards = [(event.step, event.value) for event in events.Scalars(NAME)]
+    assert rewards == [(step, pytest.approx(value)) for step, value in rewards_of(run)]
 
     for name, steps in (("validation", [0, 1, 2]), ("rollouts", [1, 2])):
         tables = events.Tensors(f"samples/{name}/text_summary")
@@ -78,7 +78,7 @@ def test_wandb_has_the_numbers_and_the_samples(run: Path) -> None:
 
     (folder,) = (run / "wandb").glob("offline-run-*")
     (log,) = folder.glob("*.wandb")
-    found: list[tuple[int, float]] = []
+    rewards: list[tuple[int, float]] = []
     tables = []
     project = ""
     for message in messages_of(log.read_bytes()):
@@ -87,10 +87,10 @@ def test_wandb_has_the_numbers_and_the_samples(run: Path) -> None:
         project = project or record.run.project
         items = {item.key or "/".join(item.nested_key): item for item in record.history.item}
         if NAME in items:
-            found.append((record.history.step.num, json.loads(items[NAME].value_json)))
+            rewards.append((record.history.step.num, json.loads(items[NAME].value_json)))
         tables += [name for name in items if name.startswith("samples/")]
     assert project == "letters"
-    assert found == rewards_of(run)
+    assert rewards == rewards_of(run)
     names = ["samples/rollouts", "samples/validation"]
     assert sorted({"/".join(name.split("/")[:2]) for name in tables}) == names
 
@@ -104,10 +104,10 @@ def test_wandb_has_the_numbers_and_the_samples(run: Path) -> None:
 def test_trackio_has_the_numbers_and_the_samples(run: Path) -> None:
     with sqlite3.connect(run.parent / "trackio" / "letters.db") as database:
         rows = database.execute("SELECT step, run_name, metrics FROM metrics").fetchall()
-    found = [(step, name, json.loads(metrics)) for step, name, metrics in rows]
-    assert {name for _, name, _ in found} == {(run / TRACKIO_RUN).read_text()}
-    assert sorted((step, m[NAME]) for step, _, m in found if NAME in m) == rewards_of(run)
-    tables = {name: table for _, _, m in found for name, table in m.items() if "samples/" in name}
+    logs = [(step, name, json.loads(metrics)) for step, name, metrics in rows]
+    assert {name for _, name, _ in logs} == {(run / TRACKIO_RUN).read_text()}
+    assert sorted((step, m[NAME]) for step, _, m in logs if NAME in m) == rewards_of(run)
+    tables = {name: table for _, _, m in logs for name, table in m.items() if "samples/" in name}
     assert set(tables) == {"samples/rollouts", "samples/validation"}
     uids = [row["uid"] for row in tables["samples/rollouts"]["_value"]]
     assert best_of(run, "rollouts", 2)["uid"] in uids

@@ -1,4 +1,4 @@
-"""A step's numbers are on disk when `log` returns, with all digits, and in other trackers."""
+"""The metrics of a step, on disk with all digits, on the console, and in other trackers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config(folder: Path, *logger: str) -> PPOConfig:
     )
 
 
-def test_a_line_is_on_disk_at_once_with_every_digit(tmp_path: Path) -> None:
+def test_a_line_is_written_at_once_with_all_digits(tmp_path: Path) -> None:
     with make_tracking(config(tmp_path / "new"), total_steps=2) as tracking:
         for step, value in enumerate((0.1 + 0.2, np.float32(1 / 3)), 1):
             tracking.log({"loss": value}, step)
@@ -53,7 +53,9 @@ def test_a_line_is_on_disk_at_once_with_every_digit(tmp_path: Path) -> None:
         assert len(lines) == 2
 
 
-def test_no_terminal_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_console_without_terminal_gets_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with make_tracking(config(tmp_path, "console"), 2, PPOTrainer.headline) as tracking:
         tracking.log(STEP, 1)
         tracking.log({**STEP, "actor/kl_loss": 0.3, "val-core/s/reward/mean@1": 0.25}, 2)
@@ -65,22 +67,20 @@ def test_no_terminal_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("columns", [40, 100])
-def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
-    ours, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with open(its, "w", encoding="utf-8") as terminal:
+def test_the_bar_has_the_width_of_the_terminal(columns: int) -> None:
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(writer, "w", encoding="utf-8") as terminal:
         console = Console(8, PPOTrainer.headline, terminal)
         console.write({"val-core/s/reward/mean@1": 0.125}, 0)  # the validation before the steps
         console.write(STEP, 3)
         console.write({**STEP, "val-core/s/reward/mean@1": 0.25}, 4)
         console.close()
-        said = b""
-        while b"4/8" not in said or not said.endswith(
-            b"\n"
-        ):  # a terminal hands on what it got piece by piece
-            said += os.read(ours, 10_000)
-    os.close(ours)
-    shown = said.decode()
+        output = b""
+        while b"4/8" not in output or not output.endswith(b"\n"):  # it arrives in pieces
+            output += os.read(reader, 10_000)
+    os.close(reader)
+    shown = output.decode()
     assert "step 0  val-core/s/reward/mean@1 0.125" in shown
     assert "step 4  val-core/s/reward/mean@1 0.25" in shown
     assert "0/8" in shown
@@ -90,7 +90,7 @@ def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
     assert ("reward 0.5" if columns == 40 else f"reward 0.5  KL 0.01  {REST}"[:60]) in bar
 
 
-def test_a_log_has_lines_of_the_first_and_last_step_and_of_validations() -> None:
+def test_a_log_has_the_first_and_last_step_and_validations() -> None:
     log = io.StringIO()
     console = Console(8, PPOTrainer.headline, log)
     console.write({"val-core/s/reward/mean@1": 0.125}, 0)
@@ -101,55 +101,51 @@ def test_a_log_has_lines_of_the_first_and_last_step_and_of_validations() -> None
     assert steps == ["0", "1", "8"]
 
 
-class Kept:
+class RecordingTracker:
     """A user's own tracker."""
 
-    said: ClassVar[list[object]] = []
+    events: ClassVar[list[object]] = []
 
     def __init__(self, config: PPOConfig, total_steps: int) -> None:
-        self.said.append(total_steps)
+        self.events.append(total_steps)
 
     def write(self, metrics: dict[str, float], step: int) -> None:
-        self.said.append((step, metrics))
+        self.events.append((step, metrics))
 
     def close(self) -> None:
-        self.said.append("closed")
+        self.events.append("closed")
 
 
-def test_a_tracker_of_ones_own_is_found_by_its_dotted_path(tmp_path: Path) -> None:
-    name = "tests.trainer.run_folder.test_tracking.Kept"
+def test_a_users_tracker_is_found_by_its_dotted_path(tmp_path: Path) -> None:
+    name = "tests.trainer.run_folder.test_tracking.RecordingTracker"
     needed = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
     folder = f"trainer.default_local_dir={tmp_path}"
-    own = load_object(name, "here")
+    tracker = load_object(name, "here")
     with make_tracking(load_config([*needed, folder, f"trainer.logger={name}"]), 2) as tracking:
         tracking.log({"loss": 0.5}, 1)
-    assert own.said == [2, (1, {"loss": 0.5}), "closed"]
+    assert tracker.events == [2, (1, {"loss": 0.5}), "closed"]
 
 
 def test_wandb_runs_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
+    events: list[Any] = []
 
     def init(**settings: Any) -> Any:
-        said.append((settings["project"], settings["name"], settings["config"]["trainer"]["seed"]))
-        said.append((settings["id"], settings["resume"]))
+        seed = settings["config"]["trainer"]["seed"]
+        events.append((settings["project"], settings["name"], seed))
+        events.append((settings["id"], settings["resume"]))
         return SimpleNamespace(
-            id=settings["id"] or f"new{len(said)}",
-            log=lambda metrics, step: said.append((metrics, step)),
-            finish=lambda: said.append("finished"),
+            id=settings["id"] or "new",
+            log=lambda metrics, step: events.append((metrics, step)),
+            finish=lambda: events.append("finished"),
         )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for step in (1, 2):
         with make_tracking(config(tmp_path, "wandb"), total_steps=2) as tracking:
             tracking.log({"loss": 1}, step)
-    first = [("letters", "first", 1), (None, "allow"), ({"loss": 1.0}, 1), "finished"]
-    assert said == [
-        *first,
-        ("letters", "first", 1),
-        ("new2", "allow"),
-        ({"loss": 1.0}, 2),
-        "finished",
-    ]
+    run = ("letters", "first", 1)
+    first = [run, (None, "allow"), ({"loss": 1.0}, 1), "finished"]
+    assert events == [*first, run, ("new", "allow"), ({"loss": 1.0}, 2), "finished"]
 
 
 def test_trackio_runs_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +159,14 @@ def test_trackio_runs_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for folder in ("one", "one", "two"):
         with make_tracking(config(tmp_path / folder, "trackio"), total_steps=2):
             pass
-    one, again, two = opened
-    assert (one[0], one[2], again[2], two[2]) == ("letters", "never", "allow", "never")
-    assert one[1] == again[1]
-    assert one[1].startswith("first-")
-    assert two[1] != one[1]
+    projects, names, resumes = zip(*opened, strict=True)
+    assert set(projects) == {"letters"}
+    assert names[0] == names[1] != names[2]
+    assert names[0].startswith("first-")
+    assert resumes == ("never", "allow", "never")
 
 
-def test_a_tracker_that_is_not_installed_costs_one_warning(
+def test_a_tracker_that_is_not_installed_gets_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -197,7 +193,7 @@ def test_a_missing_login_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
         pass
 
 
-def test_fast_steps_share_a_line_a_second(
+def test_fast_steps_print_one_line_per_second(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -207,6 +203,6 @@ def test_fast_steps_share_a_line_a_second(
             score = {"val-core/s/reward/mean@1": 0.25} if step == 3 else {}
             tracking.log({**STEP, **score}, step)
             now += 0.25
-    said = capsys.readouterr().out.splitlines()
-    steps = [line.split("/")[0] for line in said if line.startswith("step")]
-    assert steps == ["step 1", "step 3", "step 7", "step 11", "step 12"], "the last one at the end"
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line.split("/")[0] for line in lines if line.startswith("step")]
+    assert steps == ["step 1", "step 3", "step 7", "step 11", "step 12"], "and the last step"
