@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,26 @@ POLICY_ALONE = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=fals
 """Neither critic nor reference: half a run's seconds, where a test asks nothing of them."""
 FEW_ROWS = ("data.train_batch_size=4", "data.max_response_length=4")
 """One update a step, of short rows."""
+
+
+def overrides_on_rows(tiny: Path, files: Mapping[str, Path], folder: Path, *more: str) -> list[str]:
+    """Return the overrides of a run on the rows of `files`: "train" and, optionally, "val"."""
+    return [
+        f"model.path={tiny}/model",
+        *(f"data.{name}_files={path}" for name, path in files.items()),
+        f"trainer.default_local_dir={folder}",
+        "data.max_length=32",
+        "optim.lr=1e-3",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+        *more,
+    ]
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Write one row per line, and return the path."""
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
 
 
 def with_experts(tiny: Path, folder: Path, family: str = "Qwen3Moe", **sizes: float) -> str:

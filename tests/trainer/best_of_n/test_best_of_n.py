@@ -1,15 +1,14 @@
-"""Runs of best-of-n: their output file, its readers, and a killed run."""
+"""Runs of best-of-n: their output file, its readers, and resumes."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.runs import lines
+from tests.integration.runs import lines, overrides_on_rows, write_jsonl
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.config.compose import load_config
@@ -40,9 +39,9 @@ def settings(tiny_dir: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
-def chats(tiny_dir: Path, count: int) -> str:
+def prompts(tiny_dir: Path, count: int) -> list[dict[str, Any]]:
     rows = rows_of_files([str(tiny_dir / "val.parquet")], "data.train_files")
-    return "".join(json.dumps(row) + "\n" for _, row in list(rows)[:count])
+    return [row for _, row in list(rows)[:count]]
 
 
 def selected(tiny_dir: Path, folder: Path, *more: str) -> str:
@@ -68,7 +67,7 @@ def test_every_prompt_has_its_best_sample(whole: Path) -> None:
         for sample in lines(whole, f"rollouts/{step}.jsonl"):
             if sample["output"].strip():
                 old = best.setdefault(sample["uid"], sample)
-                best[sample["uid"]] = max(old, sample, key=lambda one: one["score"])
+                best[sample["uid"]] = max(old, sample, key=lambda row: row["score"])
 
     rows = rows_in(whole)
     assert [row["uid"] for row in rows] == [f"{number}-0" for number in range(32)]
@@ -91,105 +90,95 @@ def test_sft_reads_the_file(whole: Path, tiny_dir: Path) -> None:
     assert {row["finish_reason"] for row in rows_in(whole)} == {"stop", "length"}
 
 
-def test_several_turns_train_only_sampled_words(tiny_dir: Path, tmp_path: Path) -> None:
+def test_only_the_sampled_response_of_a_dialogue_is_in_the_loss(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
-    talk = [
+    turns = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "bb"},
         {"role": "user", "content": "c"},
     ]
-    prompts = tmp_path / "talks.jsonl"
-    rows = [json.loads(line) for line in chats(tiny_dir, 12).splitlines()]
-    talks = [json.dumps(row | {"prompt": talk + row["prompt"]}) for row in rows]
-    prompts.write_text("\n".join(talks), encoding="utf-8")
-    more = (f"data.train_files={prompts}", "data.max_prompt_length=64")
+    dialogues = [row | {"prompt": turns + row["prompt"]} for row in prompts(tiny_dir, 12)]
+    file = write_jsonl(tmp_path / "dialogues.jsonl", dialogues)
+    more = (f"data.train_files={file}", "data.max_prompt_length=64")
 
-    def check(side: LMRow, said: str, finish_reason: str) -> None:
+    def check(side: LMRow, response: str, finish_reason: str) -> None:
         end = tokenizer.eos_token if finish_reason == "stop" else ""
-        assert tokenizer.decode(side.ids[side.in_loss]) == said + end
+        assert tokenizer.decode(side.ids[side.in_loss]) == response + end
 
     selected(tiny_dir, tmp_path / "sft", *more)
-    written = rows_in(tmp_path / "sft")
+    rows = rows_in(tmp_path / "sft")
     files = str(tmp_path / "sft" / "selected.jsonl")
-    for side, of in zip(read_lm_rows("f", files, tokenizer, 128), written, strict=True):
-        assert of["prompt"][:3] == talk
-        check(side, of["response"], of["finish_reason"])
+    for side, row in zip(read_lm_rows("f", files, tokenizer, 128), rows, strict=True):
+        assert row["prompt"][:3] == turns
+        check(side, row["response"], row["finish_reason"])
 
     selected(tiny_dir, tmp_path / "pairs", *more, "selection.format=pairs")
-    written = rows_in(tmp_path / "pairs")
+    rows = rows_in(tmp_path / "pairs")
     files = str(tmp_path / "pairs" / "selected.jsonl")
-    for pair, of in zip(read_pairs("f", files, tokenizer, 128), written, strict=True):
-        check(pair.chosen, of["chosen"], of["chosen_finish_reason"])
-        check(pair.rejected, of["rejected"], of["rejected_finish_reason"])
+    for pair, row in zip(read_pairs("f", files, tokenizer, 128), rows, strict=True):
+        check(pair.chosen, row["chosen"], row["chosen_finish_reason"])
+        check(pair.rejected, row["rejected"], row["rejected_finish_reason"])
 
 
-def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
+def test_the_next_step_generates_while_rewards_are_computed(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = []
     launch, draw = Rollouts.launch_rewards, BestOfNTrainer.sample_prompts
 
-    def noting_launch(rollouts: Rollouts, batch: Any) -> Any:
+    def record_launch(rollouts: Rollouts, batch: Any) -> Any:
         events.append(f"launch {rollouts.run.step}")
         scores = launch(rollouts, batch)
         get = scores.get
         monkeypatch.setattr(scores, "get", lambda: (events.append("get"), get())[1])
         return scores
 
-    def noting_draw(trainer: BestOfNTrainer, step: int) -> Any:
+    def record_draw(trainer: BestOfNTrainer, step: int) -> Any:
         events.append(f"draw {step}")
         return draw(trainer, step)
 
-    monkeypatch.setattr(Rollouts, "launch_rewards", noting_launch)
-    monkeypatch.setattr(BestOfNTrainer, "sample_prompts", noting_draw)
+    monkeypatch.setattr(Rollouts, "launch_rewards", record_launch)
+    monkeypatch.setattr(BestOfNTrainer, "sample_prompts", record_draw)
     selected(tiny_dir, tmp_path, "data.train_batch_size=16")
     first = ["draw 1", "launch 1", "draw 2", "get"]
     assert events == [*first, "launch 2", "get"]
 
 
-def test_batch_sizes_do_not_change_the_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_the_batch_size_does_not_change_the_file(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
     text = selected(tiny_dir, tmp_path, "data.train_batch_size=32")
     assert text == (whole / "selected.jsonl").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_path: Path) -> None:
+def test_sft_on_the_best_responses_raises_the_score(tiny_dir: Path, tmp_path: Path) -> None:
     best, tuned = tmp_path / "best.jsonl", tmp_path / "tuned"
     more = (f"data.train_files={tiny_dir}/train.parquet", "data.train_batch_size=300")
-    drawn = (
+    selection = (
         "actor_rollout_ref.rollout.n=16",
         f"selection.file={best}",
         "selection.min_score=0.2",
         "selection.truncated=drop",
     )
-    run(load_config(settings(tiny_dir, tmp_path / "draw", *more, *drawn), BEST_OF_N))
-    sft = [
-        f"data.train_files={best}",
-        f"model.path={tiny_dir}/model",
-        f"trainer.default_local_dir={tuned}",
-        "data.train_batch_size=16",
-        "data.max_length=64",
-        "optim.lr=3e-3",
-        "trainer.total_epochs=4",
-        "trainer.save_freq=1000",
-        "checkpoint.save_contents=[hf_model]",
-        "trainer.backend=local",
-        "trainer.logger=[]",
-    ]
+    run(load_config(settings(tiny_dir, tmp_path / "draw", *more, *selection), BEST_OF_N))
+    learning = ("data.train_batch_size=16", "data.max_length=64", "optim.lr=3e-3")
+    sft = overrides_on_rows(tiny_dir, {"train": best}, tuned, *learning, "trainer.total_epochs=4")
     run(load_config(sft, SFT))
-    (model,) = tuned.glob("global_step_*/sft/huggingface")
-    again = settings(tiny_dir, tmp_path / "again", f"actor_rollout_ref.model.path={model}")
+    again = settings(tiny_dir, tmp_path / "again", f"actor_rollout_ref.model.path={tuned}/model")
     run(load_config(again, BEST_OF_N))
     before = lines(tmp_path / "draw")[0]["score/mean"]
     after = [line["score/mean"] for line in lines(tmp_path / "again")]
     assert min(after) > 3 * before, (before, after)
 
 
-def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
     class Killed(BestOfNTrainer):
         def step(self) -> Any:
             metrics = super().step()
-            if self.global_step == 2:  # its part is written, and it is not committed
+            if self.global_step == 2:  # its rows are written but not committed
                 raise KeyboardInterrupt
             return metrics
 
@@ -203,8 +192,7 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
 
     (tmp_path / "selected.jsonl").unlink()  # a run that was killed before its last line
     assert selected(tiny_dir, tmp_path) == text
-    few = tmp_path / "few.jsonl"
-    few.write_text(chats(tiny_dir, 20), encoding="utf-8")
+    few = write_jsonl(tmp_path / "few.jsonl", prompts(tiny_dir, 20))
     config = changed(config, {"data.train_files": str(few)})
     config = changed(config, {"trainer.resume_mode": "resume_path"})
     config = changed(config, {"trainer.resume_from_path": str(tmp_path / "global_step_3")})
@@ -230,26 +218,25 @@ def test_a_reward_model_chooses_pairs(tiny_dir: Path, tmp_path: Path, classifier
     assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(rows)
 
 
-def test_an_unwritable_file_is_rejected_early(tiny_dir: Path, tmp_path: Path) -> None:
+def test_an_unwritable_file_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     file = f"selection.file={tmp_path}/taken/rows.jsonl"
     with pytest.raises(ConfigError, match="cannot write a file in .*taken is not a folder"):
         selected(tiny_dir, tmp_path / "run", file)
 
 
-def test_the_plan_says_what_a_step_draws_and_keeps(
+def test_the_plan_shows_how_many_samples_a_step_selects_from(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("trainer.dry_run=true", "selection.format=pairs", "selection.min_score=0.5")
     run(load_config(settings(tiny_dir, tmp_path, *more), BEST_OF_N))
     shown = " ".join(capsys.readouterr().out.split())
-    words = "A step generates 48 samples (12 prompts, 4 each) and keeps the best and the worst"
-    assert words in shown
+    assert "generates 48 samples (12 prompts, 4 each) and keeps the best and the worst" in shown
     assert "from a score of 0.5 on" in shown
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_a_score_that_nothing_reaches_is_an_error(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_minimum_score_that_no_sample_reaches_raises(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("selection.min_score=2", "trainer.total_training_steps=1")
     with pytest.raises(BatchError, match="no sample was selected.*Lower selection.min_score"):
         selected(tiny_dir, tmp_path, *more)
@@ -285,15 +272,16 @@ def test_a_key_of_training_has_no_effect(
         ("reward.list=[{name:a,kind:function,normalize:true}]", "must not depend on the batch"),
     ],
 )
-def test_what_cannot_work_is_refused(tiny_dir: Path, tmp_path: Path, more: str, words: str) -> None:
+def test_settings_that_cannot_work_are_rejected(
+    tiny_dir: Path, tmp_path: Path, more: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(settings(tiny_dir, tmp_path, *more.split()), BEST_OF_N)
 
 
-def test_a_command_of_ppo_carries_over() -> None:
-    """Every key that both read has the same name and type."""
+def test_keys_shared_with_ppo_have_the_same_type() -> None:
     from trainer.config.keys import leaf_keys
 
-    of_ppo = {key.name: key.kind for key in leaf_keys(PPO.schema)}
-    own = [key for key in leaf_keys(BEST_OF_N.schema) if not key.name.startswith("selection.")]
-    assert [key.name for key in own if of_ppo.get(key.name) != key.kind] == []
+    kinds = {key.name: key.kind for key in leaf_keys(PPO.schema)}
+    shared = [key for key in leaf_keys(BEST_OF_N.schema) if not key.name.startswith("selection.")]
+    assert [key.name for key in shared if kinds.get(key.name) != key.kind] == []

@@ -1,4 +1,4 @@
-"""The selection among a prompt's samples, against its definition."""
+"""The selection among the samples of a prompt, against its definition."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ TEXTS = ["aa", "bb", "aa", "", "cc", "dd"]
 def samples(tokenizer: Any, scores: list[list[float]], prompt: Any = "say a") -> DataProto:
     """Return a prompt for each list of scores; its samples have the first of `TEXTS`."""
     texts, uids, indices = [], [], []
-    for number, of_prompt in enumerate(scores):
-        texts += TEXTS[: len(of_prompt)]
-        uids += [f"{number}-0"] * len(of_prompt)
-        indices += range(len(of_prompt))
+    for number, prompt_scores in enumerate(scores):
+        texts += TEXTS[: len(prompt_scores)]
+        uids += [f"{number}-0"] * len(prompt_scores)
+        indices += range(len(prompt_scores))
     responses = torch.zeros(len(texts), 4, dtype=torch.int64)
     mask = torch.zeros_like(responses)
     for row, text in enumerate(texts):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         responses[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         mask[row, : len(ids)] = 1
-    flat = torch.tensor([score for of_prompt in scores for score in of_prompt])
+    flat = torch.tensor([score for prompt_scores in scores for score in prompt_scores])
     return DataProto.from_dict(
         {
             "responses": responses,
@@ -53,19 +53,21 @@ def samples(tokenizer: Any, scores: list[list[float]], prompt: Any = "say a") ->
 
 @pytest.mark.parametrize("top_k", [1, 2, 9])
 @pytest.mark.parametrize("min_score", [None, 1.0])
-def test_the_best_texts_are_kept(tokenizer: Any, top_k: int, min_score: float | None) -> None:
+def test_the_best_responses_are_selected(
+    tokenizer: Any, top_k: int, min_score: float | None
+) -> None:
     draw = random.Random(top_k)
     scores = [[float(draw.randrange(4)) for _ in TEXTS] for _ in range(20)]
     expected = []
-    for of_prompt in scores:
-        order = sorted(range(len(TEXTS)), key=lambda i: (-of_prompt[i], i))  # noqa: B023
-        kept: list[int] = []
-        for index in order:
-            is_new = TEXTS[index] not in [TEXTS[other] for other in kept]
-            is_good = min_score is None or of_prompt[index] >= min_score
-            if TEXTS[index] and is_new and is_good and len(kept) < top_k:
-                kept.append(index)
-        expected += [(TEXTS[index], of_prompt[index]) for index in kept]
+    for prompt_scores in scores:
+        best: dict[str, float] = {}
+        for score, text in sorted(
+            zip(prompt_scores, TEXTS, strict=True), key=lambda pair: -pair[0]
+        ):
+            is_good = min_score is None or score >= min_score
+            if text and text not in best and is_good and len(best) < top_k:
+                best[text] = score
+        expected += best.items()
 
     config = SelectionConfig(top_k=top_k, min_score=min_score)
     rows, metrics = select(samples(tokenizer, scores), config, tokenizer)
@@ -74,7 +76,7 @@ def test_the_best_texts_are_kept(tokenizer: Any, top_k: int, min_score: float | 
     assert metrics["selection/num_empty"] == 20
 
 
-def test_a_pair_is_best_against_worst_and_equal_scores_make_none(tokenizer: Any) -> None:
+def test_a_pair_is_the_best_and_the_worst_of_different_scores(tokenizer: Any) -> None:
     batch = samples(tokenizer, [[1.0, 3.0, 0.0], [2.0, 2.0, 2.0], [0.5, 0.0, 0.0]])
     config = SelectionConfig(format="pairs", min_score=1.0)
     (row,), metrics = select(batch, config, tokenizer)
@@ -83,7 +85,7 @@ def test_a_pair_is_best_against_worst_and_equal_scores_make_none(tokenizer: Any)
     assert metrics["selection/num_equal"] == metrics["selection/num_below_min_score"] == 1
 
 
-def test_of_a_chat_the_answer_is_a_column_of_its_own(tokenizer: Any) -> None:
+def test_prompt_and_response_of_a_chat_are_separate_columns(tokenizer: Any) -> None:
     prompt = np.array([{"role": "user", "content": "say a"}], dtype=object)
     batch = samples(tokenizer, [[0.0, 1.0]], prompt)
     (row,), _ = select(batch, SelectionConfig(), tokenizer)
@@ -93,7 +95,7 @@ def test_of_a_chat_the_answer_is_a_column_of_its_own(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("cut", "best"), [("keep", "bb"), ("drop", "cc")])
-def test_samples_cut_by_the_length_are_kept_or_dropped(cut: str, best: str, tokenizer: Any) -> None:
+def test_truncated_samples_are_kept_or_dropped(cut: str, best: str, tokenizer: Any) -> None:
     batch = samples(tokenizer, [[0.0, 3.0, 0.0, 0.0, 1.0]])
     batch.non_tensor_batch["finish_reason"][1] = "length"
     (row,), metrics = select(batch, SelectionConfig(truncated=cut), tokenizer)
@@ -102,14 +104,14 @@ def test_samples_cut_by_the_length_are_kept_or_dropped(cut: str, best: str, toke
     assert row["chosen"] == best
 
 
-def test_a_sample_whose_reward_is_skipped_is_not_chosen(tokenizer: Any) -> None:
+def test_a_sample_with_a_skipped_reward_is_not_selected(tokenizer: Any) -> None:
     batch = samples(tokenizer, [[5.0, 1.0]])
     batch.non_tensor_batch["reward_extra/skipped"] = np.array([1.0, 0.0])
     (row,), _ = select(batch, SelectionConfig(), tokenizer)
     assert row["response"] == "bb"
 
 
-def test_scores_that_are_no_numbers_are_refused(tokenizer: Any) -> None:
+def test_nan_scores_are_rejected(tokenizer: Any) -> None:
     batch = samples(tokenizer, [[1.0, 2.0], [float("nan"), 1.0]])
     with pytest.raises(BatchError, match="1 of 4 samples are nan or infinite.*uid 1-0"):
         select(batch, SelectionConfig(), tokenizer)

@@ -1,4 +1,4 @@
-"""An evaluation gives the numbers of the run's own validation."""
+"""`verl-like eval` repeats the numbers of a run's validation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import lines, overrides
+from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import run
 from trainer.cli.eval import main, settings_of_run
 from trainer.config.flat import flat_config
@@ -25,7 +25,7 @@ CORE = ("mean@4", "best@4/mean")
 
 @pytest.fixture(scope="module")
 def trained(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, validated with four samples per prompt and saved at the end."""
+    """The folder of a run of two steps, validated with four samples per prompt."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     more = [
         f"data.val_files=[{tiny_dir}/val.parquet]",
@@ -38,7 +38,7 @@ def trained(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.seed=3",
         "trainer.backend=local",
     ]
-    run(load_config(overrides(tiny_dir, folder, *more)))
+    run(load_config(overrides(tiny_dir, folder, *POLICY_ALONE, *more)))
     return folder
 
 
@@ -46,19 +46,21 @@ def validation(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name.startswith("val-")}
 
 
-def test_it_repeats_the_last_validation(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_repeats_the_last_validation(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main([str(trained), "trainer.logger=[]", "data.train_batch_size=5"])
-    (found,) = lines(trained / "eval" / "global_step_2")
+    (line,) = lines(trained / "eval" / "global_step_2")
     expected = validation(lines(trained)[-1])
-    assert validation(found) == expected
+    assert validation(line) == expected
     assert len(expected) > 10
     core = [expected[f"val-core/verl_like/tiny_letters/reward/{m}"] for m in CORE]
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = [text.split() for text in capsys.readouterr().out.splitlines()]
     assert ["data", "source", "variable", "mean@4", "best@4"] in shown
     assert ["verl_like/tiny_letters", "reward", *(f"{value:.4g}" for value in core)] in shown
 
 
-def test_a_model_folder_and_several_data_sets_are_told_apart(
+def test_a_model_folder_is_evaluated_on_several_data_sets(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"prompt": [{"role": "user", "content": "say b"}], "data_source": "mine"}
@@ -77,9 +79,9 @@ def test_a_model_folder_and_several_data_sets_are_told_apart(
         "trainer.logger=[]",
     ]
     main([f"{tiny_dir}/model", *settings])
-    (found,) = lines(tmp_path / "runs" / "eval" / "model")
-    assert 0 <= found["val-core/mine/reward/mean@1"] <= 8
-    assert "val-core/verl_like/tiny_letters/reward/mean@1" in found
+    (line,) = lines(tmp_path / "runs" / "eval" / "model")
+    assert 0 <= line["val-core/mine/reward/mean@1"] <= 8
+    assert "val-core/verl_like/tiny_letters/reward/mean@1" in line
     main([f"{tiny_dir}/model", *settings])  # again, into the same folder
 
 
@@ -87,13 +89,13 @@ def configuration(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], *arguments: str
 ) -> EvaluationConfig:
     """Return the evaluation's configuration for these settings of the run and the user."""
-    seen: list[EvaluationConfig] = []
-    monkeypatch.setattr("trainer.launch.run", seen.append)
+    configs: list[EvaluationConfig] = []
+    monkeypatch.setattr("trainer.launch.run", configs.append)
     run_command(EVAL, arguments, overrides_of(settings))
-    return seen[0]
+    return configs[0]
 
 
-def test_training_settings_of_the_user_get_a_notice_and_those_of_a_run_none(
+def test_only_training_settings_of_the_user_get_a_notice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {
@@ -109,7 +111,7 @@ def test_training_settings_of_the_user_get_a_notice_and_those_of_a_run_none(
         configuration(monkeypatch, settings | {"data.val_files": ""})
 
 
-def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_a_model_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.cli.main import main as verl_like
 
     monkeypatch.setattr(sys, "argv", ["verl-like", "eval", "data.val_files=x"])
@@ -117,7 +119,9 @@ def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         verl_like()
 
 
-def test_validation_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_settings_of_the_run_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = load_config(
         [
             "actor_rollout_ref.model.path=m",
@@ -138,12 +142,15 @@ def test_validation_settings_are_taken(tmp_path: Path, monkeypatch: pytest.Monke
     assert config.data.max_response_length == 7
     assert config.data.val_files == ["v.parquet", "with space.jsonl"]
     assert config.reward.list == trained.reward.list
-    ours, theirs = config.actor_rollout_ref.rollout, trained.actor_rollout_ref.rollout
-    assert (ours.sampling_kwargs, ours.val_kwargs) == (theirs.sampling_kwargs, theirs.val_kwargs)
+    rollout, expected = config.actor_rollout_ref.rollout, trained.actor_rollout_ref.rollout
+    assert rollout.sampling_kwargs == expected.sampling_kwargs
+    assert rollout.val_kwargs == expected.val_kwargs
     assert config.trainer.seed == 11
 
 
-def test_verls_reward_names_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verls_reward_names_of_the_run_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flat = {
         "actor_rollout_ref.model.path": "m",
         "data.val_files": "v",

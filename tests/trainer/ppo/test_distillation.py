@@ -162,12 +162,12 @@ def test_two_ranks_of_a_teacher_match_one(tiny_dir: Path, tmp_path: Path, teache
     lines = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
-        own = ("placement=split", "trainer.n_gpus_per_node=3", "trainer.total_training_steps=1")
+        split = ("placement=split", "trainer.n_gpus_per_node=3", "trainer.total_training_steps=1")
         pools = (
             "resource_pool_spec.actor_rollout_ref_pool=[1]",
             f"resource_pool_spec.critic_pool=[{ranks}]",
         )
-        run(load_config(settings(tiny_dir, folder, teacher, *own, *pools)))
+        run(load_config(settings(tiny_dir, folder, teacher, *split, *pools)))
         (line,) = numbers(folder)
         lines.append(line)
     for name in (KL, "actor/pg_loss", "actor/grad_norm", "critic/advantages/max"):

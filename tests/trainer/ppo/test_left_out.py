@@ -28,13 +28,13 @@ def finished(*reasons: str) -> DataProto:
 def test_only_the_returned_mask_of_truncated_samples_changes() -> None:
     batch = finished(*REASONS)
     before = batch.batch["response_mask"].clone()
-    kept, metrics = without_truncated(batch)
+    masked, metrics = without_truncated(batch)
 
     assert metrics == {"response/truncated_ratio": 0.25}
     assert batch.batch["response_mask"].equal(before)
-    assert kept.batch["response_mask"][KEPT].equal(before[KEPT])
-    assert not kept.batch["response_mask"][[2, 5]].any()
-    assert kept.batch["advantages"] is batch.batch["advantages"]
+    assert masked.batch["response_mask"][KEPT].equal(before[KEPT])
+    assert not masked.batch["response_mask"][[2, 5]].any()
+    assert masked.batch["advantages"] is batch.batch["advantages"]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
@@ -58,10 +58,10 @@ def update(tiny_dir: Path, batch: DataProto, mode: str, rows: int) -> dict[str, 
 
 
 def test_a_truncated_batch_has_no_loss(tiny_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept, metrics = without_truncated(finished("length", "length"))
+    masked, metrics = without_truncated(finished("length", "length"))
     assert metrics == {"response/truncated_ratio": 1.0}
     assert "all 2 samples of this step were truncated" in caplog.text
-    metrics = update(tiny_dir, kept, "token-mean", 8)
+    metrics = update(tiny_dir, masked, "token-mean", 8)
     assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0.0
 
 

@@ -68,7 +68,7 @@ def test_the_metrics_equal_their_definitions():
     assert metrics_of(columns()) == pytest.approx(expected, rel=1e-9)
 
 
-def test_parts_add_up_to_the_whole_and_nothing_is_read_outside_the_mask():
+def test_chunks_add_up_and_only_tokens_inside_the_mask_count():
     rollout, trained, mask = columns()
     parts = [(rollout[a:b], trained[a:b], mask[a:b]) for a, b in ((0, 1), (1, 5), (5, 13))]
     assert metrics_of(*parts) == pytest.approx(metrics_of(columns()))
@@ -112,10 +112,10 @@ class Probe(PPOTrainer):
         generate = self.rollouts.generate
 
         def truncated(batch, **settings):
-            made = generate(batch, **settings)
+            samples = generate(batch, **settings)
             if "top_k" not in settings:
-                made.batch["rollout_log_probs"] += 0.3 * made.batch["response_mask"]
-            return made
+                samples.batch["rollout_log_probs"] += 0.3 * samples.batch["response_mask"]
+            return samples
 
         self.rollouts.generate = truncated
         Probe.verdicts.append(self_test(self, prompts)[0])

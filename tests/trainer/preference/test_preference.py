@@ -1,8 +1,7 @@
-"""Preference training of the tiny model: learning, checkpoints, resuming and errors."""
+"""Preference training of the tiny model: learning, checkpoints, resumes and errors."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.runs import numbers
+from tests.integration.runs import numbers, overrides_on_rows, write_jsonl
 from trainer import run
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import LMRow
@@ -31,33 +30,22 @@ VAL = [{"prompt": "say k", "chosen": "ab", "rejected": "d"}, PAIRS[0]]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("rows")
-    found = {}
-    for name, rows in (("train", PAIRS), ("val", VAL)):
-        found[name] = folder / f"{name}.jsonl"
-        found[name].write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return found
+    return {
+        "train": write_jsonl(folder / "train.jsonl", PAIRS),
+        "val": write_jsonl(folder / "val.jsonl", VAL),
+    }
 
 
 def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str) -> list[str]:
-    return [
-        f"model.path={tiny_dir}/model",
-        f"data.train_files={files['train']}",
-        f"trainer.default_local_dir={folder}",
-        "data.train_batch_size=5",
-        "data.max_length=32",
-        "optim.lr=1e-3",
-        "trainer.total_training_steps=4",
-        "trainer.backend=local",
-        "trainer.logger=[]",
-        *more,
-    ]
+    short = ("data.train_batch_size=5", "trainer.total_training_steps=4")
+    return overrides_on_rows(tiny_dir, {"train": files["train"]}, folder, *short, *more)
 
 
 def validating(files: dict[str, Path]) -> list[str]:
     return [f"data.val_files={files['val']}", "trainer.test_freq=2"]
 
 
-SAVING = ("trainer.save_freq=2", "checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+EXPORT = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
 
 def trained(*settings: str) -> list[dict[str, float]]:
@@ -70,7 +58,9 @@ def trained(*settings: str) -> list[dict[str, float]]:
 def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of DPO: two epochs of ten pairs, five per step."""
     folder = tmp_path_factory.mktemp("whole")
-    trained(*settings_of(tiny_dir, files, folder, *validating(files), *SAVING))
+    trained(
+        *settings_of(tiny_dir, files, folder, *validating(files), "trainer.save_freq=2", EXPORT)
+    )
     return folder
 
 
@@ -84,8 +74,8 @@ def log_probs_by_hand(model_folder: Path, rows: list[LMRow]) -> list[float]:
         ids = torch.from_numpy(row.ids)
         with torch.no_grad():
             log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        own = log_probs.gather(-1, ids[1:, None])[:, 0]
-        sums.append(float(own[torch.from_numpy(row.in_loss[1:])].double().sum()))
+        chosen = log_probs.gather(-1, ids[1:, None])[:, 0]
+        sums.append(float(chosen[torch.from_numpy(row.in_loss[1:])].double().sum()))
     return sums
 
 
@@ -101,12 +91,14 @@ def test_pairs_are_learned(whole: Path) -> None:
     assert steps[0]["train/lengths/rejected"] == 3
 
 
-def test_validation_is_by_hand(whole: Path, tiny_dir: Path, files: dict[str, Path]) -> None:
+def test_validation_metrics_equal_a_computation_by_hand(
+    whole: Path, tiny_dir: Path, files: dict[str, Path]
+) -> None:
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
     pairs = read_pairs("data.val_files", str(files["val"]), tokenizer, 32)
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     before = log_probs_by_hand(tiny_dir / "model", sides)
-    after = log_probs_by_hand(whole / "global_step_4" / "preference" / "huggingface", sides)
+    after = log_probs_by_hand(whole / "model", sides)
     ratios = [new - old for new, old in zip(after, before, strict=True)]
     gaps = [0.1 * (ratios[0] - ratios[1]), 0.1 * (ratios[2] - ratios[3])]
 
@@ -121,31 +113,23 @@ def test_validation_is_by_hand(whole: Path, tiny_dir: Path, files: dict[str, Pat
 
 
 def resuming(settings: list[str], start: Path) -> list[str]:
-    kept = [key for key in settings if "save_" not in key]
-    return [*kept, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
+    unsaved = [key for key in settings if "save_" not in key]
+    return [*unsaved, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_resumed_run_writes_the_same_numbers(
-    is_kept: bool, whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("has_table", [True, False])
+def test_a_resumed_run_repeats_the_numbers(
+    has_table: bool, whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     start = whole / "global_step_2"
-    if not is_kept:
+    if not has_table:
         shutil.copytree(start, tmp_path / "elsewhere" / start.name)
         start = tmp_path / "elsewhere" / start.name
     settings = settings_of(tiny_dir, files, tmp_path / "again", *validating(files))
     again = trained(*resuming(settings, start))
     assert again == [line for line in numbers(whole) if line["step"] > 2]
     events = (tmp_path / "again" / "timeline.json").read_text(encoding="utf-8")
-    assert ("compute_ref_log_prob" in events) is not is_kept
-
-
-@pytest.fixture(scope="module")
-def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the same pairs in another order."""
-    file = tmp_path_factory.mktemp("turned") / "train.jsonl"
-    file.write_text("\n".join(map(json.dumps, PAIRS[::-1])), encoding="utf-8")
-    return file
+    assert ("compute_ref_log_prob" in events) is not has_table
 
 
 @pytest.fixture(scope="module")
@@ -162,37 +146,44 @@ def other_model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_new_rows_are_noticed(whole: Path, tiny_dir: Path, turned: Path, tmp_path: Path) -> None:
-    settings = settings_of(tiny_dir, {"train": turned}, tmp_path / "again")
+def first_step(whole: Path, folder: Path, settings: list[str]) -> dict[str, float]:
+    """Run a step in a new folder that has the reference's log-probs of `whole`."""
+    folder.mkdir()
+    shutil.copy(whole / FILE, folder / FILE)
+    return trained(*settings, "trainer.total_training_steps=1")[0]
+
+
+def test_changed_rows_are_rejected_by_a_resume_and_scored_by_a_new_run(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    reordered = {"train": write_jsonl(tmp_path / "train.jsonl", PAIRS[::-1])}
+    settings = settings_of(tiny_dir, reordered, tmp_path / "resumed")
     with pytest.raises(CheckpointError, match=r"rows of data.train_files have changed"):
         trained(*resuming(settings, whole / "global_step_2"))
 
-    (tmp_path / "anew").mkdir()
-    shutil.copy(whole / FILE, tmp_path / "anew" / FILE)
-    first = trained(*settings_of(tiny_dir, {"train": turned}, tmp_path / "anew"))[0]
+    new = tmp_path / "new"
+    first = first_step(whole, new, settings_of(tiny_dir, reordered, new))
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_other_weights_are_refused_by_a_resume_and_computed_by_a_start(
+def test_other_weights_are_rejected_by_a_resume_and_used_by_a_new_run(
     whole: Path, tiny_dir: Path, other_model: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     other = f"ref.model.path={other_model}"
-    settings = settings_of(tiny_dir, files, tmp_path / "again", other)
+    settings = settings_of(tiny_dir, files, tmp_path / "resumed", other)
     with pytest.raises(CheckpointError, match=r"weights or model.compute_dtype have changed"):
         trained(*resuming(settings, whole / "global_step_2"))
 
-    (tmp_path / "anew").mkdir()
-    shutil.copy(whole / FILE, tmp_path / "anew" / FILE)
-    first = trained(*settings_of(tiny_dir, files, tmp_path / "anew", other))[0]
+    new = tmp_path / "new"
+    first = first_step(whole, new, settings_of(tiny_dir, files, new, other))
     assert abs(first["train/kl/row"]) > 0.01
 
 
-def test_other_validation_rows_get_a_reference_from_before_training(
+def test_other_validation_rows_are_scored_by_the_initial_weights(
     whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    turned = tmp_path / "turned.jsonl"
-    turned.write_text("\n".join(map(json.dumps, VAL[::-1])), encoding="utf-8")
-    settings = settings_of(tiny_dir, files, tmp_path / "again", *validating({"val": turned}))
+    reordered = {"val": write_jsonl(tmp_path / "val.jsonl", VAL[::-1])}
+    settings = settings_of(tiny_dir, files, tmp_path / "again", *validating(reordered))
     last = trained(*resuming(settings, whole / "global_step_2"))[-1]
     expected = {name: x for name, x in numbers(whole)[-1].items() if name.startswith("val/")}
     assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-5)
@@ -205,19 +196,19 @@ def test_a_damaged_file_is_named(tiny_dir: Path, files: dict[str, Path], tmp_pat
 
 
 def test_two_ranks_match_one(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
-    more = ("loss=kto", "trainer.total_training_steps=2", *validating(files))
-    alone = trained(*settings_of(tiny_dir, files, tmp_path / "one", *more))
+    more = ("loss=kto", "trainer.total_training_steps=1", *validating(files))
+    by_one = trained(*settings_of(tiny_dir, files, tmp_path / "one", *more))
     settings = settings_of(tiny_dir, files, tmp_path / "two", *more)
-    both = trained(*settings, "trainer.n_gpus_per_node=2")
-    for own, expected in zip(both, alone, strict=True):
-        assert own == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    by_two = trained(*settings, "trainer.n_gpus_per_node=2")
+    for metrics, expected in zip(by_two, by_one, strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("loss", ["hinge", "orpo", "kto"])
 def test_every_loss_learns(
     loss: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    more = (f"loss={loss}", "trainer.total_training_steps=6", "data.train_batch_size=10")
+    more = (f"loss={loss}", "trainer.total_training_steps=3", "data.train_batch_size=10")
     beta = () if loss == "orpo" else ("beta=1",)
     steps = trained(*settings_of(tiny_dir, files, tmp_path, *more, *beta))
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
@@ -226,8 +217,10 @@ def test_every_loss_learns(
     assert (tmp_path / FILE).exists() == (loss != "orpo")
 
 
-def test_no_reference_no_table(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
-    more = ("reference_free=true", *validating(files))
+def test_without_a_reference_no_table_is_written(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("reference_free=true", "trainer.total_training_steps=2", *validating(files))
     steps = trained(*settings_of(tiny_dir, files, tmp_path, *more))
     assert not (tmp_path / FILE).exists()
     assert "train/kl/row" not in steps[-1]
@@ -238,28 +231,26 @@ def test_no_reference_no_table(tiny_dir: Path, files: dict[str, Path], tmp_path:
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
-def test_margins_of_pairs_are_in_the_loss_or_said_to_be_left_out(
+def test_margins_are_in_the_loss_or_get_a_notice(
     loss: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = {"train": tmp_path / "train.jsonl", "val": tmp_path / "val.jsonl"}
-    for file in files.values():
-        rows = [row | {"margin": 1.5} for row in PAIRS]
-        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    more = (f"loss={loss}", *validating(files))
+    rows = write_jsonl(tmp_path / "rows.jsonl", [row | {"margin": 1.5} for row in PAIRS])
+    files = {"train": rows, "val": rows}
+    more = (f"loss={loss}", "trainer.total_training_steps=1", *validating(files))
     with caplog.at_level(logging.INFO):
         steps = trained(*settings_of(tiny_dir, files, tmp_path / "run", *more))
-    said = "loss=ipo does not read the margins of pairs"
+    notice = "loss=ipo does not read the margins of pairs"
     if loss == "ipo":
-        assert caplog.text.count(f"data.train_files: {said}") == 1
+        assert caplog.text.count(f"data.train_files: {notice}") == 1
         return
-    assert said not in caplog.text
+    assert notice not in caplog.text
     expected = pytest.approx(math.log1p(math.exp(1.5)), abs=1e-5)
     first, before = (next(x[y] for x in steps if y in x) for y in ("train/loss", "val/loss"))
     assert (first, before) == (expected, expected)
 
 
 @pytest.mark.parametrize(("loss", "text_after_eos"), [("dpo", "keep"), ("kto", "cut")])
-def test_what_a_template_writes_after_the_end_is_kept_or_cut(
+def test_text_after_the_end_token_is_kept_or_cut(
     loss: str, text_after_eos: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
@@ -267,53 +258,61 @@ def test_what_a_template_writes_after_the_end_is_kept_or_cut(
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos> {% endif %}"
         "{% endfor %}"
     )
-    asked = [{"role": "user", "content": "say a"}]
-    rows = [{"prompt": asked, "chosen": said(f"ab{x}"), "rejected": said("cd")} for x in "efgh"]
-    file = tmp_path / "chats.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    prompt = [{"role": "user", "content": "say a"}]
+    rows = [
+        {"prompt": prompt, "chosen": assistant(f"ab{x}"), "rejected": assistant("cd")}
+        for x in "efgh"
+    ]
+    file = write_jsonl(tmp_path / "chats.jsonl", rows)
     more = (f"loss={loss}", f"data.text_after_eos={text_after_eos}")
     config = load_config(settings_of(tiny_dir, {"train": file}, tmp_path, *more), DPO)
     with caplog.at_level(logging.INFO):
-        found = PreferenceTrainer.read_rows(config, "data.train_files", str(file), tokenizer)
+        encoded = PreferenceTrainer.read_rows(config, "data.train_files", str(file), tokenizer)
     tail = "<eos> " if text_after_eos == "keep" else "<eos>"
-    for side in both_sides(found):
+    for side in both_sides(encoded):
         assert tokenizer.decode(side.ids[side.in_loss]).endswith(tail)
         assert tokenizer.decode(side.ids).endswith(tail)
-    what = (
-        "stays in the loss. Set data.text_after_eos=cut"
-        if text_after_eos == "keep"
-        else "is removed"
-    )
+    is_kept = text_after_eos == "keep"
+    effect = "stays in the loss. Set data.text_after_eos=cut" if is_kept else "is removed"
     num_rows = 4 if loss == "dpo" else 8
-    assert (
-        caplog.text.count(f"{num_rows} rows have whitespace after the end token, which {what}") == 1
-    )
+    notice = f"{num_rows} rows have whitespace after the end token, which {effect}"
+    assert caplog.text.count(notice) == 1
 
 
-def said(text: str) -> list[dict[str, str]]:
+def assistant(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-def test_kl_of_mismatched_rows(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
-    more = ("loss=kto", "trainer.total_training_steps=3", "data.train_batch_size=20", *SAVING)
-    last = trained(*settings_of(tiny_dir, files, tmp_path, *more))[-1]
+def test_the_kl_of_mismatched_rows_equals_a_computation_by_hand(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("loss=kto", "trainer.total_training_steps=2", "data.train_batch_size=20")
+    saving = ("trainer.save_freq=1", EXPORT)
+    last = trained(*settings_of(tiny_dir, files, tmp_path, *more, *saving))[-1]
 
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
     rows = read_labeled("data.train_files", str(files["train"]), tokenizer, 32, 1)
     responses = [row.mismatched for row in rows]
-    model = tmp_path / "global_step_2" / "preference" / "huggingface"
+    model = tmp_path / "global_step_1" / "preference" / "huggingface"
     before, after = (log_probs_by_hand(folder, responses) for folder in (tiny_dir / "model", model))
     ratios = [new - old for new, old in zip(after, before, strict=True)]
     assert last["train/kl/mismatched"] == pytest.approx(max(0, sum(ratios) / 20), abs=1e-4)
     assert last["train/desirable"] == 0.5
 
 
-def test_own_reference_has_a_role(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
-    alone = trained(*settings_of(tiny_dir, files, tmp_path / "alone"))
-    apart = [f"ref.model.path={tiny_dir}/model", "placement=split", "trainer.n_gpus_per_node=2"]
-    assert trained(*settings_of(tiny_dir, files, tmp_path / "apart", *apart)) == alone
-    placed = (tmp_path / "apart" / "placement.txt").read_text(encoding="utf-8")
-    assert "ref_pool" in placed
+def test_a_separate_reference_has_its_own_role(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    separate = [f"ref.model.path={tiny_dir}/model", "placement=split", "trainer.n_gpus_per_node=2"]
+    short = "trainer.total_training_steps=2"
+    steps = trained(*settings_of(tiny_dir, files, tmp_path, *separate, short))
+    expected = [
+        {name: value for name, value in line.items() if not name.startswith("val/")}
+        for line in numbers(whole)
+        if line["step"] in (1, 2)
+    ]
+    assert steps == expected
+    assert "ref_pool" in (tmp_path / "placement.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -352,35 +351,37 @@ def test_a_key_that_the_loss_does_not_read_has_no_effect(
         ),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(
+def test_settings_that_cannot_work_are_rejected(
     settings: list[str], problem: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_config(settings_of(tiny_dir, files, tmp_path, *settings), DPO)
 
 
-def test_a_loss_of_ones_own_says_what_it_reads(
+def test_the_parameters_of_a_users_loss_say_what_it_reads(
     tiny_dir: Path, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "my_preference_losses.py"
     module.write_text(
         "def closer(log_probs, beta): return beta * (log_probs[:, 1] - log_probs[:, 0])\n"
         "def wrong(log_probs, temperature): return log_probs[:, 0]\n"
-        "def alone(log_probs, desirable): return log_probs\n",
+        "def unpaired(log_probs, desirable): return log_probs\n",
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    steps = trained(
-        *settings_of(tiny_dir, files, tmp_path / "run", "loss=my_preference_losses.closer")
-    )
-    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    closer = ("loss=my_preference_losses.closer", "data.train_batch_size=10")
+    short = "trainer.total_training_steps=2"
+    first, last = trained(*settings_of(tiny_dir, files, tmp_path / "run", *closer, short))
+    assert last["train/loss"] < first["train/loss"]
     with pytest.raises(ConfigError, match=r"unknown parameter 'temperature'"):
         load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.wrong"), DPO)
     with pytest.raises(ConfigError, match=r"'desirable' but not 'ref_log_probs'"):
-        load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.alone"), DPO)
+        load_config(
+            settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.unpaired"), DPO
+        )
 
 
-def test_one_label_in_a_step_leaves_out_the_other() -> None:
+def test_a_step_with_one_label_shows_no_metrics_of_the_other() -> None:
     from trainer.preference.step import shown
 
     metrics: dict[str, Any] = {f"train/rewards/{x}": 1.0 for x in ("chosen", "rejected", "margin")}

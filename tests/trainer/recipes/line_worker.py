@@ -1,4 +1,4 @@
-"""The toy worker of the regression: a student that learns a line, and its teacher."""
+"""The toy worker of the regression recipe, for the student and for the teacher."""
 
 from pathlib import Path
 from typing import Any

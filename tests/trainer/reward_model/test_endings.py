@@ -1,4 +1,4 @@
-"""Pairs end as samples do: with a stop token, and nothing after it."""
+"""Pairs end like samples: with a stop token, and nothing after it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from trainer.data.pairs import PairRow, read_pairs
 from trainer.reward_model.step import end_as_samples_do
 
-ASKED = {"role": "user", "content": "say a"}
+QUESTION = {"role": "user", "content": "say a"}
 TEXTS = {"prompt": "say a", "chosen": "aa", "rejected": "bb"}
 
 
-def with_ending(tokenizer: Any, written: str) -> Any:
+def with_ending(tokenizer: Any, ending: str) -> Any:
     """Return the tokenizer with a template that writes this after an assistant's text."""
     changed = copy.deepcopy(tokenizer)
-    own = "{{ message.content }}"
-    said = f"{own}{{{{ '{written}' if message.role == 'assistant' else '' }}}}"
-    changed.chat_template = tokenizer.chat_template.replace(own, said)
+    content = "{{ message.content }}"
+    ended = f"{content}{{{{ '{ending}' if message.role == 'assistant' else '' }}}}"
+    changed.chat_template = tokenizer.chat_template.replace(content, ended)
     return changed
 
 
@@ -34,7 +34,7 @@ def read(tokenizer: Any, tiny_dir: Path, file: Path, row: dict[str, Any], length
 
 def chats() -> dict[str, Any]:
     return {
-        side: [ASKED, {"role": "assistant", "content": text}]
+        side: [QUESTION, {"role": "assistant", "content": text}]
         for side, text in (("chosen", "aa"), ("rejected", "bb"))
     }
 
@@ -44,7 +44,7 @@ def ends(rows: list[PairRow], tokenizer: Any) -> list[str]:
     return [tokenizer.decode(side.ids[side.in_loss]) for side in sides]
 
 
-def test_blanks_after_the_stop_token_are_left_out(
+def test_whitespace_after_the_stop_token_is_removed(
     tokenizer: Any, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     changed = with_ending(tokenizer, r"<eos>\n")
@@ -55,7 +55,7 @@ def test_blanks_after_the_stop_token_are_left_out(
     assert "stop token" not in caplog.text
 
 
-def test_a_template_without_a_stop_token_is_warned_of(
+def test_a_template_without_a_stop_token_gets_a_warning(
     tokenizer: Any, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="trainer"):
@@ -64,7 +64,7 @@ def test_a_template_without_a_stop_token_is_warned_of(
     assert "2 of 2 responses do not end with a stop token (<eos>)" in caplog.text
 
 
-def test_sides_that_the_limit_cut_are_not_counted(
+def test_truncated_sides_are_not_counted(
     tokenizer: Any, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     read(tokenizer, tiny_dir, tmp_path / "pairs.jsonl", TEXTS, length=7)

@@ -1,15 +1,14 @@
-"""A reward model of the tiny model: learning, evaluation, checkpoints, resuming and errors."""
+"""A reward model of the tiny model: learning, evaluation, resumes and errors."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.runs import numbers, overrides
+from tests.integration.runs import numbers, overrides, overrides_on_rows, write_jsonl
 from trainer import run
 from trainer.config.compose import load_config
 from trainer.data.pairs import read_pairs
@@ -32,46 +31,29 @@ def letters(number: int, seed: int) -> list[dict[str, object]]:
     return rows
 
 
-def written(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return path
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pairs")
     with_margin = [row | {"margin": 0.5 * (n % 3)} for n, row in enumerate(letters(7, 1))]
     return {
-        "train": written(folder / "train.jsonl", letters(10, 0)),
-        "val": written(folder / "val.jsonl", with_margin),
+        "train": write_jsonl(folder / "train.jsonl", letters(10, 0)),
+        "val": write_jsonl(folder / "val.jsonl", with_margin),
     }
 
 
 def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str) -> list[str]:
-    return [
-        f"model.path={tiny_dir}/model",
-        f"data.train_files={files['train']}",
-        f"data.val_files={files['val']}",
-        f"trainer.default_local_dir={folder}",
-        "data.train_batch_size=4",
-        "data.max_length=32",
-        "optim.lr=3e-3",
-        "center_coef=0.01",
-        "trainer.total_epochs=2",
-        "trainer.test_freq=5",
-        "trainer.save_freq=3",
-        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        "trainer.backend=local",
-        "trainer.logger=[]",
-        *more,
-    ]
+    short = ("data.train_batch_size=4", "trainer.total_epochs=2", "trainer.test_freq=5")
+    learning = ("optim.lr=3e-3", "center_coef=0.01")
+    return overrides_on_rows(tiny_dir, files, folder, *short, *learning, *more)
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two epochs of ten pairs, four per step."""
     folder = tmp_path_factory.mktemp("whole")
-    run(load_config(settings_of(tiny_dir, files, folder), REWARD_MODEL))
+    saving = ("trainer.save_freq=3", "checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+    result = run(load_config(settings_of(tiny_dir, files, folder, *saving), REWARD_MODEL))
+    assert result.model_folder == folder / "model"
     return folder
 
 
@@ -83,11 +65,12 @@ def test_the_loss_falls_and_every_pair_is_trained(whole: Path) -> None:
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
 
 
-def test_evaluation_equals_brute_force(whole: Path, tiny_dir: Path, files: dict[str, Path]) -> None:
+def test_validation_metrics_equal_brute_force(
+    whole: Path, tiny_dir: Path, files: dict[str, Path]
+) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    folder = whole / "global_step_5" / "reward_model" / "huggingface"
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     pairs = read_pairs("data.val_files", str(files["val"]), tokenizer, 32)
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
@@ -106,17 +89,18 @@ def test_evaluation_equals_brute_force(whole: Path, tiny_dir: Path, files: dict[
     assert last["val-aux/rm/margin"] == pytest.approx(margin, abs=1e-5)
 
 
-def test_a_resumed_run_writes_the_same_numbers(
+def test_a_resumed_run_repeats_the_numbers(
     whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     start = f"trainer.resume_from_path={whole}/global_step_3"
-    more = ("trainer.resume_mode=resume_path", start, "trainer.save_freq=-1")
-    again = [key for key in settings_of(tiny_dir, files, tmp_path) if "save_" not in key]
-    run(load_config([*again, *more], REWARD_MODEL))
+    settings = settings_of(tiny_dir, files, tmp_path, "trainer.resume_mode=resume_path", start)
+    run(load_config(settings, REWARD_MODEL))
     assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
 
 
-def test_ppo_takes_the_folder_for_both_roles(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_ppo_uses_the_model_as_reward_model_and_critic(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
     folder = whole / "global_step_5" / "reward_model" / "huggingface"
     more = [
         "reward.model.enable=true",
@@ -132,10 +116,10 @@ def test_ppo_takes_the_folder_for_both_roles(whole: Path, tiny_dir: Path, tmp_pa
     run(load_config(overrides(tiny_dir, tmp_path, *more), PPO))
     step = numbers(tmp_path)[0]
     assert step["critic/score/max"] != step["critic/score/min"]
-    assert step["critic/values/max"] != step["critic/values/min"]  # of zeros they would be equal
+    assert step["critic/values/max"] != step["critic/values/min"]  # values of zeros would be equal
 
 
-def test_a_bad_pair_is_refused_before_a_process_starts(
+def test_a_bad_pair_is_rejected_before_a_process_starts(
     tiny_dir: Path,
     files: dict[str, Path],
     tmp_path: Path,
@@ -144,7 +128,7 @@ def test_a_bad_pair_is_refused_before_a_process_starts(
 ) -> None:
     monkeypatch.setattr("trainer.launch.WorkerGroups", None)
     row: dict[str, object] = {"prompt": "say a", "chosen": "a"}
-    bad = files | {"train": written(tmp_path / "bad.jsonl", [*letters(1, 0), row])}
+    bad = files | {"train": write_jsonl(tmp_path / "bad.jsonl", [*letters(1, 0), row])}
     settings = settings_of(tiny_dir, bad, tmp_path / "run")
     with pytest.raises(
         ConfigError, match="bad.jsonl, line 2: .*it has no 'rejected'.*on_bad_row=skip"

@@ -1,8 +1,7 @@
-"""Supervised fine-tuning of the tiny model: learning, checkpoints, resuming and errors."""
+"""Supervised fine-tuning of the tiny model: learning, checkpoints, resumes and errors."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.runs import numbers
+from tests.integration.runs import numbers, overrides_on_rows, write_jsonl
 from trainer import run
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import encode_lm_row
@@ -34,41 +33,26 @@ CHATS = [
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("rows")
-    found = {}
-    for name, rows in (("train", ROWS), ("val", CHATS)):
-        found[name] = folder / f"{name}.jsonl"
-        found[name].write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return found
+    return {
+        "train": write_jsonl(folder / "train.jsonl", ROWS),
+        "val": write_jsonl(folder / "val.jsonl", CHATS),
+    }
+
+
+SAVING = ("trainer.save_freq=3", "checkpoint.save_contents=[model,optimizer,extra,hf_model]")
 
 
 def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str) -> list[str]:
-    return [
-        f"model.path={tiny_dir}/model",
-        f"data.train_files={files['train']}",
-        f"data.val_files={files['val']}",
-        f"trainer.default_local_dir={folder}",
-        "data.train_batch_size=4",
-        "data.max_length=32",
-        "optim.lr=1e-3",
-        "trainer.total_epochs=2",
-        "trainer.test_freq=5",
-        "trainer.save_freq=3",
-        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        "trainer.backend=local",
-        "trainer.logger=[]",
-        *more,
-    ]
-
-
-def kept_settings(settings: list[str], *dropped: str) -> list[str]:
-    return [key for key in settings if not key.startswith(dropped)]
+    short = ("data.train_batch_size=4", "trainer.total_epochs=2", "trainer.test_freq=5")
+    return overrides_on_rows(tiny_dir, files, folder, *short, *more)
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two epochs of ten rows, four per step."""
     folder = tmp_path_factory.mktemp("whole")
-    run(load_config(settings_of(tiny_dir, files, folder), SFT))
+    result = run(load_config(settings_of(tiny_dir, files, folder, *SAVING), SFT))
+    assert result.model_folder == folder / "model"
     return folder
 
 
@@ -84,8 +68,8 @@ def loss_by_hand(model_folder: Path, rows: list[dict[str, object]], tokenizer_of
         ids = torch.from_numpy(encoded.ids)
         with torch.no_grad():
             log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        own = -log_probs.gather(-1, ids[1:, None])[:, 0]
-        losses += own[torch.from_numpy(encoded.in_loss[1:])].tolist()
+        surprise = -log_probs.gather(-1, ids[1:, None])[:, 0]
+        losses += surprise[torch.from_numpy(encoded.in_loss[1:])].tolist()
     return math.fsum(losses) / len(losses)
 
 
@@ -97,71 +81,78 @@ def test_the_loss_falls_and_every_row_is_trained(whole: Path) -> None:
     assert [line["training/epoch"] for line in steps] == [0, 0, 1, 1, 1]
 
 
-def test_the_validation_loss_is_that_of_the_exported_model(whole: Path, tiny_dir: Path) -> None:
+def test_the_validation_loss_equals_the_exported_models_loss(whole: Path, tiny_dir: Path) -> None:
     losses = [line["val/loss"] for line in numbers(whole) if "val/loss" in line]
     before = loss_by_hand(tiny_dir / "model", CHATS, tiny_dir / "model")
-    exported = whole / "global_step_5" / "sft" / "huggingface"
-    after = loss_by_hand(exported, CHATS, tiny_dir / "model")
-    assert losses == pytest.approx([before, after], abs=1e-5)
+    for exported in ("global_step_5/sft/huggingface", "model"):
+        after = loss_by_hand(whole / exported, CHATS, tiny_dir / "model")
+        assert losses == pytest.approx([before, after], abs=1e-5)
 
 
-def test_a_resumed_run_writes_the_same_numbers(
+def resumed(whole: Path, settings: list[str]) -> list[dict[str, float]]:
+    """Run these settings from step 3 of `whole`, and return the numbers."""
+    start = f"trainer.resume_from_path={whole}/global_step_3"
+    config = load_config([*settings, "trainer.resume_mode=resume_path", start], SFT)
+    run(config)
+    return numbers(Path(config.trainer.default_local_dir))
+
+
+def test_a_resumed_run_repeats_the_numbers(
     whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    start = f"trainer.resume_from_path={whole}/global_step_3"
-    more = ("trainer.resume_mode=resume_path", start, "trainer.save_freq=-1")
-    again = kept_settings(settings_of(tiny_dir, files, tmp_path), "trainer.save_", "checkpoint.")
-    run(load_config([*again, *more], SFT))
-    assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
+    expected = [line for line in numbers(whole) if line["step"] > 3]
+    assert resumed(whole, settings_of(tiny_dir, files, tmp_path)) == expected
 
 
-def test_too_long_rows_fail(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
+def test_rows_too_long_for_a_pass_are_rejected(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
     settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=31")
-    with pytest.raises(ConfigError, match=r"max_length=32 .*max_token_len_per_gpu=31"):
+    with pytest.raises(ConfigError, match=r"max_length=32: .*max_token_len_per_gpu=31"):
         load_config(settings, SFT)
-    by_default = kept_settings(settings, "data.max_length")
-    with pytest.raises(ConfigError, match=r"max_length=null, at most 1024 tokens .*_gpu=31"):
-        load_config(by_default, SFT)
+    settings.remove("data.max_length=32")
+    with pytest.raises(ConfigError, match=r"max_length=null: .* up to 1024 tokens .*_gpu=31"):
+        load_config(settings, SFT)
 
 
-def test_adapters_are_exported(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_are_exported_and_resumed(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
     lora = ("model.lora_rank=4", "optim.lr=1e-2")
-    run(load_config(settings_of(tiny_dir, files, tmp_path / "whole", *lora), SFT))
-    lines = numbers(tmp_path / "whole")
+    whole = tmp_path / "whole"
+    run(load_config(settings_of(tiny_dir, files, whole, *SAVING, *lora), SFT))
+    lines = numbers(whole)
     before, after = [line["val/loss"] for line in lines if "val/loss" in line]
-    exported = tmp_path / "whole" / "global_step_5" / "sft" / "huggingface"
+    exported = whole / "global_step_5" / "sft" / "huggingface"
     assert loss_by_hand(exported, CHATS, tiny_dir / "model") == pytest.approx(after, abs=1e-4)
     assert after < before - 0.05
 
-    start = f"trainer.resume_from_path={tmp_path}/whole/global_step_3"
-    again = settings_of(tiny_dir, files, tmp_path / "again")
-    settings = kept_settings(again, "trainer.save_", "checkpoint.")
-    more = ("trainer.resume_mode=resume_path", start, "trainer.save_freq=-1", *lora)
-    run(load_config([*settings, *more], SFT))
-    assert numbers(tmp_path / "again") == [line for line in lines if line["step"] > 3]
+    settings = settings_of(tiny_dir, files, tmp_path / "again", *lora)
+    assert resumed(whole, settings) == [line for line in lines if line["step"] > 3]
 
 
-def test_loss_on_all_counts_all(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
-    dropped = ("data.val_files", "trainer.test_freq", "trainer.save_freq", "checkpoint.")
-    settings = kept_settings(settings_of(tiny_dir, files, tmp_path), *dropped)
-    more = ("data.loss_on=all", "trainer.total_training_steps=1")
-    run(load_config([*kept_settings(settings, "trainer.total_epochs"), *more], SFT))
+def test_all_tokens_can_be_in_the_loss(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("data.train_batch_size=4", "data.loss_on=all", "trainer.total_training_steps=1")
+    train = {"train": files["train"]}
+    run(load_config(overrides_on_rows(tiny_dir, train, tmp_path, *more), SFT))
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
-    row = encode_lm_row(ROWS[0], tokenizer)  # all have as many tokens
+    row = encode_lm_row(ROWS[0], tokenizer)  # all rows have as many tokens
     assert numbers(tmp_path)[0]["train/num_tokens"] == 4 * (len(row.ids) - 1)
 
 
 @pytest.mark.parametrize(
     ("key", "problem"),
     [
-        ("data.max_length=513", r"data\.max_length=513 .* has 512 positions\. Lower it by 1\."),
+        ("data.max_length=513", r"max_length=513: .* has 512 positions\. .*to 512 or less"),
         ("model.path=nowhere", r"model\.path=nowhere is not a Hugging Face model folder"),
         ("data.train_files={bad}", r"bad\.jsonl, line 1: 'response' is empty"),
         ("data.train_files={chat}", r"chat\.jsonl, line 1: 'messages' has no message"),
         ("data.train_files={other}", r"line 1: it has neither 'messages', .* columns: words"),
     ],
 )
-def test_a_dry_run_says_what_is_wrong_with_model_and_rows(
+def test_a_dry_run_finds_errors_in_model_and_rows(
     key: str, problem: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     rows = {
@@ -169,15 +160,13 @@ def test_a_dry_run_says_what_is_wrong_with_model_and_rows(
         "chat": {"messages": [{"role": "user", "content": "say a"}]},
         "other": {"words": "abc"},
     }
-    paths = {name: tmp_path / f"{name}.jsonl" for name in rows}
-    for name, row in rows.items():
-        paths[name].write_text(json.dumps(row), encoding="utf-8")
+    paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", [row]) for name, row in rows.items()}
     settings = settings_of(tiny_dir, files, tmp_path / "run", "trainer.dry_run=true")
     with pytest.raises(ConfigError, match=problem):
         run(load_config([*settings, key.format(**paths)], SFT))
 
 
-def test_random_weights_are_for_folders_without_any_and_asked_for_by_a_seed(
+def test_random_weights_need_a_seed_and_a_folder_without_weights(
     tiny_dir: Path, files: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_config(settings_of(tiny_dir, files, tmp_path, "model.random_init_seed=1"), SFT)
@@ -185,7 +174,7 @@ def test_random_weights_are_for_folders_without_any_and_asked_for_by_a_seed(
 
     without_weights = shutil.ignore_patterns("*.safetensors")
     shutil.copytree(tiny_dir / "model", tmp_path / "model", ignore=without_weights)
-    settings = settings_of(tmp_path, files, tmp_path / "run", "trainer.total_epochs=1")
+    settings = settings_of(tmp_path, files, tmp_path / "run", *SAVING, "trainer.total_epochs=1")
     with pytest.raises(ConfigError, match=r"model.path=.* no weights.*model.random_init_seed="):
         run(load_config(settings, SFT))
     run(load_config([*settings, "model.random_init_seed=1"], SFT))

@@ -13,10 +13,10 @@ from trainer.ppo.compute_advantage import columns_read, compute_advantage, named
 from verl_like.errors import BatchError
 from workers.losses import blocks
 
-EVERY_SETTING = [(name, given) for name in TWINS for given in SETTINGS.get(name, [{}])]
+EVERY_SETTING = [(name, settings) for name in TWINS for settings in SETTINGS.get(name, [{}])]
 
 
-def arguments_of(name, batch, given):
+def arguments_of(name, batch, settings):
     """Return the driver's arguments for an estimator, in the batch's own precision."""
     taken = inspect.signature(ADVANTAGE_ESTIMATORS[name]).parameters
     arguments = {key: batch.batch[key] for key in columns_read(name) if key in taken}
@@ -24,12 +24,13 @@ def arguments_of(name, batch, given):
         arguments["index"] = INDEX
     if "named_rewards" in taken:
         arguments["named_rewards"] = named_rewards(batch, NAMES).double()
-    if "truncated" in given:
-        given = given | {"truncated": torch.tensor(given["truncated"])}
-    return {"gamma": 1.0, "lam": 1.0} | arguments | given if name == "gae" else arguments | given
+    if "truncated" in settings:
+        settings = settings | {"truncated": torch.tensor(settings["truncated"])}
+    defaults = {"gamma": 1.0, "lam": 1.0} if name == "gae" else {}
+    return defaults | arguments | settings
 
 
-def case_of(batch, given):
+def case_of(batch, settings):
     columns = batch.batch
     return Case(
         rewards=columns["token_level_rewards"].tolist(),
@@ -40,7 +41,7 @@ def case_of(batch, given):
         step_ends=columns["step_ends"].tolist(),
         baselines=columns["reward_baselines"].tolist(),
         named=named_rewards(batch, NAMES).double().T.tolist(),
-        settings=given,
+        settings=settings,
     )
 
 
@@ -48,12 +49,12 @@ def test_every_estimator_has_a_twin():
     assert set(TWINS) == set(ADVANTAGE_ESTIMATORS)
 
 
-@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
-def test_every_estimator_equals_its_twin(columns, name, given):
+@pytest.mark.parametrize(("name", "settings"), EVERY_SETTING)
+def test_every_estimator_equals_its_twin(columns, name, settings):
     batch = whole_batch(*columns)
-    found = ADVANTAGE_ESTIMATORS[name](**arguments_of(name, batch, given))
-    for ours, plain in zip(found, TWINS[name](case_of(batch, given)), strict=True):
-        torch.testing.assert_close(ours, torch.tensor(plain, dtype=torch.float64))
+    results = ADVANTAGE_ESTIMATORS[name](**arguments_of(name, batch, settings))
+    for result, plain in zip(results, TWINS[name](case_of(batch, settings)), strict=True):
+        torch.testing.assert_close(result, torch.tensor(plain, dtype=torch.float64))
 
 
 def test_the_block_size_changes_no_optimal_token_baseline(columns, monkeypatch):
@@ -113,7 +114,7 @@ def test_nan_and_infinite_rewards_are_rejected_with_their_sample(columns, name, 
 
 @pytest.mark.parametrize("score", [0.1, 1 / 3, 1e6 + 0.1])
 @pytest.mark.parametrize(
-    "name", [name for name, found in ADVANTAGE_ESTIMATORS.items() if needs_groups(found)]
+    "name", [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if needs_groups(estimator)]
 )
 def test_groups_of_equal_scores_give_exactly_zero(name, score):
     mask = torch.ones(ROWS, WIDTH, dtype=torch.int64)

@@ -21,15 +21,15 @@ def spread(column, mask, wide, filling):
     return filling.clone().masked_scatter_(wide, column[mask])
 
 
-@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
-def test_gaps_change_no_advantage(name, given):
+@pytest.mark.parametrize(("name", "settings"), EVERY_SETTING)
+def test_gaps_change_no_advantage(name, settings):
     batch = compact_batch()
     mask = batch.batch["response_mask"]
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(ROWS, 2 * WIDTH, generator=generator).argsort(dim=-1).argsort(dim=-1)
     wide = order < mask.sum(dim=-1, keepdim=True)
 
-    arguments = arguments_of(name, batch, given)
+    arguments = arguments_of(name, batch, settings)
     with_gaps = {}
     for key, column in arguments.items():
         with_gaps[key] = column
@@ -39,21 +39,21 @@ def test_gaps_change_no_advantage(name, given):
             with_gaps[key] = spread(column, mask, wide, filling)
     with_gaps["response_mask"] = wide
 
-    found = ADVANTAGE_ESTIMATORS[name](**arguments)
-    for ours, compact in zip(ADVANTAGE_ESTIMATORS[name](**with_gaps), found, strict=True):
-        torch.testing.assert_close(ours[wide], compact[mask])
+    expected = ADVANTAGE_ESTIMATORS[name](**arguments)
+    for spaced, compact in zip(ADVANTAGE_ESTIMATORS[name](**with_gaps), expected, strict=True):
+        torch.testing.assert_close(spaced[wide], compact[mask])
 
 
-@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
-def test_observed_tokens_change_no_bit(columns, name, given):
+@pytest.mark.parametrize(("name", "settings"), EVERY_SETTING)
+def test_observed_tokens_change_no_bit(columns, name, settings):
     batch = whole_batch(*columns)
     outside = columns[2] == 0
     assert outside.any()
-    arguments = arguments_of(name, batch, given)
+    arguments = arguments_of(name, batch, settings)
     expected = ADVANTAGE_ESTIMATORS[name](**arguments)
     for garbage in (torch.nan, -torch.inf, 1e30):
         other = dict(arguments)
         for key in arguments.keys() & {"values", "old_log_probs", "sum_pi_squared"}:
             other[key] = arguments[key].masked_fill(outside, garbage)
-        for ours, own in zip(ADVANTAGE_ESTIMATORS[name](**other), expected, strict=True):
-            assert torch.equal(ours[~outside], own[~outside])
+        for result, clean in zip(ADVANTAGE_ESTIMATORS[name](**other), expected, strict=True):
+            assert torch.equal(result[~outside], clean[~outside])
