@@ -15,19 +15,19 @@ class OfRow(Environment):
     """The environment that the row names, so that tests share a process with the loaded code."""
 
     def reset(self, row, rng):
-        self.game = globals()[row["game"]](**row["settings"])
-        self.game.rng_seed = self.rng_seed
-        return self.game.reset(row, rng)
+        self.inner = globals()[row["class"]](**row["settings"])
+        self.inner.rng_seed = self.rng_seed
+        return self.inner.reset(row, rng)
 
     def step(self, text):
-        return self.game.step(text)
+        return self.inner.step(text)
 
 
 class OfRowForTwo(OfRow):
     players = ("white", "black")
 
     def step(self, text, player):
-        return self.game.step(text, player)
+        return self.inner.step(text, player)
 
 
 class Count(Environment):
@@ -355,8 +355,8 @@ class Duel(Environment):
         if self.both and len(white) != len(black):
             return {}
         if self.leaves:
-            alone = Turn("alone") if len(black) < 2 else TrajectoryEnd(1.0)
-            return {"black": alone} | ({"white": TrajectoryEnd(0.25)} if player == "white" else {})
+            reply = Turn("alone") if len(black) < 2 else TrajectoryEnd(1.0)
+            return {"black": reply} | ({"white": TrajectoryEnd(0.25)} if player == "white" else {})
         if len(black) < len(white) and not self.both:
             return {"black": Turn("your move", 0.5 * (len(white) > 1))}
         if len(black) == self.rounds:
@@ -382,7 +382,7 @@ class FailsOnce(Environment):
     def step(self, text, player):
         if player == "white" and not os.path.exists(self.mark):
             open(self.mark, "w").close()
-            raise ValueError("told to")
+            raise ValueError("failed once")
         return (
             {"black": Turn("go")}
             if player == "white"
@@ -391,7 +391,7 @@ class FailsOnce(Environment):
 
 
 class Stalls(Environment):
-    """Two players; answers the first one as the row says."""
+    """Two players; each row has another invalid reply to the first one."""
 
     players = ("white", "black")
 
@@ -400,5 +400,5 @@ class Stalls(Environment):
         return {"white": "go"}
 
     def step(self, text, player):
-        found = [{}, {"red": Turn("a")}, {"black": Turn("a", 1.0)}, Turn("a"), {"white": "a"}]
-        return found[self.number]
+        replies = [{}, {"red": Turn("a")}, {"black": Turn("a", 1.0)}, Turn("a"), {"white": "a"}]
+        return replies[self.number]

@@ -352,7 +352,7 @@ def test_a_task_of_harbor_is_played_by_a_shell(tmp_path: Path) -> None:
     assert not (tmp_path / "hello/environment/out.txt").exists()
 
 
-DOCKER = """#!{python}
+DOCKER = """#!{python} -IS
 import pathlib, shutil, subprocess, sys
 
 command, *words = sys.argv[1:]

@@ -146,6 +146,11 @@ def test_special_tokens_in_names_and_calls_of_tools_are_text() -> None:
             [TOOL],
             "leaves out the content of a message of the role 'tool', so it would",
         ),
+        (
+            ONLY_AFTER_CALLS.replace("<eos>", "").replace("{{ m.content }}", "{{ m.content }};"),
+            [TOOL],
+            "only after a call, and the end of a call is not known",
+        ),
         (CHAT_TEMPLATE, [TOOL], "does not write tools into the prompt.*'add'"),
     ],
 )
@@ -212,14 +217,6 @@ def test_a_row_of_calls_has_the_ids_of_the_whole_chat(calling_shape: Shape) -> N
     calls = [{"id": "call00000", "type": "function", "function": call}]
     messages += [{"role": "assistant", "content": "", "tool_calls": calls}, *observed]
     assert row == whole(tokenizer, messages, [TOOL])
-
-
-def test_a_template_whose_calls_have_no_end_is_rejected() -> None:
-    """The tokens between turns would be unknown."""
-    template = ONLY_AFTER_CALLS.replace("<eos>", "").replace("{{ m.content }}", "{{ m.content }};")
-    tokenizer = tokenizer_with(template)
-    with pytest.raises(ConfigError, match="only after a call, and the end of a call is not known"):
-        TurnRenderer(tokenizer, [TOOL], [tokenizer.eos_token_id])
 
 
 def test_a_template_of_no_known_form_writes_a_result_after_a_call() -> None:

@@ -86,7 +86,7 @@ def play(tokenizer: Any, model: Any, host_of: Callable[..., EnvironmentHost]) ->
         step_timeout_s: float = 5.0,
         **settings: Any,
     ) -> list[Trajectory]:
-        row = {} if path else {"game": name, "settings": kwargs or {}}
+        row = {} if path else {"class": name, "settings": kwargs or {}}
         arguments = kwargs or {} if path else {}
         sandbox = Sandbox(memory_gb=memory_gb)
         spec = EnvironmentSpec(path or f"{HERE}:OfRow", arguments, sandbox=sandbox)

@@ -46,7 +46,7 @@ def play(tokenizer: Any, model: Any, host_of: Callable[..., EnvironmentHost]) ->
     ) -> Pairs:
         host = host_of(EnvironmentSpec(f"{HERE}:OfRowForTwo"), 20.0)
         loop = new_loop(model, tokenizer, host, **settings)
-        starts = starts_of(num, game=name, settings=kwargs or {})
+        starts = starts_of(num, **{"class": name, "settings": kwargs or {}})
         trajectories = loop.play(starts, sampling_of(tokenizer), num_open)
         return [trajectories[n : n + 2] for n in range(0, len(trajectories), 2)]
 
@@ -98,7 +98,7 @@ def test_max_turns_of_one_player_ends_all_trajectories(play: Play) -> None:
 
 def test_a_failed_environment_is_retried_for_all_players(play: Play) -> None:
     for white, black in play("FailsOnce", retries=0):
-        assert "told to" in white.problem
+        assert "failed once" in white.problem
         assert white.problem == black.problem
         assert white.is_left_out
         assert black.is_left_out
