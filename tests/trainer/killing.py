@@ -31,7 +31,7 @@ class Killing(PPOTrainer):
     pids: ClassVar[list[dict[str, int]]] = []
     """Of every role, when a step begins."""
     late: ClassVar[tuple[int, str] | None] = None
-    """Here a call is late besides."""
+    """Here a call is late, too."""
 
     def on_step_begin(self) -> None:
         self.pids.append({role: pid_of(self, role) for role in ROLES})
@@ -75,7 +75,7 @@ def killed(
     *more: str,
     late: tuple[int, str] | None = None,
 ) -> Killed:
-    """Do a short run with these kills; its warnings come from the loggers of `trainer`."""
+    """Do a short run with these kills; return its processes, metrics and warnings."""
     messages = logging.StreamHandler((folder / "log").open("w"))
     logging.getLogger("trainer").addHandler(messages)
     try:
@@ -85,7 +85,7 @@ def killed(
             patch.setattr(Killing, "pids", [])
             patch.setattr(Killing, "late", late)
             run(load_config(overrides(tiny, folder, *SHORT, *more), recipe), Killing)
-            assert not Killing.kills, "all of them came about"
+            assert not Killing.kills, "all of them happened"
             return Killed(folder, Killing.pids, (folder / "log").read_text())
     finally:
         logging.getLogger("trainer").removeHandler(messages)

@@ -11,7 +11,7 @@ BACKENDS = {
     "local": ("trainer.backend=local",),
     "ray": ("trainer.backend=ray", "cpus_per_process=0.25"),
 }
-"""Settings of each."""
+"""Backend -> its settings."""
 
 
 def start_processes(

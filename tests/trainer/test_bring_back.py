@@ -14,10 +14,10 @@ ROLLOUT = frozenset({"rollout"})
 
 
 class Groups:
-    """Replaces a run's groups: actor, critic and rollout apart, or as `pools` says."""
+    """Stand-in for a run's groups: actor, critic and rollout in their own pools, or in `pools`."""
 
     def __init__(self, lost: list[str], **pools: list[str]) -> None:
-        self.notes: list[str] = []
+        self.calls: list[str] = []
         self.lost = lost
         self.pools = pools or {"actor": ["actor"], "critic": ["critic"], "rollout": ["rollout"]}
 
@@ -31,10 +31,10 @@ class Groups:
         return [[pool] for pool in self.pools]
 
     def restart(self, pool: str) -> None:
-        self.notes.append(f"restart {pool}")
+        self.calls.append(f"restart {pool}")
 
     def construct_again(self, pool: str) -> None:
-        self.notes.append(f"construct {pool}")
+        self.calls.append(f"construct {pool}")
 
 
 class Unstartable(Groups):
@@ -45,40 +45,40 @@ class Unstartable(Groups):
 
 
 class AtOnce:
-    """Replaces a run's restarts: there is always room."""
+    """Stand-in for a run's restarts: there is always room."""
 
     def wait_for_capacity(self, start: Callable[[], None], since: float) -> None:
         start()
 
 
-def brought_back(groups: Any) -> bool:
+def restarted(groups: Any) -> bool:
     return restart_groups(groups, ROLLOUT, AtOnce(), 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("lost", "made"),
+    ("groups", "calls"),
     [
-        (["actor"], ["restart actor", "construct critic"]),
-        (["actor", "critic"], ["restart actor", "restart critic"]),
-        (["rollout"], ["restart rollout", "construct actor", "construct critic"]),
+        (Groups(["actor"]), ["restart actor", "construct critic"]),
+        (Groups(["actor", "critic"]), ["restart actor", "restart critic"]),
+        (Groups(["rollout"]), ["restart rollout", "construct actor", "construct critic"]),
+        (
+            Groups(["critic"], train=["actor", "rollout"], critic=["critic"]),
+            ["restart critic", "restart train"],
+        ),
     ],
+    ids=["actor", "actor and critic", "rollout", "critic, with a rollout in the actor's process"],
 )
-def test_stateless_roles_stay(lost: list[str], made: list[str]) -> None:
-    groups = Groups(lost)
-    assert brought_back(groups)
-    assert groups.notes == made
-
-
-def test_a_rollout_beside_an_actor_goes_with_its_process() -> None:
-    groups = Groups(["critic"], train=["actor", "rollout"], critic=["critic"])
-    assert brought_back(groups)
-    assert groups.notes == ["restart critic", "restart train"]
+def test_a_lost_group_restarts_or_constructs_roles_with_state(
+    groups: Groups, calls: list[str]
+) -> None:
+    assert restarted(groups)
+    assert groups.calls == calls
 
 
 @pytest.mark.parametrize(
     "groups",
     [Groups([]), Groups(["actor", "critic", "rollout"]), Unstartable(["actor"])],
-    ids=["nothing is lost", "all are lost", "what is lost cannot be started"],
+    ids=["nothing is lost", "all are lost", "the lost group cannot start"],
 )
-def test_otherwise_none_is_kept(groups: Groups) -> None:
-    assert not brought_back(groups)
+def test_no_group_is_kept_in_other_cases(groups: Groups) -> None:
+    assert not restarted(groups)

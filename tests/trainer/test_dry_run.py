@@ -31,11 +31,11 @@ DRY = ("trainer.dry_run=true", "trainer.backend=local", "trainer.logger=[]")
 ROW = {"prompt": "say a", "response": "ab", "chosen": "ab", "rejected": "cd"}
 SMALL = ("data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=4")
 ON_ROWS = {"sft": SFT, "reward-model": REWARD_MODEL, "dpo": DPO}
-WHERE_IT_WRITES = {
+WRITING = {
     **dict.fromkeys(ON_ROWS, ("data.val_files={tmp}/rows.jsonl", "trainer.test_freq=1")),
     "best-of-n": ("selection.file={tmp}/new/rows.jsonl",),
 }
-"""Settings of a run that would write more than its folder."""
+"""Recipe -> settings of a run that would write more than its folder."""
 RECIPES = {"ppo": PPO, "async": ASYNC, **ON_ROWS, "best-of-n": BEST_OF_N, "eval": EVAL}
 
 
@@ -45,7 +45,7 @@ def no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(name: str, tiny: Path, folder: Path) -> list[str]:
-    """Return a valid run of that recipe."""
+    """Return the settings of a valid run of that recipe."""
     if name in ("ppo", "async"):
         return overrides(tiny, folder / "run", *DRY)
     home = f"trainer.default_local_dir={folder}/run"
@@ -64,7 +64,7 @@ def dry(name: str, tiny: Path, folder: Path, *more: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_where_nothing_is_wrong_it_says_what_there_is_and_writes_nothing(
+def test_a_dry_run_describes_a_valid_run_and_writes_nothing(
     name: str,
     tiny_dir: Path,
     tmp_path: Path,
@@ -72,7 +72,7 @@ def test_where_nothing_is_wrong_it_says_what_there_is_and_writes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = settings_of(name, tiny_dir, tmp_path)
-    more = [setting.format(tmp=tmp_path) for setting in WHERE_IT_WRITES.get(name, ())]
+    more = [setting.format(tmp=tmp_path) for setting in WRITING.get(name, ())]
     more += [f"trainer.logger=[{','.join(BUILT_IN)}]"]
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -85,29 +85,46 @@ def test_where_nothing_is_wrong_it_says_what_there_is_and_writes_nothing(
     assert (name in ON_ROWS) or "Reward check: 8 rows with their ground truth" in output
 
 
-BAD_OF_PPO = [
+PROBLEMS = [
     (
+        "ppo",
         "reward.function.path={tmp}/my.py reward.function.name=asks",
         "the reward function has an unknown parameter 'answer'",
     ),
-    ("reward.function.path={tmp}/my.py reward.function.name=fails", "failed for all 8 rows|failed"),
     (
+        "ppo",
+        "reward.function.path={tmp}/my.py reward.function.name=fails",
+        "failed for all 8 rows|failed",
+    ),
+    (
+        "ppo",
         "reward.function.path={tmp}/my.py reward.function.name=splits "
         "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc "
         "algorithm.adv_estimator=grpo ~critic.optim.lr",
         "algorithm.filter_groups.metric=acc: choose seq_reward, or .*; here: seq_reward, accuracy",
     ),
-    ("actor_rollout_ref.rollout.name=vllm", "needs the package vllm.* is not installed"),
-    ("trainer.nnodes=2", "trainer.nnodes=2 with trainer.backend=local, .* only on this machine"),
-    ("trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
-    ("reward.model.enable=true reward.model.path={tmp}/judge", "reward.model.path=.*j"),
-    ("+role_workers.critic=my_roles.Critic", "role_workers.critic=my_roles.Critic cannot be impo"),
+    ("ppo", "actor_rollout_ref.rollout.name=vllm", "needs the package vllm.* is not installed"),
+    ("ppo", "trainer.nnodes=2", "nnodes=2 with trainer.backend=local, .* only on this machine"),
+    ("ppo", "reward.model.enable=true reward.model.path={tmp}/judge", "reward.model.path=.*j"),
+    (
+        "ppo",
+        "+role_workers.critic=my_roles.Critic",
+        "role_workers.critic=my_roles.Critic cannot be impo",
+    ),
+    ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
+    ("eval", "reward.function.path={tmp}/no.py", "there is no such file"),
+    ("dpo", "trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
 ]
 
 
-@pytest.mark.parametrize(("more", "words"), BAD_OF_PPO, ids=[words for _, words in BAD_OF_PPO])
-def test_what_is_wrong_with_a_run_of_ppo_is_refused(
-    more: str, words: str, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "more", "words"), PROBLEMS, ids=[words for *_, words in PROBLEMS])
+def test_a_dry_run_rejects_what_would_fail(
+    name: str,
+    more: str,
+    words: str,
+    tiny_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("workers.rollout.vllm.setup.version", _is_not_installed)
@@ -117,7 +134,7 @@ def test_what_is_wrong_with_a_run_of_ppo_is_refused(
         "def splits(solution_str): return {'score': 1.0, 'accuracy': 1.0}\n"
     )
     with pytest.raises(VerlLikeError, match=words):
-        dry("ppo", tiny_dir, tmp_path, *more.format(tmp=tmp_path).split())
+        dry(name, tiny_dir, tmp_path, *more.format(tmp=tmp_path).split())
 
 
 def _is_not_installed(package: str) -> str:
@@ -126,28 +143,7 @@ def _is_not_installed(package: str) -> str:
     raise PackageNotFoundError(package)
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "words"),
-    [
-        ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
-        ("eval", "reward.function.path={tmp}/no.py", "there is no such file"),
-        ("dpo", "trainer.device=cuda", "trainer.device=cuda asks for GPUs"),
-    ],
-)
-def test_what_is_wrong_with_other_recipes_is_refused(
-    name: str,
-    more: str,
-    words: str,
-    tiny_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(VerlLikeError, match=words):
-        dry(name, tiny_dir, tmp_path, more.format(tmp=tmp_path))
-
-
-def test_fewer_gpus_than_asked_for_are_refused(
+def test_a_dry_run_rejects_too_few_gpus(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -157,7 +153,7 @@ def test_fewer_gpus_than_asked_for_are_refused(
 
 
 @pytest.mark.parametrize("name", ["ppo", "dpo"])
-def test_of_large_files_the_first_rows_are_read(
+def test_a_dry_run_reads_the_first_rows_of_large_files(
     name: str,
     tiny_dir: Path,
     tmp_path: Path,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,37 +12,24 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines, numbers, overrides
+from tests.trainer.process_backends import start_processes
 from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
 from trainer.observers.fault_injection import FaultInjection
-from trainer.ppo.config import PPOConfig
-from trainer.ppo.recipe import PPO
 from trainer.report.accounts import describe_faults
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, SampleLogError
 
 STEPS, PROMPTS = 10, 2
 OF_ASYNC_RUNS = ("async/", "training/weights_changed_share")
-"""What they have among their metrics beside those of PPO."""
+"""Prefixes of metrics that PPO does not have."""
 
 
-@dataclass(kw_only=True)
-class ChildConfig(PPOConfig):
-    """Actor and rollout run in separate processes."""
-
-    @property
-    def child_pools(self) -> frozenset[str]:
-        return frozenset({"actor_pool", "rollout_pool"})
-
-
-CHILD = replace(PPO, schema=ChildConfig)
 OWN_PROCESS = ("placement=standalone", "trainer.n_gpus_per_node=2")
 FAULTS = (
     *("faults.kill_worker=0.05", "faults.drop_weight_bucket=0.1", "faults.delay_call=0.1"),
     "faults.delay_s=0.02",
 )
-
-
 SHARED = (
     *("trainer.device=cpu", f"data.train_batch_size={PROMPTS}", "data.max_response_length=2"),
     *(f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}", *POLICY_ALONE),
@@ -67,37 +53,31 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of two runs with every kind of fault."""
-    found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "async")}
-    more = (*LOCAL, *FAULTS, *OWN_PROCESS, "trainer.save_freq=5", "faults.seed=2582")
-    run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
-    async_training = (
-        "async_training.max_staleness=0",
-        "async_training.on_generator_failure=restart",
-        "faults.seed=2582",
-    )
-    more = (*LOCAL, *FAULTS, *async_training)
-    run(load_config(overrides(tiny_dir, found["async"], *more), ASYNC))
-    return found
-
-
 def faults(folder: Path) -> list[dict[str, Any]]:
     return lines(folder, "faults.jsonl")
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "async"])
-def test_faults_change_no_numbers(folders: dict[str, Path], whole: Path, recipe: str) -> None:
-    kinds = {line["kind"] for line in faults(folders[recipe])}
+def check_numbers(folder: Path, whole: Path) -> None:
+    """Check that every kind of fault happened and changed no number."""
+    kinds = {line["kind"] for line in faults(folder)}
     assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call", "ledger"}
-    for ours, theirs in zip(numbers(folders[recipe]), numbers(whole), strict=True):
-        shared = {name: n for name, n in ours.items() if not name.startswith(OF_ASYNC_RUNS)}
-        assert shared == {name: theirs[name] for name in shared}
+    for disturbed, undisturbed in zip(numbers(folder), numbers(whole), strict=True):
+        shared = {name: n for name, n in disturbed.items() if not name.startswith(OF_ASYNC_RUNS)}
+        assert shared == {name: undisturbed[name] for name in shared}
 
 
-def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -> None:
-    *_, ledger = faults(folders["ppo"])
+def test_faults_of_ppo_runs_repeat_steps_but_change_no_numbers(
+    tiny_dir: Path,
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    start_processes("local", monkeypatch, request)
+    more = (*LOCAL, *FAULTS, *OWN_PROCESS, "trainer.save_freq=5", "faults.seed=2582")
+    run(load_config(overrides(tiny_dir, tmp_path, *more)))
+    check_numbers(tmp_path, whole)
+    *_, ledger = faults(tmp_path)
     assert ledger == {
         **{"kind": "ledger", "started": STEPS + 3, "completed": STEPS},
         **{"repeated": 3, "unfinished": 0},
@@ -106,23 +86,32 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
             "dropped": {"step repeated": 3 * PROMPTS * 2},
         },
     }, "the actor was lost three steps after a checkpoint"
-    (line,) = describe_faults(folders["ppo"])
+    (line,) = describe_faults(tmp_path)
     assert "2 x drop_weight_bucket, 2 x delay_call, 1 x kill_worker; steps: " in line
     assert f"steps: {STEPS + 3} started = {STEPS} completed + 3 repeated" in line
     assert "; samples: 52 generated = 40 trained + 12 dropped (step repeated: 12)" in line
 
 
-def test_a_generator_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
-    *_, steps = faults(folders["async"])
+def test_faults_of_async_runs_cost_samples_but_no_numbers_or_steps(
+    tiny_dir: Path, tmp_path: Path, whole: Path
+) -> None:
+    async_training = (
+        "async_training.max_staleness=0",
+        "async_training.on_generator_failure=restart",
+        "faults.seed=2582",
+    )
+    run(load_config(overrides(tiny_dir, tmp_path, *LOCAL, *FAULTS, *async_training), ASYNC))
+    check_numbers(tmp_path, whole)
+    *_, steps = faults(tmp_path)
     assert (steps["started"], steps["repeated"]) == (STEPS, 0)
-    ledger = json.loads((folders["async"] / "async.json").read_text())["ledger"]
+    ledger = json.loads((tmp_path / "async.json").read_text())["ledger"]
     (generator,) = ledger["generators"].values()
     assert generator["trained"] == STEPS * PROMPTS * 2
     assert generator["made"] == generator["trained"] + sum(generator["dropped"].values())
 
 
 @pytest.mark.ray
-def test_on_ray_too_a_run_under_every_fault_ends_with_those_numbers(
+def test_faults_on_ray_change_no_numbers(
     tiny_dir: Path, tmp_path: Path, whole: Path, ray_session: None
 ) -> None:
     more = (*SHARED, *FAULTS, *OWN_PROCESS, "trainer.save_freq=6", "faults.seed=2559")
@@ -178,11 +167,9 @@ def at(step: int, groups: Any = None) -> SimpleNamespace:
     return SimpleNamespace(groups=groups, global_step=step)
 
 
-def test_processes_of_all_machines_are_killed_but_the_drivers_own(tmp_path: Path) -> None:
-    injection, groups = (
-        FaultInjection(small(tmp_path, "faults.kill_worker=1", "trainer.backend=ray")),
-        Spread(),
-    )
+def test_processes_of_all_machines_except_the_driver_are_killed(tmp_path: Path) -> None:
+    injection = FaultInjection(small(tmp_path, "faults.kill_worker=1", "trainer.backend=ray"))
+    groups = Spread()
     injection.on_init_end(at(0))
     for step in range(1, 41):
         injection.on_step_begin(at(step, groups))
@@ -190,11 +177,9 @@ def test_processes_of_all_machines_are_killed_but_the_drivers_own(tmp_path: Path
     assert {line["place"] for line in faults(tmp_path)} == {"pid 1 on node 0", "pid 1 on node 1"}
 
 
-def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Path) -> None:
-    injection, groups = (
-        FaultInjection(small(tmp_path, "faults.delay_call=1", "faults.delay_s=2")),
-        Recorder(),
-    )
+def test_a_repeated_step_does_not_repeat_its_faults(tmp_path: Path) -> None:
+    injection = FaultInjection(small(tmp_path, "faults.delay_call=1", "faults.delay_s=2"))
+    groups = Recorder()
     injection.on_init_end(at(0))
     for step in (1, 2, 3):
         injection.on_step_begin(at(step, groups))
@@ -205,23 +190,24 @@ def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Pa
     assert [line["step"] for line in faults(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None:
-    def struck(seed: int, first: int) -> list[int]:
+def test_only_the_seed_decides_which_steps_have_a_fault(tmp_path: Path) -> None:
+    def steps_with_faults(seed: int, first: int) -> list[int]:
         injection = FaultInjection(small(tmp_path, "faults.delay_call=0.3", f"faults.seed={seed}"))
         injection.on_init_end(at(0))
         for step in range(first, 40):
             injection.on_step_begin(at(step, Recorder()))
         return [line["step"] for line in faults(tmp_path)]
 
-    assert struck(1, 20) == [step for step in struck(1, 1) if step >= 20]
-    assert struck(1, 1) != struck(2, 1)
+    steps = steps_with_faults(1, 1)
+    assert steps_with_faults(1, 20) == [step for step in steps if step >= 20]
+    assert steps != steps_with_faults(2, 1)
 
 
 @pytest.mark.parametrize(
     ("written", "problem"),
     [([1, 2], "3 were started"), ([1, 3], r"has steps \[1, 3\]"), ([1, 2, 2, 3], "1, 2, 2, 3")],
 )
-def test_lost_or_doubled_steps_are_told(tmp_path: Path, written: list[int], problem: str) -> None:
+def test_lost_or_doubled_steps_are_errors(tmp_path: Path, written: list[int], problem: str) -> None:
     injection = FaultInjection(small(tmp_path, "faults.delay_call=1"))
     injection.on_init_end(at(0))
     for step in (1, 2, 2):
@@ -233,18 +219,18 @@ def test_lost_or_doubled_steps_are_told(tmp_path: Path, written: list[int], prob
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("setting", "problem"),
     [
-        (["faults.delay_call=1.5"], "faults.delay_call=1.5: it must be from 0 to 1"),
-        (["faults.kill_worker=0.1"], "no worker of this run has its own process"),
-        (["faults.drop_weight_bucket=0.1"], "there is no key 'faults.drop_weight_bucket'"),
+        ("faults.delay_call=1.5", "faults.delay_call=1.5: it must be from 0 to 1"),
+        ("faults.kill_worker=0.1", "no worker of this run has its own process"),
+        ("faults.drop_weight_bucket=0.1", "there is no key 'faults.drop_weight_bucket'"),
     ],
 )
-def test_impossible_faults_are_rejected(tmp_path: Path, settings: list[str], problem: str) -> None:
+def test_impossible_faults_are_rejected(tmp_path: Path, setting: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        small(tmp_path, *settings)
+        small(tmp_path, setting)
 
 
-def test_a_rollout_in_the_actors_own_processes_gets_no_buckets(tmp_path: Path) -> None:
+def test_dropped_buckets_need_a_rollout_with_its_own_processes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="placement=standalone, or `verl-like async`"):
         load_config(overrides(tmp_path, tmp_path, "faults.drop_weight_bucket=0.1"))

@@ -22,7 +22,6 @@ from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
@@ -31,7 +30,7 @@ from trainer.run_folder.checkpoint import Checkpoints
 from trainer.sft.recipe import SFT
 
 PLACES = ("before", "within", "as it is written", "after")
-OF_OTHERS = PLACES[1:2]
+PLACES_OF_OTHERS = ("within",)
 """Where the roles after a cell's first one are killed."""
 TEXTS = [{"prompt": f"say {letter}", "response": letter} for letter in "abcdefg"]
 PAIRS = [{"prompt": f"say {letter}", "chosen": letter, "rejected": "z"} for letter in "abcdefg"]
@@ -41,27 +40,22 @@ APART = (
     "role_mapping={actor: train_pool, critic: critic_pool, rollout: rollout_pool, ref: ref_pool}",
     "trainer.n_gpus_per_node=4",
 )
-GENERATOR = (
-    "async_training.max_staleness=0",
-    "async_training.on_generator_failure=restart",
-    *POLICY_ALONE,
-)
-SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
+REPLACED = ("async_training.max_staleness=0", "async_training.on_generator_failure=restart")
 TWO = ("trainer.n_gpus_per_node=2",)
+FOUR = ("trainer.n_gpus_per_node=4",)
 ON_RAY = (PPO, SFT, ASYNC)
-"""Recipes that run on Ray, too; how a process is lost there is the same for the others."""
+"""Recipes that also run on Ray; the others lose a process there in the same way."""
 REWARDS = "rewards"
-"""In the place of a role: the driver's processes that score by a function."""
+"""Instead of a role: the driver's processes that score by a function."""
 
 Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, ...]]
 """A recipe, its settings, and whose processes are killed, one after the other."""
 CELLS: list[Cell] = [
-    (PPO, APART, ("rollout", "ref", "critic")),
-    (PPO, ("placement=colocate", *POLICY_ALONE), ("actor", REWARDS)),
+    (PPO, APART, ("rollout", "ref", "critic", REWARDS)),
     (SFT, (), ("sft",)),
     (BEST_OF_N, (), ("rollout",)),
-    (REGRESSION, SPLIT, ("student",)),
-    (ASYNC, GENERATOR, ("actor", "rollout")),
+    (REGRESSION, ("placement=split", *TWO), ("student",)),
+    (ASYNC, (*REPLACED, *POLICY_ALONE), ("actor", "rollout")),
 ]
 CLASSIFIER = "CLASSIFIER"
 """In settings: the folder of a reward model."""
@@ -79,38 +73,34 @@ WIDE: list[Cell] = [
     ),
     (
         ASYNC,
-        (*GENERATOR[:2], "async_training.score_on=generator", SCORED),
+        (*REPLACED, "async_training.score_on=generator", SCORED),
         ("actor", "critic", "rollout"),
     ),
-    (PPO, ("placement=split", "trainer.n_gpus_per_node=4"), ("actor/1", "critic/1", REWARDS)),
+    (PPO, ("placement=split", *FOUR), ("actor/1", "critic/1", REWARDS)),
     (PPO, ("placement=colocate", *TWO), ("actor/1",)),
-    (
-        PPO,
-        ("placement=standalone", "trainer.n_gpus_per_node=4", *POLICY_ALONE),
-        ("actor/1", "rollout/1"),
-    ),
+    (PPO, ("placement=standalone", *FOUR, *POLICY_ALONE), ("actor/1", "rollout/1")),
     (SFT, TWO, ("sft/1",)),
     (REWARD_MODEL, TWO, ("reward_model/1",)),
     (DPO, TWO, ("preference/1",)),
     (BEST_OF_N, TWO, ("rollout/1",)),
     (
         ASYNC,
-        (*GENERATOR, "async_training.topology=2m2t"),
+        (*REPLACED, *POLICY_ALONE, "async_training.topology=2m2t"),
         ("actor/1", "rollout", "rollout_1", REWARDS),
     ),
 ]
 
 
 def describe(cell: Cell) -> str:
-    recipe, more, roles = cell
-    (placement,) = [key for key in more if key.startswith("placement=")] or [""]
+    recipe, settings, roles = cell
+    (placement,) = [key for key in settings if key.startswith("placement=")] or [""]
     return "-".join([recipe.name, *placement.split("=")[1:], *roles]).replace("/", ":")
 
 
 def kills_of(roles: Sequence[str]) -> list[tuple[str, str]]:
     """Return each (role, place)."""
     first, *others = roles
-    return [*product([first], PLACES), *product(others, OF_OTHERS)]
+    return [*product([first], PLACES), *product(others, PLACES_OF_OTHERS)]
 
 
 class Killer:
@@ -144,29 +134,29 @@ class Killer:
 
     def kill(self, place: str) -> None:
         step = self._trainer.global_step if self._trainer else 0
-        whose, its_place = self.kills.get(step, ("", ""))
-        if place == its_place:
+        role, place_of_kill = self.kills.get(step, ("", ""))
+        if place == place_of_kill:
             del self.kills[step]
-            pids = self._pids(whose)
+            pids = self._pids(role)
             assert pids
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 
-    def _pids(self, whose: str) -> list[int]:
-        if whose == REWARDS:
+    def _pids(self, role: str) -> list[int]:
+        if role == REWARDS:
             scorers = [part.manager._scorer for part in self._trainer.rollouts.rewards.parts]
             processes = [process for scorer in scorers for process in scorer._processes]
-            pids = [one._supervisor.pid for one in processes if one._supervisor is not None]
+            pids = [proc._supervisor.pid for proc in processes if proc._supervisor is not None]
             return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        role, _, rank = whose.partition("/")
-        return [self._trainer.groups[role].transport.started[int(rank or 0)].pid]
+        name, _, rank = role.partition("/")
+        return [self._trainer.groups[name].transport.started[int(rank or 0)].pid]
 
 
 def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
-    recipe, own, roles = cell
-    more = (*SAVED, *own, *more)
+    recipe, settings, roles = cell
+    more = (*SAVED, *settings, *more)
     if recipe is not BEST_OF_N:
-        more = (*more, f"trainer.total_training_steps={len(kills_of(roles)) + 1}")
+        more = (f"trainer.total_training_steps={len(kills_of(roles)) + 1}", *more)
     if recipe in (PPO, ASYNC):
         return overrides(tiny, folder, *FEW_ROWS, *more)
     here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}", *more]
@@ -175,7 +165,8 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
     if recipe is BEST_OF_N:
         prompts = f"data.train_files={tiny}/few.parquet", "data.max_prompt_length=16"
         model = f"actor_rollout_ref.model.path={tiny}/model"
-        return [*here, *prompts, model, "data.train_batch_size=13", "data.max_response_length=4"]
+        sizes = "data.train_batch_size=13", "data.max_response_length=4"
+        return [*here, *prompts, model, *sizes, "actor_rollout_ref.rollout.n=2"]
     rows = folder.with_suffix(".jsonl")
     rows.write_text("\n".join(map(json.dumps, TEXTS if recipe is SFT else PAIRS)))
     data = f"data.train_files={rows}", "data.train_batch_size=4", "data.max_length=32"
@@ -184,15 +175,15 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
 
 def all_runs() -> list[Any]:
     """Return every cell on each backend; those over 10 s are slow."""
-    found = []
+    runs = []
     for cell, backend in product([*CELLS, *WIDE], BACKENDS):
         if backend == "ray" and cell in CELLS and cell[0] not in ON_RAY:
             continue
         marks = [pytest.mark.ray] if backend == "ray" else []
         if cell in WIDE or (backend == "ray" and APART[0] in cell[1]):
             marks.append(pytest.mark.slow)
-        found.append(pytest.param(cell, backend, marks=marks, id=f"{describe(cell)}-{backend}"))
-    return found
+        runs.append(pytest.param(cell, backend, marks=marks, id=f"{describe(cell)}-{backend}"))
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -203,15 +194,15 @@ def undisturbed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Cell, Path]:
     """A cell, and the folder of its undisturbed run."""
-    recipe, more, roles = request.param
-    cell = recipe, tuple(key.replace(CLASSIFIER, str(classifier)) for key in more), roles
+    recipe, settings, roles = request.param
+    cell = recipe, tuple(key.replace(CLASSIFIER, str(classifier)) for key in settings), roles
     folder = tmp_path_factory.mktemp("whole")
     run(load_config(settings_of(cell, tiny_dir, folder, *BACKENDS["local"]), cell[0]))
     return cell, folder
 
 
 @pytest.mark.parametrize(("undisturbed", "backend"), all_runs(), indirect=["undisturbed"])
-def test_a_run_goes_on_to_the_same_numbers(
+def test_a_run_with_kills_recovers_to_the_same_numbers(
     undisturbed: tuple[Cell, Path],
     backend: str,
     tiny_dir: Path,
@@ -224,31 +215,34 @@ def test_a_run_goes_on_to_the_same_numbers(
     killer = Killer(roles)
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(checkpoint, "gather", killer.gather)
-    monkeypatch.setattr(Checkpoints, "commit", lambda own: killer.commit(own))
+    monkeypatch.setattr(Checkpoints, "commit", lambda checkpoints: killer.commit(checkpoints))
     start_processes(backend, monkeypatch, request)
     here = settings_of(cell, tiny_dir, tmp_path / "killed", *BACKENDS[backend])
     run(load_config(here, recipe), callbacks=[killer])
-    assert not killer.kills, "all came about"
+    assert not killer.kills, "all happened"
     assert of_training(tmp_path / "killed") == of_training(whole)
 
 
-def test_a_model_whose_writer_is_killed_is_left_all_the_same(
-    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_is_written_although_its_writer_is_killed(
+    tiny_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     cell: Cell = (SFT, (), ("sft",))
-    own, left = Checkpoints.write_model, ["one kill"]
+    write_model, kills = Checkpoints.write_model, ["one kill"]
 
-    def write_model(checkpoints: Checkpoints, step: int, group: Any) -> Path:
-        if left:
-            left.clear()
+    def kill_and_write(checkpoints: Checkpoints, step: int, group: Any) -> Path:
+        if kills:
+            kills.clear()
             group.export_model.remote(str(tmp_path / "elsewhere"))
             os.kill(group.transport.started[0].pid, signal.SIGKILL)
-        return own(checkpoints, step, group)
+        return write_model(checkpoints, step, group)
 
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(Checkpoints, "write_model", write_model)
-    pools = property(lambda self: frozenset(self.resource_pool_spec))
-    monkeypatch.setattr(RunConfig, "child_pools", pools)
-    run(load_config(settings_of(cell, tiny_dir, tmp_path / "run", *BACKENDS["local"]), SFT))
-    assert not left
+    monkeypatch.setattr(Checkpoints, "write_model", kill_and_write)
+    start_processes("local", monkeypatch, request)
+    one_step = "trainer.total_training_steps=1", *BACKENDS["local"]
+    run(load_config(settings_of(cell, tiny_dir, tmp_path / "run", *one_step), SFT))
+    assert not kills
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

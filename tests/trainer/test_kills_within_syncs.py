@@ -21,8 +21,10 @@ from trainer.rollouts import rollouts
 
 RIGGED = "tests.trainer.dying_in_sync"
 SHARED = (
-    *(*FEW_ROWS, *POLICY_ALONE),
-    *("trainer.save_freq=1", "trainer.max_restarts=50"),
+    *FEW_ROWS,
+    *POLICY_ALONE,
+    "trainer.save_freq=1",
+    "trainer.max_restarts=50",
     f"trainer.total_training_steps={2 * len(PLACES) + 3}",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.1",
 )
@@ -41,18 +43,18 @@ SLOW_ON_RAY = pytest.mark.ray, pytest.mark.slow
 
 
 class Orders:
-    """A callback that kills one after the other, each in a step of its own."""
+    """A callback that orders the kills one after the other, at most one per step."""
 
     last_step = 0
 
     def __init__(self, kills: Sequence[tuple[str, str]]) -> None:
-        self.left = list(kills)
+        self.kills = list(kills)
 
     def on_step_begin(self, trainer: Any) -> None:
         order = trainer.folder / ORDER
-        if self.left and not order.exists() and trainer.global_step > self.last_step:
+        if self.kills and not order.exists() and trainer.global_step > self.last_step:
             self.last_step = trainer.global_step
-            order.write_text(" ".join(self.left.pop(0)))
+            order.write_text(" ".join(self.kills.pop(0)))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ class Orders:
         pytest.param("ray", OF_TWO_RANKS["async"], marks=SLOW_ON_RAY, id="async-two-ray"),
     ],
 )
-def test_a_run_goes_on_to_the_same_numbers(
+def test_a_run_with_kills_recovers_to_the_same_numbers(
     backend: str,
     cell: Cell,
     tiny_dir: Path,
@@ -74,19 +76,19 @@ def test_a_run_goes_on_to_the_same_numbers(
     request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    recipe, own, roles = cell
+    recipe, settings, roles = cell
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    local = overrides(tiny_dir, whole, *SHARED, *own, *BACKENDS["local"])
-    run(load_config(local, recipe))
+    settings = (*SHARED, *settings)
+    run(load_config(overrides(tiny_dir, whole, *settings, *BACKENDS["local"]), recipe))
 
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(rollouts, "RolloutWorker", Receiver)  # which is replaced within a step
+    monkeypatch.setattr(rollouts, "RolloutWorker", Receiver)  # so it is replaced within a step
     start_processes(backend, monkeypatch, request)
     rigged = f"role_workers.actor={RIGGED}.Sender", f"role_workers.rollout={RIGGED}.Receiver"
     orders = Orders(list(product(roles, PLACES)))
-    here = overrides(tiny_dir, killed, *SHARED, *own, *rigged, *BACKENDS[backend])
+    here = overrides(tiny_dir, killed, *settings, *rigged, *BACKENDS[backend])
     run(load_config(here, recipe), callbacks=[orders])
-    assert not (killed / ORDER).exists(), "all came about"
-    assert not orders.left
+    assert not (killed / ORDER).exists(), "all happened"
+    assert not orders.kills
     assert of_training(killed) == of_training(whole)
     assert "its result was never read" not in caplog.text

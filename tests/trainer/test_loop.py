@@ -43,14 +43,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_run_folder_has_every_file_of_a_run(whole: Path) -> None:
+def test_the_run_folder_has_every_file_and_every_call(whole: Path) -> None:
     for name in ("config.yaml", "placement.txt", "metrics.jsonl", "timeline.json", "report.html"):
         assert (whole / name).is_file(), name
     assert "lr: 0.1" in (whole / "config.yaml").read_text(encoding="utf-8")
     assert "teacher" in (whole / "placement.txt").read_text(encoding="utf-8")
-
-
-def test_the_timeline_has_every_call_with_its_step(whole: Path) -> None:
     for method in ("label", "update"):
         assert [call["args"]["step"] for call in calls(whole, method)] == [1, 2, 3, 4, 5, 6]
 
@@ -67,10 +64,10 @@ def test_ray_gives_the_same_numbers(whole: Path, tmp_path: Path, ray_session: No
     assert numbers(tmp_path) == numbers(whole)
 
 
-def rewrite_driver_state(checkpoint: Path, more: dict[str, Any]) -> None:
-    """Rewrite the driver's state as an older version wrote it."""
+def rewrite_driver_state(checkpoint: Path, older: dict[str, Any]) -> None:
+    """Add keys that an older version wrote to the driver's state."""
     path, marker = checkpoint / "trainer.json", checkpoint / "commit.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | more), encoding="utf-8")
+    path.write_text(json.dumps(json.loads(path.read_text()) | older), encoding="utf-8")
     facts = json.loads(marker.read_text())
     facts["files"][path.name] = fingerprint(path)
     marker.write_text(json.dumps(facts), encoding="utf-8")
@@ -85,7 +82,7 @@ class Interrupted(RegressionTrainer):
         return super().step()
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="interrupted"):
         run(config(tmp_path), Interrupted)
     assert len(lines(tmp_path)) == 4
@@ -102,15 +99,15 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> 
     }
 
 
-def test_a_finished_run_that_is_started_again_says_so_and_starts_nothing(
+def test_a_second_start_of_a_finished_run_starts_no_worker(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
 
-    def started(*_: object) -> None:
+    def start(*_: object) -> None:
         raise AssertionError("a worker process was started")
 
-    monkeypatch.setattr("trainer.launch.WorkerGroups", started)
+    monkeypatch.setattr("trainer.launch.WorkerGroups", start)
     result = run(config(folder))
     shown = capsys.readouterr().out
     assert f"{folder} holds this run, which ended with step 6: nothing is left to do." in shown
@@ -134,7 +131,7 @@ class Signalled(RegressionTrainer):
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)],
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)],
 )
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     whole: Path,
@@ -146,12 +143,12 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
 ) -> None:
     monkeypatch.setattr(Signalled, "signals", [number])
     if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-        pytest.skip("the tests run under nohup, where a run does not hear it")
-    before = [signal.getsignal(each) for each in SIGNALS]
+        pytest.skip("the tests run under nohup, where a run ignores it")
+    handlers = [signal.getsignal(name) for name in SIGNALS]
     with pytest.raises(SystemExit) as ended, exit_on_error(tmp_path):
         run(config(tmp_path, save_freq=-1), Signalled)
     assert ended.value.code == code
-    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert [signal.getsignal(name) for name in SIGNALS] == handlers
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f"Stopped by {number.name} after step 3 of 6" in report
     last_line = capfd.readouterr().err.splitlines()[-1]
@@ -162,7 +159,9 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     assert numbers(tmp_path) == numbers(whole)
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM, signal.SIGUSR1])
     with pytest.raises(RunInterrupted, match="Stopped by SIGUSR1 at once") as stopped:
         run(config(tmp_path), Signalled)
@@ -172,14 +171,16 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "report.html").is_file()
 
 
-def test_a_stop_without_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_a_run_without_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM])
     with pytest.raises(RunInterrupted, match="after step 3 of 6, without a checkpoint"):
         run(config(tmp_path, save_freq=-1, save_every_minutes="null"), Signalled)
     assert not list(tmp_path.glob("global_step_*"))
 
 
-def test_a_folder_of_another_configuration_is_refused(whole: Path) -> None:
+def test_a_folder_of_another_configuration_is_rejected(whole: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lr was 0\.1, is 0\.2"):
         run(changed(config(whole), {"lr": 0.2}))
 
@@ -199,7 +200,9 @@ class WithHeadline(RegressionTrainer):
         return [f"off by {metrics['student/loss']:.2g}"]
 
 
-def test_own_headlines_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_headline_of_the_trainer_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(config(tmp_path, total_training_steps=1, logger=["console"]), WithHeadline)
     loss = lines(tmp_path)[0]["student/loss"]
     shown = capsys.readouterr().out
@@ -233,13 +236,13 @@ def test_a_signal_in_a_validation_waits_for_its_step(whole: Path, tmp_path: Path
     assert numbers(tmp_path)[4:] == numbers(whole)[4:]
 
 
-def test_a_signal_in_the_validation_before_the_first_step_stops_at_once(tmp_path: Path) -> None:
+def test_a_signal_in_the_first_validation_ends_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(RunInterrupted, match="SIGTERM at once"):
         run(config(tmp_path), SignalledAsItValidates)
     assert not list(tmp_path.glob("global_step_*"))
 
 
-def test_validations_come_when_they_are_due(tmp_path: Path) -> None:
+def test_validations_run_when_they_are_due(tmp_path: Path) -> None:
     run(config(tmp_path, test_freq=4), Validated)
-    found = [line["step"] for line in lines(tmp_path) if "val-core/constant" in line]
-    assert found == [0, 4, 6]
+    steps = [line["step"] for line in lines(tmp_path) if "val-core/constant" in line]
+    assert steps == [0, 4, 6]

@@ -36,20 +36,20 @@ def test_a_failing_job_does_not_end_the_others(
     def run(config: Any) -> None:
         make_run(Path(config.trainer.default_local_dir), 2)
         if config.trainer.seed == 2:
-            raise ValueError("of the user's own")
+            raise ValueError("from the user's code")
 
     ended = jobs(monkeypatch, tmp_path, "trainer.seed=2,3", run)
     assert ended is not None
     assert ended.value.code == "error: 1 of 2 jobs failed"
     captured = capsys.readouterr()
-    assert "ValueError: of the user's own" in captured.err
+    assert "ValueError: from the user's code" in captured.err
     assert "HYDRA_FULL_ERROR" not in captured.err
     assert "\ntrainer.seed=2  its traceback is above\n" in captured.out
     assert "Results" in captured.out
     assert (tmp_path / "comparison.html").is_file()
 
 
-def test_a_job_that_cannot_be_right_is_left_out(
+def test_a_job_with_an_invalid_configuration_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = []

@@ -31,23 +31,22 @@ def plan(config: Any, full: bool) -> list[str]:
         (PPO, ["placement=split", *TWO]),
         (PPO, ["placement=split", "trainer.backend=local", *TWO]),
         (ASYNC, ["async_training.topology=1m1t", "algorithm.use_kl_in_reward=false", *TWO]),
-        (SFT, None),
+        (SFT, []),
     ],
 )
-def test_it_is_short_and_no_wider_than_the_terminal_unless_all_is_asked_for(
+def test_only_the_full_plan_is_long_and_neither_is_wider_than_80(
     recipe: Recipe,
-    more: list[str] | None,
+    more: list[str],
     tiny_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.chdir(tmp_path)
-    settings = (
-        [setting.format(tiny=tiny_dir) for setting in SFT_RUN]
-        if more is None
-        else overrides(tiny_dir, Path("run"), *more)
-    )
+    if recipe is SFT:
+        settings = [setting.format(tiny=tiny_dir) for setting in SFT_RUN]
+    else:
+        settings = overrides(tiny_dir, Path("run"), *more)
     brief = plan(load_config(settings, recipe), full=False)
     assert len(brief) <= MOST_LINES, "\n".join(brief)
     assert brief[-1] == "`verl-like check --full` prints the whole plan."

@@ -16,7 +16,7 @@ run_command(REGRESSION, sys.argv[1:])
 """
 
 
-def test_a_full_console_ends_no_run(forked_python: Path, tmp_path: Path) -> None:
+def test_a_full_console_does_not_end_a_run(forked_python: Path, tmp_path: Path) -> None:
     settings = [f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=2"]
     with open("/dev/full", "wb") as console:
         run = [forked_python, "-c", RUNS, "trainer.backend=local", *settings]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import calls, lines, numbers, overrides
-from tests.trainer.killing import SHORT, Killed, Kills, differing, killed
+from tests.trainer.killing import SHORT, Kills, differing, killed
 from trainer import load_config, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -48,31 +48,23 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def disturbed(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+def test_a_lost_rank_ends_only_its_group_and_numbers_stay(
+    tiny_dir: Path, whole: Path, tmp_path: Path
+) -> None:
     """A rank of the rollout is lost when it is idle, when it generates, and when another call is
-    late; then the actor is.
+    late; then the actor is lost.
     """
     kills: Kills = {(1, "update"): ("rollout",), (2, "begin"): ("rollout",)}
     kills |= {(2, "update"): ("rollout",), (3, "score"): ("actor",)}
-    folder = tmp_path_factory.mktemp("killed")
     more = ("trainer.backend=local", "trainer.max_restarts=4", *TWO_ROLLOUTS)
-    return killed(tiny_dir, folder, CHILD, kills, *POOLS, *SAVED, *more, late=(2, "update"))
-
-
-def test_numbers_are_those_of_an_undisturbed_run(disturbed: Killed, whole: Path) -> None:
+    disturbed = killed(tiny_dir, tmp_path, CHILD, kills, *POOLS, *SAVED, *more, late=(2, "update"))
     assert numbers(disturbed.folder) == numbers(whole)
 
-
-def test_a_rollout_lost_in_an_update_is_replaced(disturbed: Killed) -> None:
-    first, second, *_ = disturbed.pids
+    first, second, second_again, third, third_again = disturbed.pids
     assert differing(first, second) == ["rollout"]
     assert re.search(r"\(rollout_pool\) restarted after \d+\.\d s; step 1 continues", disturbed.log)
 
-
-def test_only_lost_samples_are_generated_again(disturbed: Killed) -> None:
-    _, before, after, *_ = disturbed.pids
-    assert differing(before, after) == ["rollout"]
+    assert differing(second, second_again) == ["rollout"]
     assert disturbed.log.count("are kept") == 1
     assert "step 2: 4 samples of the lost group are kept, 4 are regenerated." in disturbed.log
     record = lines(disturbed.folder, "restarts.jsonl")
@@ -80,61 +72,52 @@ def test_only_lost_samples_are_generated_again(disturbed: Killed) -> None:
     assert "rank 1 of 2" in lost["lost"]
     assert (state["state_from"], state["finished_steps_made_again"]) == ("global_step_1", 0)
     assert (samples["samples_kept"], samples["samples_made_again"]) == (4, 4)
-
-    made = [event["args"] for event in calls(disturbed.folder, "generate_sequences")]
-    in_steps = [args["step"] for args in made]
+    generations = calls(disturbed.folder, "generate_sequences")
+    in_steps = [event["args"]["step"] for event in generations]
     assert in_steps.count(1) == 2
     assert in_steps.count(2) == 3 + 2, "rank 0, which lives, and the next group's; then again all"
 
-
-def test_a_late_call_falls_back_to_the_checkpoint(disturbed: Killed) -> None:
-    _, _, again, after, *_ = disturbed.pids
-    assert differing(again, after) == []
+    assert differing(second_again, third) == []
     assert "resumes after step 1 from global_step_1; no finished" in disturbed.log
-
-
-def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Killed) -> None:
-    assert len(disturbed.pids) == 5, "steps 1, 2, 2, 3, 3"
-    assert differing(*disturbed.pids[3:]) == ["actor", "critic"]
+    assert differing(third, third_again) == ["actor", "critic"]
     assert "resumes after step 2 from global_step_2; no finished" in disturbed.log
 
 
-def test_after_two_refusals_of_the_same_weights_their_step_is_made_again(
+def test_a_step_repeats_after_its_weights_are_rejected_twice(
     tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, left = sync._transfer, [3, 3]
+    transfer, versions = sync._transfer, [3, 3]
 
-    def with_a_bucket_less(actor: Any, rollout: Any, version: int, *rest: Any) -> list[Any]:
-        if version in left:  # that of the second step: the first is that of the models
-            left.remove(version)
+    def without_a_bucket(actor: Any, rollout: Any, version: int, *rest: Any) -> list[Any]:
+        if version in versions:  # of step 2; version 1 has the weights of the model files
+            versions.remove(version)
             actor.drop_next_bucket()
-        return own(actor, rollout, version, *rest)
+        return transfer(actor, rollout, version, *rest)
 
-    monkeypatch.setattr(sync, "_transfer", with_a_bucket_less)
-    settings = *POOLS, "trainer.backend=local", "trainer.save_freq=1"
-    found = killed(tiny_dir, tmp_path, CHILD, {}, *settings)
-    assert not left
+    monkeypatch.setattr(sync, "_transfer", without_a_bucket)
+    repeated = killed(tiny_dir, tmp_path, CHILD, {}, *POOLS, *SAVED, "trainer.backend=local")
+    assert not versions
     lost, state = lines(tmp_path, "restarts.jsonl")
     assert "version 3 was not applied: rollout rank 0" in lost["lost"]
     assert (lost["step"], state["state_from"]) == (2, "global_step_1")
-    assert "Restart 1 of 3" in found.log
+    assert "Restart 1 of 3" in repeated.log
     assert numbers(tmp_path) == numbers(whole)
 
 
 @pytest.mark.ray
-def test_on_ray_the_same_holds(
+def test_a_lost_rank_on_ray_ends_only_its_group(
     tiny_dir: Path, whole: Path, tmp_path: Path, ray_session: None
 ) -> None:
     kills: Kills = {(1, "begin"): ("rollout",), (2, "score"): ("ref",), (3, "begin"): ("actor",)}
     backend = "trainer.backend=ray", "cpus_per_process=0.4"
     settings = *POOLS, *SAVED, *backend, *TWO_ROLLOUTS
-    found = killed(tiny_dir, tmp_path, PPO, kills, *settings)
+    disturbed = killed(tiny_dir, tmp_path, PPO, kills, *settings)
     assert numbers(tmp_path) == numbers(whole)
-    first, second, failed, last = found.pids
+    first, second, failed, last = disturbed.pids
     assert differing(first, second) == ["rollout"]
-    assert "step 1: 4 samples of the lost group are kept, 4 are regenerated." in found.log
+    assert "step 1: 4 samples of the lost group are kept, 4 are regenerated." in disturbed.log
     assert differing(second, failed) == ["ref"]
-    assert "group ref (ref_pool) restarted after" in found.log
+    assert "group ref (ref_pool) restarted after" in disturbed.log
     generated = [event["args"]["step"] for event in calls(tmp_path, "generate_sequences")]
     assert generated.count(2) == 2, "samples stay when the reference is lost"
     assert differing(failed, last) == ["actor", "critic"]

@@ -33,17 +33,8 @@ from verl_like.errors import (
 )
 
 
-@dataclass(kw_only=True)
-class ChildConfig(RegressionConfig):
-    """The student has a separate process."""
-
-    @property
-    def child_pools(self) -> frozenset[str]:
-        return frozenset({"student_pool"})
-
-
 class Killer(RegressionTrainer):
-    """Its student is killed in step 4, `kills` times."""
+    """Kills its student in step 4, `kills` times."""
 
     kills: ClassVar[int] = 0
 
@@ -54,6 +45,7 @@ class Killer(RegressionTrainer):
         return super().step()
 
 
+@dataclass(kw_only=True)
 class ChildrenConfig(RegressionConfig):
     """Student and teacher have separate processes."""
 
@@ -63,13 +55,13 @@ class ChildrenConfig(RegressionConfig):
 
 
 class Stopped(RegressionTrainer):
-    """Its fourth step loses the student, and the run is told to stop during that."""
+    """Its fourth step loses the student, possibly after a signal to stop."""
 
-    is_told_before: ClassVar[bool] = False
+    is_signalled: ClassVar[bool] = False
 
     def step(self) -> dict[str, float]:
         if self.global_step == 4:
-            if self.is_told_before:
+            if self.is_signalled:
                 signal.raise_signal(signal.SIGTERM)
             os.kill(self.groups["student"].transport.pid_here(0), signal.SIGKILL)
         return super().step()
@@ -84,17 +76,17 @@ class Poisoned(RegressionTrainer):
         return super().step()
 
 
-class Refusing(RegressionTrainer):
-    """In its third step a weight sync is rejected, once."""
+class FailingSync(RegressionTrainer):
+    """Its third step fails once, in a weight sync."""
 
-    refusals: ClassVar[int] = 0
-    made: ClassVar[weakref.WeakSet[RegressionTrainer]] = weakref.WeakSet()
+    failures: ClassVar[int] = 0
+    instances: ClassVar[weakref.WeakSet[RegressionTrainer]] = weakref.WeakSet()
 
     def step(self) -> dict[str, float]:
-        Refusing.made.add(self)
+        FailingSync.instances.add(self)
         self.me = self  # only the collector frees it
-        if self.global_step == 3 and not Refusing.refusals:
-            Refusing.refusals += 1
+        if self.global_step == 3 and not FailingSync.failures:
+            FailingSync.failures += 1
             raise WeightSyncError("version 3 was not applied")
         return super().step()
 
@@ -125,12 +117,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_killed_worker_is_replaced_and_the_step_made_again_to_the_same_numbers(
+def test_a_killed_worker_is_replaced_and_the_step_is_repeated(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Killer, "kills", 1)
     with caplog.at_level("WARNING"):
-        run(config(tmp_path / "killed", ChildConfig), Killer)
+        run(config(tmp_path / "killed", ChildrenConfig), Killer)
     assert numbers(tmp_path / "killed") == numbers(whole)
     assert "Restart 1 of 3 (trainer.max_restarts)" in caplog.text
     assert re.search(r"the run restarted after \d+\.\d s and resumes after step 2", caplog.text)
@@ -145,11 +137,11 @@ def test_a_worker_that_ray_kills_for_its_memory_has_died(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "get", get)
     words = "Ray killed it because its node ran low on memory"
     with pytest.raises(WorkerDiedError, match=words):
-        RayTransport.__new__(RayTransport).fetch("the answer")
+        RayTransport.__new__(RayTransport).fetch("a result")
 
 
 @pytest.mark.ray
-def test_on_ray_a_killed_worker_is_replaced_too(
+def test_a_killed_worker_is_replaced_on_ray(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
 ) -> None:
     monkeypatch.setattr(Killer, "kills", 2)
@@ -158,31 +150,31 @@ def test_on_ray_a_killed_worker_is_replaced_too(
     assert Killer.kills == 0
 
 
-def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(
+def test_a_run_resumes_from_its_checkpoint_after_a_failed_weight_sync(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Refusing, "refusals", 0)
+    monkeypatch.setattr(FailingSync, "failures", 0)
     with caplog.at_level("WARNING"):
-        run(config(tmp_path / "refused"), Refusing)
-    assert numbers(tmp_path / "refused") == numbers(whole)
+        run(config(tmp_path / "failed"), FailingSync)
+    assert numbers(tmp_path / "failed") == numbers(whole)
     assert "step 3 failed: version 3 was not applied. Restart 1 of 3" in caplog.text
 
 
 def test_failed_attempts_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps records
-    monkeypatch.setattr(Refusing, "refusals", 0)
-    monkeypatch.setattr(Refusing, "made", weakref.WeakSet())
-    left = []
+    monkeypatch.setattr(FailingSync, "failures", 0)
+    monkeypatch.setattr(FailingSync, "instances", weakref.WeakSet())
+    others = []
 
     class Counter:
         def on_step_end(self, trainer: RegressionTrainer, metrics: dict[str, float]) -> None:
-            left.append(set(Refusing.made) - {trainer})
+            others.append(set(FailingSync.instances) - {trainer})
 
-    run(config(tmp_path), Refusing, callbacks=[Counter()])
-    assert left == [set()] * 6
+    run(config(tmp_path), FailingSync, callbacks=[Counter()])
+    assert others == [set()] * 6
 
 
-def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) -> None:
+def test_a_step_that_fails_three_times_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as failed, exit_on_error(tmp_path):
         run(config(tmp_path), Poisoned)
     assert failed.value.code == (
@@ -194,9 +186,9 @@ def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) 
 def test_waits_grow_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(restarts.time, "sleep", waited.append)
-    made = restarts.Restarts(config(tmp_path, max_restarts=10))
+    several = restarts.Restarts(config(tmp_path, max_restarts=10))
     for step in (4, 4, 3, 9, 12, 12):
-        made.wait_for_next(WorkerDiedError("gone"), step)
+        several.wait_for_next(WorkerDiedError("gone"), step)
     assert [round(seconds / restarts.FIRST_WAIT_S) for seconds in waited] == [1, 2, 4, 1, 1, 2]
 
 
@@ -206,7 +198,7 @@ def test_max_restarts_0_never_restarts(tmp_path: Path, caplog: pytest.LogCapture
     assert "Restart" not in caplog.text
 
 
-def test_an_error_of_the_run_itself_is_not_tried_again(tmp_path: Path) -> None:
+def test_an_error_in_the_configuration_is_not_retried(tmp_path: Path) -> None:
     class Wrong(RegressionTrainer):
         tries = 0
 
@@ -220,14 +212,15 @@ def test_an_error_of_the_run_itself_is_not_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_told_before", "where"), [(True, "in step 4, which lost a worker"), (False, "at once")]
+    ("is_signalled", "where"), [(True, "in step 4, which lost a worker"), (False, "at once")]
 )
-def test_a_run_that_is_told_to_stop_while_it_loses_a_role_goes_on_from_its_checkpoint(
-    is_told_before: bool, where: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_resumes_after_it_loses_a_role_and_is_stopped(
+    is_signalled: bool, where: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stopped, "is_told_before", is_told_before)
-    told = (lambda *_: None) if is_told_before else (lambda *_: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(restarts.Restarts, "_pause", told)
+    """The signal comes in the step, or in the pause before its repetition."""
+    monkeypatch.setattr(Stopped, "is_signalled", is_signalled)
+    pause = (lambda *_: None) if is_signalled else (lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(restarts.Restarts, "_pause", pause)
     with pytest.raises(RunInterrupted, match=f"Stopped by SIGTERM {where}"):
         run(config(tmp_path, ChildrenConfig), Stopped)
     newest = tmp_path / "latest_checkpointed_iteration.txt"
@@ -239,7 +232,7 @@ def test_a_run_that_is_told_to_stop_while_it_loses_a_role_goes_on_from_its_check
 def test_a_stop_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     with StopSignals() as stop, stop.deferred():
-        made = restarts.Restarts(config(tmp_path), stop)
+        stopping = restarts.Restarts(config(tmp_path), stop)
 
         def sleep(seconds: float) -> None:
             waited.append(seconds)
@@ -247,28 +240,30 @@ def test_a_stop_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(restarts.time, "sleep", sleep)
         monkeypatch.setattr(restarts, "FIRST_WAIT_S", 1000.0)
-        made.wait_for_next(WorkerDiedError("gone"), 1)
+        stopping.wait_for_next(WorkerDiedError("gone"), 1)
     assert waited == [restarts.LOOK_AGAIN_S]
 
 
-def with_a_restart(folder: Path, stop: StopSignals | None = None, **timeouts: float) -> Any:
-    """Run with this time limit for waiting for nodes."""
-    waits = config(folder).timeouts | timeouts
-    made = restarts.Restarts(changed(config(folder), {"timeouts": waits}), stop)
-    made.wait_for_next(WorkerDiedError("gone"), 1)
-    return made
+def after_one_restart(folder: Path, stop: StopSignals | None = None, **timeouts: float) -> Any:
+    """Return the restarts of a run with these timeouts."""
+    run_config = config(folder)
+    run_config = changed(run_config, {"timeouts": run_config.timeouts | timeouts})
+    one_restart = restarts.Restarts(run_config, stop)
+    one_restart.wait_for_next(WorkerDiedError("gone"), 1)
+    return one_restart
 
 
-def test_a_restart_waits_for_room_and_a_first_start_does_not(
+def test_only_a_restart_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(restarts, "FIRST_MESSAGE_S", 0.0)
     monkeypatch.setattr(restarts, "LOOK_AGAIN_S", 0.001)
-    tries: list[int] = []
+    tries = 0
 
     def start() -> str:
-        tries.append(1)
-        if len(tries) < 3:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
             raise InsufficientResourcesError("node 7 is gone.")
         return "started"
 
@@ -276,13 +271,13 @@ def test_a_restart_waits_for_room_and_a_first_start_does_not(
     with pytest.raises(InsufficientResourcesError, match=r"^node 7 is gone\.$"):
         restarts.Restarts(config(tmp_path)).wait_for_capacity(start, since)
     with caplog.at_level("WARNING"):
-        assert with_a_restart(tmp_path).wait_for_capacity(start, since) == "started"
-    assert len(tries) == 3
-    said = r"the restart: waiting for a node \(node 7 is gone\) for \d+ s \(limit 120 s\)"
-    assert re.search(said, caplog.text)
+        assert after_one_restart(tmp_path).wait_for_capacity(start, since) == "started"
+    assert tries == 3
+    words = r"the restart: waiting for a node \(node 7 is gone\) for \d+ s \(limit 120 s\)"
+    assert re.search(words, caplog.text)
 
 
-def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path: Path) -> None:
+def test_a_timeout_or_a_signal_ends_the_wait_for_room(tmp_path: Path) -> None:
     def start() -> None:
         raise InsufficientResourcesError("node 7 is gone.")
 
@@ -290,9 +285,9 @@ def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path
     with pytest.raises(
         InsufficientResourcesError, match=r"gone\. After \d+ s .* \(timeouts\.placement_s=8\)"
     ):
-        with_a_restart(tmp_path, placement_s=8.0).wait_for_capacity(start, since)
+        after_one_restart(tmp_path, placement_s=8.0).wait_for_capacity(start, since)
     with StopSignals() as stop, stop.deferred():
-        made = with_a_restart(tmp_path, stop)
+        stopping = after_one_restart(tmp_path, stop)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(RunInterrupted, match="SIGTERM while it waited for a node"):
-            made.wait_for_capacity(start, since)
+            stopping.wait_for_capacity(start, since)

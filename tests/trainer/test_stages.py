@@ -20,7 +20,7 @@ RECIPES = [PPOTrainer, SFTTrainer, RewardModelTrainer, PreferenceTrainer, BestOf
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_s_stages_are_named(recipe: type[Trainer]) -> None:
+def test_a_recipe_declares_every_stage_that_it_times(recipe: type[Trainer]) -> None:
     timed: set[str] = set()
     for cls in recipe.__mro__:
         path = TRAINER.parent / (cls.__module__.replace(".", "/") + ".py")

@@ -107,7 +107,7 @@ OPTIM = "actor_rollout_ref.actor.optim"
         ("trainer.logger", "NarrowTracker", r"its write has .*\(self, metrics\)"),
     ],
 )
-def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> None:
+def test_a_wrong_signature_is_rejected_with_its_key(key: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}'?:? .*{words}"):
         load_config([*NEEDED, f"{key}={__name__}.{name}"])
 
@@ -121,7 +121,7 @@ def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> N
         ("estimator_that_fits", "is not a sampler class"),
     ],
 )
-def test_a_sampler_of_async_runs_is_refused(name: str, words: str) -> None:
+def test_a_wrong_sampler_of_async_runs_is_rejected(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"async_training.sampler={__name__}.{name}.*{words}"):
         load_config([*NEEDED, f"async_training.sampler={__name__}.{name}"], ASYNC)
 
@@ -133,7 +133,7 @@ def test_a_sampler_of_async_runs_is_refused(name: str, words: str) -> None:
         ("NarrowEngine", r"its _advance has .*\(self\)"),
     ],
 )
-def test_an_engine_is_refused(name: str, words: str) -> None:
+def test_a_wrong_engine_is_rejected(name: str, words: str) -> None:
     config: WorkersConfig = load_config(NEEDED)
     policy = config.actor_rollout_ref
     rollout = replace(policy.rollout, name=f"{__name__}.{name}")
@@ -142,9 +142,9 @@ def test_an_engine_is_refused(name: str, words: str) -> None:
         check_engine(config, world_size=1)
 
 
-def test_hooks_and_stages_of_a_trainer_take_what_they_are_called_with() -> None:
+def test_wrong_hooks_and_stages_of_a_trainer_are_rejected() -> None:
     check_trainer(PPOTrainer)
-    check_trainer(OwnStep)  # which calls its stages as it likes
+    check_trainer(OwnStep)  # its own step may call its stages differently
     with pytest.raises(ConfigError, match=r"its on_step_end has .*\(self\), .* \(self, metrics\)"):
         check_trainer(OwnHook)
     with pytest.raises(ConfigError, match=r"trainer.cls=.*OwnStage: its score has .*\(self\), "):
@@ -152,7 +152,7 @@ def test_hooks_and_stages_of_a_trainer_take_what_they_are_called_with() -> None:
 
 
 @pytest.mark.parametrize("callback", [NarrowCallback(), NarrowCallback])
-def test_a_callback_that_cannot_be_called_is_refused_first_of_all(callback: object) -> None:
+def test_a_wrong_callback_is_rejected_before_all_other_checks(callback: object) -> None:
     with pytest.raises(ConfigError, match=r"NarrowCallback: its on_step_end has |is a class"):
         run(load_config(NEEDED), callbacks=[callback])
 
@@ -167,18 +167,18 @@ def test_a_callback_that_cannot_be_called_is_refused_first_of_all(callback: obje
         ("estimator_of_the_reference", "'ref_log_prob', which the role 'ref' writes"),
     ],
 )
-def test_an_estimator_asks_for_columns_that_someone_writes(name: str, words: str) -> None:
-    wants = f"algorithm.adv_estimator={__name__}.{name}"
+def test_an_estimator_that_needs_missing_columns_is_rejected(name: str, words: str) -> None:
+    estimator = f"algorithm.adv_estimator={__name__}.{name}"
     with pytest.raises(ConfigError, match=words):
-        run(load_config([*NEEDED, wants]))
-    # a worker of the user's may write what it likes
-    own = "+role_workers.critic=my_roles.Critic", "algorithm.adv_estimator=gae"
-    config = load_config([*NEEDED, *own])
+        run(load_config([*NEEDED, estimator]))
+    # a worker of the user may write any column
+    user_worker = "+role_workers.critic=my_roles.Critic", "algorithm.adv_estimator=gae"
+    config = load_config([*NEEDED, *user_worker])
     config = changed(config, {"algorithm.adv_estimator": f"{__name__}.{name}"})
     check_columns(config)
 
 
-def test_what_a_function_makes_for_a_tracker_is_looked_at(tmp_path: Path) -> None:
+def test_a_tracker_function_that_returns_no_tracker_is_rejected(tmp_path: Path) -> None:
     folder = f"trainer.default_local_dir={tmp_path}"
     config = load_config([*NEEDED, f"trainer.logger={__name__}.tracker_of_nothing", folder])
     with (
@@ -188,7 +188,7 @@ def test_what_a_function_makes_for_a_tracker_is_looked_at(tmp_path: Path) -> Non
         pass
 
 
-def test_an_order_of_prompts_is_called_by_keyword() -> None:
+def test_a_wrong_sampler_of_prompts_is_rejected() -> None:
     from trainer.data.loader import epoch_order
 
     data = load_config([*NEEDED, f"data.sampler={__name__}.order_of_another"]).data

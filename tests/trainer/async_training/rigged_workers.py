@@ -21,11 +21,11 @@ from workers.weights.channel import SyncReport
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2
 PART_S = 0.02
-PART_TOKENS = 3  # fewer than a turn has, so that no machine ends a game within one part
+PART_TOKENS = 3  # fewer than a turn has, so that no trajectory ends within one part
 
 
 class LongRollout(RolloutWorker):
-    """Generates for seconds from the second call of `take` on."""
+    """Generates for `GENERATION_S` in every call of `take` after the first."""
 
     num_calls = 0
 
@@ -54,7 +54,7 @@ class DiesOnce(RolloutWorker):
 
 
 class DiesAtOnce(RolloutWorker):
-    """Is killed in its first chunk, and leaves the moment."""
+    """Is killed in its first chunk, whose time it writes to a file."""
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:

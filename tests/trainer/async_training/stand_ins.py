@@ -91,16 +91,16 @@ def finish(buffer: ExperienceBuffer, chunk: SampleChunk) -> SampleChunk:
 
 def may_begin(buffer: ExperienceBuffer, generator: int = 0, version: int | None = None) -> bool:
     """True if there is room for a generator's next chunk at this moment."""
-    held = buffer.version if version is None else version
+    age = 0 if version is None else buffer.version - version
     chunk = buffer.stream.offer(generator)
-    return chunk is not None and buffer.open.has_room(chunk, buffer.version - held, buffer._demand)
+    return chunk is not None and buffer.open.has_room(chunk, age, buffer._demand)
 
 
 def train(buffer: ExperienceBuffer, taken: list[SampleChunk], version: int) -> None:
     """Train on all samples, as rank 0."""
-    for one in taken:
-        assert one.samples is not None
-        buffer.log.train(tokens_by_sample(one.samples))
+    for chunk in taken:
+        assert chunk.samples is not None
+        buffer.log.train(tokens_by_sample(chunk.samples))
     buffer.check()
     buffer.publish(version)
 
@@ -141,8 +141,8 @@ class StandInGroup:
         return rows.select([REQUEST]).union(DataProto.from_dict({"responses": ones}))
 
 
-def asked_of(rows: DataProto, *_: str) -> DataProto:
-    """Return what a stand-in for a group reads."""
+def columns_of(rows: DataProto, *_: str) -> DataProto:
+    """Return the columns that a stand-in for a group reads."""
     return rows.select(["sample_index", "input_ids"], ["uid"])
 
 
@@ -158,7 +158,7 @@ def generator_of(
     trainer = SimpleNamespace(
         config=config_of(**({"generators": number + 1} | settings)),
         groups={generator_role(number): group},
-        rollouts=SimpleNamespace(prompt_columns=asked_of),
+        rollouts=SimpleNamespace(prompt_columns=columns_of),
     )
     weights: Any = SimpleNamespace(deliver=deliver)
     return Generator(number, trainer, buffer, weights, losses, Activity())

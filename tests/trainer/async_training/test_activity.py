@@ -29,7 +29,7 @@ def seen(clock: Clock) -> Activity:
     return Activity(clock)
 
 
-def test_the_seconds_of_a_role_add_up_to_the_wall(seen: Activity, clock: Clock) -> None:
+def test_the_seconds_of_a_role_add_up_to_the_wall_time(seen: Activity, clock: Clock) -> None:
     generator = seen.of("generator 0")
     with generator.busy("generate"):
         clock.now += 4
@@ -60,7 +60,7 @@ def test_a_role_without_processes_does_not_wait(seen: Activity, clock: Clock) ->
         assert seen.who_waits().startswith("trainer has waited")
 
 
-def test_a_block_in_a_block_interrupts_it(seen: Activity, clock: Clock) -> None:
+def test_a_nested_block_interrupts_the_outer_one(seen: Activity, clock: Clock) -> None:
     generator = seen.of("generator 0")
     with generator.busy("generate"):
         clock.now += 1
@@ -70,7 +70,7 @@ def test_a_block_in_a_block_interrupts_it(seen: Activity, clock: Clock) -> None:
     assert seen.seconds()["generator 0"] == {"busy": 3, "waiting": 0, "syncing": 10}
 
 
-def test_metrics_are_those_since_the_last_time(seen: Activity, clock: Clock) -> None:
+def test_metrics_count_from_the_previous_call(seen: Activity, clock: Clock) -> None:
     with seen.of("generator 0").busy("generate"):
         clock.now += 3
         seen.metrics()

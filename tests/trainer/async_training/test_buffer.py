@@ -27,7 +27,7 @@ from trainer.report.accounts import describe_log
 from verl_like.errors import SampleLogError
 
 
-def test_generators_run_ahead_as_far_as_staleness_allows_and_no_further() -> None:
+def test_generators_run_ahead_only_as_far_as_staleness_allows() -> None:
     buffer = make_buffer(max_staleness=1)
     for _ in range(2):  # one batch of 4 prompts in chunks of 2
         finish(buffer, begin(buffer))
@@ -35,64 +35,62 @@ def test_generators_run_ahead_as_far_as_staleness_allows_and_no_further() -> Non
     assert buffer.depth == 4
 
 
-def test_a_synchronous_run_makes_nothing_before_it_is_asked() -> None:
+def test_without_staleness_nothing_is_generated_ahead_of_a_batch() -> None:
     buffer = make_buffer(max_staleness=0)
     assert not may_begin(buffer)
 
-    taken: list[str] = []
-    trainer = threading.Thread(
-        target=lambda: taken.extend(uid for one in buffer.take(Demand(4)) for uid in one.uids)
-    )
+    taken: list[SampleChunk] = []
+    trainer = threading.Thread(target=lambda: taken.extend(buffer.take(Demand(4))))
     buffer.join(0)
     trainer.start()
     for _ in range(2):
         finish(buffer, begin(buffer))
     trainer.join(30)
-    assert taken == ["0", "1", "2", "3"]
+    assert [chunk.uids for chunk in taken] == [["0", "1"], ["2", "3"]]
     assert not may_begin(buffer)
 
 
-def test_a_generator_with_old_weights_may_make_less() -> None:
+def test_a_generator_with_old_weights_may_generate_less() -> None:
     buffer = make_buffer(max_staleness=1)
     buffer.publish(2)
     assert may_begin(buffer, version=2)
     assert not may_begin(buffer, version=1)
 
 
-def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
+def test_a_full_buffer_that_evicts_keeps_the_newest_samples() -> None:
     buffer = make_buffer(max_staleness=4, max_inflight_samples=4, on_buffer_full="evict_oldest")
     for _ in range(3):
         finish(buffer, begin(buffer))
-    assert [one.uids for one in buffer.open.ready] == [["2", "3"], ["4", "5"]]
+    assert [chunk.uids for chunk in buffer.open.ready] == [["2", "3"], ["4", "5"]]
     assert buffer.log.accounts[0].dropped == {"pushed out of the full buffer": 2}
     buffer.log.check()
 
 
-def test_what_a_lost_generator_was_making_comes_next_for_the_others() -> None:
+def test_another_generator_takes_over_the_chunk_of_a_lost_one() -> None:
     buffer = make_buffer(max_staleness=4)
-    lost, kept = begin(buffer, generator=0), begin(buffer, generator=1)
+    lost, other = begin(buffer, generator=0), begin(buffer, generator=1)
     assert buffer.lost(0) == 2
-    again = begin(buffer, generator=1)
-    assert (again.uids, again.generator) == (["0", "1"], 1)
-    assert again is lost
-    finish(buffer, kept)
-    finish(buffer, again)
-    assert [one.number for one in buffer.take(Demand(4))] == [0, 1]
+    repeated = begin(buffer, generator=1)
+    assert (repeated.uids, repeated.generator) == (["0", "1"], 1)
+    assert repeated is lost
+    finish(buffer, other)
+    finish(buffer, repeated)
+    assert [chunk.number for chunk in buffer.take(Demand(4))] == [0, 1]
     assert buffer.log.accounts[0].dropped == {"lost with its generator": 2}
     buffer.log.check()
 
 
-def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
+def test_samples_left_at_the_end_are_no_batch_and_are_reported() -> None:
     buffer = make_buffer(num_batches=1)
     left = [finish(buffer, begin(buffer)), finish(buffer, begin(buffer))]
     with pytest.raises(EndOfSamples, match="4 samples are left, and a batch needs 6"):
         buffer.take(Demand(6))
-    assert buffer.log.open(QUEUED) == [name for one in left for name in one.names]
+    assert buffer.log.open(QUEUED) == [name for chunk in left for name in chunk.names]
     line = describe_log(buffer.log.state_dict()).splitlines()[1]
     assert line.split() == ["generator", "0", "4", "0", "4", "0", "0"]
 
 
-def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
+def test_a_deadlock_is_an_error_that_says_who_waits_for_what() -> None:
     buffer = make_buffer(max_inflight_samples=2, max_staleness=1, chunk=2)
     generators = threading.Thread(
         target=lambda: [finish(buffer, begin(buffer)), buffer.begin(0, buffer.weights)]
@@ -105,31 +103,29 @@ def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     generators.join(30)
 
 
-def test_after_a_while_without_a_batch_a_warning_says_who_waits_for_whom(
+def test_a_long_wait_for_a_batch_warns_who_waits_for_what(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.async_training.buffer.LOOK_S", 0.02)
     buffer = make_buffer(chunk=4, warn_after_idle_s=0.05)
     buffer.join(0)
-    order = begin(buffer)
-    threading.Timer(0.3, lambda: finish(buffer, order)).start()
+    chunk = begin(buffer)
+    threading.Timer(0.3, lambda: finish(buffer, chunk)).start()
     with buffer._activity.of("generator 0").busy("generate"):
         buffer.take(Demand(4))
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) > 1  # again after each 0.05 s
+    assert len(warnings) > 1  # one after each 0.05 s
     assert all("no batch for" in warning for warning in warnings)
-    assert re.search(
-        r"trainer has waited .* for samples; generator 0 has been busy .* with generate",
-        warnings[0],
-    )
+    words = r"trainer has waited .* for samples; generator 0 has been busy .* with generate"
+    assert re.search(words, warnings[0])
 
 
-def test_without_a_generator_the_trainer_does_not_wait() -> None:
+def test_the_trainer_does_not_wait_without_a_generator() -> None:
     with pytest.raises(StalledError, match="no generator is left"):
         make_buffer().take(Demand(4))
 
 
-def test_a_generators_error_is_the_trainers() -> None:
+def test_the_trainer_raises_the_error_of_a_generator() -> None:
     buffer = make_buffer()
     buffer.join(0)
     buffer.leave(0, ValueError("no such model"))
@@ -137,11 +133,11 @@ def test_a_generators_error_is_the_trainers() -> None:
         buffer.take(Demand(4))
 
 
-def test_a_pause_waits_for_what_is_being_made_and_begins_nothing() -> None:
+def test_a_pause_finishes_open_chunks_and_begins_none() -> None:
     buffer = make_buffer(max_staleness=4)
     buffer.join(0)
-    order = begin(buffer)
-    threading.Timer(0.05, lambda: finish(buffer, order)).start()
+    chunk = begin(buffer)
+    threading.Timer(0.05, lambda: finish(buffer, chunk)).start()
     with buffer.paused(5):
         assert buffer.in_flight() == []
         generator = threading.Thread(target=lambda: finish(buffer, begin(buffer)))
@@ -156,7 +152,9 @@ def test_a_pause_waits_for_what_is_being_made_and_begins_nothing() -> None:
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_staleness_stays_within_its_bound_with_any_speed(sampler: str, max_staleness: int) -> None:
     buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, samples=1)
-    threads = [threading.Thread(target=_make, args=(buffer, generator)) for generator in range(3)]
+    threads = [
+        threading.Thread(target=_generate, args=(buffer, generator)) for generator in range(3)
+    ]
     for generator, thread in enumerate(threads):
         buffer.join(generator)
         thread.start()
@@ -164,8 +162,8 @@ def test_staleness_stays_within_its_bound_with_any_speed(sampler: str, max_stale
         seen: list[str] = []
         for version in range(1, 13):
             taken = buffer.take(Demand(4))
-            assert all(version - one.version <= max_staleness for one in taken)
-            seen += [uid for one in taken for uid in one.uids]
+            assert all(version - chunk.version <= max_staleness for chunk in taken)
+            seen += [uid for chunk in taken for uid in chunk.uids]
             train(buffer, taken, version + 1)
     finally:
         buffer.close()
@@ -177,7 +175,7 @@ def test_staleness_stays_within_its_bound_with_any_speed(sampler: str, max_stale
         assert seen == [str(number) for number in range(12 * 4)]
 
 
-def _make(buffer: ExperienceBuffer, generator: int) -> None:
+def _generate(buffer: ExperienceBuffer, generator: int) -> None:
     """Generate at uneven speed, taking newer weights as they come."""
     pace = random.Random(generator)
     while not buffer.is_closed:
@@ -191,7 +189,7 @@ def _make(buffer: ExperienceBuffer, generator: int) -> None:
     ("max_staleness", "chunk", "num_slow"), [(1, 1, 1), (1, 2, 0), (3, 1, 5), (6, 2, 1)]
 )
 @pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
-def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
+def test_every_sampler_trains_on_each_sample_before_it_is_too_old(
     sampler: str, max_staleness: int, chunk: int, num_slow: int
 ) -> None:
     buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, chunk=chunk)
@@ -200,40 +198,39 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
     for version in range(1, 30):
         buffer._demand = Demand(4)  # as generators see it while the trainer waits
         while may_begin(buffer):
-            order = begin(buffer)
+            begun = begin(buffer)
             if len(slow) < num_slow and version == 1:
-                slow.append(order)
+                slow.append(begun)
             else:
-                finish(buffer, order)
+                finish(buffer, begun)
         facts = (buffer._demand, buffer.version, buffer._num_taken)
         while slow and not chosen(buffer._sampler, next(buffer.open.views(*facts))).selected:
             finish(buffer, slow.pop())
         taken = buffer.take(Demand(4))
-        assert max(version - one.version for one in taken) <= max_staleness
+        assert max(version - old.version for old in taken) <= max_staleness
         train(buffer, taken, version + 1)
     assert not slow
 
 
-def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() -> None:
+def test_the_second_batch_of_a_version_takes_the_rest_of_its_samples() -> None:
     buffer = make_buffer(max_staleness=0, update_steps=2, sampler="random", chunk=1)
     buffer._demand = Demand(4, samples_left_in_version=4)
-    orders = [begin(buffer) for _ in range(8)]
+    chunks = [begin(buffer) for _ in range(8)]
     assert not may_begin(buffer)
-    for order in orders[1:]:
-        finish(buffer, order)
-    first = buffer.take(
-        Demand(4, samples_left_in_version=4)
-    )  # does not wait for the one that is being made
-    finish(buffer, orders[0])
+    for chunk in chunks[1:]:
+        finish(buffer, chunk)
+    # does not wait for the first chunk, which is in generation
+    first = buffer.take(Demand(4, samples_left_in_version=4))
+    finish(buffer, chunks[0])
     second = buffer.take(Demand(4))
-    assert sorted(one.number for one in first + second) == list(range(8))
+    assert sorted(chunk.number for chunk in first + second) == list(range(8))
 
 
 class NewestAtFirst(BatchSampler):
     """Samples the newest first, and old samples too late."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
-        newest = sorted(view.ready, key=lambda one: one.version, reverse=view.version < 3)
+        newest = sorted(view.ready, key=lambda chunk: chunk.version, reverse=view.version < 3)
         return SelectedBatch(select_chunks(newest, view.num_samples))
 
 
@@ -244,7 +241,7 @@ class HalfABatch(BatchSampler):
         return SelectedBatch(select_chunks(view.ready, view.num_samples // 2))
 
 
-def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_run() -> None:
+def test_a_user_sampler_that_leaves_samples_too_long_ends_the_run() -> None:
     buffer = make_buffer(max_staleness=1, sampler=f"{__name__}.NewestAtFirst")
     buffer.join(0)
     for version in (1, 2, 3):
@@ -253,14 +250,12 @@ def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_ru
             finish(buffer, begin(buffer))
         if version < 3:
             train(buffer, buffer.take(Demand(4)), version + 1)
-    words = (
-        "NewestAtFirst selected samples of version 1 for the update of version 3, but .*staleness=1"
-    )
+    words = "NewestAtFirst selected samples of version 1 for the update of version 3.*staleness=1"
     with pytest.raises(SamplerError, match=words):
         buffer.take(Demand(4))
 
 
-def test_a_sampler_of_ones_own_that_takes_less_than_a_batch_ends_the_run() -> None:
+def test_a_user_sampler_that_takes_less_than_a_batch_ends_the_run() -> None:
     buffer = make_buffer(sampler=f"{__name__}.HalfABatch")
     buffer.join(0)
     while may_begin(buffer):
@@ -269,7 +264,7 @@ def test_a_sampler_of_ones_own_that_takes_less_than_a_batch_ends_the_run() -> No
         buffer.take(Demand(4))
 
 
-def test_generators_of_one_rank_do_not_fill_the_room_of_another() -> None:
+def test_generators_of_one_rank_leave_room_for_those_of_another() -> None:
     apart = {"generators": 2, "trainers": 2, "sample_routes": [[0, 0], [1, 1]]}
     buffer = make_buffer(max_staleness=1, sampler="random", chunk=1, **apart)
     for _ in range(2):  # the two of each rank that a batch of four has
@@ -278,7 +273,7 @@ def test_generators_of_one_rank_do_not_fill_the_room_of_another() -> None:
     assert may_begin(buffer, generator=1)
 
 
-def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
+def test_samples_outside_the_version_window_are_replaced() -> None:
     buffer = make_buffer(max_staleness=3, sampler="version_window", drop_older_than=1)
     old = finish(buffer, begin(buffer))
     buffer.publish(3)
@@ -287,12 +282,12 @@ def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
     assert buffer.log.accounts[0].dropped == {"older than 1 versions": old.num_samples}
 
 
-def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice() -> None:
+def test_random_batches_depend_on_the_seed_and_repeat_no_sample() -> None:
     def drawn() -> list[list[int]]:
         buffer = make_buffer(max_staleness=5, sampler="random")
         for _ in range(8):
             finish(buffer, begin(buffer))
-        return [[one.number for one in buffer.take(Demand(4))] for _ in range(4)]
+        return [[chunk.number for chunk in buffer.take(Demand(4))] for _ in range(4)]
 
     first = drawn()
     assert first == drawn()
@@ -300,15 +295,14 @@ def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice(
     assert first != [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
+def test_a_group_that_contradicts_the_log_is_named() -> None:
     buffer = make_buffer(max_staleness=4)
     finish(buffer, begin(buffer))
     begin(buffer)
     buffer.check()
     lost = buffer.open.ready.pop()
-    with pytest.raises(
-        SampleLogError, match=r"disagree about which groups are queued: \['0', '1'\]"
-    ):
+    words = r"disagree about which groups are queued: \['0', '1'\]"
+    with pytest.raises(SampleLogError, match=words):
         buffer.check()
     buffer.open.ready.append(lost)
     buffer.open.in_flight.clear()
@@ -316,7 +310,7 @@ def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
         buffer.check()
 
 
-def test_a_resumed_buffer_makes_again_what_was_open() -> None:
+def test_a_resumed_buffer_regenerates_open_chunks() -> None:
     state = buffer_of_three_chunks().state_dict()
     resumed = make_buffer(max_staleness=4)
     resumed.load_state_dict(state, None)
@@ -325,7 +319,7 @@ def test_a_resumed_buffer_makes_again_what_was_open() -> None:
     resumed.log.check()
 
 
-def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
+def test_a_resumed_buffer_can_restore_queued_chunks(tmp_path: Path) -> None:
     saved = buffer_of_three_chunks()
     state = saved.state_dict()
     saved.write_samples(tmp_path)
@@ -340,7 +334,7 @@ def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
 def buffer_of_three_chunks() -> ExperienceBuffer:
     """A buffer with chunks 0 and 2 queued, and chunk 1 in flight."""
     buffer = make_buffer(max_staleness=4, on_resume="restore")
-    orders = [begin(buffer) for _ in range(3)]
-    finish(buffer, orders[0])
-    finish(buffer, orders[2])
+    chunks = [begin(buffer) for _ in range(3)]
+    finish(buffer, chunks[0])
+    finish(buffer, chunks[2])
     return buffer

@@ -1,13 +1,12 @@
-"""Callbacks of an asynchronous run: their order, and their errors."""
+"""The order of the callbacks of an asynchronous run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tests.integration.runs import POLICY_ALONE, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from trainer import load_config, run
-from trainer.async_training.config import AsyncConfig
 from trainer.async_training.recipe import ASYNC
 from trainer.hooks import Hooks
 
@@ -26,20 +25,21 @@ class Recorder:
         self.seen.append((trainer.global_step, hook.removeprefix("on_")))
 
 
-def config_of(tiny: Path, folder: Path) -> AsyncConfig:
-    settings = ("trainer.backend=local", "trainer.total_training_steps=2", "trainer.save_freq=2")
-    more = (f"data.val_files={tiny}/val.parquet", "trainer.test_freq=2", *POLICY_ALONE)
-    return load_config(
-        overrides(tiny, folder, *settings, *more, "trainer.val_before_train=false"), ASYNC
+def test_hooks_are_called_in_order(tiny_dir: Path, tmp_path: Path, few_validated: str) -> None:
+    settings = (
+        "trainer.backend=local",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=2",
+        few_validated,
+        "trainer.test_freq=2",
+        "trainer.val_before_train=false",
+        *(*POLICY_ALONE, *FEW_ROWS),
     )
-
-
-def test_hooks_come_in_their_order(tiny_dir: Path, tmp_path: Path) -> None:
     recorder = Recorder()
-    run(config_of(tiny_dir, tmp_path), callbacks=[recorder])
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[recorder])
     step = ["step_begin", "sample_begin", "generated", "sample_end", "update"]
-    shown = [one for one in recorder.seen if not one[1].startswith(("stage_", "filter"))]
-    assert shown == [
+    hooks = [seen for seen in recorder.seen if not seen[1].startswith(("stage_", "filter"))]
+    assert hooks == [
         (0, "init_end"),
         (0, "train_begin"),
         *[(1, name) for name in [*step, "step_end"]],

@@ -26,7 +26,7 @@ def next_of(stream: ChunkStream, generator: int = 0) -> SampleChunk:
     return chunk
 
 
-def test_a_batch_is_cut_in_the_order_of_its_prompts() -> None:
+def test_chunks_follow_the_order_of_prompts() -> None:
     stream = stream_of(NumberedPrompts(5), samples=3)
     chunks = [next_of(stream) for _ in range(4)]
     assert [uids(stream, chunk) for chunk in chunks] == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
@@ -39,7 +39,7 @@ def test_a_chunk_has_a_row_for_each_sample_of_its_prompts() -> None:
     assert rows.non_tensor_batch["uid"].tolist() == ["0"] * 3 + ["1"] * 3
 
 
-def test_generators_of_one_rank_get_its_part_of_every_batch() -> None:
+def test_generators_of_one_rank_get_its_share_of_every_batch() -> None:
     apart = {"generators": 2, "trainers": 2, "sample_routes": [[0, 0], [1, 1]]}
     stream = stream_of(NumberedPrompts(4), **apart)
     of_rank_1 = [next_of(stream, generator=1) for _ in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
@@ -13,16 +12,11 @@ from tests import ROOT
 from tests.forked import run_program
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from tests.trainer.async_training.test_run import LOCAL, ledger_of, run_async
+from tests.trainer.async_training.uids import uids_of
 from trainer.cli import main
 from trainer.data.prompts import PromptLoader
 
 RIGGED = "tests.trainer.async_training.rigged_workers"
-
-
-def uids_of(folder: Path) -> list[str]:
-    """Return the uid of each sample that was trained on."""
-    texts = [path.read_text() for path in sorted((folder / "rollouts").glob("*.jsonl"))]
-    return [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
 
 
 def test_total_prompts_may_span_several_epochs(tiny_dir: Path, tmp_path: Path) -> None:
@@ -31,11 +25,11 @@ def test_total_prompts_may_span_several_epochs(tiny_dir: Path, tmp_path: Path) -
     more = (*sizes, *POLICY_ALONE, "trainer.total_training_steps=null")
     folder = run_async(tiny_dir, tmp_path, *total, *more)
     assert ledger_of(folder)["trainers"] == {"0": 2 * 150}
-    assert len(set(uids_of(folder))) == 150
+    assert len(set(sum(uids_of(folder, 3), []))) == 150
     assert len(lines(folder)) == 3
 
 
-def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
+def test_a_run_without_enough_prompts_ends_early_with_a_message(
     tiny_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -48,26 +42,24 @@ def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
     assert ledger_of(folder)["trainers"] == {"0": 2 * 8}
 
 
-def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
+def test_an_error_in_an_update_names_its_samples(tiny_dir: Path, tmp_path: Path) -> None:
     fails = f"role_workers.actor={RIGGED}.FailsInSecondUpdate"
     with pytest.raises(ValueError, match="no gradient of this") as error:
         run_async(tiny_dir, tmp_path, *POLICY_ALONE, *FEW_ROWS, fails)
     failed = re.search(r"no gradient of this at ([0-9.]+)", str(error.value))
     assert failed is not None
     assert time.time() - float(failed[1]) < 10
-    texts = (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()
-    kept = [json.loads(line)["uid"] for line in texts]
+    uids = [row["uid"] for row in lines(tmp_path, "rollouts/2.jsonl")]
     (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is processing")]
     named = note.removeprefix("step 2 is processing the samples of uid ").split(", ")
     assert len(named) == 4
-    assert set(named) <= set(kept)
+    assert set(named) <= set(uids)
 
 
 def test_the_command_names_a_lost_generator_within_seconds(tiny_dir: Path, tmp_path: Path) -> None:
     dies = f"role_workers.rollout_1={RIGGED}.DiesAtOnce"
-    many = (
-        "trainer.total_training_steps=50"  # more than one generator makes before the loss is known
-    )
+    # more steps than one generator completes before the loss is noticed
+    many = "trainer.total_training_steps=50"
     settings = ("async_training.generators=2", many, *POLICY_ALONE, *FEW_ROWS)
     arguments = overrides(tiny_dir, tmp_path, LOCAL, dies, *settings)
     done = run_program(main.main, "async", *arguments, folder=ROOT)

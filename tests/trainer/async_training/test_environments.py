@@ -59,13 +59,18 @@ def plain(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return play(tiny_dir, tmp_path_factory.mktemp("plain"), recipe=PPO)
 
 
-def test_staleness_0_is_the_synchronous_run(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
+def test_staleness_0_equals_the_synchronous_run(
+    tiny_dir: Path, tmp_path: Path, plain: Path
+) -> None:
     """Even if calls end in the middle of turns, and environments are killed or slow."""
-    parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
-    injected = ("faults.kill_environment=0.3", "faults.delay_environment=0.3")
-    injected += ("faults.delay_s=0.05",)
-    ours = ("async_training.max_staleness=0", parts, *injected)
-    folder = play(tiny_dir, tmp_path, *ours)
+    settings = (
+        "async_training.max_staleness=0",
+        "actor_rollout_ref.rollout.max_new_tokens_per_call=3",
+        "faults.kill_environment=0.3",
+        "faults.delay_environment=0.3",
+        "faults.delay_s=0.05",
+    )
+    folder = play(tiny_dir, tmp_path, *settings)
     assert numbers(folder) == numbers(plain)
     assert len(calls(folder, "take")) > len(calls(folder, "submit"))
     faults = [line for line in lines(folder, "faults.jsonl") if "count" in line]
@@ -94,16 +99,18 @@ class Ends:
             raise KeyError("the end")
 
 
-def test_a_resumed_run_has_the_numbers_of_an_unbroken_one(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     """Its environments draw from every source of randomness."""
     more = ["async_training.max_staleness=0", "trainer.save_freq=1"]
     undisturbed = play(tiny_dir, tmp_path / "whole", game="Dice", recipe=PPO)
     with pytest.raises(CallbackError, match="the end"):
-        play(tiny_dir, tmp_path / "broken", *more, game="Dice", callbacks=[Ends()])
-    again = play(tiny_dir, tmp_path / "broken", *more, game="Dice")
-    assert [line["step"] for line in lines(again)] == [1, 2]
-    assert numbers(again) == numbers(undisturbed)
-    assert tokens_of(lines(again)) == tokens_of(lines(undisturbed))
+        play(tiny_dir, tmp_path / "resumed", *more, game="Dice", callbacks=[Ends()])
+    resumed = play(tiny_dir, tmp_path / "resumed", *more, game="Dice")
+    assert [line["step"] for line in lines(resumed)] == [1, 2]
+    assert numbers(resumed) == numbers(undisturbed)
+    assert tokens_of(lines(resumed)) == tokens_of(lines(undisturbed))
 
 
 LOSES = "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesWithTurns"
@@ -111,13 +118,13 @@ SLOW = "environment.kwargs={sleep: 0.05}"
 
 
 def test_lost_trajectories_are_played_again(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
-    ours = (
+    settings = (
         "async_training.max_staleness=0",
         "async_training.on_generator_failure=restart",
         LOSES,
         SLOW,
     )
-    folder = play(tiny_dir, tmp_path, *ours)
+    folder = play(tiny_dir, tmp_path, *settings)
     assert (folder / "has_died").is_file()
     assert numbers(folder) == numbers(plain)
     trained, _ = tokens_of(lines(plain))

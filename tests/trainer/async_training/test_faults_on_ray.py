@@ -11,7 +11,7 @@ import pytest
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from tests.trainer.async_training.test_lost_trainer import of_training
 from tests.trainer.async_training.uids import uids_in_order, uids_of
-from tests.trainer.test_kills_around_checkpoints import BACKENDS
+from tests.trainer.process_backends import BACKENDS
 from tests.waiting import wait_until_ended
 from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
@@ -19,13 +19,13 @@ from trainer.async_training.recipe import ASYNC
 STEPS, SAMPLES = 10, 8
 SHARED = (*FEW_ROWS, *POLICY_ALONE, f"trainer.total_training_steps={STEPS}")
 FAULTS = (
-    *("faults.kill_worker=0.15", "faults.drop_weight_bucket=0.2"),
-    *("faults.delay_call=0.2", "faults.delay_s=0.05"),
-    *(
-        "trainer.save_freq=4",
-        "trainer.max_restarts=20",
-        "async_training.on_generator_failure=restart",
-    ),
+    "faults.kill_worker=0.15",
+    "faults.drop_weight_bucket=0.2",
+    "faults.delay_call=0.2",
+    "faults.delay_s=0.05",
+    "trainer.save_freq=4",
+    "trainer.max_restarts=20",
+    "async_training.on_generator_failure=restart",
 )
 
 
@@ -45,7 +45,7 @@ class Pids:
     ("topology", "staleness", "seed"),
     [("1m1t", 0, 198), pytest.param("2m2t", 1, 565, marks=pytest.mark.slow)],
 )
-def test_its_books_close_and_nothing_is_left(
+def test_the_ledger_balances_and_no_process_is_left(
     tiny_dir: Path,
     tmp_path: Path,
     topology: str,

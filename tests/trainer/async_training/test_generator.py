@@ -6,7 +6,12 @@ import threading
 
 import pytest
 
-from tests.trainer.async_training.stand_ins import StandInGroup, asked_of, generator_of, make_buffer
+from tests.trainer.async_training.stand_ins import (
+    StandInGroup,
+    columns_of,
+    generator_of,
+    make_buffer,
+)
 from tests.waiting import wait_until
 from trainer.async_training.buffer import StalledError
 from trainer.async_training.generator import Generator
@@ -23,7 +28,7 @@ class Group(StandInGroup):
         super().__init__()
         self.buffer = make_buffer(max_staleness=10)
         self.is_dead, self.restarts = False, restarts
-        self.generating, self.goes_on = threading.Event(), threading.Event()
+        self.generating, self.may_finish = threading.Event(), threading.Event()
         self.taken: list[int] = []
         self.lost: list[int] = []
 
@@ -35,9 +40,9 @@ class Group(StandInGroup):
         """Sleep for a slice of time, or finish the chunk when the test says so."""
         if self.is_dead:
             raise WorkerDiedError("the rollout is gone")
-        if not self.goes_on.wait(0.02):
+        if not self.may_finish.wait(0.02):
             return None
-        self.goes_on.clear()
+        self.may_finish.clear()
         return super().finished()
 
     def deliver(self, generator: int) -> int:
@@ -87,20 +92,20 @@ def test_a_lost_group_repeats_its_chunk_with_new_weights_or_ends(group: Group) -
     assert group.lost == [2]
 
 
-def test_a_generator_validates_with_new_weights_then_returns_to_the_policys(group: Group) -> None:
+def test_a_generator_validates_with_new_weights_and_then_returns(group: Group) -> None:
     """If the generator dies meanwhile, its replacement generates the samples, or nobody does."""
     group.lost = [0]  # version 2 kills nobody
     generator = begun_generator(group)
-    threading.Timer(0.05, group.goes_on.set).start()
+    threading.Timer(0.05, group.may_finish.set).start()
     with group.buffer.paused(WAIT_S):
-        group.buffer.publish(1)  # averaged ones, say
+        group.buffer.publish(1)  # for example averaged weights
         group.is_dead = True
         rows = make_buffer(samples=1).stream
         chunk = rows.offer(0)
         assert chunk is not None
-        request = asked_of(rows.rows(chunk), 0)
+        request = columns_of(rows.rows(chunk), 0)
         if group.restarts:
-            threading.Timer(0.2, group.goes_on.set).start()
+            threading.Timer(0.2, group.may_finish.set).start()
             assert len(group.buffer.validate(request, [0])) == len(request)
             assert group.taken == [1, 1]
         else:
@@ -115,13 +120,13 @@ def test_a_generator_validates_with_new_weights_then_returns_to_the_policys(grou
 
 
 @pytest.mark.parametrize(("chunk", "ranks"), [(None, [0, 2]), (1, [0])])
-def test_a_generator_starts_its_part_of_a_batch(chunk: int | None, ranks: list[int]) -> None:
+def test_a_generator_starts_its_share_of_a_batch(chunk: int | None, ranks: list[int]) -> None:
     settings = {"generators": 2, "trainers": 4, "chunk": chunk, "batch": 8, "max_staleness": 1}
     group = Group(restarts=False)
     group.buffer = make_buffer(**settings)
     generator = generator_of(group.buffer, group, group.deliver, group.losses, **settings)
     generator.start()
     wait_until(lambda: group.running)
-    assert [one.rank for one in group.buffer.in_flight(0)] == ranks
+    assert [chunk.rank for chunk in group.buffer.in_flight(0)] == ranks
     assert [len(rows) for rows in group.running] == [2 * len(ranks) if chunk is None else chunk]
     end(group, generator)

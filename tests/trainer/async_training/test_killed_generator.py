@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -52,7 +51,7 @@ class KillGenerator(Pids):
         pytest.param("ray", "1m1t", "restart", 8, marks=pytest.mark.ray),
     ],
 )
-def test_a_run_outlives_a_generator_that_is_killed_as_it_generates_and_keeps_the_order_of_prompts(
+def test_a_run_keeps_the_order_of_prompts_after_a_generator_is_killed(
     tiny_dir: Path,
     tmp_path: Path,
     backend: str,
@@ -75,18 +74,20 @@ def test_a_run_outlives_a_generator_that_is_killed_as_it_generates_and_keeps_the
     run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[pids])
     assert uids_of(tmp_path, 3) == uids_in_order(tiny_dir, 3, *FEW_ROWS)
     assert (pids.seen[0] == pids.seen[1]) == (policy == "continue")
-    ledger = json.loads((tmp_path / "async.json").read_text())["ledger"]
+    ledger = ledger_of(tmp_path)
     assert sum(ledger["trainers"].values()) == 3 * 4 * 2
     assert ledger["generators"]["0"]["dropped"] == {LOST: num_lost}
 
 
-def test_a_killed_validator_is_replaced(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
+def test_a_generator_killed_in_a_validation_is_replaced(
+    tiny_dir: Path, classifier: Path, few_validated: str, tmp_path: Path
+) -> None:
     settings = (
-        "trainer.backend=local",
+        LOCAL,
         "async_training.on_generator_failure=restart",
         f"reward.list=[{{name: model, kind: model, path: '{classifier}'}}]",
         "async_training.score_on=generator",
-        f"data.val_files={tiny_dir}/few.parquet",
+        few_validated,
         "trainer.test_freq=1",
         "actor_rollout_ref.actor.ema_decay=0.9",
         *(*POLICY_ALONE, *FEW_ROWS, TWO_STEPS),
@@ -100,7 +101,9 @@ def test_a_killed_validator_is_replaced(tiny_dir: Path, classifier: Path, tmp_pa
     assert len(files) == 3, "before the first step, and after each of two"
 
 
-def test_a_lost_rank_repeats_its_chunk_to_the_same_numbers(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_chunk_of_a_lost_rank_is_repeated_with_the_same_numbers(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     policy = (*POLICY_ALONE, *FEW_ROWS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *policy)))
     two_ranks = (
@@ -108,13 +111,10 @@ def test_a_lost_rank_repeats_its_chunk_to_the_same_numbers(tiny_dir: Path, tmp_p
         "trainer.n_gpus_per_node=3",
         "trainer.device=cpu",
         "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesOnce",
-    )
-    more = (
         "async_training.max_staleness=0",
         "async_training.on_generator_failure=restart",
-        *two_ranks,
     )
-    folder = run_async(tiny_dir, tmp_path / "async", *policy, *more)
+    folder = run_async(tiny_dir, tmp_path / "async", *policy, *two_ranks)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
     (generator,) = ledger_of(folder)["generators"].values()
     assert (generator["made"], generator["trained"], generator["dropped"]) == (32, 24, {LOST: 8})

@@ -19,8 +19,13 @@ from trainer.async_training import buffer, generators
 from trainer.async_training.recipe import ASYNC
 from verl_like.errors import WorkerDiedError
 
-TRAINERS_APART = ("trainer.backend=local", "async_training.topology=1m2t", *POLICY_ALONE)
-SETTINGS = (*TRAINERS_APART, "async_training.on_generator_failure=restart")
+SETTINGS = (
+    "trainer.backend=local",
+    "async_training.topology=1m2t",
+    "async_training.on_generator_failure=restart",
+    *POLICY_ALONE,
+    *FEW_ROWS,
+)
 RIGGED = "tests.trainer.async_training.rigged_workers"
 
 
@@ -31,18 +36,15 @@ class KillTrainer:
 
     def on_sample_begin(self, trainer: Any) -> None:
         if trainer.global_step == 2:
-            threading.Thread(target=self.kill_meanwhile, args=(trainer,), daemon=True).start()
-
-    def kill_meanwhile(self, trainer: Any) -> None:
-        wait_until(trainer.buffer.in_flight)
-        self.kill(trainer)
+            threading.Thread(target=self.kill, args=(trainer,), daemon=True).start()
 
     def kill(self, trainer: Any) -> None:
+        wait_until(trainer.buffer.in_flight)
         os.kill(trainer.groups["actor"].transport.started[1].pid, signal.SIGKILL)
         self.killed_at = time.monotonic()
 
 
-def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_over(
+def test_a_trainer_lost_during_a_long_generation_ends_the_run_at_once(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer, "LOOK_S", 0.1)
@@ -51,7 +53,6 @@ def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_
         *SETTINGS,
         "async_training.max_staleness=0",
         f"role_workers.rollout={RIGGED}.LongRollout",
-        *FEW_ROWS,
     )
     killer = KillTrainer()
     with pytest.raises(WorkerDiedError, match=r"ping, .* rank 1 of 2 .*killed by SIGKILL"):
@@ -59,8 +60,10 @@ def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_
     assert time.monotonic() - killer.killed_at < rigged_workers.GENERATION_S
 
 
-def test_a_trainer_lost_in_a_sync_is_no_generators_loss(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = (*SETTINGS, f"role_workers.actor={RIGGED}.DiesAsItSends", *FEW_ROWS)
+def test_the_error_of_a_trainer_lost_in_a_sync_names_no_generator(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, f"role_workers.actor={RIGGED}.DiesAsItSends")
     # both ranks die, and the step may meet either of them first
     killed = r"actor.* rank [01] of 2 .*killed by SIGKILL"
     with pytest.raises(WorkerDiedError, match=killed) as died:

@@ -13,18 +13,18 @@ from trainer.async_training.recipe import ASYNC
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 ON_RAY = ("trainer.backend=ray", "cpus_per_process=0.25")
-MAKING = {"__init__", "init_model", "location", "receive_weights", "submit", "take"}
+OF_GENERATORS = {"__init__", "init_model", "location", "receive_weights", "submit", "take"}
 
 
 def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
     """Return process -> the (role, method) pairs that ran in it."""
-    found: dict[int, set[tuple[str, str]]] = {}
+    methods: dict[int, set[tuple[str, str]]] = {}
     for event in calls(folder):
-        found.setdefault(event["args"]["pid"], set()).add((event["cat"], event["name"]))
-    return found
+        methods.setdefault(event["args"]["pid"], set()).add((event["cat"], event["name"]))
+    return methods
 
 
-def test_generators_and_trainers_that_share_a_model_are_processes_and_have_the_numbers_of_ppo(
+def test_processes_on_ray_that_shard_a_model_have_the_numbers_of_ppo(
     tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
     settings = ("async_training.max_staleness=0", "trainer.total_training_steps=2")
@@ -37,5 +37,5 @@ def test_generators_and_trainers_that_share_a_model_are_processes_and_have_the_n
     processes = methods_by_process(tmp_path / "ray").values()
     generators = [methods for methods in processes if ("actor", "update_actor") not in methods]
     assert (len(processes), len(generators)) == (4, 2)
-    made = [{(role, method) for method in MAKING} for role in ("rollout", "rollout_1")]
-    assert sorted(generators, key=len) in (made, made[::-1])
+    expected = [{(role, method) for method in OF_GENERATORS} for role in ("rollout", "rollout_1")]
+    assert sorted(generators, key=len) in (expected, expected[::-1])

@@ -26,7 +26,7 @@ def config_of(*overrides: str) -> AsyncConfig:
     return load_config([*NEEDED, *overrides], ASYNC)
 
 
-def test_it_says_chunks_ages_and_what_may_be_open() -> None:
+def test_the_plan_describes_chunks_staleness_and_limits() -> None:
     lines = plan_lines(config_of("async_training.generators=2", "async_training.max_staleness=2"))
     chunks = "Batch: 8 prompts in 2 calls of 4 prompts; each call goes to one generator"
     assert chunks in lines
@@ -38,11 +38,11 @@ def test_it_says_chunks_ages_and_what_may_be_open() -> None:
     )
     assert any("Correction: rollout_is=token" in line for line in lines)
     assert lines[1].split()[:3] == ["generator", "0", "rollout"]
-    again = "\n".join(plan_lines(config_of("async_training.train_epochs=2")))
-    assert "Weight sync: after every batch, trained on 2 times, and a generator" in again
+    two_epochs = "\n".join(plan_lines(config_of("async_training.train_epochs=2")))
+    assert "Weight sync: after every batch, trained on 2 times, and a generator" in two_epochs
 
 
-def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
+def test_the_simulation_joins_chunks_that_a_generator_begins_together() -> None:
     config = config_of("async_training.topology=2m4t")
     chunks = "Batch: 8 prompts in 4 calls of 2 prompts; each call goes to one generator"
     assert f"{chunks}, up to 2 calls per generator at the same time" in plan_lines(config)
@@ -50,17 +50,15 @@ def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> 
     assert [setup.generators_of(place) for place in range(setup.num_chunks)] == [(0,), (1,)]
 
 
-def test_ranks_with_unlike_shares_of_the_generators_are_told() -> None:
-    told = (
-        "trainer 1 has 1 of the generators for its part of a batch, trainer 0 has 2, so every batch"
-    )
-    assert told in "\n".join(plan_lines(config_of("async_training.topology=3m2t")))
+def test_the_plan_warns_of_unequal_numbers_of_generators_per_trainer() -> None:
+    words = "1 has 1 of the generators for its part of a batch, trainer 0 has 2, so every batch"
+    assert words in "\n".join(plan_lines(config_of("async_training.topology=3m2t")))
     for even in ("2m1t", "1m2t", "4m2t", "2m2t"):
         lines = plan_lines(config_of(f"async_training.topology={even}"))
         assert "of the generators for" not in "\n".join(lines)
 
 
-def test_every_generator_is_in_the_table_of_sizes_with_what_it_is_asked_for_at_once() -> None:
+def test_every_generator_is_in_the_table_of_sizes() -> None:
     config = config_of(
         "async_training.generators=2",
         "async_training.score_on=generator",
@@ -83,14 +81,15 @@ def test_every_generator_is_in_the_table_of_memory(tiny_dir: Path) -> None:
         "async_training.generator_settings.1={name: hf, quantization: int8}",
         "resource_pool_spec.generator_2_pool=[2]",
     )
-    found = {role.role: role for role in role_memories(config_of(*settings), "cpu")}
-    assert set(found) == {"rollout", "rollout_1", "rollout_2", "actor"}
-    assert found["rollout_1"].pool == "generator_1_pool"
-    assert found["rollout_1"].types.startswith("int8")
-    assert found["rollout_1"].weights < found["rollout"].weights == found["rollout_2"].weights
+    memories = {role.role: role for role in role_memories(config_of(*settings), "cpu")}
+    assert set(memories) == {"rollout", "rollout_1", "rollout_2", "actor"}
+    rounded = memories["rollout_1"]
+    assert rounded.pool == "generator_1_pool"
+    assert rounded.types.startswith("int8")
+    assert rounded.weights < memories["rollout"].weights == memories["rollout_2"].weights
 
 
-def test_the_prediction_is_that_of_the_simulation() -> None:
+def test_the_prediction_comes_from_the_simulation() -> None:
     config = config_of(
         "async_training.generators=2",
         "async_training.prompts_per_call=2",

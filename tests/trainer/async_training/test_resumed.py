@@ -22,8 +22,7 @@ class EndsWithFullQueue:
     """A callback that fails the second of three steps, with samples for two steps queued."""
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
-        # all that the generators may make, so that what a checkpoint holds does not depend on the
-        # clock
+        # until the generators may make no more, so that checkpoints do not depend on the clock
         wait_until(lambda: trainer.buffer.depth == 2 * len(batch))
 
     def on_step_begin(self, trainer: Any) -> None:
@@ -31,21 +30,21 @@ class EndsWithFullQueue:
             raise KeyError("the end")
 
 
-def broken_off(tiny: Path, folder: Path, *more: str) -> Path:
-    """The samples that are queued in the checkpoint of a run that ends in its second step."""
+def interrupted_run(tiny: Path, folder: Path, *more: str) -> Path:
+    """Interrupt a run in its second step; return the folder of its checkpoint's queued samples."""
     settings = (LOCAL, "trainer.save_freq=1", "async_training.max_staleness=2", *more)
     with pytest.raises(CallbackError, match="the end"):
         run(load_config(overrides(tiny, folder, *settings), ASYNC), callbacks=[EndsWithFullQueue()])
     return folder / "global_step_1" / SAMPLES
 
 
-def test_a_resumed_run_repeats_no_sample_and_loses_none(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_trains_on_each_sample_once(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (
         "async_training.generators=2",
         "async_training.on_resume=regenerate",
         *(*POLICY_ALONE, *FEW_ROWS),
     )
-    queued = broken_off(tiny_dir, tmp_path, *settings)
+    queued = interrupted_run(tiny_dir, tmp_path, *settings)
     assert len(list(queued.glob("*.safetensors"))) == 0
     run_async(
         tiny_dir, tmp_path, "async_training.max_staleness=2", "trainer.save_freq=1", *settings

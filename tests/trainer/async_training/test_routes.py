@@ -34,12 +34,12 @@ class HashesAtTheEnd:
         self.seen: list[str] = trainer.groups["actor"].weights_checksum(True)
 
 
-def uids_given(folder: Path, role: str, rank: int) -> set[str]:
+def uids_of_rank(folder: Path, role: str, rank: int) -> set[str]:
     """Return all uids that this rank generated or learned from."""
     return {uid for call in lines(folder, f"uids_of_{role}_{rank}.jsonl") for uid in call}
 
 
-def test_samples_and_weights_go_along_the_edges_and_the_trainers_stay_equal(
+def test_samples_and_weights_follow_the_routes_and_trainers_stay_equal(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sends: set[tuple[int, str]] = set()
@@ -54,12 +54,9 @@ def test_samples_and_weights_go_along_the_edges_and_the_trainers_stay_equal(
     config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *CROSSED, *POLICY_ALONE), ASYNC)
     run(config, callbacks=[hashes])
 
-    made = {
-        generator: uids_given(tmp_path, role, 0)
-        for generator, role in enumerate(config.topology.roles())
-    }
-    learned = [uids_given(tmp_path, "actor", rank) for rank in (0, 1)]
-    assert {(m, t) for m in made for t in (0, 1) if made[m] & learned[t]} == EDGES
+    generated = [uids_of_rank(tmp_path, role, 0) for role in config.topology.roles()]
+    learned = [uids_of_rank(tmp_path, "actor", rank) for rank in (0, 1)]
+    assert {(g, t) for g in (0, 1, 2) for t in (0, 1) if generated[g] & learned[t]} == EDGES
     assert [len(uids) for uids in learned] == [3 * 4, 3 * 4]
     assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 8, "1": 3 * 8}
     assert sends == WEIGHT_EDGES

@@ -23,6 +23,7 @@ LOCAL = "trainer.backend=local"
 APART = ("async_training.topology=2m2t", "async_training.sample_routes=[[0,0],[1,1]]")
 """Trainer ranks that have generators of their own."""
 BY_PROMPTS = "trainer.total_training_steps=null"
+GENERATORS = "async_training.generator_settings"
 ENDS_AT_13 = (BY_PROMPTS, "data.total_prompts=13", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
 
 
@@ -37,9 +38,9 @@ def shared_numbers(folder: Path) -> list[dict[str, float]]:
 
     Without the version's number: PPO gives one to the averaged weights of a validation, too.
     """
-    own = ("async/", "training/weights_changed_share", "training/weight_version")
+    others = ("async/", "training/weights_changed_share", "training/weight_version")
     return [
-        {name: value for name, value in line.items() if not name.startswith(own)}
+        {name: value for name, value in line.items() if not name.startswith(others)}
         for line in numbers(folder)
     ]
 
@@ -49,23 +50,32 @@ def ledger_of(folder: Path) -> dict[str, Any]:
     return ledger
 
 
-def test_staleness_0_is_the_synchronous_run(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
-    ours = ("async_training.topology=2m1t", "async_training.max_staleness=0")
-    assert shared_numbers(run_async(tiny_dir, tmp_path, *ours)) == shared_numbers(plain)
-
-
 VALIDATED = ("trainer.test_freq=1", "actor_rollout_ref.actor.ema_decay=0.5")
-LEFT_OUT = "algorithm.filter_groups"
+FILTERED_GROUPS = "algorithm.filter_groups"
 TWO_STEPS = "trainer.total_training_steps=2"
+TWO_SYNCHRONOUS = ("async_training.generators=2", "async_training.max_staleness=0")
+"""Two generators without staleness."""
 
 
-def test_two_generators_validate_as_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:
+def test_staleness_0_equals_the_synchronous_run(
+    tiny_dir: Path, tmp_path: Path, plain: Path
+) -> None:
+    """Also where a generator returns partial responses, and weights are sent as differences."""
+    changes = "actor_rollout_ref.rollout.weight_sync=changed"
+    partial = f"{GENERATORS}.0={{max_new_tokens_per_call: 3}}"
+    folder = run_async(tiny_dir, tmp_path, *TWO_SYNCHRONOUS, changes, partial)
+    assert shared_numbers(folder) == shared_numbers(plain)
+    takes = Counter(call["cat"] for call in calls(folder, "take"))
+    assert takes["rollout"] > takes["rollout_1"] > 0
+
+
+def test_two_generators_validate_like_the_synchronous_run(
+    tiny_dir: Path, tmp_path: Path, few_validated: str
+) -> None:
     engine = "actor_rollout_ref.rollout.name=hf"
-    files = f"data.val_files={tiny_dir}/few.parquet"
-    more = (*POLICY_ALONE, *FEW_ROWS, TWO_STEPS, *VALIDATED, files, engine)
+    more = (*POLICY_ALONE, *FEW_ROWS, TWO_STEPS, *VALIDATED, few_validated, engine)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
-    ours = ("async_training.topology=2m1t", "async_training.max_staleness=0")
-    folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
+    folder = run_async(tiny_dir, tmp_path / "async", *more, *TWO_SYNCHRONOUS)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
     validated = [call for call in calls(folder, "submit") if call["args"]["stage"] == "testing"]
     roles = Counter(call["cat"] for call in validated)
@@ -75,24 +85,15 @@ def test_two_generators_validate_as_the_synchronous_run(tiny_dir: Path, tmp_path
 def test_dynamic_sampling_drops_the_same_groups(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("algorithm.filter_groups.enable=true", *POLICY_ALONE, TWO_STEPS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
-    ours = ("async_training.generators=2", "async_training.max_staleness=0")
-    folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
+    folder = run_async(tiny_dir, tmp_path / "async", *more, *TWO_SYNCHRONOUS)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
 
     num_drawn = sum(line["dynamic_sampling/num_groups_sampled"] for line in lines(folder))
     assert num_drawn > 2 * 8
-    dropped = [row["dropped"] for row in ledger_of(folder)["generators"].values()]
-    assert {reason for reasons in dropped for reason in reasons} == {LEFT_OUT}
-    assert sum(reasons.get(LEFT_OUT, 0) for reasons in dropped) == 2 * (num_drawn - 2 * 8)
-
-
-def test_partial_responses_and_syncs_match(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
-    ours = ("async_training.max_staleness=0", "actor_rollout_ref.rollout.weight_sync=changed")
-    parts = "async_training.generator_settings.0={max_new_tokens_per_call: 3}"
-    folder = run_async(tiny_dir, tmp_path, *ours, parts)
-    assert shared_numbers(folder) == shared_numbers(plain)
-    assert len(calls(plain, "generate_sequences")) == 3
-    assert len(calls(folder, "take")) >= 6
+    dropped = sum(
+        (Counter(row["dropped"]) for row in ledger_of(folder)["generators"].values()), Counter()
+    )
+    assert dropped == {FILTERED_GROUPS: 2 * (num_drawn - 2 * 8)}
 
 
 @pytest.mark.parametrize(
@@ -104,43 +105,41 @@ def test_partial_responses_and_syncs_match(tiny_dir: Path, tmp_path: Path, plain
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["alone", "stages"],
+    ids=["one trainer", "stages"],
 )
-def test_adapters_train_alike(tiny_dir: Path, tmp_path: Path, axes: tuple[str, ...]) -> None:
+def test_adapters_train_like_in_the_synchronous_run(
+    tiny_dir: Path, tmp_path: Path, axes: tuple[str, ...]
+) -> None:
     more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE, *FEW_ROWS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     logged = ("actor_rollout_ref.rollout.weight_sync=changed", "async_training.log_syncs=true")
-    ours = (*more, *logged, "async_training.generators=2", "async_training.max_staleness=0", *axes)
-    folder = run_async(tiny_dir, tmp_path / "async", *ours)
+    folder = run_async(tiny_dir, tmp_path / "async", *more, *logged, *TWO_SYNCHRONOUS, *axes)
     for line, expected in zip(lines(folder), lines(tmp_path / "plain"), strict=True):
         for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
-            # a generator of its own generates with merged weights, which round otherwise
+            # generators generate with merged weights, which round differently
             assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
     for generator in (0, 1):
-        sent = [
-            one["bytes"] for one in lines(folder, "syncs.jsonl") if one["generator"] == generator
-        ]
+        syncs = lines(folder, "syncs.jsonl")
+        sent = [sync["bytes"] for sync in syncs if sync["generator"] == generator]
         assert len(sent) >= 2
-        assert 0 < max(sent[1:]) < sent[0] / 10, "the adapters alone"
+        assert 0 < max(sent[1:]) < sent[0] / 10, "only the adapters"
 
 
-@pytest.fixture(scope="module")
-def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_generators_run_ahead_and_files_name_the_generator_of_each_sample(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     """Two epochs of two steps, with a staleness of one version, by two generators."""
-    folder = tmp_path_factory.mktemp("async")
-    sizes = ("data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
-    sizes += ("data.max_response_length=2",)
     more = (
         "async_training.generators=2",
+        "async_training.max_staleness=1",
         BY_PROMPTS,
         "trainer.total_epochs=2",
-        *sizes,
+        "data.train_batch_size=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "data.max_response_length=2",
         *POLICY_ALONE,
     )
-    return run_async(tiny_dir, folder, "async_training.max_staleness=1", *more)
-
-
-def test_generators_run_ahead_and_files_say_who_made_each_sample(ahead: Path) -> None:
+    ahead = run_async(tiny_dir, tmp_path, *more)
     oldest = [line["async/staleness/max"] for line in lines(ahead)]
     assert (oldest[0], max(oldest)) == (0, 1)
     generators: Counter[str] = Counter()
@@ -151,20 +150,20 @@ def test_generators_run_ahead_and_files_say_who_made_each_sample(ahead: Path) ->
         assert sum(ages) / len(ages) == pytest.approx(line["async/staleness/mean"])
         generators.update(str(row["generator"]) for row in rows)
         assert {row["trainer"] for row in rows} == {0}
-    kept = ledger_of(ahead)
+    ledger = ledger_of(ahead)
     for key in ("made", "trained"):
-        assert generators == {name: row[key] for name, row in kept["generators"].items()}
-    assert kept["trainers"] == {"0": 4 * 64}
-    assert sum(kept["staleness"].values()) == 4 * 64
+        assert generators == {name: row[key] for name, row in ledger["generators"].items()}
+    assert ledger["trainers"] == {"0": 4 * 64}
+    assert sum(ledger["staleness"].values()) == 4 * 64
 
     steps = uids_of(ahead, len(lines(ahead)))
     for epoch, first in enumerate((0, 2)):
         two_of_each = [f"{row}-{epoch}" for row in (*range(64), *range(64))]
         assert sorted(sum(steps[first : first + 2], [])) == sorted(two_of_each)
 
-    makers = {event["args"]["pid"] for event in calls(ahead, "submit")}
-    assert len(makers) == 2
-    assert not makers & {event["args"]["pid"] for event in calls(ahead, "update_actor")}
+    pids = {event["args"]["pid"] for event in calls(ahead, "submit")}
+    assert len(pids) == 2
+    assert not pids & {event["args"]["pid"] for event in calls(ahead, "update_actor")}
 
 
 def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_path: Path) -> None:
@@ -173,8 +172,7 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
     folder = run_async(tiny_dir, tmp_path, *more)
     assert ledger_of(folder)["generators"]["0"]["made"] == 4 * 8
     assert [line["training/weight_version"] for line in lines(folder)[3::4]] == [2, 3]
-    texts = [(folder / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 9)]
-    uids = [{json.loads(line)["uid"] for line in text.splitlines()} for text in texts]
+    uids = [{row["uid"] for row in lines(folder, f"rollouts/{step}.jsonl")} for step in range(1, 9)]
     assert uids[2:4] in (uids[0:2], uids[1::-1])
     assert not uids[0] & uids[4]
 
@@ -192,7 +190,7 @@ def test_a_resume_is_bit_for_bit(tiny_dir: Path, tmp_path: Path, plain: Path) ->
     in_background = "role_workers.actor=tests.integration.background_actors.BackgroundActor"
     settings = ("async_training.max_staleness=0", "trainer.save_freq=1", in_background)
     folder = run_async(tiny_dir, tmp_path, *settings, TWO_STEPS)
-    assert calls(folder, "write_checkpoint"), "that of step 1, beside step 2"
+    assert calls(folder, "write_checkpoint"), "the one of step 1, during step 2"
     run_async(tiny_dir, tmp_path, *settings)
     assert shared_numbers(folder) == shared_numbers(plain)
 
@@ -205,11 +203,8 @@ def test_old_samples_are_corrected_unless_the_user_decides(tiny_dir: Path, tmp_p
 
     assert correction("async_training.max_staleness=1") == ("token", False)
     assert correction("async_training.max_staleness=0") == (None, False)
-    rounded = "async_training.generator_settings.1={quantization: int8}"
-    assert (
-        correction("async_training.max_staleness=0", "async_training.generators=2", rounded)[0]
-        == "token"
-    )
+    rounded = f"{GENERATORS}.1={{quantization: int8}}"
+    assert correction(*TWO_SYNCHRONOUS, rounded)[0] == "token"
     assert correction("correction=disabled") == (None, False)
     assert correction("correction=decoupled_seq_is") == ("sequence", False)
     assert correction("algorithm.rollout_correction.rollout_is=null") == (None, False)
@@ -220,8 +215,8 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
         "={0: {kv_cache_gb: 1, max_num_seqs: 8}}",
         ".0={kv_cache_gb: '1', dtype: null}",
     ):
-        by_key = f"async_training.generator_settings{setting}"
-        config = load_config(overrides(tiny_dir, tmp_path, LOCAL, by_key), ASYNC)
+        settings = overrides(tiny_dir, tmp_path, LOCAL, f"{GENERATORS}{setting}")
+        config = load_config(settings, ASYNC)
         rollout = config.of_role("rollout").actor_rollout_ref.rollout
         assert (rollout.kv_cache_gb, type(rollout.kv_cache_gb)) == (1.0, float)
         assert rollout.max_num_seqs == (8 if "8" in setting else 256)
@@ -235,26 +230,14 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
         (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy response"),
         (["role_mapping.rollout=trainer_pool"], "is also the pool of .*, but a generator"),
         (["async_training.on_buffer_full=evict_oldest"], "Set async_training.max_inflight_samples"),
-        (
-            ["async_training.generator_settings.4={name: hf}"],
-            "settings.4: this run has generators 0 to 0",
-        ),
-        (
-            ["async_training.generator_settings.0={weight_sync: changed}"],
-            "no key 'async_training.generator_settings.0.weight_sync'",
-        ),
-        (
-            ["async_training.generator_settings.x={name: hf}"],
-            "has 'x'. Use each generator's number",
-        ),
+        ([f"{GENERATORS}.4={{name: hf}}"], "settings.4: this run has generators 0 to 0"),
+        ([f"{GENERATORS}.0={{weight_sync: changed}}"], f"no key '{GENERATORS}.0.weight_sync'"),
+        ([f"{GENERATORS}.x={{name: hf}}"], "has 'x'. Use each generator's number"),
         (
             ["trainer.cls=trainer.ppo.PPOTrainer"],
             "trainer.ppo.PPOTrainer is not a subclass of trainer.async_training.step.AsyncTrainer",
         ),
-        (
-            ["async_training.generator_settings={0: {max_num_seqs: 0}}"],
-            "0: .*max_num_seqs=0: it must be",
-        ),
+        ([f"{GENERATORS}={{0: {{max_num_seqs: 0}}}}"], "0: .*max_num_seqs=0: it must be"),
         (
             [
                 "async_training.weight_update=immediate",
@@ -280,11 +263,7 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
             "=7 prompts cannot be split evenly over the 2 trainer ranks.*that can: 6 and 8",
         ),
         (
-            [
-                "async_training.sampler=ready_first",
-                "data.total_prompts=12",
-                "trainer.total_training_steps=null",
-            ],
+            ["async_training.sampler=ready_first", "data.total_prompts=12", BY_PROMPTS],
             "=12 is not a multiple of the batch of 8 prompts. Only async_training.sampler=in_order",
         ),
         (
@@ -297,7 +276,7 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_settings_that_cannot_work_are_rejected(
     tiny_dir: Path, tmp_path: Path, settings: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -307,18 +286,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     "key",
     [
-        "async_training.generator_settings.0.tensor_model_parallel_size",
+        f"{GENERATORS}.0.tensor_model_parallel_size",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
     ],
 )
-def test_a_key_that_a_generator_does_not_read_is_a_notice(
+def test_a_key_that_no_generator_reads_is_a_notice(
     key: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_config(overrides(tiny_dir, tmp_path, LOCAL, f"{key}=2"), ASYNC)
     assert f"note: {key} has no effect: " in caplog.text
 
 
-def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
+def test_a_run_does_not_resume_within_a_round(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = ("async_training.train_epochs=2", "async_training.update_steps=2")
@@ -336,8 +315,8 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
 
 
 def test_a_dry_run_rejects_an_engine_too_large_for_its_pool(tiny_dir: Path, tmp_path: Path) -> None:
-    of_one = "async_training.generator_settings.1={name: vllm, tensor_model_parallel_size: 2}"
-    settings = ("async_training.generators=2", of_one, "trainer.dry_run=true")
+    wide = f"{GENERATORS}.1={{name: vllm, tensor_model_parallel_size: 2}}"
+    settings = ("async_training.generators=2", wide, "trainer.dry_run=true")
     words = "generator_settings.1: .*size=2 does not divide the 1 process of rollout_1's"
     with pytest.raises(ConfigError, match=words):
         run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), ASYNC))

@@ -19,7 +19,7 @@ from workers.columns import read_columns
 
 LIMIT, BATCH, STEPS = 32, 16, 4
 LONG_S = 0.15
-"""Of one step, beside which the milliseconds between two clocks' readings are few."""
+"""Of one step: much longer than the milliseconds between the readings of two clocks."""
 
 
 class Watches:
@@ -35,9 +35,8 @@ class Watches:
         buffer = trainer.buffer
         if trainer.global_step == 1:
             wait_until(lambda: buffer.depth >= LIMIT)
-            time.sleep(0.1)  # what a generator that does not stop would begin the next chunk in
-            being_made = num_samples_of(buffer.in_flight())
-            self.open_samples = buffer.depth + being_made
+            time.sleep(0.1)  # in which a generator that does not stop would begin its next chunk
+            self.open_samples = buffer.depth + num_samples_of(buffer.in_flight())
         versions = read_columns(batch, "policy_version")["policy_version"].tolist()
         self.ages.append(Counter(trainer.weights.version - version for version in versions))
         self.depths.append(buffer.depth)
@@ -54,7 +53,7 @@ class Watched(NamedTuple):
     """A run of one generator, at most four versions ahead, and the callback's observations."""
 
     folder: Path
-    by: Watches
+    seen: Watches
 
 
 @pytest.fixture(scope="module")
@@ -72,36 +71,36 @@ def watched(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched
     return Watched(folder, seen)
 
 
-def test_a_full_buffer_holds_the_generators_up(watched: Watched) -> None:
-    assert watched.by.open_samples == LIMIT
+def test_generators_wait_while_the_buffer_is_full(watched: Watched) -> None:
+    assert watched.seen.open_samples == LIMIT
     assert ledger_of(watched.folder)["trainers"] == {"0": STEPS * BATCH}
 
 
-def test_seconds_of_every_role_are_those_of_another_clock(watched: Watched) -> None:
-    wall = watched.by.ends[-1] - watched.by.ends[0]
+def test_seconds_of_every_role_add_up_to_the_wall_time(watched: Watched) -> None:
+    wall = watched.seen.ends[-1] - watched.seen.ends[0]
     assert wall > LONG_S
     for role in ("generator_0", "trainer"):
         names = [f"async/{role}/{state}_s" for state in ("busy", "waiting", "syncing")]
-        found = sum(line[name] for line in lines(watched.folder)[1:] for name in names)
+        seconds = sum(line[name] for line in lines(watched.folder)[1:] for name in names)
         # a step counts its seconds some milliseconds before callbacks see its end
-        assert found == pytest.approx(wall, rel=0.05, abs=0.01)
+        assert seconds == pytest.approx(wall, rel=0.05, abs=0.01)
 
 
-def test_the_depth_of_the_queue_is_what_is_queued_once_a_batch_is_taken(watched: Watched) -> None:
+def test_the_queue_depth_is_measured_after_a_batch_is_taken(watched: Watched) -> None:
     depths = [line["async/queue_depth"] for line in lines(watched.folder)]
     assert depths[0] == LIMIT, "nothing is made or taken while the step waits for a full buffer"
-    for depth, before in zip(depths, watched.by.depths, strict=True):
+    for depth, before in zip(depths, watched.seen.depths, strict=True):
         assert before <= depth <= LIMIT
 
 
-def test_the_staleness_histogram_is_that_of_batches_and_ledger(watched: Watched) -> None:
+def test_the_staleness_histogram_equals_that_of_batches_and_ledger(watched: Watched) -> None:
     prefix = "async/staleness/"
-    told = []
+    histograms = []
     for line in lines(watched.folder):
         names = [name for name in line if name.startswith(prefix) and name[len(prefix) :].isdigit()]
-        told.append({int(name.removeprefix(prefix)): int(line[name]) for name in names})
-    assert told == watched.by.ages
-    # the buffer was full of the first version, of which two more steps were made
-    assert told[:3] == [{0: BATCH}, {1: BATCH}, {2: BATCH}]
-    whole = sum(map(Counter, told), Counter())
+        histograms.append({int(name.removeprefix(prefix)): int(line[name]) for name in names})
+    assert histograms == watched.seen.ages
+    # the buffer was full of samples of the first version, which two more steps trained on
+    assert histograms[:3] == [{0: BATCH}, {1: BATCH}, {2: BATCH}]
+    whole = sum(map(Counter, histograms), Counter())
     assert ledger_of(watched.folder)["staleness"] == {str(age): whole[age] for age in whole}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import FEW_ROWS, calls, lines, overrides
-from tests.trainer.async_training.test_resumed import broken_off
+from tests.trainer.async_training.test_resumed import interrupted_run
 from tests.trainer.async_training.test_run import (
     LOCAL,
     TWO_STEPS,
@@ -29,8 +29,8 @@ from verl_like.placement.roles import expand_roles
 ON_GENERATOR = "async_training.score_on=generator"
 SCORES = ("compute_ref_log_prob", "compute_values", "compute_rm_score")
 
-BESIDE = ("open_delivery", "deliver_weights", "receive_weights", "ping")
-"""Calls of `sync_weights`, a node of the driver, and of whoever waits: beside the next samples."""
+CONCURRENT = ("open_delivery", "deliver_weights", "receive_weights", "ping")
+"""Calls of `sync_weights`, which is a node of the driver, and of waits during generation."""
 
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
 
@@ -38,7 +38,7 @@ ROW_BY_ROW = (
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
     "critic.ppo_micro_batch_size_per_gpu=1",
 )
-"""Else the rows of a chunk are in other passes than those of a batch, and round otherwise."""
+"""Otherwise a chunk and a batch have rows in different passes, which round differently."""
 
 
 def two_models(classifier: Path) -> str:
@@ -58,8 +58,10 @@ def configured(*more: str) -> AsyncConfig:
     return load_config([*needed, ON_GENERATOR, "algorithm.use_kl_in_reward=true", *more], ASYNC)
 
 
-def test_scores_match_the_synchronous_run(tiny_dir: Path, classifier: Path, tmp_path: Path) -> None:
-    """Even if responses are made in parts: they are scored when they are whole."""
+def test_scores_equal_those_of_the_synchronous_run(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    """Responses that take several calls are scored when they are complete."""
     more = (two_models(classifier), TWO_STEPS, *FEW_ROWS, *ROW_BY_ROW)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = ("async_training.topology=2m1t", "async_training.max_staleness=0", ON_GENERATOR)
@@ -68,46 +70,46 @@ def test_scores_match_the_synchronous_run(tiny_dir: Path, classifier: Path, tmp_
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
     assert len(calls(folder, "take")) > len(calls(folder, "compute_values")) == 2 * 2
 
-    asked = roles_of(folder)
+    scorers = roles_of(folder)
     roles = {"ref", "critic_copy", "reward_model", "reward_model_second"}
-    assert set.union(*asked.values()) == roles | {f"{role}_1" for role in roles}
-    drawn_as_recorded(folder, overrides(tiny_dir, folder, LOCAL, *more, *ours))
+    assert set.union(*scorers.values()) == roles | {f"{role}_1" for role in roles}
+    check_graph(folder, overrides(tiny_dir, folder, LOCAL, *more, *ours))
     scored = {event["args"]["pid"] for method in SCORES for event in calls(folder, method)}
     assert scored == {event["args"]["pid"] for event in calls(folder, "submit")}
 
 
-def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
+def check_graph(folder: Path, settings: list[str]) -> None:
     """Check that the graph has the run's calls of roles, each in its stage and on its pools."""
     config = load_config(settings, ASYNC)
     pools = expand_roles(config.role_mapping)
-    made = defaultdict[tuple[str, str], set[str]](set)
+    recorded = defaultdict[tuple[str, str], set[str]](set)
     for event in calls(folder):
-        if event["args"]["stage"] in ("gen", "score", "update") and event["name"] not in BESIDE:
+        if event["args"]["stage"] in ("gen", "score", "update") and event["name"] not in CONCURRENT:
             method = "generate_sequences" if event["name"] in ("submit", "take") else event["name"]
             name = f"{config.kind_of(event['cat'])}.{method}"
-            made[event["args"]["stage"], name].add(pools[event["cat"]])
+            recorded[event["args"]["stage"], name].add(pools[event["cat"]])
     for node in step_nodes(config):
         if node.pool != "driver":
-            assert made.pop((node.stage, node.name)) == set(node.pool.split(", "))
-    assert not made
+            assert recorded.pop((node.stage, node.name)) == set(node.pool.split(", "))
+    assert not recorded
 
 
-def test_values_are_of_the_version_that_generators_took(tiny_dir: Path, tmp_path: Path) -> None:
+def test_values_are_no_staler_than_their_samples(tiny_dir: Path, tmp_path: Path) -> None:
     folder = run_async(
         tiny_dir, tmp_path, ON_GENERATOR, *FEW_ROWS, "async_training.max_staleness=1"
     )
-    books = ledger_of(folder)
-    assert books["trainers"] == {"0": 3 * 8}
-    assert all(row["made"] == row["trained"] for row in books["generators"].values())
-    found = lines(folder)
-    assert max(line["async/value_staleness/max"] for line in found) == 1
-    for line in found:
+    ledger = ledger_of(folder)
+    assert ledger["trainers"] == {"0": 3 * 8}
+    assert all(row["made"] == row["trained"] for row in ledger["generators"].values())
+    steps = lines(folder)
+    assert max(line["async/value_staleness/max"] for line in steps) == 1
+    for line in steps:
         assert line["async/value_staleness/max"] <= line["async/staleness/max"]
 
 
 def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (ON_GENERATOR, "async_training.on_resume=restore", *FEW_ROWS)
-    queued = broken_off(tiny_dir, tmp_path, *settings)
+    queued = interrupted_run(tiny_dir, tmp_path, *settings)
     assert len(list(queued.glob("*.safetensors"))) == 2
     run_async(
         tiny_dir, tmp_path, *settings, "async_training.max_staleness=2", "trainer.save_freq=1"
@@ -118,7 +120,7 @@ def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path:
     assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 8}
 
 
-def test_generators_have_the_roles_that_score_and_trainers_those_that_learn() -> None:
+def test_generators_have_the_roles_that_score() -> None:
     config = configured("async_training.topology=2m1t")
     roles = config.role_mapping
     assert {role for role, pool in roles.items() if pool == "trainer_pool"} == {"actor", "critic"}
@@ -132,11 +134,11 @@ def test_generators_have_the_roles_that_score_and_trainers_those_that_learn() ->
     assert "critic_copy.compute_values" in AsyncTrainer.describe(config)[-1]
 
 
-def test_a_further_generators_reward_model_is_told_the_reward_that_is_its() -> None:
+def test_each_reward_model_of_a_further_generator_has_its_own_reward() -> None:
     rewards = "reward.list=[{name: a, kind: model, path: x}, {name: b, kind: model, path: y}]"
     config = configured(rewards, "async_training.generators=2")
-    assert [one.path for one in config.of_role("reward_model_b_1").reward.list] == ["y"]
-    assert [one.path for one in config.of_role("reward_model_1").reward.list] == ["x"]
+    assert [reward.path for reward in config.of_role("reward_model_b_1").reward.list] == ["y"]
+    assert [reward.path for reward in config.of_role("reward_model_1").reward.list] == ["x"]
     assert config.role_workers["reward_model_b_1"] == config.role_workers["reward_model_b"]
 
 

@@ -32,5 +32,5 @@ def test_slow_sends_and_slow_updates_overlap(tiny_dir: Path, tmp_path: Path) -> 
     shared = sum(
         max(min(send[1], busy[1]) - max(send[0], busy[0]), 0.0) for send in sends for busy in work
     )
-    # of the sends after the first, beside which there is nothing to learn from, and before the last
+    # of the sends except the first, during which nothing is trained, and the last
     assert shared > 0.7 * 3 * SEND_S

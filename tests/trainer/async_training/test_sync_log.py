@@ -18,7 +18,7 @@ def figures(version: int) -> dict[str, float]:
     }
 
 
-def test_a_line_says_what_a_delivery_was(tmp_path: Path) -> None:
+def test_a_line_describes_a_delivery(tmp_path: Path) -> None:
     SyncLog(tmp_path).add(1, "rollout_1", figures(3))
     (line,) = lines(tmp_path, "syncs.jsonl")
     assert line.pop("time") > 1.7e9

@@ -1,14 +1,14 @@
-"""Asynchronous runs of every shape train on the same samples and reach the same numbers."""
+"""A run of two generators and two trainers trains on the same samples, with the same numbers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.runs import calls, numbers, overrides
+from tests.trainer.async_training.test_run import ledger_of
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 
@@ -44,18 +44,19 @@ class Hashes:
         )
 
 
-def test_topologies_change_no_curve(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
+def test_two_generators_and_trainers_change_no_curve(
+    tiny_dir: Path, tmp_path: Path, plain: Path
+) -> None:
     settings = (*SETTINGS, "async_training.topology=2m2t", OTHER_WEIGHTS)
     hashes = Hashes()
     run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[hashes])
     assert hashes.generators == hashes.trainers
-    assert [len(each) for each in hashes.trainers] == [1, 1]
+    assert [len(hashes_of_step) for hashes_of_step in hashes.trainers] == [1, 1]
     assert len(set.union(*hashes.trainers)) == 2
     assert len({c["args"]["pid"] for c in calls(tmp_path, "submit")}) == 2
     assert len({c["args"]["pid"] for c in calls(tmp_path, "update_actor")}) == 2
 
-    ledger = json.loads((tmp_path / "async.json").read_text())["ledger"]
-    assert sum(ledger["trainers"].values()) == 2 * 8 * 2
+    assert sum(ledger_of(tmp_path)["trainers"].values()) == 2 * 8 * 2
     assert len(curves(plain)[0]) >= 5
     for ours, theirs in zip(curves(tmp_path), curves(plain)[:2], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)

@@ -25,7 +25,7 @@ def sent(edges: tuple[tuple[int, int], ...]) -> dict[int, set[int]]:
         ("12m1t", {generator: {0} for generator in range(12)}, {0: set(range(12))}),
     ],
 )
-def test_default_edges(
+def test_default_routes(
     preset: str, experience: dict[int, set[int]], weights: dict[int, set[int]]
 ) -> None:
     topology = Topology.of(*counts(preset))
@@ -33,7 +33,7 @@ def test_default_edges(
     assert sent(topology.weights) == weights
 
 
-def test_explicit_edges_replace_the_rule_each_for_itself() -> None:
+def test_explicit_routes_of_samples_or_weights_replace_their_defaults() -> None:
     topology = Topology.of(
         3, 2, sample_routes=[[2, 0], [0, 0], [1, 1]], weight_routes=[[1, 0], [1, 1], [1, 2]]
     )
@@ -49,7 +49,7 @@ def test_explicit_edges_replace_the_rule_each_for_itself() -> None:
     )
 
 
-def test_the_table_shows_every_edge_and_who_sends_nothing() -> None:
+def test_the_table_shows_every_route() -> None:
     lines = Topology.of(2, 3).describe().splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["generator", "0", "rollout", "generator_0_pool", "trainer", "0,", "2", "-"],
@@ -62,7 +62,7 @@ def test_the_table_shows_every_edge_and_who_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("preset", ["m1t", "0m1t", "1m1", "2m-1t", ""])
-def test_a_preset_that_is_none_is_refused(preset: str) -> None:
+def test_an_unknown_preset_is_rejected(preset: str) -> None:
     with pytest.raises(ConfigError, match="1m1t, 2m1t, 1m2t, 2m2t"):
         counts(preset)
 
@@ -92,6 +92,6 @@ def test_a_preset_that_is_none_is_refused(preset: str) -> None:
         ),
     ],
 )
-def test_edges_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
+def test_routes_that_cannot_work_are_rejected(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Topology.of(**{"generators": 2, "trainers": 2, **settings})

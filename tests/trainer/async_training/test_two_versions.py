@@ -39,9 +39,9 @@ class TokensOfSteps:
     def versions(self, step: int) -> list[set[int]]:
         """Return the version of each response's tokens."""
         columns = self.steps[step - 1]
-        made = columns["response_mask"] != 0
-        pairs = zip(columns["token_versions"], made, strict=True)
-        return [set(versions[drawn].tolist()) for versions, drawn in pairs]
+        sampled = columns["response_mask"] != 0
+        pairs = zip(columns["token_versions"], sampled, strict=True)
+        return [set(versions[mask].tolist()) for versions, mask in pairs]
 
     def log_probs_of(self, step: int, version: int) -> torch.Tensor:
         """Return the log-probs of the tokens that this version sampled."""
@@ -67,7 +67,7 @@ def tokens_of(tiny: Path, folder: Path, *more: str) -> TokensOfSteps:
     return tokens
 
 
-def test_immediate_weights_may_keep_the_old_cache(tiny_dir: Path, tmp_path: Path) -> None:
+def test_immediate_weights_keep_or_recompute_the_old_cache(tiny_dir: Path, tmp_path: Path) -> None:
     rigged = "role_workers.rollout=tests.trainer.async_training.rigged_workers.WaitsForWeights"
     at_once = (rigged, "async_training.weight_update=immediate")
     runs = {}
@@ -78,14 +78,14 @@ def test_immediate_weights_may_keep_the_old_cache(tiny_dir: Path, tmp_path: Path
         assert seen == [{1}, {1, 2}, {2, 3}]
         assert {1, 2} in runs[keeps].versions(2), "in one response"
 
-    # up to the new weights the runs are the same, and from there on their caches differ
-    kept, read_again = runs["true"], runs["false"]
-    assert torch.equal(kept.log_probs_of(2, 1), read_again.log_probs_of(2, 1))
-    first, other = kept.log_probs_of(2, 2), read_again.log_probs_of(2, 2)
+    # the runs are equal until the new weights; after them their caches differ
+    cached, recomputed = runs["true"], runs["false"]
+    assert torch.equal(cached.log_probs_of(2, 1), recomputed.log_probs_of(2, 1))
+    first, other = cached.log_probs_of(2, 2), recomputed.log_probs_of(2, 2)
     assert first.shape != other.shape or not torch.allclose(first, other, atol=1e-5)
 
 
-def test_a_response_over_several_calls_goes_on_with_newer_weights(
+def test_a_response_over_several_calls_continues_with_newer_weights(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = Generator._take
@@ -93,9 +93,9 @@ def test_a_response_over_several_calls_goes_on_with_newer_weights(
     def wait_for_newer(generator: Generator) -> None:
         take(generator)
         buffer = generator._buffer
-        going_on = [chunk.batch for chunk in buffer.in_flight()]
-        if buffer.version == 1 and going_on and min(going_on) > 0:
-            # the first batch is made, and responses of the second are not finished
+        unfinished = [chunk.batch for chunk in buffer.in_flight()]
+        if buffer.version == 1 and unfinished and min(unfinished) > 0:
+            # the first batch is finished, and responses of the second are not
             wait_until(lambda: buffer.version > 1)
 
     monkeypatch.setattr(Generator, "_take", wait_for_newer)

@@ -8,7 +8,7 @@ from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines
 from tests.trainer.async_training.test_run import TWO_STEPS, ledger_of, run_async
 from tests.trainer.async_training.uids import uids_in_order, uids_of
 
-UNLIKE = (
+DIFFERENT = (
     "async_training.topology=2m1t",
     "async_training.max_staleness=0",
     "resource_pool_spec.generator_0_pool=[2]",
@@ -18,8 +18,8 @@ UNLIKE = (
 GAP = "training/rollout_probs_diff_max"
 
 
-def test_unlike_generators_share_the_prompts_of_a_run(tiny_dir: Path, tmp_path: Path) -> None:
-    folder = run_async(tiny_dir, tmp_path, *UNLIKE, *POLICY_ALONE, *FEW_ROWS, TWO_STEPS)
+def test_different_generators_share_the_prompts_of_a_run(tiny_dir: Path, tmp_path: Path) -> None:
+    folder = run_async(tiny_dir, tmp_path, *DIFFERENT, *POLICY_ALONE, *FEW_ROWS, TWO_STEPS)
     assert uids_of(folder, 2) == uids_in_order(tiny_dir, 2, *FEW_ROWS)
     generations = calls(folder, "submit")
     processes = {(event["cat"], event["args"]["pid"]) for event in generations}

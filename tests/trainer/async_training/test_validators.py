@@ -13,7 +13,7 @@ from trainer.async_training.recipe import ASYNC
 from verl_like.batch.protocol import DataProto
 
 
-def test_every_generator_with_the_rollout_of_the_first_one_that_lives_validates() -> None:
+def test_generators_with_the_rollout_of_the_first_living_one_validate() -> None:
     needed = ("data.train_files=x", "actor_rollout_ref.model.path=y", "async_training.generators=4")
     config = load_config([*needed, "async_training.generator_settings.1={name: hf}"], ASYNC)
 
@@ -22,54 +22,43 @@ def test_every_generator_with_the_rollout_of_the_first_one_that_lives_validates(
     assert config.validators([2, 3]) == [2, 3]
 
 
-def rows(num: int) -> DataProto:
-    return DataProto.from_dict({"input_ids": torch.arange(num)[:, None]})
+def generate_share(buffer: ExperienceBuffer, generator: int) -> None:
+    share = buffer.begin(generator, buffer.weights)
+    assert share is not None
+    share.samples = share.rows
+    buffer.put(share)
 
 
-def validated_by(
-    buffer: ExperienceBuffer, generators: list[int]
-) -> tuple[threading.Thread, list[int]]:
-    """Return a thread that validates, and the numbers of the rows whose samples it got."""
-    found: list[int] = []
-
-    def validate() -> None:
-        with buffer.paused(5):
-            samples = buffer.validate(rows(4), generators)
-            found.extend(samples.batch["input_ids"].flatten().tolist())
-
-    thread = threading.Thread(target=validate)
-    thread.start()
-    return thread, found
-
-
-def make_part(buffer: ExperienceBuffer, generator: int) -> None:
-    part = buffer.begin(generator, buffer.weights)
-    assert part is not None
-    part.samples = part.rows
-    buffer.put(part)
-
-
-def test_a_part_is_the_generators_own_while_it_lives_and_anyones_then() -> None:
+def test_rows_of_a_lost_generator_are_validated_by_another() -> None:
     buffer = make_buffer()
     for generator in (0, 1):
         buffer.join(generator)
-    thread, found = validated_by(buffer, [0, 1])
-    lost = buffer.begin(0, buffer.weights)
-    assert lost is not None
-    assert (lost.generator, len(lost.rows or [])) == (0, 2)
-    assert buffer.lost(0) == 2
-    make_part(buffer, 1)
-    assert buffer.begin(1, buffer.weights, waits=False) is None, "generator 0 may be started anew"
-    buffer.leave(0)
-    make_part(buffer, 1)
-    thread.join(30)
-    assert found == [0, 1, 2, 3]
+    numbers: list[int] = []
+
+    def validate() -> None:
+        prompts = DataProto.from_dict({"input_ids": torch.arange(4)[:, None]})
+        samples = buffer.validate(prompts, [0, 1])
+        numbers.extend(samples.batch["input_ids"].flatten().tolist())
+
+    thread = threading.Thread(target=validate)
+    with buffer.paused(5):
+        thread.start()
+        lost = buffer.begin(0, buffer.weights)
+        assert lost is not None
+        assert (lost.generator, len(lost.rows or [])) == (0, 2)
+        assert buffer.lost(0) == 2
+        generate_share(buffer, 1)
+        assert buffer.begin(1, buffer.weights, waits=False) is None, "generator 0 may be restarted"
+        buffer.leave(0)
+        generate_share(buffer, 1)
+        thread.join(30)
+    assert numbers == [0, 1, 2, 3]
     assert not buffer.log.accounts
 
 
-def test_weights_of_the_same_version_are_newer_ones() -> None:
+def test_weights_published_again_count_as_newer() -> None:
     buffer = make_buffer()
-    held = buffer.weights
+    version = buffer.weights
     buffer.publish(buffer.version)
-    assert buffer.weights > held
-    assert buffer.begin(0, held) is None, "it takes them first"
+    assert buffer.weights > version
+    assert buffer.begin(0, version) is None, "the generator takes the new weights first"

@@ -14,45 +14,40 @@ from trainer import load_config
 from trainer.groups import nodes
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations for which a cluster was requested."""
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    asked: list[Any] = []
-    monkeypatch.setattr(nodes, "_connect", lambda config, code: asked.append(config))
-    return asked
 
 
-def test_it_begins_in_a_thread_which_has_ended_when_the_attempt_has(
+def on_ray(tiny: Path, folder: Path, *more: str) -> Any:
+    return load_config(overrides(tiny, folder, "trainer.backend=ray", *more))
+
+
+def test_the_thread_that_starts_ray_ends_with_the_attempt(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    goes_on, is_there = threading.Event(), threading.Event()
+    may_connect, is_connected = threading.Event(), threading.Event()
 
     def connect(config: Any, worker_code: Any) -> None:
-        assert goes_on.wait(30)
-        is_there.set()
+        assert may_connect.wait(30)
+        is_connected.set()
 
     monkeypatch.setattr(nodes, "_connect", connect)
     with ExitStack() as at_end:
-        nodes.begin_cluster(
-            load_config(overrides(tiny_dir, tmp_path, "trainer.backend=ray")), at_end
-        )
-        assert not is_there.is_set()
-        goes_on.set()
-    assert is_there.is_set()
+        nodes.begin_cluster(on_ray(tiny_dir, tmp_path), at_end)
+        assert not is_connected.is_set()
+        may_connect.set()
+    assert is_connected.is_set()
 
 
-def test_a_start_that_fails_is_left_to_be_tried_again(
+def test_a_start_that_fails_is_repeated_later(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
     def connect(config: Any, worker_code: Any) -> None:
         raise OSError("no place for a socket")
 
     monkeypatch.setattr(nodes, "_connect", connect)
-    config = load_config(overrides(tiny_dir, tmp_path, "trainer.backend=ray"))
+    config = on_ray(tiny_dir, tmp_path)
     with ExitStack() as at_end:
         nodes.begin_cluster(config, at_end)
     with pytest.raises(OSError, match="no place"):
@@ -62,10 +57,11 @@ def test_a_start_that_fails_is_left_to_be_tried_again(
 @pytest.mark.parametrize(
     "setting", ["trainer.backend=local", "trainer.dry_run=true", "ray.address=head:6379"]
 )
-def test_what_has_no_cluster_of_its_own_begins_none(
-    tiny_dir: Path, tmp_path: Path, started: list[Any], setting: str
+def test_a_run_without_its_own_cluster_starts_none(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    settings = ("trainer.backend=ray", setting)
+    started: list[Any] = []
+    monkeypatch.setattr(nodes, "_connect", lambda config, code: started.append(config))
     with ExitStack() as at_end:
-        nodes.begin_cluster(load_config(overrides(tiny_dir, tmp_path, *settings)), at_end)
+        nodes.begin_cluster(on_ray(tiny_dir, tmp_path, setting), at_end)
     assert started == []

@@ -21,29 +21,29 @@ SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("setting", "message"),
     [
-        (["critic_pol.cpus=1"], "pool_resources.critic_pol: .* Did you mean 'critic_pool'"),
-        (["critic_pool.cpu=1"], "'pool_resources.critic_pool.cpu'. Did you mean 'cpus'.* has dev"),
-        (["critic_pool={cpu: 1}"], "'pool_resources.critic_pool.cpu'. Did you mean 'cpus'"),
-        (["critic_pool.cpus=0"], r"pool_resources.critic_pool.cpus=0.*above 0"),
-        (["critic_pool.device=tpu"], "pool_resources.critic_pool.device=tpu: choose one of auto"),
-        (["critic_pool.gpus=2"], "critic_pool.gpus=2.0: .* a process computes on one GPU"),
-        (["critic_pool={device: cpu, gpus: 0.5}"], "device=cpu and gpus=0.5. Drop one"),
-        (["critic_pool.resources.GPU=1"], "resources.GPU: `resources` takes only custom"),
-        (["critic_pool.resources.accel=0"], "resources.accel=0"),
+        ("critic_pol.cpus=1", "pool_resources.critic_pol: .* Did you mean 'critic_pool'"),
+        ("critic_pool.cpu=1", "'pool_resources.critic_pool.cpu'. Did you mean 'cpus'.* has dev"),
+        ("critic_pool={cpu: 1}", "'pool_resources.critic_pool.cpu'. Did you mean 'cpus'"),
+        ("critic_pool.cpus=0", r"pool_resources.critic_pool.cpus=0.*above 0"),
+        ("critic_pool.device=tpu", "pool_resources.critic_pool.device=tpu: choose one of auto"),
+        ("critic_pool.gpus=2", "critic_pool.gpus=2.0: .* a process computes on one GPU"),
+        ("critic_pool={device: cpu, gpus: 0.5}", "device=cpu and gpus=0.5. Drop one"),
+        ("critic_pool.resources.GPU=1", "resources.GPU: `resources` takes only custom"),
+        ("critic_pool.resources.accel=0", "resources.accel=0"),
     ],
 )
-def test_needs_that_cannot_be_met_are_refused_by_their_key(
-    tiny_dir: Path, tmp_path: Path, settings: list[str], message: str
+def test_impossible_resources_are_rejected_with_their_key(
+    tiny_dir: Path, tmp_path: Path, setting: str, message: str
 ) -> None:
-    keys = [f"pool_resources.{setting}" for setting in settings]
+    key = f"pool_resources.{setting}"
     with pytest.raises(ConfigError, match=message):
-        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=ray", *SPLIT, *keys))
+        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=ray", *SPLIT, key))
 
 
 @pytest.mark.parametrize("key", ["cpus=0.5", "gpus=0.5", "resources.accel=1"])
-def test_what_only_ray_keeps_processes_to_has_no_effect_elsewhere(
+def test_resources_have_no_effect_without_ray(
     tiny_dir: Path, tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = f"pool_resources.critic_pool.{key}"
@@ -60,7 +60,7 @@ def test_keys_of_a_pool_are_set_one_by_one_or_together(tiny_dir: Path, tmp_path:
     assert config.pool_resources == {"critic_pool": whole}
 
 
-def test_one_pool_has_the_keys_of_the_run(
+def test_the_device_of_a_single_pool_has_no_effect(
     tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = "pool_resources.global_pool.device=cpu"
@@ -104,21 +104,20 @@ def test_children_on_gpus_are_rejected(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_ray_holds_for_a_pool_what_it_asks_for(tmp_path: Path) -> None:
+def test_ray_reserves_the_resources_of_a_pool(tmp_path: Path) -> None:
     from ray.util import placement_group_table
 
     config = reporting(tmp_path, ROLES, "ray", generator_0_pool=1, trainer_pool=2)
     config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(cpus=0.75)}})
     with WorkerGroups(config) as groups:
         places = [row for row in placement_group_table().values() if row["state"] == "CREATED"]
-        held = {row["name"].partition("-")[0]: list(row["bundles"].values()) for row in places}
-        assert held["generator_0_pool"] == [{"CPU": 0.75}]
-        assert held["trainer_pool"] == [{"CPU": 0.1}] * 2
+        bundles = {row["name"].partition("-")[0]: list(row["bundles"].values()) for row in places}
+        assert bundles["generator_0_pool"] == [{"CPU": 0.75}]
+        assert bundles["trainer_pool"] == [{"CPU": 0.1}] * 2
         groups.restart("generator_0_pool")
         assert groups["rollout"].who()[0][0] == "rollout"
 
-    config = changed(
-        config, {"pool_resources": {"generator_0_pool": PoolResources(resources={"accel": 1.0})}}
-    )
+    accelerated = {"generator_0_pool": PoolResources(resources={"accel": 1.0})}
+    config = changed(config, {"pool_resources": accelerated})
     with pytest.raises(PlacementError, match="pool 'generator_0_pool' needs .* 1 accel each"):
         WorkerGroups(config)

@@ -21,23 +21,23 @@ LISTENS = "0A"
 
 def listening(pids: list[int]) -> set[str]:
     """Return the addresses at which these processes listen, as /proc writes them."""
-    theirs = set()
+    sockets = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             try:
-                theirs.add(os.readlink(entry))
+                sockets.add(os.readlink(entry))
             except FileNotFoundError:
                 continue
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
-            if words[3] == LISTENS and f"socket:[{words[9]}]" in theirs:
-                found.add(words[1])
-    return found
+            if words[3] == LISTENS and f"socket:[{words[9]}]" in sockets:
+                addresses.add(words[1])
+    return addresses
 
 
-def test_two_runs_at_once_meet_on_ports_of_their_own_of_loopback_alone(tmp_path: Path) -> None:
+def test_two_runs_at_once_use_different_ports_and_only_loopback(tmp_path: Path) -> None:
     def run(name: str) -> tuple[list[float], set[str]]:
         config = reporting(tmp_path / name, ROLES, generator_0_pool=1, trainer_pool=2)
         with WorkerGroups(config) as groups:
@@ -46,23 +46,23 @@ def test_two_runs_at_once_meet_on_ports_of_their_own_of_loopback_alone(tmp_path:
             return sums, listening(pids)
 
     with ThreadPoolExecutor(2) as at_once:
-        (first, its), (second, others) = at_once.map(run, ["first", "second"])
+        (first, ports), (second, other_ports) = at_once.map(run, ["first", "second"])
     assert first == second == [1.0, 1.0]
-    assert len(its) >= 1
-    assert its.isdisjoint(others)
-    assert {address.partition(":")[0] for address in its | others} == {"0100007F"}
+    assert len(ports) >= 1
+    assert ports.isdisjoint(other_ports)
+    assert {address.partition(":")[0] for address in ports | other_ports} == {"0100007F"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_two_runs_at_once_need_no_network(backend: str, tmp_path: Path) -> None:
-    alone = ["unshare", "--net", "--map-root-user"]
-    if not shutil.which("ip") or subprocess.run([*alone, "true"], check=False).returncode:
-        pytest.skip("this machine lets nobody take its network away")
+    without_network = ["unshare", "--net", "--map-root-user"]
+    if not shutil.which("ip") or subprocess.run([*without_network, "true"], check=False).returncode:
+        pytest.skip("this machine does not allow network namespaces")
     run = f"{sys.executable} -m tests.trainer.groups.two_runs {backend} {tmp_path}"
     both = f"ip link set lo up; {run}/first & {run}/second; wait"
     done = subprocess.run(
-        [*alone, "sh", "-c", both],
+        [*without_network, "sh", "-c", both],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     sums = [line for line in done.stdout.splitlines() if line.startswith("sums")]

@@ -16,11 +16,11 @@ from trainer.groups.worker_groups import WorkerGroups, side_by_side
 from verl_like.backends.local import LocalWorkerGroup
 
 
-def test_starts_meet_and_the_first_error_carries_the_others() -> None:
-    meeting = threading.Barrier(3, timeout=20)
+def test_pools_start_concurrently_and_the_first_error_lists_the_others() -> None:
+    all_started = threading.Barrier(3, timeout=20)
 
     def start(number: int) -> None:
-        meeting.wait()
+        all_started.wait()
         if number:
             raise ValueError(f"pool {number} is broken")
 
@@ -29,7 +29,9 @@ def test_starts_meet_and_the_first_error_carries_the_others() -> None:
     assert caught.value.__notes__ == ["another start failed, too: ValueError: pool 2 is broken"]
 
 
-def test_a_late_pool_is_ended(tiny_dir: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_pool_that_starts_after_the_end_is_shut_down(
+    tiny_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
     config = load_config(
         overrides(tiny_dir, tmp_path, "trainer.backend=local", "placement=colocate")
     )
@@ -46,15 +48,15 @@ def test_a_late_pool_is_ended(tiny_dir: Path, tmp_path: Path, monkeypatch) -> No
         assert len(ended) == 2
 
 
-GENERATORS = {
-    "rollout": "generator_0_pool",
-    "rollout_1": "generator_1_pool",
-    "actor": "trainer_pool",
-}
-
-
-def test_a_pool_of_one_beside_the_driver_is_a_child_process(tmp_path: Path) -> None:
-    config = reporting(tmp_path, GENERATORS, generator_0_pool=1, generator_1_pool=1, trainer_pool=1)
+def test_a_pool_next_to_the_driver_is_a_child_with_its_own_config(
+    tmp_path: Path,
+) -> None:
+    roles = {
+        "rollout": "generator_0_pool",
+        "rollout_1": "generator_1_pool",
+        "actor": "trainer_pool",
+    }
+    config = reporting(tmp_path, roles, generator_0_pool=1, generator_1_pool=1, trainer_pool=1)
     with WorkerGroups(config) as groups:
         pids = {role: groups[role].who()[0][1] for role in groups}
         assert pids["actor"] == os.getpid()
@@ -62,24 +64,14 @@ def test_a_pool_of_one_beside_the_driver_is_a_child_process(tmp_path: Path) -> N
         assert not groups["rollout"].shares_processes_with(groups["actor"])
         assert groups["rollout"].neighbors() == [["rollout"]]
         assert groups["actor"].neighbors() == [["actor"]]
+        experiments = {role: groups[role].experiment() for role in groups}
+        assert experiments == {role: [f"run of {role}"] for role in roles}
 
-
-def test_a_call_on_such_a_pool_does_not_hold_the_driver(tmp_path: Path) -> None:
-    config = reporting(tmp_path, {"rollout": "generator_0_pool"}, generator_0_pool=1)
-    with WorkerGroups(config) as groups:
-        asleep = groups["rollout"].sleep.remote(1.0)
-        assert not asleep.done()
-        assert groups["rollout"].interrupt(7) == [7]
-        assert not asleep.done()
-        asleep.get()
-
-
-def test_roles_of_one_class_may_have_configurations_of_their_own(tmp_path: Path) -> None:
-    config = reporting(tmp_path, GENERATORS, generator_0_pool=1, generator_1_pool=1, trainer_pool=1)
-    with WorkerGroups(config) as groups:
-        assert {role: groups[role].experiment() for role in groups} == {
-            role: [f"run of {role}"] for role in GENERATORS
-        }
+        sleeping = groups["rollout"].sleep.remote(1.0)
+        assert not sleeping.done()
+        assert groups["rollout"].interrupt(7) == [7], "the driver can call another method"
+        assert not sleeping.done()
+        sleeping.get()
 
 
 class Idle(SimpleNamespace):
@@ -89,7 +81,7 @@ class Idle(SimpleNamespace):
         self.checked = what
 
 
-def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> None:
+def test_pools_watch_each_other_except_those_next_to_the_driver() -> None:
     groups = WorkerGroups.__new__(WorkerGroups)
     groups.config = SimpleNamespace(child_pools=frozenset({"generator_pool"}))
     pools = {"actor_pool": 1, "ref_pool": 1, "critic_pool": 2, "generator_pool": 3}
@@ -104,4 +96,4 @@ def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> N
     assert transports["generator_pool"].companions == []
     groups.check_idle("rewards")
     checked = [name for name, transport in transports.items() if hasattr(transport, "checked")]
-    assert checked == ["ref_pool", "critic_pool"], "one of those that share their processes"
+    assert checked == ["ref_pool", "critic_pool"], "one pool per process"

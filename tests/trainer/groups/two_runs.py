@@ -1,6 +1,6 @@
 """A run of a pool of two and a generator; `test_two_runs.py` starts two at the same time.
 
-python -m tests.trainer.groups.two_runs BACKEND RUN_DIR       prints what the ranks summed up
+python -m tests.trainer.groups.two_runs BACKEND RUN_DIR       prints the sums of the ranks
 """
 
 from __future__ import annotations

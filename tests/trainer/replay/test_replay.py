@@ -54,16 +54,16 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     run(load_config(overrides(tiny_dir, folder, *SETTINGS)))
     return folder
 
 
 @pytest.fixture
-def copied(made: Path, tmp_path: Path) -> Path:
+def copied(whole: Path, tmp_path: Path) -> Path:
     """A copy of the run folder, for changes."""
-    return Path(shutil.copytree(made, tmp_path / "copy"))
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -71,29 +71,32 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
 
-def test_a_step_two_after_its_checkpoint_comes_out_bit_for_bit(made: Path) -> None:
-    before = contents(made)
-    found = replay(made, 4)
-    assert not found.differences
-    assert found.start == made.resolve() / "global_step_2"
-    assert found.num_metrics > 50
-    assert found.compared_batches == list(STAGES)
-    assert contents(made) == before, "the run's folder is only read"
+def test_a_step_two_after_its_checkpoint_is_replayed_bit_for_bit(whole: Path) -> None:
+    assert sorted(path.name for path in (whole / "batches").iterdir()) == ["3", "4"]
+    columns = DataProto.load_from_disk(batch_file(whole, 4, "update")).batch.keys()
+    assert {"responses", "old_log_probs", "values", "advantages"} <= set(columns)
+    before = contents(whole)
+    replayed = replay(whole, 4)
+    assert not replayed.differences
+    assert replayed.start == whole.resolve() / "global_step_2"
+    assert replayed.num_metrics > 50
+    assert replayed.compared_batches == list(STAGES)
+    assert contents(whole) == before, "the run's folder is only read"
 
 
-def test_a_step_of_a_recipe_on_rows_comes_out_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_step_of_a_recipe_on_rows_is_replayed_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"say {x}", "chosen": x, "rejected": "cd"} for x in "efgh"]
     file, folder = tmp_path / "rows.jsonl", tmp_path / "run"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     of_run = ("backend=local", "total_training_steps=2", "save_freq=1", "logger=[]")
-    settings = [f"trainer.{each}" for each in (*of_run, f"default_local_dir={folder}")]
+    settings = [f"trainer.{setting}" for setting in (*of_run, f"default_local_dir={folder}")]
     data = [f"data.train_files={file}", "data.train_batch_size=2", "data.max_length=16"]
     run(load_config([f"model.path={tiny_dir}/model", *data, *settings, "optim.lr=1e-3"], DPO))
 
-    found = replay(folder, 2)
-    assert (found.start, found.differences) == (folder / "global_step_1", [])
+    replayed = replay(folder, 2)
+    assert (replayed.start, replayed.differences) == (folder / "global_step_1", [])
     loss = next(name for name in lines(folder)[1] if name.endswith("loss"))
-    assert found.num_metrics > 4
+    assert replayed.num_metrics > 4
 
     changed = lines(folder)
     changed[1][loss] += 1e-7
@@ -102,32 +105,39 @@ def test_a_step_of_a_recipe_on_rows_comes_out_bit_for_bit(tiny_dir: Path, tmp_pa
     assert difference.startswith(f"{loss} was ")
 
 
-def test_the_newest_steps_batches_stay(made: Path) -> None:
-    assert sorted(path.name for path in (made / "batches").iterdir()) == ["3", "4"]
-    columns = DataProto.load_from_disk(batch_file(made, 4, "update")).batch.keys()
-    assert {"responses", "old_log_probs", "values", "advantages"} <= set(columns)
+@pytest.mark.parametrize(
+    ("stage", "breaks", "compared"), [("score", False, ["estimate"]), ("update", True, [])]
+)
+def test_a_stage_is_replayed_from_its_saved_batch(
+    whole: Path, stage: str, breaks: bool, compared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`breaks` stops in the debugger before the stage."""
+    stops: list[object] = []
 
-
-@pytest.mark.parametrize("stage", ["score", "update"])
-def test_saved_batches_suffice(made: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_generation(*_: object) -> None:
-        raise AssertionError("samples were made")
+        raise AssertionError("samples were generated")
+
+    def stop() -> None:
+        names = sys._getframe(1).f_locals
+        stops.append((names["request"].stage, len(names["batch"]), names["trainer"].global_step))
 
     monkeypatch.setattr("trainer.ppo.stages.PPOTrainer.sample", no_generation)
-    found = replay(made, 3, stage)
-    assert not found.differences
-    assert found.num_metrics >= 2
-    assert found.compared_batches == {"score": ["estimate"], "update": []}[stage]
+    monkeypatch.setattr(sys, "breakpointhook", stop)
+    replayed = replay(whole, 3, stage, breaks=breaks)
+    assert not replayed.differences
+    assert replayed.num_metrics >= 2
+    assert replayed.compared_batches == compared
+    assert stops == ([(stage, 8, 3)] if breaks else [])
 
 
-def test_without_kept_batches_the_stages_before_make_one(copied: Path) -> None:
+def test_a_stage_without_a_saved_batch_repeats_the_stages_before_it(copied: Path) -> None:
     shutil.rmtree(copied / "batches")
-    found = replay(copied, 3, "update")
-    assert not found.differences
-    assert found.num_metrics > 5
+    replayed = replay(copied, 3, "update")
+    assert not replayed.differences
+    assert replayed.num_metrics > 5
 
 
-def test_a_number_and_a_row_that_are_not_as_they_were_are_named(copied: Path) -> None:
+def test_a_changed_number_and_a_changed_row_are_named(copied: Path) -> None:
     metrics = lines(copied)
     metrics[2]["actor/pg_loss"] += 1e-7
     (copied / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
@@ -141,27 +151,24 @@ def test_a_number_and_a_row_that_are_not_as_they_were_are_named(copied: Path) ->
     assert advantages == "batch of update: advantages differs in 1 of 8 rows, first in row 5"
 
 
-def test_later_steps_without_an_earlier_checkpoint_are_asked_for(made: Path) -> None:
+def test_a_step_without_an_earlier_checkpoint_needs_from_start(whole: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"no checkpoint of an earlier step \(it has global_step_2, global_step_4\). "
         "Repeat all 2 steps with --from-start",
     ):
-        replay(made, 2)
-    assert not replay(made, 2, "score", from_start=True).differences
+        replay(whole, 2)
+    assert not replay(whole, 2, "score", from_start=True).differences
 
 
-def test_a_step_that_was_never_made_is_refused(made: Path) -> None:
+def test_an_unknown_step_or_folder_is_rejected(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--step=5: .* it made steps 1 to 4"):
-        replay(made, 5)
-
-
-def test_a_folder_of_anything_else_is_refused(tmp_path: Path) -> None:
+        replay(whole, 5)
     with pytest.raises(ConfigError, match=r"not a run folder: it has no config.yaml"):
         replay(tmp_path, 1)
 
 
-def test_a_run_of_another_version_is_refused(copied: Path) -> None:
+def test_a_run_of_another_version_is_rejected(copied: Path) -> None:
     marker = copied / "global_step_2" / "commit.json"
     facts = json.loads(marker.read_text())
     facts["versions"]["verl-like"] = "0.0.0"
@@ -170,41 +177,32 @@ def test_a_run_of_another_version_is_refused(copied: Path) -> None:
         replay(copied, 3)
 
 
-def test_a_configuration_with_unknown_keys_is_of_another_version(copied: Path) -> None:
-    config = copied / "config.yaml"
-    config.write_text(config.read_text().replace("critic_warmup:", "warmup_of_critic:"))
-    with pytest.raises(ConfigError, match=r"another version of verl-like: .*warmup_of_critic"):
-        replay(copied, 3)
+PPO_CLASS = "trainer.ppo.PPOTrainer"
 
 
 @pytest.mark.parametrize(
-    ("was", "match"),
+    ("was", "now", "words"),
     [
-        ("trainer.async_training.step.AsyncTrainer", "depend on nothing but a checkpoint"),
-        ("trainer.sft.step.SFTTrainer", "another version"),
+        ("critic_warmup:", "warmup_of_critic:", "another version of verl-like: .*warmup_of_critic"),
+        (
+            PPO_CLASS,
+            "trainer.async_training.step.AsyncTrainer",
+            "depend on nothing but a checkpoint",
+        ),
+        (PPO_CLASS, "trainer.sft.step.SFTTrainer", "another version"),
     ],
 )
-def test_other_recipes_are_rejected(copied: Path, was: str, match: str) -> None:
+def test_an_unknown_key_or_another_recipe_is_rejected(
+    copied: Path, was: str, now: str, words: str
+) -> None:
     config = copied / "config.yaml"
-    config.write_text(config.read_text().replace("trainer.ppo.PPOTrainer", was))
-    with pytest.raises(ConfigError, match=match):
+    config.write_text(config.read_text().replace(was, now))
+    with pytest.raises(ConfigError, match=words):
         replay(copied, 3)
 
 
-def test_the_debugger_stops_before_a_stage(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    def look() -> None:
-        names = sys._getframe(1).f_locals
-        seen.append((names["request"].stage, len(names["batch"]), names["trainer"].global_step))
-
-    monkeypatch.setattr(sys, "breakpointhook", look)
-    assert not replay(made, 3, "update", breaks=True).differences
-    assert seen == [("update", 8, 3)]
-
-
-def test_the_command_ends_with_what_was_compared(
-    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_what_was_compared(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from trainer.cli import replay as command
 
@@ -212,23 +210,25 @@ def test_the_command_ends_with_what_was_compared(
         [Replayed(None, 80, ["update"], []), Replayed(None, 80, [], [f"m{n}" for n in range(30)])]
     )
     monkeypatch.setattr(command, "replay", lambda *_, **__: next(results))
-    command.main([str(made), "--step=3"])
-    said = capsys.readouterr().out
-    assert said == ("step 3: all 80 metrics and the batches of update are identical bit for bit\n")
+    command.main([str(whole), "--step=3"])
+    output = capsys.readouterr().out
+    assert output == "step 3: all 80 metrics and the batches of update are identical bit for bit\n"
     with pytest.raises(SystemExit, match="1"):
-        command.main([str(made), "--step=3", "--stage=update"])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "update of step 3: of 80 metrics, 30 differ"
-    assert said[-1] == "  and 10 more"
+        command.main([str(whole), "--step=3", "--stage=update"])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "update of step 3: of 80 metrics, 30 differ"
+    assert shown[-1] == "  and 10 more"
 
 
-def test_leaving_the_debugger_ends_politely(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quitting_the_debugger_ends_the_command(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def quit_at_once() -> None:
         raise BdbQuit
 
     monkeypatch.setattr(sys, "breakpointhook", quit_at_once)
     with pytest.raises(SystemExit, match="left from the debugger: nothing was compared"):
-        main._run("replay", [str(made), "--step=3", "--break"])
+        main._run("replay", [str(whole), "--step=3", "--break"])
 
 
 def test_a_replay_keeps_the_number_of_processes(tmp_path: Path, tiny_dir: Path) -> None:
@@ -242,23 +242,22 @@ def test_a_replay_keeps_the_number_of_processes(tmp_path: Path, tiny_dir: Path) 
     )
     config = load_config(overrides(tiny_dir, tmp_path / "run", *several))
     start, scratch = tmp_path / "global_step_2", tmp_path / "scratch"
-    again = settings_of_replay(config, start, scratch, "local")
-    assert again.resource_pool_spec == {"global_pool": [4]}
-    trainer = again.trainer
+    local = settings_of_replay(config, start, scratch, "local")
+    assert local.resource_pool_spec == {"global_pool": [4]}
+    trainer = local.trainer
     assert (trainer.backend, trainer.nnodes, trainer.n_gpus_per_node) == ("local", 1, 4)
     assert (trainer.save_freq, trainer.stop_at, trainer.logger) == (-1, {}, [])
     assert trainer.total_training_steps == config.trainer.total_training_steps
-    assert config.resource_pool_spec == {"global_pool": [2, 2]}, "the run's own stays"
+    assert config.resource_pool_spec == {"global_pool": [2, 2]}, "the run's configuration stays"
 
     saved = SavedRun(tmp_path, config, PPOTrainer)
-    assert "in separate processes, as in the run: global_pool;" in announcement(
-        saved, start, 3, again
-    )
-    undo_rows = settings_of_replay(config, start, scratch, "run")
-    assert (undo_rows.trainer.backend, undo_rows.trainer.nnodes) == ("ray", 2)
+    words = announcement(saved, start, 3, local)
+    assert "in separate processes, as in the run: global_pool;" in words
+    same_backend = settings_of_replay(config, start, scratch, "run").trainer
+    assert (same_backend.backend, same_backend.nnodes) == ("ray", 2)
 
 
-def test_stages_are_those_of_ppos_own_step() -> None:
+def test_only_ppo_s_step_can_be_replayed_by_stages() -> None:
     class OwnStep(PPOTrainer):
         def step(self) -> Metrics:
             return {}
@@ -292,7 +291,7 @@ def test_columns_are_compared_bit_by_bit(tmp_path: Path) -> None:
     assert changed == "n was (3, 1) of torch.bfloat16, is (3, 1) of torch.float32"
 
 
-def test_numbers_of_the_clock_are_not_compared() -> None:
+def test_metrics_of_the_clock_are_not_compared() -> None:
     was = {"loss": float("nan"), "timing_s/step": 1.0, "perf/x": 2.0, "gone": 0.5}
     now = {"loss": float("nan"), "timing_s/step": 3.0, "new": 1.0}
     assert differing_metrics(was, now, counted(was.keys() | now.keys())) == [

@@ -24,7 +24,12 @@ from workers.columns import PLAYERS
 from workers.rollout.client import RolloutClient
 
 DUEL = f"environment={GAMES}:Duel"
-FOUR = (*POLICY_ALONE, "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4")
+FOUR_SAMPLES = (
+    *POLICY_ALONE,
+    "actor_rollout_ref.rollout.n=4",
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+)
 
 
 def by_hand(scores: list[float]) -> list[float]:
@@ -34,27 +39,27 @@ def by_hand(scores: list[float]) -> list[float]:
     return [(score - mean) / (variance**0.5 + 1e-6) for score in scores]
 
 
-def test_players_are_trained_in_groups_of_their_own(tiny_dir: Path, tmp_path: Path) -> None:
+def test_players_are_trained_in_separate_groups(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("trainer.max_batches_to_keep=2", "trainer.save_freq=1")
-    play(tiny_dir, tmp_path / "run", *FOUR, *more, DUEL)
+    play(tiny_dir, tmp_path / "run", *FOUR_SAMPLES, *more, DUEL)
     samples = rows(tmp_path / "run")
-    assert len(samples) == 16 == lines(tmp_path / "run")[0]["training/num_hash_matched_samples"]
+    assert len(samples) == 8 == lines(tmp_path / "run")[0]["training/num_hash_matched_samples"]
     scores: dict[tuple[str, int], float] = {}
     for row in samples:
-        said = [turn for turn in row["turns"] if turn["role"] == "assistant"]
+        rewards = [turn["reward"] for turn in row["turns"] if turn["role"] == "assistant"]
         player = row["uid"].split(":")[1]
         sign = 1 if player == "white" else -1
         assert ("white" in row["input"]) == (player == "white")
-        # rewards are this player's: its own half points, and at the end its own longest text
-        assert [turn["reward"] for turn in said][0] == 0.5
-        assert said[-1]["reward"] * sign > 0
-        assert row["score"] == pytest.approx(sum(turn["reward"] for turn in said))
+        # the rewards of this player: half points for its turns, and its longest text at the end
+        assert rewards[0] == 0.5
+        assert rewards[-1] * sign > 0
+        assert row["score"] == pytest.approx(sum(rewards))
         scores[row["uid"], row["sample"]] = row["score"]
-    assert len({uid for uid, _ in scores}) == 8
+    assert len({uid for uid, _ in scores}) == 4
     assert {index for _, index in scores} == {0, 1}
 
-    (found,) = replay_trajectory(tmp_path / "run", samples[1]["uid"] + "/1")
-    assert found.difference == ""
+    (replayed,) = replay_trajectory(tmp_path / "run", samples[1]["uid"] + "/1")
+    assert replayed.difference == ""
 
     batch = DataProto.load_from_disk(batch_file(tmp_path / "run", 1, "update"))
     advantages, mask = batch.padded("advantages"), batch.padded("response_mask").bool()
@@ -68,21 +73,21 @@ def test_players_are_trained_in_groups_of_their_own(tiny_dir: Path, tmp_path: Pa
 
 def test_a_column_chooses_the_environment_of_a_row(tiny_dir: Path, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}]
-    names = ["duel", "count"] * 4
+    names = ["duel", "count"] * 2
     data = [{"prompt": chat, "environment": name} for name in names]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
     both = f"environment={{duel: {GAMES}:Duel, count: {GAMES}:Count}}"
     kwargs = "environment.kwargs={count: {turns: 2}}"
     files = f"data.train_files={tmp_path}/rows.jsonl"
-    play(tiny_dir, tmp_path / "run", *FOUR, files, both, kwargs, "data.train_batch_size=8")
+    play(tiny_dir, tmp_path / "run", *FOUR_SAMPLES, files, both, kwargs, "data.train_batch_size=4")
     samples = rows(tmp_path / "run")
-    assert len(samples) == 32
+    assert len(samples) == 16
     players = [row["uid"].partition(":")[2] for row in samples]
-    assert sorted(players) == [""] * 16 + ["black"] * 8 + ["white"] * 8
+    assert sorted(players) == [""] * 8 + ["black"] * 4 + ["white"] * 4
     for row, player in zip(samples, players, strict=True):
         if not player:
-            said = [turn["reward"] for turn in row["turns"] if turn["role"] == "assistant"]
-            assert said == [0.5, 2.0]
+            rewards = [turn["reward"] for turn in row["turns"] if turn["role"] == "assistant"]
+            assert rewards == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -93,25 +98,25 @@ def test_a_column_chooses_the_environment_of_a_row(tiny_dir: Path, tmp_path: Pat
         ((f"environment={{a: {GAMES}:Count}}",), "no column 'environment' that names one of a"),
     ],
 )
-def test_what_players_and_columns_cannot_have_is_rejected(
+def test_impossible_settings_of_players_and_columns_are_rejected(
     more: tuple[str, ...], words: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     duel = () if more[0].startswith("environment") else (DUEL,)
     with pytest.raises(ConfigError, match=f"(?s){words}"):
-        play(tiny_dir, tmp_path / "run", *FOUR, *duel, *more)
+        play(tiny_dir, tmp_path / "run", *FOUR_SAMPLES, *duel, *more)
 
 
-def test_a_players_baseline_is_its_own_greedy_score(tiny_dir: Path, tmp_path: Path) -> None:
-    """The rewards of this game tell its players apart."""
-    folder, n = tmp_path / "run", "actor_rollout_ref.rollout.n=4"
+def test_the_baseline_of_a_player_is_its_greedy_score(tiny_dir: Path, tmp_path: Path) -> None:
+    """The two players have different rewards."""
+    folder = tmp_path / "run"
     more = "trainer.max_batches_to_keep=2", "trainer.save_freq=1"
-    play(tiny_dir, folder, *FOUR, *more, DUEL, n, "algorithm.adv_estimator=remax")
+    play(tiny_dir, folder, *FOUR_SAMPLES, *more, DUEL, "algorithm.adv_estimator=remax")
     batch = DataProto.load_from_disk(batch_file(folder, 1, "update"))
     baselines: dict[str, set[float]] = {}
     uids = batch.non_tensor_batch["uid"]
     for uid, baseline in zip(uids, batch.padded("reward_baselines").tolist(), strict=True):
         baselines.setdefault(uid, set()).add(baseline)
-    assert len(baselines) == 8
+    assert len(baselines) == 4
     for uid, of_player in baselines.items():
         (baseline,) = of_player
         assert baseline > 0.5 if uid.endswith(":white") else baseline < 0.5
@@ -129,20 +134,20 @@ def test_groups_of_players_are_filtered_by_prompts() -> None:
     assert list(batch.non_tensor_batch["uid"]) == uids[:8]
 
 
-def test_players_of_a_game_go_to_one_rank() -> None:
+def test_players_of_a_trajectory_go_to_one_rank() -> None:
     prompts = DataProto.from_dict(
         {"input_ids": torch.zeros(3, 1)},
         {"uid": ["0-0", "1-0", "2-0"], PLAYERS: [["a", "b"], [], ["a", "b"]]},
     )
-    asked = repeat_prompts(prompts, 4)
-    uids = list(asked.non_tensor_batch["uid"])
+    repeated = repeat_prompts(prompts, 4)
+    uids = list(repeated.non_tensor_batch["uid"])
     assert uids == ["0-0:a", "0-0:b"] * 2 + ["1-0"] * 4 + ["2-0:a", "2-0:b"] * 2
-    assert asked.padded("sample_index").tolist() == [0, 0, 1, 1, 0, 1, 2, 3, 0, 0, 1, 1]
+    assert repeated.padded("sample_index").tolist() == [0, 0, 1, 1, 0, 1, 2, 3, 0, 0, 1, 1]
     for ranks in range(1, 13):
         group: Any = SimpleNamespace(
             generate_sequences=SimpleNamespace(collecting_ranks=lambda ranks=ranks: range(ranks))
         )
-        shares = RolloutClient(group)._shares(range(12), asked)
+        shares = RolloutClient(group)._shares(range(12), repeated)
         assert [row for share in shares.values() for row in share] == [*range(12)]
         for share in shares.values():
             assert re.fullmatch("(ab|x)*", "".join(uids[row][4:] or "x" for row in share))

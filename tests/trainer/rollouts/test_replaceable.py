@@ -29,31 +29,31 @@ def workers_of(recipe: Recipe[Any]) -> dict[str, str]:
     return dict(tree.role_workers)
 
 
-def test_async_runs_have_the_classes_of_ppo_in_their_order() -> None:
+def test_async_runs_have_the_worker_classes_of_ppo_in_their_order() -> None:
     assert list(workers_of(ASYNC).items()) == list(workers_of(PPO).items())
 
 
-def groups(**own: type) -> Any:
-    """Return a stand-in for a run's groups: the class of every built-in role."""
-    classes = {role: load_object(path, role) for role, path in workers_of(PPO).items()} | own
-    return {role: SimpleNamespace(roles={role: cls}, world_size=4) for role, cls in classes.items()}
+def groups(**classes: type) -> Any:
+    """Return a stand-in for a run's groups: the class of every role, built-in by default."""
+    workers = {role: load_object(path, role) for role, path in workers_of(PPO).items()} | classes
+    return {role: SimpleNamespace(roles={role: cls}, world_size=4) for role, cls in workers.items()}
 
 
 @pytest.mark.parametrize(
-    ("more", "own", "replaced"),
+    ("more", "classes", "replaced"),
     [
         ((), {}, {"rollout", "ref", "teacher", "reward_model"}),
         (("actor_rollout_ref.ref.update_every=2",), {}, {"rollout", "teacher", "reward_model"}),
         ((), {"rollout": OwnRollout}, {"ref", "teacher", "reward_model"}),
+        ((), {"rollout": SamplerWorker}, {"rollout", "ref", "teacher", "reward_model"}),
     ],
 )
-def test_what_has_no_state_of_its_own_is_replaced(
-    tiny_dir: Path, tmp_path: Path, more: tuple[str, ...], own: dict[str, type], replaced: set[str]
+def test_roles_without_state_can_be_replaced(
+    tiny_dir: Path,
+    tmp_path: Path,
+    more: tuple[str, ...],
+    classes: dict[str, type],
+    replaced: set[str],
 ) -> None:
     config = load_config(overrides(tiny_dir, tmp_path, *more))
-    assert replaceable_roles(config, groups(**own)) == replaced
-
-
-def test_a_rollout_that_only_samples_is_replaced_too(tiny_dir: Path, tmp_path: Path) -> None:
-    config = load_config(overrides(tiny_dir, tmp_path))
-    assert "rollout" in replaceable_roles(config, groups(rollout=SamplerWorker))
+    assert replaceable_roles(config, groups(**classes)) == replaced

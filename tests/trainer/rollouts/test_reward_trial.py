@@ -82,7 +82,7 @@ def start(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
 
 
 @pytest.mark.parametrize("name", ["nothing", "no_score", "late_list", "one_number"])
-def test_a_result_that_is_no_reward_ends_the_run_early(name: str, start: Start) -> None:
+def test_a_function_that_returns_no_reward_is_rejected_early(name: str, start: Start) -> None:
     with pytest.raises(
         ConfigError, match="tried on the first row's .* returned .*. Return a number"
     ):
@@ -90,7 +90,7 @@ def test_a_result_that_is_no_reward_ends_the_run_early(name: str, start: Start) 
 
 
 @pytest.mark.parametrize("recipe", [ASYNC, EVAL], ids=["async", "eval"])
-def test_other_recipes_try_it_too(recipe: Recipe[Any], start: Start) -> None:
+def test_other_recipes_try_the_reward_too(recipe: Recipe[Any], start: Start) -> None:
     with pytest.raises(ConfigError, match=r"returned \[[0-9., ]*\]\. Return a number"):
         start("a_list", recipe)
 
@@ -103,7 +103,7 @@ def test_other_recipes_try_it_too(recipe: Recipe[Any], start: Start) -> None:
         ("right", ""),
     ],
 )
-def test_a_function_that_fails_on_the_row_may_score_others(
+def test_a_function_that_fails_on_the_first_row_is_only_a_notice(
     name: str, notice: str, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(StartedError):
@@ -121,7 +121,7 @@ def test_a_function_that_fails_on_the_row_may_score_others(
         ("letter", "; scores from ", False),
     ],
 )
-def test_a_check_explains_scores_that_are_all_zero(
+def test_a_dry_run_explains_scores_that_are_all_zero(
     name: str, words: str, is_explained: bool, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start(name, PPO, "trainer.dry_run=true")

@@ -39,7 +39,7 @@ def batch_of(texts: list[str]) -> DataProto:
     )
 
 
-def test_every_string_of_a_sample_survives(tokenizer: Any, tmp_path: Path) -> None:
+def test_every_text_of_a_sample_is_read_back(tokenizer: Any, tmp_path: Path) -> None:
     write_samples(tmp_path, 1, batch_of(TEXTS), tokenizer)
     rows = [parse_json(line) for line in lines_of(tmp_path / "1.jsonl")]
     assert [row["gts"] for row in rows] == TEXTS

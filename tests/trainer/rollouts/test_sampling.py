@@ -9,9 +9,9 @@ from trainer.ppo.config import PPOConfig
 from trainer.rollouts.rollouts import Rollouts
 
 
-def test_while_rewards_are_waited_for_the_loss_of_a_worker_is_asked_for() -> None:
+def test_a_wait_for_rewards_checks_for_lost_workers() -> None:
     groups = SimpleNamespace(check_idle=lambda what: None)
-    rewards: Any = SimpleNamespace(launch=lambda *given: given)
+    rewards: Any = SimpleNamespace(launch=lambda *arguments: arguments)
     run = SimpleNamespace(groups=groups)
     trainer: Any = SimpleNamespace(config=PPOConfig(), run=run, call=None)
     *_, check = Rollouts(trainer, None, rewards).launch_rewards(None)  # type: ignore

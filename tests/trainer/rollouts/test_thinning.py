@@ -22,7 +22,7 @@ def written(path: Path, scores: list[float], length: int = 100) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_what_fits_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_file_within_the_limit_stays_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "1.jsonl"
     written(path, [1.0, 2.0])
     before = path.read_bytes()
@@ -32,35 +32,34 @@ def test_what_fits_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 17, 200])
-def test_whole_samples_of_all_scores_stay_in_their_order(tmp_path: Path, num_rows: int) -> None:
+def test_complete_samples_of_all_scores_stay_in_their_order(tmp_path: Path, num_rows: int) -> None:
     path = tmp_path / "1.jsonl"
     scores = [float((7 * i) % num_rows) for i in range(num_rows)]
     lines = written(path, scores)
     limit = 5 * len(lines[-1])
     thin_samples(path, limit)
-    kept = path.read_bytes().splitlines(keepends=True)
+    remaining = path.read_bytes().splitlines(keepends=True)
     assert path.stat().st_size <= limit
-    assert kept == [line for line in lines if line in kept]
-    assert len(kept) == min(num_rows, 5)
-    kept_scores = sorted(json.loads(line)["score"] for line in kept)
-    assert (kept_scores[0], kept_scores[-1]) == (0.0, num_rows - 1.0)
-    assert max(b - a for a, b in zip(kept_scores, kept_scores[1:], strict=False)) <= max(
-        1, num_rows / 3
-    )
+    assert remaining == [line for line in lines if line in remaining]
+    assert len(remaining) == min(num_rows, 5)
+    scores = sorted(json.loads(line)["score"] for line in remaining)
+    assert (scores[0], scores[-1]) == (0.0, num_rows - 1.0)
+    gaps = [b - a for a, b in zip(scores, scores[1:], strict=False)]
+    assert max(gaps) <= max(1, num_rows / 3)
 
 
-def test_one_sample_stays_however_long_it_is(tmp_path: Path) -> None:
+def test_the_best_sample_stays_even_if_it_exceeds_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "1.jsonl"
     lines = written(path, [1.0, 3.0, 2.0], length=5000)
     thin_samples(path)
     assert path.read_bytes() == lines[1]
 
 
-def test_new_steps_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_new_steps_stay_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "write_samples", lambda *_: None)
     run = SimpleNamespace(folder=tmp_path, step=9)
     trainer: Any = SimpleNamespace(run=run, config=PPOConfig())
-    own = Rollouts(trainer, None, None)  # type: ignore[arg-type]
+    samples = Rollouts(trainer, None, None)  # type: ignore[arg-type]
     for folder, numbers in (("rollouts", (7, 8, 9)), ("validation", (0, 3, 6, 9))):
         (tmp_path / folder).mkdir()
         for step in numbers:
@@ -77,7 +76,7 @@ def test_new_steps_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (1, [7, 9], [9]),
     ):
         trainer.config.trainer.max_rollouts_to_keep = keep
-        own.write("rollouts", None)  # type: ignore[arg-type]
-        own.write("validation", None)  # type: ignore[arg-type]
-        assert whole("rollouts") == steps, "a step at a time"
+        samples.write("rollouts", None)  # type: ignore[arg-type]
+        samples.write("validation", None)  # type: ignore[arg-type]
+        assert whole("rollouts") == steps, "one step per write"
         assert whole("validation") == validations
