@@ -130,14 +130,8 @@ def test_calls_are_parsed_as_models_write_them(text: str, result: str) -> None:
         ('<tool_call>{"name": "ad", "arguments": {}}</tool_call>', "no tool 'ad', only add, div"),
         ('<tool_call>{"name": "add", "arguments": {"c": 1}}</tool_call>', "no argument 'c'; it"),
         ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', "add needs the argument 'a'"),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>',
-            "a='x' must be integer",
-        ),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": true}}</tool_call>',
-            "a=True must be integer",
-        ),
+        ('<tool_call>{"name": "add", "arguments": {"a": "x"}}', "a='x' must be integer"),
+        ('<tool_call>{"name": "add", "arguments": {"a": true}}', "a=True must be integer"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are [1], not an object"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "its arguments are not JSON"),
         (
@@ -266,14 +260,19 @@ def test_values_of_forms_other_than_json_are_parsed() -> None:
     assert call.arguments == values
 
 
-@pytest.mark.parametrize("closed", ["</parameter>", "</arg_value>"])
-def test_a_closing_tag_in_an_argument_does_not_end_it(closed: str) -> None:
-    opening = ("<function=f><parameter=a>", "<parameter=b>")
-    if closed == "</arg_value>":
-        opening = ("f<arg_key>a</arg_key><arg_value>", "<arg_key>b</arg_key><arg_value>")
-    text = f"{opening[0]}a {closed} b{closed}\n{opening[1]}c{closed}"
+@pytest.mark.parametrize(
+    ("first", "second", "closing"),
+    [
+        ("<function=f><parameter=a>", "<parameter=b>", "</parameter>"),
+        ("f<arg_key>a</arg_key><arg_value>", "<arg_key>b</arg_key><arg_value>", "</arg_value>"),
+    ],
+)
+def test_a_closing_tag_in_an_argument_does_not_end_it(
+    first: str, second: str, closing: str
+) -> None:
+    text = f"{first}a {closing} b{closing}\n{second}c{closing}"
     ((call,), _) = parse(f"<tool_call>{text}</tool_call>")
-    assert call.arguments == {"a": f"a {closed} b", "b": "c"}
+    assert call.arguments == {"a": f"a {closing} b", "b": "c"}
 
 
 def test_tags_in_a_json_argument_are_text() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,24 +87,13 @@ def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         manager.close()
 
 
-@pytest.fixture
-def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
-    """Create managers as a configuration defines them."""
-    created: list[Rewards] = []
-
-    def make(sources: Sequence[str] = ("verl_like/tiny_letters",), **reward: Any) -> RewardManager:
-        config = PPOConfig(data=None, trainer=None, reward=ScoringConfig(**reward))
-        rows = SimpleNamespace(
-            data_sources={*sources}, columns=[], has_truth=True, has_open_asserts=False
-        )
-        created.append(make_rewards(config, tokenizer, rows))
-        (term,) = created[-1].parts
-        assert isinstance(term.manager, RewardManager)
-        return term.manager
-
-    yield make
-    for rewards in created:
-        rewards.close()
+def rewards_of(tokenizer: Any, **settings: Any) -> Rewards:
+    """Return the rewards of a configuration."""
+    config = PPOConfig(data=None, trainer=None, reward=ScoringConfig(**settings))
+    rows: Any = SimpleNamespace(
+        data_sources={"verl_like/tiny_letters"}, columns=[], has_truth=True, has_open_asserts=False
+    )
+    return make_rewards(config, tokenizer, rows)
 
 
 def make_batch(tokenizer: Any, solutions: list[str], truths: list[str]) -> DataProto:
@@ -173,9 +163,11 @@ def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer
     assert metrics["reward/num_timed_out"] == 5.0
 
 
-def test_errors_name_the_keys_of_one_reward_in_the_list(make_manager: Any) -> None:
+def test_errors_name_the_keys_of_one_reward_in_the_list(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"^reward.list\[0\]\.path=no_such_file\.py: there is no"):
-        make_manager(list=[RewardConfig(name="first", path="no_such_file.py", function="odd")])
+        rewards_of(
+            tokenizer, list=[RewardConfig(name="first", path="no_such_file.py", function="odd")]
+        )
 
 
 @pytest.mark.parametrize(
@@ -191,20 +183,21 @@ def test_errors_name_the_keys_of_one_reward_in_the_list(make_manager: Any) -> No
     ],
 )
 def test_a_function_that_fails_to_load_is_rejected(
-    make_manager: Any, tmp_path: Path, code: str, words: str
+    tokenizer: Any, tmp_path: Path, code: str, words: str
 ) -> None:
-    (tmp_path / "broken.py").write_text(code, encoding="utf-8")
+    path = tmp_path / "broken.py"
+    path.write_text(code, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
-        make_manager(function=RewardFunctionConfig(path=str(tmp_path / "broken.py"), name="f"))
+        rewards_of(tokenizer, function=RewardFunctionConfig(path=str(path), name="f"))
 
 
-def test_a_function_in_a_file_gets_its_keyword_arguments(
-    make_manager: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_function_in_a_file_gets_its_keyword_arguments(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "odd_rewards.py"
     path.write_text(FUNCTIONS, encoding="utf-8")
     function = RewardFunctionConfig(path=str(path), name="odd", kwargs={"bonus": 0.5})
-    scores, _ = make_manager(function=function).remote(make_batch(tokenizer, ["ab"], [""])).result()
+    with closing(rewards_of(tokenizer, function=function)) as rewards:
+        future = rewards.launch(make_batch(tokenizer, ["ab"], [""]), lambda _: None)
+        scores, _ = future.get()
     assert scores.batch["token_level_scores"].sum().item() == 2.5
 
 
