@@ -25,7 +25,7 @@ from tests.fork_client import Request, packed, read_number, receive, send
 
 PRELOADED = ("workers.rewards.process", "workers.rewards.functions", "workers.rewards.program")
 PROGRAMS = ("workers.rewards.process", "workers.rewards.program")
-"""What may be forked here."""
+"""The programs that may be forked here."""
 DESCRIPTORS = 4
 
 
@@ -59,7 +59,7 @@ class BareProcess:
         try:
             self.wait(0)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, which is not yet said
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and is not yet reported
                 os.kill(self.pid, signal.SIGKILL)
 
 
@@ -109,11 +109,11 @@ def start_fork(
 ) -> BareProcess:
     """Start a process of `verl_like.process.child`: same program, pipe, environment and output."""
     request = [program, *arguments], dict(environment), os.getcwd()
-    descriptors, asked = [pipe.fileno(), 1, 2], server()
+    descriptors, first = [pipe.fileno(), 1, 2], server()
     try:
-        return asked.start(request, descriptors)
-    except (BrokenPipeError, EOFError):  # it has ended, as something that a test kills
-        replace_server(asked)
+        return first.start(request, descriptors)
+    except (BrokenPipeError, EOFError):  # it has ended, perhaps killed by a test
+        replace_server(first)
     return server().start(request, descriptors)
 
 

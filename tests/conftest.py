@@ -26,15 +26,15 @@ from tests.fork_server import fork_server, python_of_tests, write_python
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
 from tests.forked_ray import ask_for_forks
 
-# The tests are compiled once, whatever is usual on the machine: half of their collection.
+# Keep the compiled tests, whatever the environment says: compiling is half of the collection.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 MEMORY_DISK = Path("/dev/shm")
 if os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 8 * 2**30:
     # run folders are synced to the disk file by file, some thousand times
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
-# Processes that tests fork have these loaded, instead of some seconds each; the first of them
-# starts the server, which passes over a name that it cannot import without a word.
+# Forked processes have these modules loaded, which saves seconds per process. The first fork
+# starts the server, which silently skips a name that it cannot import.
 PRELOADED = [
     "tests.rare_collections",
     "tests.foreign_functions",  # torch, transformers, then ours
@@ -133,7 +133,7 @@ def broken_pipes_are_errors() -> Iterator[None]:
 
 
 FIGURES = ("curves", "timeline", "shares", "activity")
-"""What draws the figures of a report."""
+"""The functions that draw the figures of a report."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -144,10 +144,10 @@ def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
     """
     from trainer.report import figures
 
-    own = [(figures, name, getattr(figures, name)) for name in FIGURES]
+    originals = [(figures, name, getattr(figures, name)) for name in FIGURES]
     with pytest.MonkeyPatch.context() as patch:
         draw_no_figures(patch)
-        yield own
+        yield originals
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ ROLES = (
     "workers.rollout.native.engine",
     "workers.training.engine",
 )
-OTHER_PARTS = (
+OTHER_MODULES = (
     "trainer.launch",
     "trainer.ppo.stages",
     "verl_like.backends.rpc",
@@ -39,7 +39,7 @@ OTHER_PARTS = (
     "workers.roles.reward_model",
     "workers.roles.teacher",
 )
-"""What else of ours processes of tests need."""
+"""Our other modules that test processes need."""
 KINDS = (types.FunctionType, types.BuiltinFunctionType, type)
 Place = tuple[str, ...]
 
@@ -55,8 +55,9 @@ def snapshot() -> dict[Place, object]:
             if issubclass(kind, KINDS):
                 seen[module_name, name] = value
             if issubclass(kind, type) and value.__module__ == module_name:
-                own = {key: part for key, part in vars(value).items() if isinstance(part, KINDS)}
-                seen |= {(module_name, name, key): part for key, part in own.items()}
+                for key, member in vars(value).items():
+                    if isinstance(member, KINDS):
+                        seen[module_name, name, key] = member
     return seen
 
 
@@ -89,13 +90,13 @@ def linear_on_meta() -> str:
 for other in OTHERS:
     importlib.import_module(other)
 EARLY = loaded(*OURS)
-"""What of ours was there already, and might have changed something."""
+"""Our modules that were loaded before, and might have changed something."""
 BEFORE = snapshot()
 _environment = dict(os.environ)
 for role in ROLES:
     importlib.import_module(role)
 LINEAR_ON_META = linear_on_meta()
 KERNELS = loaded("workers.cpu")
-for part in OTHER_PARTS:
-    importlib.import_module(part)
+for module in OTHER_MODULES:
+    importlib.import_module(module)
 ENVIRONMENT = changed_variables(_environment)

@@ -15,7 +15,7 @@ import socket
 import sys
 
 ADDRESS = "TESTS_FORK_SERVER"
-"""The environment variable with the path of the socket at which a fork is asked for."""
+"""The environment variable with the path of the server's socket."""
 AS_PYTHON, AS_TESTS = "--python", "--tests"
 NUMBER = 8
 """Bytes of a number in a message."""
@@ -32,7 +32,7 @@ def read_number(connection: socket.socket) -> int:
     """Return the other side's number; raise EOFError if nobody is there."""
     number = connection.recv(NUMBER, socket.MSG_WAITALL)
     if not number:
-        raise EOFError("whoever was asked has ended")
+        raise EOFError("the other side has ended")
     return int.from_bytes(number, "little", signed=True)
 
 
@@ -70,4 +70,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except EOFError:
-        sys.exit(1)  # the tests are over, and nobody is left to whom it matters
+        sys.exit(1)  # the tests are over, and nobody reads the status

@@ -38,10 +38,9 @@ from tests.forked_ray import ask_for_forks
 
 @contextmanager
 def fork_server() -> Iterator[None]:
-    """Context in which this process and its children find a fork server, an existing one or their
-    own.
+    """Context in which this process and its children have a fork server.
 
-    A server ends with the process that started it.
+    It is the existing server, or a new one, which ends with this process.
     """
     if ADDRESS in os.environ:
         yield
@@ -91,8 +90,8 @@ def serve(listening: socket.socket, starter: Connection) -> None:
             continue
         arguments, environment, _ = request
         if arguments[0] in (AS_PYTHON, AS_TESTS):
-            kept = [listening, starter, *ray_servers.values()]
-            fork(request, descriptors, connection, asking, kept)
+            ends = [listening, starter, *ray_servers.values()]
+            fork(request, descriptors, connection, asking, ends)
             continue
 
         settings = ray_settings(environment)
@@ -100,8 +99,8 @@ def serve(listening: socket.socket, starter: Connection) -> None:
             ours, theirs = socket.socketpair()
             if os.fork() == 0:
                 others = (listening, starter, connection, ours)
-                for one in (*others, *asking.values(), *ray_servers.values()):
-                    one.close()
+                for end in (*others, *asking.values(), *ray_servers.values()):
+                    end.close()
                 os.environ.update(settings)
                 serve_ray(theirs)
             theirs.close()
@@ -146,8 +145,8 @@ def fork(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     process = os.fork()
     if process == 0:
-        for one in (connection, *asking.values(), *ours):
-            one.close()
+        for end in (connection, *asking.values(), *ours):
+            end.close()
         run(descriptors, *request)
     asking[process] = connection
     with suppress(OSError):
@@ -239,14 +238,14 @@ def run_python(*arguments: str) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     fork_children()
     if kind in ("-c", "-m"):
-        what, *rest = rest
+        program, *rest = rest
         if adds_folder:
             sys.path.insert(0, os.getcwd() if kind == "-m" else "")
         sys.argv = [kind, *rest]
         if kind == "-c":
-            exec(compile(what, "<string>", "exec"), main.__dict__)
+            exec(compile(program, "<string>", "exec"), main.__dict__)
         else:
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         if adds_folder:
             sys.path.insert(0, str(Path(kind).resolve().parent))

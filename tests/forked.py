@@ -117,11 +117,11 @@ def run_program(
         )
         process.start()
         process.join()
-        said = []
+        texts = []
         for file in (output, errors):
             file.seek(0)
-            said.append(file.read().decode())
-    return subprocess.CompletedProcess(list(arguments), process.exitcode or 0, *said)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(list(arguments), process.exitcode or 0, *texts)
 
 
 def _run_program(
@@ -136,13 +136,13 @@ def _run_program(
     os.environ.update(environment)
     sys.argv = [program.__module__, *arguments]
     fork_children()
-    _mend_threads_of_torch()
+    _fix_threads_of_torch()
     program()
 
 
-def _mend_threads_of_torch() -> None:
+def _fix_threads_of_torch() -> None:
     """Work around torch's thread pool, which it creates again at the first use after a fork."""
-    import torch  # here, since the process that hands tests out needs none
+    import torch  # here, the scheduling process of pytest-xdist needs none
 
     torch.set_num_threads(1)
 

@@ -74,13 +74,13 @@ def imports_of_file(path: Path) -> list[tuple[str, str]]:
 def all_imports() -> tuple[Import, ...]:
     """Return the imports between modules of the three packages."""
     paths = {module_name(path): path for package in PACKAGES for path in sources(package)}
-    found = {}
+    edges = {}
     for importer, path in paths.items():
         for name, kind in imports_of_file(path):
             imported = name if name in paths else name.rpartition(".")[0]
             if imported in paths:
-                found[Import(importer, imported, kind)] = None
-    return tuple(found)
+                edges[Import(importer, imported, kind)] = None
+    return tuple(edges)
 
 
 def cycles(imports: Iterable[Import]) -> list[list[str]]:

@@ -18,7 +18,7 @@ AFTER_TORCH = "--torch"
 
 
 def loaded_by(modules: Sequence[str], after_torch: Sequence[str]) -> dict[str, list[str]]:
-    """Return module -> the modules that importing it alone, or after torch, loads."""
+    """Return module -> the modules that its import loads, without or after torch."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__, *modules, AFTER_TORCH, *after_torch],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

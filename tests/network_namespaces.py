@@ -49,7 +49,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             ("-n", host, "address", "add", f"{address}/24", "dev", CABLE),
             ("-n", host, "link", "set", "lo", "up"),
             ("-n", host, "link", "set", CABLE, "up"),
-            # asked for the way to the outside, a host says its own address
+            # with a default route, a host reports this address as its own
             ("-n", host, "route", "add", "default", "dev", CABLE),
         ]
     try:

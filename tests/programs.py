@@ -14,12 +14,12 @@ from tests import ROOT
 VERL_LIKE = Path(sys.executable).parent / "verl-like"
 """The command, as it is installed."""
 RESULT = "RESULT "
-"""Begins the line of a program's output that tells what it found."""
+"""Starts the line of a program's output that has its result."""
 
 
-def tell(found: Mapping[str, Any]) -> None:
+def tell(result: Mapping[str, Any]) -> None:
     """Print this program's result for `found_by` in the test's process."""
-    print(RESULT + json.dumps(found), flush=True)
+    print(RESULT + json.dumps(result), flush=True)
 
 
 def found_by(python: Path | str, module: str, *arguments: Path, limit_s: float) -> dict[str, Any]:
@@ -30,5 +30,5 @@ def found_by(python: Path | str, module: str, *arguments: Path, limit_s: float) 
     )  # fmt: skip
     results = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     assert results, done.stdout[-3000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(results[0].removeprefix(RESULT))
-    return found
+    result: dict[str, Any] = json.loads(results[0].removeprefix(RESULT))
+    return result

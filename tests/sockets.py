@@ -15,14 +15,14 @@ ALL_INTERFACES = ("0.0.0.0", "::")
 def listeners(pids: Iterable[int]) -> set[tuple[str, int, int]]:
     """Return (address, port, pid) of every TCP socket that these processes listen on."""
     owners = {inode: pid for pid in pids for inode in _socket_inodes(pid)}
-    found = set()
+    listening = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTENS and fields[9] in owners:
                 address, port = fields[1].split(":")
-                found.add((_address(address), int(port, 16), owners[fields[9]]))
-    return found
+                listening.add((_address(address), int(port, 16), owners[fields[9]]))
+    return listening
 
 
 def _socket_inodes(pid: int) -> set[str]:

@@ -30,7 +30,7 @@ HEADING = [
 
 
 def run_job() -> None:
-    """Run `bench_job.py` in a process of its own."""
+    """Run `bench_job.py` in a separate process."""
     load("benchmarks/bench_job.py").main()
 
 
@@ -63,21 +63,21 @@ def cells(line: str) -> list[str]:
 def test_the_row_averages_the_steps_after_the_first(
     job_done: tuple[Path, str],
 ) -> None:
-    folder, said = job_done
+    folder, output = job_done
     metrics = lines(folder / "run")[1:]
     seconds = sum(line["timing_s/step"] for line in metrics)
     tokens = sum(line["training/num_sampled_tokens"] for line in metrics)
-    heading, rule, row = [cells(line) for line in said.splitlines() if line.startswith("|")]
+    heading, rule, row = [cells(line) for line in output.splitlines() if line.startswith("|")]
     assert heading == HEADING
     assert set(rule) == {"---"}
-    found = dict(zip(heading, row, strict=True))
-    assert found["framework"].startswith("verl-like ")
-    assert found["model"].endswith("/model")
-    assert found["devices"].startswith("1 x ")
-    assert found["epochs"] == "2"
-    per_1024 = float(found["seconds per 1,024 prompts"].replace(",", ""))
+    columns = dict(zip(heading, row, strict=True))
+    assert columns["framework"].startswith("verl-like ")
+    assert columns["model"].endswith("/model")
+    assert columns["devices"].startswith("1 x ")
+    assert columns["epochs"] == "2"
+    per_1024 = float(columns["seconds per 1,024 prompts"].replace(",", ""))
     assert per_1024 == pytest.approx(seconds * 1024 / (2 * 4), rel=1e-3)
-    rate = float(found["response tokens/s"].replace(",", ""))
+    rate = float(columns["response tokens/s"].replace(",", ""))
     assert rate == pytest.approx(tokens / seconds, rel=1e-3)
 
 
@@ -92,8 +92,8 @@ def test_the_record_counts_the_parameters_of_the_model(
 
 
 def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[Path, str]) -> None:
-    folder, said = job_done
-    assert said.splitlines()[-1] == "all results: made/job.json"
+    folder, output = job_done
+    assert output.splitlines()[-1] == "all results: made/job.json"
     record = json.loads((folder / "made" / "job.json").read_text(encoding="utf-8"))
     assert record["warm_up_steps"] == 1
     for step, line in zip(record["steps"], lines(folder / "run"), strict=True):
@@ -108,7 +108,7 @@ def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         (["--steps", "1"], "error: 1 step: the first one warms up and is left out"),
         (
@@ -119,11 +119,11 @@ def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[
     ],
 )
 def test_a_job_that_cannot_be_measured_starts_no_run(
-    tiny_dir: Path, tmp_path: Path, more: list[str], words: str
+    tiny_dir: Path, tmp_path: Path, more: list[str], message: str
 ) -> None:
     done = bench(tiny_dir, tmp_path, *more)
     assert done.returncode
-    assert words in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -134,10 +134,10 @@ def test_a_folder_with_a_run_is_rejected(tiny_dir: Path, tmp_path: Path) -> None
 
 
 def record(tiny: Path, steps: list[Any], **job: Any) -> dict[str, Any]:
-    of = {"device": "cpu", "num_devices": 2, "prompts_per_step": 512, "samples_per_prompt": 1}
+    batch = {"device": "cpu", "num_devices": 2, "prompts_per_step": 512, "samples_per_prompt": 1}
     sizes = {"prompts_per_update": 512, "max_prompt_length": 8, "max_response_length": 8}
     whole = RECORD.Job(
-        **{"model": str(tiny / "model"), **of, **sizes, "epochs": 1, "steps": 3, **job}
+        **{"model": str(tiny / "model"), **batch, **sizes, "epochs": 1, "steps": 3, **job}
     )
     return RECORD.job_record("verl-like", whole, steps)
 
@@ -156,16 +156,16 @@ def test_seconds_are_scaled_to_1024_prompts(tiny_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "words"),
+    ("numbers", "message"),
     [
         ([1, 2], "recorded 2, the last of them step 2"),
         ([1, 3, 3], "recorded 3, the last of them step 3"),
     ],
 )
 def test_missing_and_repeated_steps_are_rejected(
-    tiny_dir: Path, numbers: list[int], words: str
+    tiny_dir: Path, numbers: list[int], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         record(tiny_dir, [RECORD.JobStep(number, 1.0, 1, {}) for number in numbers])
 
 

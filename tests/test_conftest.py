@@ -1,4 +1,4 @@
-"""Forked processes have the preloaded modules, and do what started ones do."""
+"""Forked processes have the preloaded modules, and behave like started ones."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_killed_server_of_bare_forks_is_replaced() -> None:
         with ours, theirs:
             environment = dict(os.environ)
             forked = bare_forks.start_fork("workers.rewards.program", theirs, [], environment)
-        return forked.wait(10)  # it has nobody to talk to
+        return forked.wait(10)  # nobody is at the other end of its pipe
 
     first = start()
     lost = bare_forks.server()

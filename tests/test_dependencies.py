@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
+from tests.import_graph import PACKAGES, imports_of_file, sources
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = ("verl_like", "workers", "trainer")
 NEVER_INSTALLED = ("_typeshed", "IPython")
-"""Packages for type checkers alone, and those of a notebook that is already running."""
-
-
-def imported(file: Path) -> set[str]:
-    """Return the top-level names of all imports of a file."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
+"""Packages only for type checkers, and packages of a notebook that is already running."""
 
 
 def test_every_imported_package_is_declared() -> None:
     lines = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
-    files = [file for folder in OURS for file in (ROOT / folder).rglob("*.py")]
-    others = set().union(*map(imported, files)) - {
-        *OURS,
-        *NEVER_INSTALLED,
-        *sys.stdlib_module_names,
-    }
+    files = [file for package in PACKAGES for file in sources(package)]
+    names = {name.partition(".")[0] for file in files for name, _ in imports_of_file(file)}
+    others = names - {*PACKAGES, *NEVER_INSTALLED, *sys.stdlib_module_names}
     distributions = packages_distributions()
-    packages = {name: distributions.get(name, [name]) for name in others}
     missing = {
         name
-        for name, found in packages.items()
-        if not declared & {canonicalize_name(package) for package in found}
+        for name in others
+        if not declared & set(map(canonicalize_name, distributions.get(name, [name])))
     }
     assert missing == set()
 

@@ -39,7 +39,7 @@ def pages() -> list[object]:
 
 @functools.cache
 def messages(package: str) -> str:
-    """Every string of a package; of a formatted one, the parts between its values."""
+    """Return every string of a package; an f-string gives the parts between its values."""
     nodes = (node for path in sources(package) for node in ast.walk(parsed(path)))
     texts = (node.value for node in nodes if isinstance(node, ast.Constant))
     return "\n".join(text for text in texts if isinstance(text, str))
@@ -65,7 +65,7 @@ SMALLER = {
     "max_completion_length=64": "max_prompt_length=64, max_completion_length=8",
     "steps=100": "steps=1",
 }
-"""What a page shows, and what its blocks are tried with: tests have no network."""
+"""Text of a page -> its replacement in the tests, which have no network."""
 
 
 def load_and_plan(*arguments: Any) -> Any:
@@ -81,10 +81,10 @@ def test_the_python_blocks_of_a_page_run(
 ) -> None:
     if request.node.get_closest_marker("ray"):
         request.getfixturevalue("ray_session")
-    (tmp_path / "tiny").symlink_to(tiny_dir)  # what `verl-like make-tiny tiny` makes
+    (tmp_path / "tiny").symlink_to(tiny_dir)  # the output of `verl-like make-tiny tiny`
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.load_config", load_and_plan)
-    for registry in (TRACKERS, LR_SCHEDULES):  # a page registers one of its own
+    for registry in (TRACKERS, LR_SCHEDULES):  # a page registers another entry
         monkeypatch.setattr(registry, "_entries", dict(registry))
     text = path.read_text(encoding="utf-8")
     for large, small in SMALLER.items():

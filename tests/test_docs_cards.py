@@ -80,7 +80,7 @@ def test_the_metrics_and_keys_of_a_card_exist(card: Any, metrics: set[str]) -> N
 
     ends = tuple(f".{word}" for word in words if "." in word)
     assert [end for end in ends if not any(f".{key}".endswith(end) for key in keys)] == []
-    assert re.search(r"`\w+/", card.watch), "it names no metric"
+    assert re.search(r"`\w+/", card.watch), "the card names no metric"
 
 
 @pytest.mark.parametrize(("kind", "name"), CURVES.runs())

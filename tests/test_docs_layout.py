@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tests import ROOT
+from tests.import_graph import PACKAGES
 
 PATH = re.compile(r"`((?:verl_like|workers|trainer|tests)/[\w/.]+)`")
 LAYOUT = ROOT / "CONTRIBUTING.md"
@@ -25,9 +26,7 @@ def test_every_path_on_these_pages_exists() -> None:
 def test_contributing_is_short_and_names_every_folder() -> None:
     page = LAYOUT.read_text(encoding="utf-8")
     assert len(page.splitlines()) <= MOST_LINES
-    folders = [
-        path for each in ("verl_like", "workers", "trainer") for path in (ROOT / each).iterdir()
-    ]
+    folders = [path for package in PACKAGES for path in (ROOT / package).iterdir()]
     names = [str(path.relative_to(ROOT)) for path in folders if (path / "__init__.py").is_file()]
     assert [name for name in names if f"`{name}/`" not in page] == []
 

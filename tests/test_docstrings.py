@@ -25,7 +25,7 @@ def module_of(dotted: str) -> tuple[Path | None, list[str]]:
     return None, parts[1:]
 
 
-def is_there(dotted: str, keys_of_trainer: str) -> bool:
+def exists(dotted: str, keys_of_trainer: str) -> bool:
     """True if the name is a module, a name in a module or package, or a configuration key."""
     path, rest = module_of(dotted)
     text = keys_of_trainer if path is None else path.read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def is_there(dotted: str, keys_of_trainer: str) -> bool:
 
 
 def test_every_module_named_in_a_docstring_or_comment_exists() -> None:
-    found = [
+    names = [
         (path, name)
         for package in PACKAGES
         for path in sources(package)
@@ -43,6 +43,6 @@ def test_every_module_named_in_a_docstring_or_comment_exists() -> None:
     ]
     configs = [path for path in sources("trainer") if path.stem in ("schema", "config", "recipe")]
     keys = "\n".join(path.read_text(encoding="utf-8") for path in configs)
-    missing = [f"{path.relative_to(ROOT)}: {n}" for path, n in found if not is_there(n, keys)]
+    missing = [f"{path.relative_to(ROOT)}: {n}" for path, n in names if not exists(n, keys)]
     assert missing == []
-    assert len(found) > 100
+    assert len(names) > 100

@@ -89,9 +89,9 @@ def test_every_run_passes_a_dry_run_on_simulated_gpus(
     backend = "ray" if num_gpus > 1 else "local"
     machine = hour.Machine(num_gpus, backend=backend, engine=engine)
     (part,) = [part for part in hour.parts(machine, configs) if part.name == name]
-    said = hour.dry_run(part, machine, "H100")
-    assert said.splitlines()[-1] == ALL_FOUND
-    assert f"Devices: {num_gpus} x H100" in said
+    output = hour.dry_run(part, machine, "H100")
+    assert output.splitlines()[-1] == ALL_FOUND
+    assert f"Devices: {num_gpus} x H100" in output
 
 
 def part_that(hour: ModuleType, code: str, limit_s: int = 30, **more: object) -> object:
@@ -213,7 +213,7 @@ def test_no_part_starts_after_the_total_time(hour: ModuleType, tmp_path: Path) -
 
 
 QUICK_PARTS = ("machine", "trap", "fixed", "fsdp", "memory", "profile", "micro", "decode")
-"""Without those that only multiply matrices for longer."""
+"""The parts, except those that only multiply matrices for longer."""
 
 
 @pytest.mark.parametrize("part", QUICK_PARTS)

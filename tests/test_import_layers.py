@@ -78,7 +78,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("cli",),
     ],
 }
-"""The rooms of each package from the ground up; a room imports those of lower rows alone.
+"""The rooms of each package from the ground up; a room imports only rooms of lower rows.
 
 `__init__` is the list of a package's public names. A longer name takes its modules out of the
 shorter one's room: `process.info` is not in `process`.
@@ -98,11 +98,11 @@ def package_names(path: Path, kinds: tuple[str, ...] | None = None) -> set[str]:
 
 
 def room_of(module: str) -> tuple[str, str]:
-    """Return (package, room) of a module; a room without an order is named alone."""
+    """Return (package, room) of a module; a room without an order has its own name."""
     package, _, inside = module.partition(".")
     rooms = [room for row in ORDER[package] for room in row]
-    found = [room for room in rooms if f"{inside or '__init__'}.".startswith(f"{room}.")]
-    return package, max(found, key=len, default=inside.split(".")[0])
+    matching = [room for room in rooms if f"{inside or '__init__'}.".startswith(f"{room}.")]
+    return package, max(matching, key=len, default=inside.split(".")[0])
 
 
 def row_of(package: str, room: str) -> int | None:
@@ -130,8 +130,8 @@ def test_a_package_imports_only_packages_below_it(package: str) -> None:
     for path in sources(package):
         if module_name(path) in PUBLIC_NAMES:
             assert package_names(path, kinds=(AT_IMPORT, IN_FUNCTION)) & others == set()
-        elif found := package_names(path) & others:
-            wrong[module_name(path)] = sorted(found)
+        elif imported := package_names(path) & others:
+            wrong[module_name(path)] = sorted(imported)
     assert wrong == {}
 
 
@@ -167,8 +167,8 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("package", ORDER)
 def test_the_order_of_rooms_names_every_room(package: str) -> None:
     listed = {room for row in ORDER[package] for room in row}
-    there = {room_of(module_name(path))[1] for path in sources(package)}
-    assert there == listed, "write a new room into ORDER, above all that it imports"
+    rooms = {room_of(module_name(path))[1] for path in sources(package)}
+    assert rooms == listed, "write a new room into ORDER, above all that it imports"
 
 
 @pytest.mark.parametrize("package", ORDER)
@@ -210,8 +210,8 @@ def test_optional_packages_are_imported_only_in_functions() -> None:
     wrong = {}
     for package in PACKAGES:
         for path in sources(package):
-            if found := package_names(path, kinds=(AT_IMPORT, FOR_TYPES)) & OPTIONAL:
-                wrong[module_name(path)] = found
+            if imported := package_names(path, kinds=(AT_IMPORT, FOR_TYPES)) & OPTIONAL:
+                wrong[module_name(path)] = imported
     assert wrong == {}
 
 
@@ -230,7 +230,7 @@ LOADS_TORCH = {
     "trainer.loop": NO_RECIPE,
     "trainer.launch": NO_RECIPE,
 }
-"""Module -> what its import does not load."""
+"""Module -> the modules that its import must not load."""
 
 
 @pytest.fixture(scope="module")

@@ -116,32 +116,25 @@ def test_a_script_prints_its_command_and_leaves_nothing(script: str, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+SECONDS = {1: 50.0, 2: 3.0, 3: 5.0}
+LENGTH = {"response_length/mean": 10.0}
 WRITTEN = {
     "verl": "\n".join(
-        json.dumps(
-            {
-                "step": step,
-                "data": {
-                    "timing_s/step": seconds,
-                    "timing_s/gen": seconds / 2,
-                    "response_length/mean": 10.0,
-                },
-            }
-        )
-        for step, seconds in ((1, 50.0), (2, 3.0), (3, 5.0))
+        json.dumps({"step": step, "data": {"timing_s/step": s, "timing_s/gen": s / 2, **LENGTH}})
+        for step, s in SECONDS.items()
     ),
     "openrlhf": "\n".join(
         f"\x1b[36m(PPOTrainer pid=7)\x1b[0m INFO Global step {step}: {{'policy_loss': -1e-05, "
         f"'timing/ppo_train': {seconds / 2}, 'timing/generation': {seconds / 2}, "
         f"'rollout/response_length_mean': 10.0, 'timing/step_total': {seconds}}}"
-        for step, seconds in ((1, 50.0), (2, 3.0), (3, 5.0))
+        for step, seconds in SECONDS.items()
     ),
     "trl": "\n".join(
         json.dumps({"step": step, "seconds": seconds, "response_tokens": 40.0})
-        for step, seconds in ((1, 50.0), (2, 3.0), (3, 5.0))
+        for step, seconds in SECONDS.items()
     ),
 }
-"""Three steps as each framework writes them: two prompts of two answers, 10 tokens long."""
+"""Framework -> its output of three steps: two prompts of two responses, 10 tokens long."""
 
 
 def make_record() -> None:
@@ -151,8 +144,8 @@ def make_record() -> None:
 
 def recorded(tiny: Path, folder: Path, *words: str, **job: str) -> subprocess.CompletedProcess[str]:
     sizes = {"BATCH": "2", "MINI_BATCH": "2", "SAMPLES": "2", "STEPS": "3", "GPUS": "1"}
-    of = {"MODEL": f"{tiny}/model", "PROMPTS": f"{tiny}/few.parquet", "DEVICE": "cpu"}
-    return run_program(make_record, *words, folder=folder, **{**JOB, **sizes, **of, **job})
+    files = {"MODEL": f"{tiny}/model", "PROMPTS": f"{tiny}/few.parquet", "DEVICE": "cpu"}
+    return run_program(make_record, *words, folder=folder, **{**JOB, **sizes, **files, **job})
 
 
 @pytest.mark.parametrize("peer", WRITTEN)
@@ -184,14 +177,10 @@ def test_a_log_without_a_needed_key_is_rejected(tiny_dir: Path, tmp_path: Path) 
 
 def test_the_reward_is_the_same_in_every_form() -> None:
     reward = load("benchmarks/peers/reward.py")
-    truths, answers = ["4", "5"], ["it is 4", "it is 4"]
-    ours = [
-        reward.compute_score("", answer, truth)
-        for answer, truth in zip(answers, truths, strict=True)
-    ]
-    prompts = ["5 and 4?", "5 and 4?"]
-    queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    assert ours == [1.0, 0.0]
-    assert reward.reward_func(queries, prompts, truths)["rewards"].tolist() == ours
-    chats = [[{"role": "assistant", "content": answer}] for answer in answers]
-    assert reward.reward_of_chats(chats, truths) == ours
+    truths, response, prompt = ["4", "5"], "it is 4", "5 and 4?"
+    scores = [reward.compute_score("", response, truth) for truth in truths]
+    assert scores == [1.0, 0.0]
+    rewards = reward.reward_func([prompt + response] * 2, [prompt] * 2, truths)["rewards"]
+    assert rewards.tolist() == scores
+    chat = [{"role": "assistant", "content": response}]
+    assert reward.reward_of_chats([chat, chat], truths) == scores

@@ -16,8 +16,8 @@ BENCH = load("benchmarks/bench_plan.py")
 
 
 def read(name: str) -> Case:
-    found: Case = json.loads((ROOT / f"benchmarks/published/{name}.json").read_text())
-    return found
+    published: Case = json.loads((ROOT / f"benchmarks/published/{name}.json").read_text())
+    return published
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])

@@ -1,4 +1,4 @@
-"""The README agrees with the code, and its links, tables and commands work."""
+"""The README agrees with the code, and the links and tables of all pages work."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
+from tests.import_graph import PACKAGES
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
-PACKAGES = ("verl_like", "workers", "trainer")
 BUILD = "from setuptools import build_meta; build_meta.build_{kind}({out!r})"
 
 
@@ -135,7 +136,7 @@ def test_images_pass_the_linter_and_copy_existing_files(name: str) -> None:
     for copied in re.findall(r"^COPY (.+) \S+$", file.read_text(), re.M):
         assert all((ROOT / source).exists() for source in copied.split())
     extras = {
-        e for found in re.findall(r'"?\.\[([\w,-]+)\]', file.read_text()) for e in found.split(",")
+        e for names in re.findall(r'"?\.\[([\w,-]+)\]', file.read_text()) for e in names.split(",")
     }
     assert extras
     assert extras <= set(PROJECT["optional-dependencies"])

@@ -32,14 +32,14 @@ def num_lines(node: ast.stmt | ast.expr) -> int:
 
 
 def functions(tree: ast.AST) -> list[Function]:
-    found = []
+    result = []
     pending = [tree]
     while pending:
         node = pending.pop()
         if isinstance(node, Function):
-            found.append(node)
+            result.append(node)
         pending += inner_statements(node)
-    return found
+    return result
 
 
 def inner_statements(node: ast.AST) -> list[ast.AST]:
@@ -91,4 +91,4 @@ def test_no_two_places_share_twenty_lines() -> None:
             earlier = first_place.setdefault(tuple(code[start : start + MAX_COPY]), place)
             if earlier != place:
                 copies.append(f"{earlier} and {place}")
-    assert copies == [], "give what they share one home"
+    assert copies == [], "move the shared lines to one place"

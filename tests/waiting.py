@@ -1,4 +1,4 @@
-"""Waits for another thread or process: as short as possible, and long under load."""
+"""Wait for another thread or process: as short as possible, and long under load."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from verl_like.process.machine import process_state
 
 LIMIT_S = 60.0
-"""Of a wait; whoever waits so long waits for nothing."""
+"""Seconds after which a wait fails, even on a loaded machine."""
 
 
-def wait_until(is_so: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < end, f"it did not come to pass within {LIMIT_S:g} s"
+    while not condition():
+        assert time.monotonic() < end, f"the condition did not hold within {LIMIT_S:g} s"
         time.sleep(0.002)
 
 

@@ -24,12 +24,12 @@ from workers.rollout.hf import cache_problem
 from workers.training.row_proof import prove_rows
 
 LONGEST = 64
-"""Tokens of a row; the tiny model has no limit that any number would pass."""
+"""Tokens of a row."""
 
 
 def prove_tiny_models() -> None:
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # which is a thread, and forks are of one
+    tqdm.monitor_interval = 0  # its thread would not survive a fork
     logging.disable_progress_bar()
     device = torch.device("cpu")
     worker: Any = SimpleNamespace(device=device, rank=0, sibling=lambda role: None)

@@ -1,5 +1,4 @@
-"""A separate cluster whose driver gets a signal and then loses the head, and a second cluster whose
-daemon is frozen when a run ends, which gets a signal after it has left.
+"""A cluster that loses its head, and a cluster whose daemon is frozen when its driver leaves.
 
 `backends/ray/test_broken_cluster` runs this in a separate process.
 """
@@ -26,12 +25,12 @@ from verl_like.errors import WorkerDiedError
 
 def daemon(kind: str) -> int:
     """Return the process of a daemon of this process's cluster."""
-    (only,) = ray._private.worker._global_node.all_processes[kind]
-    return int(only.process.pid)
+    (info,) = ray._private.worker._global_node.all_processes[kind]
+    return int(info.process.pid)
 
 
 def get_sigterm() -> dict[str, Any]:
-    """Return which handlers got the signal, and how soon Ray's handler aborts this process."""
+    """Return the signals that our handler got, and the seconds until Ray's handler would abort."""
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     connect()
@@ -47,10 +46,10 @@ def lose_the_head() -> dict[str, Any]:
         try:
             slow.get()
         except WorkerDiedError as error:
-            found = {"said": str(error), "said_s": time.monotonic() - began}
+            facts = {"error": str(error), "error_s": time.monotonic() - began}
         began = time.monotonic()
         left = cluster.leave_if_broken()
-    return found | {"left": left, "left_s": time.monotonic() - began}
+    return facts | {"left": left, "left_s": time.monotonic() - began}
 
 
 def end_with_a_frozen_daemon() -> dict[str, Any]:
@@ -73,7 +72,7 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
 def wait_less(patch: pytest.MonkeyPatch) -> None:
     """Fork workers, and notice and leave a lost cluster sooner than in a run."""
     ask_for_forks(patch)
-    # Ray's client would end this process so soon after its head; a minute, unless it is told
+    # Ray's client ends this process so long after its head; a minute by default
     patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
     patch.setattr(cluster, "EVERY_S", 0.3)
     patch.setattr(cluster, "RELEASE_S", 1.0)

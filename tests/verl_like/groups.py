@@ -1,4 +1,4 @@
-"""The same driver code on every backend: `start("child", {"adder": (Adder, (1,))}, [2])`."""
+"""Start a worker group on any backend: `start("child", {"adder": (Adder, (1,))}, [2])`."""
 
 from __future__ import annotations
 

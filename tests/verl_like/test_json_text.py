@@ -33,8 +33,10 @@ def test_a_string_survives_a_line_of_json(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     line = json_line({"text": text, text: [text]})
     write_whole(path, line * 2)
-    assert len(path.read_text(encoding="utf-8").splitlines()) == 2, "for readers of any habit"
-    assert [parse_json(one) for one in lines_of(path)] == [{"text": text, text: [text]}] * 2
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2, (
+        "also for readers that split at other line ends"
+    )
+    assert [parse_json(row) for row in lines_of(path)] == [{"text": text, text: [text]}] * 2
 
 
 def test_text_stays_readable_in_the_file() -> None:

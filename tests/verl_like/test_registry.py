@@ -73,16 +73,16 @@ def test_a_missing_object_names_its_setting_and_the_nearest():
 
 @pytest.mark.parametrize("path", ["no_dot", ".relative", "", "mine.py"])
 def test_an_invalid_path_is_rejected_with_an_example(path):
-    refused = f"role_workers.critic={path} is not the path of an object, such as my_module.MyClass"
-    with pytest.raises(ConfigError, match=re.escape(refused)):
+    message = f"role_workers.critic={path} is not the path of an object, such as my_module.MyClass"
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_object(path, "role_workers.critic")
 
 
 def test_an_object_is_loaded_by_its_file_or_module_and_its_name(estimators, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("class Own:\n    pass\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    own = load_object("./mine.py:Own", "trainer.cls")
-    assert load_object("mine.py:Own", "trainer.cls") is own
+    cls = load_object("./mine.py:Own", "trainer.cls")
+    assert load_object("mine.py:Own", "trainer.cls") is cls
     assert load_object("math:sqrt", "trainer.cls") is math.sqrt
     assert estimators.look_up("math:sqrt") is math.sqrt
     with pytest.raises(

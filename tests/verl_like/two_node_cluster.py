@@ -71,8 +71,8 @@ def hold_custom_resources() -> dict[str, Any]:
     group.shutdown()
     pool.release()
     on_its_node = set(row["bundles_to_node_id"].values()) == {node.key}
-    own = {"there": on_its_node, "uses_loopback": group.transport.processes[0].one_node}
-    return {"bundles": row["bundles"], "node": dict(node.resources or {}), **own}
+    placement = {"there": on_its_node, "uses_loopback": group.transport.processes[0].one_node}
+    return {"bundles": row["bundles"], "node": dict(node.resources or {}), **placement}
 
 
 def main(log_dir: str) -> None:
@@ -83,12 +83,12 @@ def main(log_dir: str) -> None:
     second = cluster.add_node(num_cpus=2, resources={"accel": 3})
     connect(address=cluster.address, runtime_env={"env_vars": {"MINE": "from runtime_env"}})
     facts["slots"] = sorted(node.devices for node in cluster_nodes())
-    facts["refusals"] = []
+    facts["errors"] = []
     for counts in ([2, 2], [3]):
         try:
             RayResourcePool(counts, cpus_per_process=1.0).bundles()
         except PlacementError as error:
-            facts["refusals"].append(str(error))
+            facts["errors"].append(str(error))
     facts["custom"] = hold_custom_resources()
     pool = RayResourcePool([1, 2], cpus_per_process=1.0, deadlines=QUICK)
     roles = {"adder": RayClassWithInitArgs(Adder), "faulty": RayClassWithInitArgs(Faulty)}

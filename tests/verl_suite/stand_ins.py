@@ -85,7 +85,7 @@ def absent_names(module: str, modules: list[str]) -> Callable[[str], Any]:
     return absent
 
 
-def refusals_are_assertions(raises: Callable[..., Any]) -> Callable[..., Any]:
+def errors_are_assertions(raises: Callable[..., Any]) -> Callable[..., Any]:
     """Let `pytest.raises` for tests of asserts accept our errors, too."""
 
     def raises_either(expected: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,4 +99,4 @@ def refusals_are_assertions(raises: Callable[..., Any]) -> Callable[..., Any]:
 
 def pytest_configure() -> None:
     """Let tests that expect verl's asserts accept the errors raised here."""
-    pytest.raises = refusals_are_assertions(pytest.raises)  # type: ignore[assignment]
+    pytest.raises = errors_are_assertions(pytest.raises)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The names that verl's tests import exist here, and failed tests are told from passed ones."""
+"""The names that verl's tests import exist here, and failed and passed tests are counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.verl_suite.__main__ import read_report
 from tests.verl_suite.names import MODULES, RENAMED, write_alias
-from tests.verl_suite.stand_ins import absent_names, refusals_are_assertions
+from tests.verl_suite.stand_ins import absent_names, errors_are_assertions
 from verl_like import Worker
 from verl_like.errors import BatchError
 
@@ -43,11 +43,11 @@ def test_a_missing_name_raises_when_it_is_called() -> None:
 
 
 def test_our_errors_count_as_assertion_errors() -> None:
-    raises = refusals_are_assertions(pytest.raises)
+    raises = errors_are_assertions(pytest.raises)
     with raises(AssertionError, match="in other words"):
-        raise BatchError("refused")
+        raise BatchError("wrong")
     with pytest.raises(BatchError), raises(KeyError):
-        raise BatchError("refused")
+        raise BatchError("wrong")
 
 
 def test_read_report_counts_passed_and_other_tests(tmp_path: Path) -> None:

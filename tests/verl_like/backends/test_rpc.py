@@ -1,4 +1,4 @@
-"""Requests next to a process's queue of calls: which are answered, and how each ends."""
+"""Requests next to a process's queue of calls: their results and errors, and who may connect."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Unreadable:
 
 
 class Host:
-    """Answers as a `WorkerHost` does."""
+    """Responds as a `WorkerHost` does."""
 
     def __init__(self) -> None:
-        self.held = threading.Event()
+        self.released = threading.Event()
 
     def call(self, call: Call, parts: Any) -> tuple[Any, str]:
         if call.method == "fail":
             raise ValueError("no answer")
         if call.method == "hold":
-            assert self.held.wait(LIMIT_S)
+            assert self.released.wait(LIMIT_S)
         return Unreadable() if call.method == "unreadable" else call.args, "header"
 
     def stacks(self) -> str:
@@ -89,11 +89,11 @@ def test_calls_return_payload_and_header_or_an_error(endpoint: Endpoint) -> None
 
 def test_a_request_does_not_wait_for_a_running_one(endpoint: Endpoint, host: Any) -> None:
     requests = connect(endpoint)
-    held = [make(requests, "hold", number) for number in range(3)]
+    pending = [make(requests, "hold", number) for number in range(3)]
     assert requests.ask("stacks").result(LIMIT_S) == "idle"
-    assert not any(future.done() for future in held)
-    host.held.set()
-    assert [future.result(LIMIT_S)[0] for future in held] == [(0,), (1,), (2,)]
+    assert not any(future.done() for future in pending)
+    host.released.set()
+    assert [future.result(LIMIT_S)[0] for future in pending] == [(0,), (1,), (2,)]
 
 
 def test_a_dead_process_is_reported_during_and_before_a_request() -> None:
@@ -131,7 +131,7 @@ def test_connections_without_a_key_do_not_delay_the_driver(
         stranger(endpoint, stack)
     began = time.monotonic()
     assert connect(endpoint).ask("stacks").result(LIMIT_S) == "idle"
-    assert time.monotonic() - began < rpc.KEY_S / 2, "they have so long each"
+    assert time.monotonic() - began < rpc.KEY_S / 2, "each of them may take KEY_S"
 
 
 def test_a_key_may_arrive_in_pieces(endpoint: Endpoint, stack: ExitStack) -> None:
@@ -148,7 +148,7 @@ def test_a_wrong_or_partial_key_is_rejected(
     endpoint: Endpoint, stack: ExitStack, sent: bytes
 ) -> None:
     connection = stranger(endpoint, stack)
-    with suppress(OSError):  # it may be turned away while it still sends
+    with suppress(OSError):  # it may be disconnected while it still sends
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
     with suppress(ConnectionResetError):

@@ -61,14 +61,14 @@ def test_a_shard_marks_pad_rows_and_derived_batches_have_none():
     assert (chunk.num_real_rows, chunk.pad_mask.tolist()) == (4, [False] * 4)
     chunk.shard = Shard(index=1, count=2, start=4, rows=3, total=7)
     assert (chunk.num_real_rows, chunk.pad_mask.tolist()) == (3, [False, False, False, True])
-    kept = [
+    same_rows = [
         copy.copy(chunk),
         copy.deepcopy(chunk),
         chunk.writable_copy(),
         pickle.loads(pickle.dumps(chunk)),
         chunk.union(make(4)),
     ]
-    assert all(data.shard == chunk.shard for data in kept)
+    assert all(data.shard == chunk.shard for data in same_rows)
     derived = [
         chunk[:2],
         chunk[[0]],

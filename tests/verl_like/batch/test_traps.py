@@ -174,7 +174,7 @@ def test_a_view_is_pickled_without_the_rest_of_its_storage():
     assert len(pickle.dumps(data, protocol=5)) < 20_000
 
 
-def test_a_column_of_arrays_assigned_to_the_tensordict_is_refused_by_name():
+def test_arrays_assigned_to_the_tensordict_are_rejected_by_name():
     data = make(2)
     data.batch["o"] = np.array(["x", "y"], dtype=object)
     with pytest.raises(BatchError, match="'o'"):

@@ -1,4 +1,4 @@
-"""A batch in a pickle: the columns out of band, and those that are copied."""
+"""A pickled batch has its large columns out of band, and survives unchanged."""
 
 import pickle
 import warnings

@@ -78,7 +78,6 @@ def test_a_hanging_call_is_late_by_the_times_of_its_group(
     batch = DataProto.from_dict({"x": torch.zeros(4)})
     for _ in range(3):
         group.echo(batch)
-    assert len(group.transport.call_times._calls["modes.echo"]) == 3
 
     monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
     with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise timeouts.min_call_s"):

@@ -32,11 +32,11 @@ from verl_like.errors import BatchError, DispatchError
     st.sampled_from(["echo", "echo_later", "echo_first", "echo_async"]),
 )
 def test_collect_undoes_dispatch(rows: int, world: int, method: str) -> None:
-    given = batch(rows)
-    result = getattr(GROUPS[world], method)(given)
+    data = batch(rows)
+    result = getattr(GROUPS[world], method)(data)
     result = result.get() if method == "echo_later" else result
-    assert_same(result, given)
-    assert_same(given, batch(rows), but=())
+    assert_same(result, data)
+    assert_same(data, batch(rows), but=())
     assert result.shard is None
 
 
@@ -50,9 +50,9 @@ def test_collect_undoes_dispatch_on_a_mesh(rows: int, shape: tuple[int, int], la
     world, tensor_parallel = shape
     group = GROUPS[world]
     group.make_mesh(tensor_parallel).get()
-    given = batch(rows)
-    result = group.on_mesh_later(given).get() if later else group.on_mesh(given)
-    assert_same(result, given)
+    data = batch(rows)
+    result = group.on_mesh_later(data).get() if later else group.on_mesh(data)
+    assert_same(result, data)
     last_ranks = range(tensor_parallel - 1, world, tensor_parallel)
     assert set(result.batch["rank"].tolist()) <= set(last_ranks)
 
@@ -67,14 +67,14 @@ def test_a_future_keeps_all_rows_at_a_group_of_any_size(rows: int, first: int, s
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 17), st.integers(1, 4))
 def test_other_modes_keep_every_row(rows: int, world: int) -> None:
-    group, given = GROUPS[world], batch(rows)
-    assert sum(group.metric(given)) == given.batch["x"].sum()
-    chunks = group.chunks(given)
+    group, data = GROUPS[world], batch(rows)
+    assert sum(group.metric(data)) == data.batch["x"].sum()
+    chunks = group.chunks(data)
     assert len(chunks) == world
-    assert_same(DataProto.concat([p for p in chunks if len(p)]), given)
-    assert group.describe(given) == [f"{rows} rows"] * world
-    assert_same(group.twice(given), given.repeat(2))
-    assert_same(group.execute_with_func_generator(lambda worker, data: data, given), given)
+    assert_same(DataProto.concat([p for p in chunks if len(p)]), data)
+    assert group.describe(data) == [f"{rows} rows"] * world
+    assert_same(group.twice(data), data.repeat(2))
+    assert_same(group.execute_with_func_generator(lambda worker, rows: rows, data), data)
 
 
 @settings(max_examples=20, deadline=None)
@@ -161,11 +161,11 @@ def test_shards_have_the_position_and_number_of_real_rows() -> None:
 
 
 def test_writes_of_a_worker_into_its_batch_are_private() -> None:
-    given = batch(4)
-    future = GROUPS[2].same.remote(given)
+    data = batch(4)
+    future = GROUPS[2].same.remote(data)
     assert GROUPS[2].overwrite(future).batch["x"].tolist() == [-1] * 4
     assert_same(future.get(), batch(4))
-    assert_same(given, batch(4))
+    assert_same(data, batch(4))
 
 
 def test_a_future_arrives_as_its_result() -> None:

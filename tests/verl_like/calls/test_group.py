@@ -109,7 +109,6 @@ def test_writes_into_large_batches_are_private(groups) -> None:
     assert groups["modes"].overwrite(groups["modes"].same.remote(big)).batch[
         "x"
     ].unique().tolist() == [-1]
-    assert set(groups["modes"].describe(np.zeros(50_000).tolist()[:1])) == {"list [0.0]"}
 
 
 def first_after_adding_1(value: torch.Tensor | np.ndarray) -> float:
@@ -189,7 +188,7 @@ def test_unpicklable_errors_and_results_name_their_call(groups, backend) -> None
     if backend[0] != "inline":
         with pytest.raises(WorkerError, match=r"faulty.returns_unpicklable, .* cannot"):
             groups["faulty"].returns_unpicklable()
-    assert len(set(groups["adder"].pid())) == backend[1][0], "the processes live on"
+    assert len(set(groups["adder"].pid())) == backend[1][0], "the processes still run"
 
 
 def test_gather_waits_for_all_and_raises_the_first_failure_with_the_others(groups) -> None:

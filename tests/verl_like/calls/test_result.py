@@ -60,7 +60,7 @@ def test_results_are_checked_against_their_declaration() -> None:
         GROUPS[2].breaks_its_promise(batch(4))
 
     def counts(self: object, data: DataProto) -> int:
-        raise AssertionError("refused before it is called")
+        raise AssertionError("it is rejected before the call")
 
     with pytest.raises(DispatchError, match="counts is declared to return int; a data-parallel"):
         register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(counts)

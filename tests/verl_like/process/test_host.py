@@ -40,22 +40,15 @@ class Late(Worker):
 
 
 def test_a_header_survives_packing():
-    facts = {"actor": {"dp": (3, True)}}
     plain = Header("actor", "update", 3, 77, 1.5, 2.5, 0.25)
-    failed = Header(
-        "actor",
-        "update",
-        3,
-        77,
-        1.5,
-        2.5,
-        0.25,
-        8,
-        ("ids", "mask"),
-        RemoteError(b"x", "T", "t"),
-        facts,
-        {"loss": [0.5, 1], "name": "adam"},
-        True,
+    failed = plain._replace(
+        rows=8,
+        keys=("ids", "mask"),
+        error=RemoteError(b"x", "T", "t"),
+        mesh_layout={"actor": {"dp": (3, True)}},
+        metrics={"loss": [0.5, 1], "name": "adam"},
+        only_padding=True,
+        returned="batch",
     )
     for header in (plain, failed):
         assert Header.read(header.packed()) == header
@@ -83,20 +76,10 @@ def test_concurrent_coroutines_share_one_event_loop(monkeypatch):
         return loops[-1]
 
     monkeypatch.setattr(asyncio, "new_event_loop", slow_loop)
-    results: list[Any] = []
-    threads = [
-        threading.Thread(
-            target=lambda i=i: results.append(
-                host.call(Call("late", "later", (i,), concurrent=True), ())
-            )
-        )
-        for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert sorted(value for value, _ in results) == [0, 1, 2, 3]
+    calls = [Call("late", "later", (number,), concurrent=True) for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda call: host.call(call, ())[0], calls))
+    assert results == [0, 1, 2, 3]
     assert len(loops) == 1
     host.close()
 

@@ -57,8 +57,8 @@ def test_a_large_batch_is_balanced_to_a_thousandth():
 
 
 def test_equal_lengths_are_partitioned_deterministically():
-    found = get_seqlen_balanced_partitions([5] * 6, 3, equal_size=True)
-    assert found == [[0, 5], [1, 4], [2, 3]]
+    partitions = get_seqlen_balanced_partitions([5] * 6, 3, equal_size=True)
+    assert partitions == [[0, 5], [1, 4], [2, 3]]
     assert get_seqlen_balanced_partitions([5, 5], 2) == [[0], [1]]
 
 

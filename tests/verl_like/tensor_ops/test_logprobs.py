@@ -88,9 +88,9 @@ def test_the_separate_form_agrees_with_the_fused_one_on_any_shape():
 def test_sums_of_squared_probabilities_equal_the_softmax(temperature):
     logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
     expected = (logits.detach() / temperature).softmax(dim=-1).square().sum(dim=-1)
-    found = sum_pi_squared_from_logits(logits, temperature=temperature)
-    torch.testing.assert_close(found, expected)
-    assert not found.requires_grad
+    result = sum_pi_squared_from_logits(logits, temperature=temperature)
+    torch.testing.assert_close(result, expected)
+    assert not result.requires_grad
     far = sum_pi_squared_from_logits(torch.tensor([[[1e4, -1e4, -torch.inf]]]).bfloat16())
     assert far.tolist() == [[1.0]]
 

@@ -28,21 +28,21 @@ def masked(request):
 def test_zero_outside_equals_where_bit_for_bit(masked, dtype):
     values, mask = masked
     values = values.nan_to_num(posinf=1).to(dtype) if dtype == torch.int64 else values.to(dtype)
-    kept = zero_outside(values, mask)
-    assert kept.dtype == dtype
-    assert torch.equal(kept, torch.where(mask.bool(), values, 0))
-    assert not kept.double().isnan().any()
+    result = zero_outside(values, mask)
+    assert result.dtype == dtype
+    assert torch.equal(result, torch.where(mask.bool(), values, 0))
+    assert not result.double().isnan().any()
 
 
 def test_zero_outside_has_the_gradients_and_shapes_of_where(masked):
     values, mask = masked
     rows = torch.randn(5, 1).requires_grad_()
     for leaf in (values.clone().requires_grad_(), rows):
-        found, expected = (
-            torch.autograd.grad((2 * kept.square()).sum(), leaf)[0]
-            for kept in (zero_outside(leaf, mask), torch.where(mask.bool(), leaf, 0))
+        grad, expected = (
+            torch.autograd.grad((2 * result.square()).sum(), leaf)[0]
+            for result in (zero_outside(leaf, mask), torch.where(mask.bool(), leaf, 0))
         )
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(grad, expected)
     assert zero_outside(values, mask[:, :1]).shape == values.shape
 
 

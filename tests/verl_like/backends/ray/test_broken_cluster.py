@@ -17,11 +17,11 @@ def test_a_lost_head_is_reported_and_a_frozen_daemon_does_not_block_exit(
 ) -> None:
     facts = found_by(sys.executable, "tests.verl_like.broken_cluster", limit_s=150)
     assert (facts["heard"], facts["aborts_in_s"]) == ([signal.SIGTERM], 0), "Ray's handler is gone"
-    assert "faulty.sleeps, faulty rank 0 of 1" in facts["said"]
-    assert "the head of the Ray cluster is gone: no GCS listens at" in facts["said"]
-    assert facts["said_s"] < 15
+    assert "faulty.sleeps, faulty rank 0 of 1" in facts["error"]
+    assert "the head of the Ray cluster is gone: no GCS listens at" in facts["error"]
+    assert facts["error_s"] < 15
     assert facts["left"]
     assert facts["left_s"] < 15
     assert facts["ended_s"] < 15
     assert facts["noted"] == signal.SIGTERM, "a run is still asked to stop after it has left"
-    assert not Path(facts["session"]).parent.exists(), "taken away as the driver ended"
+    assert not Path(facts["session"]).parent.exists(), "the driver removes it at its end"

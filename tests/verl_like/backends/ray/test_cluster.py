@@ -48,11 +48,11 @@ def test_the_session_folder_is_private_and_removed_at_exit(
     assert folder.parent == private_folder(str(tmp_path))
     assert mode(folder.parent) == 0o700
     (remove,) = at_exit
-    own = os.getpid()
+    pid = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     remove()
-    assert folder.exists(), "of another process"
-    monkeypatch.setattr(os, "getpid", lambda: own)
+    assert folder.exists(), "it belongs to another process"
+    monkeypatch.setattr(os, "getpid", lambda: pid)
     remove()
     assert not folder.exists()
 

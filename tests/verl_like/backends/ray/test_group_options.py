@@ -12,25 +12,25 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
 
 def test_detached_workers_are_found_again_by_their_names() -> None:
-    made = RayClassWithInitArgs(Hybrid)
-    made.update_options({"runtime_env": {"env_vars": {"ITS": "own"}}})
+    recipe = RayClassWithInitArgs(Hybrid)
+    recipe.update_options({"runtime_env": {"env_vars": {"ITS": "own"}}})
     with RayResourcePool([2], use_gpu=False, cpus_per_process=0.5, detached=True) as pool:
         group = RayWorkerGroup(
-            pool, made, detached=True, device_name="cpu", worker_env={"MINE": "7"}
+            pool, recipe, detached=True, device_name="cpu", worker_env={"MINE": "7"}
         )
         group.init_model()
         assert group.execute_all_sync("getenv", "ITS") == ["own"] * 2
         assert group.execute_all_sync("getenv", "MINE") == ["7"] * 2
 
-        found = RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(Hybrid))
-        assert found.world_size == 2
-        assert found.both(1) == [10, 20]
-        assert [dp for dp, _ in found.mesh_layout("all")] == [0, 1]
+        again = RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(Hybrid))
+        assert again.world_size == 2
+        assert again.both(1) == [10, 20]
+        assert [dp for dp, _ in again.mesh_layout("all")] == [0, 1]
         with pytest.raises(PlacementError, match="has the roles adder, scaler, worker, but"):
             RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(object))
         with pytest.raises(PlacementError, match="but ray_cls_with_init has adder, scaler, other"):
-            RayWorkerGroup.from_detached(group.worker_names, made, name_prefix="other")
-        found.shutdown()
+            RayWorkerGroup.from_detached(group.worker_names, recipe, name_prefix="other")
+        again.shutdown()
 
 
 def test_invalid_detached_groups_are_rejected() -> None:
@@ -49,10 +49,10 @@ def test_a_device_that_the_pool_lacks_is_rejected() -> None:
 
 
 def test_roles_of_one_process_must_agree_on_its_environment() -> None:
-    made = RayClassWithInitArgs(Hybrid)
-    made.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
+    recipe = RayClassWithInitArgs(Hybrid)
+    recipe.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
     with pytest.raises(ConfigError, match="worker sets MINE=8 .* another role sets 7;"):
-        RayWorkerGroup(RayResourcePool([1]), made, worker_env={"MINE": "7"})
-    made.update_options({"runtime_env": {"env_vars": {"RANK": "1"}}})
+        RayWorkerGroup(RayResourcePool([1]), recipe, worker_env={"MINE": "7"})
+    recipe.update_options({"runtime_env": {"env_vars": {"RANK": "1"}}})
     with pytest.raises(ConfigError, match="sets RANK, which the launcher sets"):
-        RayWorkerGroup(RayResourcePool([1]), made)
+        RayWorkerGroup(RayResourcePool([1]), recipe)

@@ -18,17 +18,17 @@ from verl_like.backends.ray.transport import Packed, pack
 
 def test_a_packed_batch_is_read_back_without_copies_of_its_columns() -> None:
     columns = {"x": torch.randperm(3000), "half": torch.rand(3000).bfloat16()}
-    given = DataProto.from_dict(columns, {"uid": list("abc") * 1000}, {"temperature": 0.5})
+    data = DataProto.from_dict(columns, {"uid": list("abc") * 1000}, {"temperature": 0.5})
     inner: list[pickle.PickleBuffer] = []
-    head = pack(given, inner)
+    head = pack(data, inner)
     assert head is not None
     outer: list[pickle.PickleBuffer] = []
     text = pickle.dumps(Packed(head, inner), 5, buffer_callback=outer.append)
     assert sum(len(buffer.raw()) for buffer in outer) == 8 * 3000 + 2 * 3000
     back = pickle.loads(text, buffers=outer)
-    assert all(torch.equal(back.batch[name], given.batch[name]) for name in columns)
-    assert back.batch["x"].data_ptr() == given.batch["x"].data_ptr()
-    assert np.array_equal(back.non_tensor_batch["uid"], given.non_tensor_batch["uid"])
+    assert all(torch.equal(back.batch[name], data.batch[name]) for name in columns)
+    assert back.batch["x"].data_ptr() == data.batch["x"].data_ptr()
+    assert np.array_equal(back.non_tensor_batch["uid"], data.non_tensor_batch["uid"])
     assert back.meta_info == {"temperature": 0.5}
 
 
@@ -43,9 +43,9 @@ def test_values_with_object_references_are_left_to_ray() -> None:
 def test_functions_and_classes_without_a_module_are_left_to_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = type("Own", (), {"__module__": "__main__"})
-    monkeypatch.setattr(sys.modules["__main__"], "Own", own, raising=False)
-    assert pack(own()) is None
+    local = type("Own", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Own", local, raising=False)
+    assert pack(local()) is None
     assert pack(lambda: 3) is None
 
     module = ModuleType("of_a_notebook")

@@ -265,9 +265,9 @@ def test_an_uneven_pool_starts_and_a_lost_node_or_low_memory_is_noticed(
     assert facts["slots"] == [1, 2]
     assert (
         "needs 4 processes (1 CPU each), but the cluster has room for 3 in total"
-        in facts["refusals"][0]
+        in facts["errors"][0]
     )
-    assert "needs 3 processes on one node (3 CPU)" in facts["refusals"][1]
+    assert "needs 3 processes on one node (3 CPU)" in facts["errors"][1]
     assert facts["custom"] == {
         "bundles": {"0": {"CPU": 0.5, "accel": 2.0}},
         "node": {"accel": 3.0},

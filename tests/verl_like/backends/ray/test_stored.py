@@ -55,8 +55,8 @@ def test_a_batch_that_is_small_without_padding_is_sent_with_the_call() -> None:
 
 def test_other_and_incomparable_values_are_put_unchanged() -> None:
     assert ray.get(put_once("text").reference) == "text"
-    own = DataProto.from_dict({"x": torch.arange(2)}, meta_info={"key": lambda: 3})
-    assert ray.get(put_once(own).reference).meta_info["key"]() == 3
+    lambda_batch = DataProto.from_dict({"x": torch.arange(2)}, meta_info={"key": lambda: 3})
+    assert ray.get(put_once(lambda_batch).reference).meta_info["key"]() == 3
 
 
 def test_two_calls_on_a_batch_put_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +64,10 @@ def test_two_calls_on_a_batch_put_it_once(monkeypatch: pytest.MonkeyPatch) -> No
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
     with start("ray", {"modes": (Modes, ())}, [1]) as group:
-        given = batch()
-        calls = [group.same.remote(given), group.same.remote(given)]
+        data = batch()
+        calls = [group.same.remote(data), group.same.remote(data)]
         assert len(puts) == 1
         for call in calls:
-            assert torch.equal(call.get().batch["x"], given.batch["x"])
-        group.same.remote(given).get()
+            assert torch.equal(call.get().batch["x"], data.batch["x"])
+        group.same.remote(data).get()
         assert len(puts) == 2, "the calls before have ended, so nobody held it"
