@@ -1,4 +1,4 @@
-"""Every policy loss next to a twin in plain Python, whole and in parts."""
+"""Every policy loss next to a twin in plain Python, and over micro-batches."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from workers.losses.registry import (
     traits_of,
 )
 
-CHOOSING = [name for name, found in POLICY_LOSSES.items() if traits_of(found).choose_tokens]
-"""They treat some tokens of a mini-batch apart; their twins: `test_covariance_losses.py`."""
+CHOOSING = [name for name, loss in POLICY_LOSSES.items() if traits_of(loss).choose_tokens]
+"""Losses that choose tokens of a mini-batch; `test_covariance_losses.py` has their twins."""
 BY_TOKEN = [name for name in POLICY_LOSSES if name not in CHOOSING]
 
 
@@ -57,25 +57,20 @@ def policy_inputs(batch: Columns, rows: slice = slice(None)) -> Columns:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", BY_TOKEN)
-def test_policy_losses_equal_their_twins(batch: Columns, name: str, mode: str) -> None:
-    loss, _ = POLICY_LOSSES[name](**policy_inputs(batch), loss_agg_mode=mode, config=CONFIG)
-    assert loss.item() == pytest.approx(aggregate(naive_losses(name, batch), mode))
-
-
-@pytest.mark.parametrize("name", BY_TOKEN)
-def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch: Columns, name: str) -> None:
+def test_policy_losses_equal_their_twins_with_and_without_weights(
+    batch: Columns, name: str, mode: str
+) -> None:
+    losses = naive_losses(name, batch)
     weights = tokens_of(batch["weights"], batch["response_mask"])
     weighted = [
-        [w * x for w, x in zip(*pair, strict=True)]
-        for pair in zip(weights, naive_losses(name, batch), strict=True)
+        [weight * loss for weight, loss in zip(*row, strict=True)]
+        for row in zip(weights, losses, strict=True)
     ]
-    loss, _ = POLICY_LOSSES[name](
-        **policy_inputs(batch),
-        loss_agg_mode="token-mean",
-        config=CONFIG,
-        rollout_is_weights=batch["weights"],
-    )
-    assert loss.item() == pytest.approx(aggregate(weighted, "token-mean"))
+    for expected, columns in ((losses, {}), (weighted, {"rollout_is_weights": batch["weights"]})):
+        loss, _ = POLICY_LOSSES[name](
+            **policy_inputs(batch), **columns, loss_agg_mode=mode, config=CONFIG
+        )
+        assert loss.item() == pytest.approx(aggregate(expected, mode))
 
 
 def chosen_tokens(batch: Columns, name: str) -> Columns:
@@ -84,12 +79,8 @@ def chosen_tokens(batch: Columns, name: str) -> Columns:
     return {"chosen_tokens": inside & (batch["advantages"] > 0.5)} if name in CHOOSING else {}
 
 
-def assert_same(key: str, found: Tensor, expected: Tensor, **how: bool) -> None:
-    torch.testing.assert_close(found, expected, **how, msg=lambda text: f"{key}: {text}")
-
-
 def summed_over_cuts(batch: Columns, name: str, mode: str, cuts: list[int]) -> Columns:
-    """Return the loss, its metrics and the gradient, summed over parts of `cuts` rows."""
+    """Return the loss, its metrics and the gradient, summed over micro-batches of `cuts` rows."""
     leaf = batch["log_prob"].clone().requires_grad_()
     chosen = chosen_tokens(batch, name)
     total, start = {"loss": torch.zeros(())}, 0
@@ -112,9 +103,14 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
     batch: Columns, name: str, mode: str
 ) -> None:
     whole = summed_over_cuts(batch, name, mode, [ROWS])
+    assert all(torch.isfinite(value).all() for value in whole.values())
+    assert (whole["gradient"][batch["response_mask"] == 0] == 0).all()
+    assert whole["gradient"].abs().sum() > 0
     for cuts in ([1] * ROWS, [4, 2]):
         for key, value in summed_over_cuts(batch, name, mode, cuts).items():
-            assert_same(key, value, whole[key], check_dtype=False)
+            torch.testing.assert_close(
+                value, whole[key], check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
+            )
 
 
 def test_a_gradient_by_blocks_can_be_used_only_once(
@@ -126,19 +122,6 @@ def test_a_gradient_by_blocks_can_be_used_only_once(
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="once"):
         loss.backward()
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there(
-    batch: Columns, name: str
-) -> None:
-    leaf = batch["log_prob"].clone().requires_grad_()
-    loss, metrics = POLICY_LOSSES[name](**policy_inputs(batch | {"log_prob": leaf}), config=CONFIG)
-    loss.backward()
-    assert all(torch.isfinite(value) for value in metrics.values())
-    assert (leaf.grad[batch["response_mask"] == 0] == 0).all()
-    assert torch.isfinite(leaf.grad).all()
-    assert leaf.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -162,9 +145,8 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch: Columns, name: str)
     mask = batch["response_mask"]
     leaf = batch["old_log_prob"].clone().requires_grad_()
     inputs = policy_inputs(batch | {"log_prob": leaf})
-    inputs["advantages"] = (
-        batch["advantages"][:, :1].expand(-1, WIDTH).nan_to_num()
-    )  # one a row, as in GSPO's paper
+    # one advantage per row, as in GSPO's paper
+    inputs["advantages"] = batch["advantages"][:, :1].expand(-1, WIDTH).nan_to_num()
     loss, metrics = POLICY_LOSSES[name](**inputs, loss_agg_mode="token-mean")
     loss.backward()
     torch.testing.assert_close(leaf.grad, -inputs["advantages"] * mask / mask.sum())
@@ -214,15 +196,15 @@ def test_vanilla_reports_verls_metrics(batch: Columns) -> None:
     inside = batch["response_mask"].bool()
     log_ratio = (batch["log_prob"] - batch["old_log_prob"])[inside]
     ratio, advantages = log_ratio.exp(), batch["advantages"][inside]
-    held = ((advantages > 0) & (ratio > 1.3)) | ((advantages < 0) & (ratio < 0.8))
-    held_lower = (advantages < 0) & (ratio > 1.5)
+    clipped = ((advantages > 0) & (ratio > 1.3)) | ((advantages < 0) & (ratio < 0.8))
+    clipped_lower = (advantages < 0) & (ratio > 1.5)
     assert metrics["actor/ppo_kl"].item() == pytest.approx(-log_ratio.mean().item())
-    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(held.double().mean().item())
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(clipped.double().mean().item())
     assert metrics["actor/pg_clipfrac_lower"].item() == pytest.approx(
-        held_lower.double().mean().item()
+        clipped_lower.double().mean().item()
     )
-    assert held.any()
-    assert held_lower.any()
+    assert clipped.any()
+    assert clipped_lower.any()
 
 
 def test_clip_ratio_sets_both_sides() -> None:

@@ -1,6 +1,6 @@
 """A twin of every policy loss in plain Python: token losses, one token at a time.
 
-They are given the tokens inside the mask.
+The twins get only the tokens inside the mask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.workers.losses.plain_python import Rows
 Samples = list[tuple[list[float], list[float], list[float]]]
 """(old log-probs, log-probs, advantages) of every row."""
 Divergence = Callable[[float, float], float]
-"""How far a token's old log-prob is from its log-prob."""
+"""Distance of a token's log-prob from its old log-prob."""
 
 
 def ratios_of(old: list[float], new: list[float]) -> list[float]:
@@ -134,42 +134,42 @@ TWINS: Mapping[str, Callable[..., Rows]] = {
 }
 
 
-def cispo_held(rows: Samples, new: Rows, low: float, high: float, c: float) -> Rows:
+def cispo_with_fixed_weights(rows: Samples, new: Rows, low: float, high: float, c: float) -> Rows:
     """Return the loss of log-probs `new`, with the weights of the log-probs in `rows`."""
     losses = []
-    for (old, held, advantages), moved in zip(rows, new, strict=True):
-        weights = [clamp(ratio, 1 - low, 1 + high) for ratio in ratios_of(old, held)]
+    for (old, fixed, advantages), moved in zip(rows, new, strict=True):
+        weights = [clamp(ratio, 1 - low, 1 + high) for ratio in ratios_of(old, fixed)]
         losses.append([-w * a * lp for w, a, lp in zip(weights, advantages, moved, strict=True)])
     return losses
 
 
-def dppo_held(
+def dppo_with_fixed_weights(
     divergence: Divergence, rows: Samples, new: Rows, low: float, high: float, c: float
 ) -> Rows:
     losses = []
-    for (old, held, advantages), moved in zip(rows, new, strict=True):
-        kept = dppo(divergence, [(old, held, advantages)], low, high, c)[0]
-        # each held loss is linear in the log-prob: its factor is the loss over that log-prob
-        losses.append([k / h * lp for k, h, lp in zip(kept, held, moved, strict=True)])
+    for (old, fixed, advantages), moved in zip(rows, new, strict=True):
+        of_row = dppo(divergence, [(old, fixed, advantages)], low, high, c)[0]
+        # each loss is linear in the log-prob: its factor is the loss over that log-prob
+        losses.append([x / f * lp for x, f, lp in zip(of_row, fixed, moved, strict=True)])
     return losses
 
 
-def gspo_held(rows: Samples, new: Rows, low: float, high: float, c: float) -> Rows:
+def gspo_with_fixed_ratio(rows: Samples, new: Rows, low: float, high: float, c: float) -> Rows:
     losses = []
-    for (old, held, advantages), moved in zip(rows, new, strict=True):
-        ratio = math.exp((sum(held) - sum(old)) / max(len(held), 1))
-        tokens = zip(held, moved, advantages, strict=True)
+    for (old, fixed, advantages), moved in zip(rows, new, strict=True):
+        ratio = math.exp((sum(fixed) - sum(old)) / max(len(fixed), 1))
+        tokens = zip(fixed, moved, advantages, strict=True)
         losses.append(
-            [clipped_surrogate(ratio * math.exp(m - h), a, low, high) for h, m, a in tokens]
+            [clipped_surrogate(ratio * math.exp(m - f), a, low, high) for f, m, a in tokens]
         )
     return losses
 
 
 SURROGATES: Mapping[str, Callable[..., Rows]] = {
-    "cispo": cispo_held,
-    "dppo_tv": partial(dppo_held, distance_of_probabilities),
-    "dppo_kl": partial(dppo_held, binary_kl),
-    "gspo": gspo_held,
-    "luspo": gspo_held,
+    "cispo": cispo_with_fixed_weights,
+    "dppo_tv": partial(dppo_with_fixed_weights, distance_of_probabilities),
+    "dppo_kl": partial(dppo_with_fixed_weights, binary_kl),
+    "gspo": gspo_with_fixed_ratio,
+    "luspo": gspo_with_fixed_ratio,
 }
-"""Losses that hold a weight fast: their gradient is that of these functions of the log-probs."""
+"""Losses with a detached weight: functions of the log-probs that have their gradients."""
