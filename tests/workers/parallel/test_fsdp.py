@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +16,7 @@ from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradi
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
 from verl_like.errors import ConfigError
+from verl_like.process.worker import Worker
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import PickledTensors, load_model
 from workers.parallel.dims import ParallelDims
@@ -48,74 +49,72 @@ def under(one_layer_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
     with Collectives() as collectives:
         grads = gradients(actor, data, ACTOR_COLUMNS, MicroBatchBudget(rows=1))
     actor.update_actor(data)
-    held = sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters())
-    weights = weights_of(actor)
+    elements = sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters())
     return {
         "gradients": grads,
-        "weights": weights,
-        "held": held,
+        "elements": elements,
         "checksum": actor.weights_checksum(),
         "collectives": collectives.counts,
     }
 
 
 @pytest.fixture(scope="module")
-def alone(one_layer_dir: Path) -> dict[str, Any]:
+def one_rank(one_layer_dir: Path) -> dict[str, Any]:
     """Return the results of one rank."""
     return under(one_layer_dir, "single")
 
 
 @pytest.fixture(scope="module")
-def alone_in_bfloat16(one_layer_dir: Path) -> dict[str, Any]:
+def one_rank_in_bfloat16(one_layer_dir: Path) -> dict[str, Any]:
     return bfloat16(one_layer_dir, "single")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload", "shard_grad_op"])
 def test_a_strategy_changes_only_where_weights_are_stored(
-    one_layer_dir: Path, alone: dict[str, Any], strategy: str
+    one_layer_dir: Path, one_rank: dict[str, Any], strategy: str
 ) -> None:
     results = run_kept(2, under, one_layer_dir, strategy)
     for result in results:
-        assert_equal_gradients(result["gradients"], alone["gradients"])
+        assert_equal_gradients(result["gradients"], one_rank["gradients"])
         assert result["checksum"] == results[0]["checksum"]
-    held = [result["held"] for result in results]
-    assert held == [alone["held"]] * 2 if strategy == "ddp" else max(held) < 0.6 * alone["held"]
-    once_a_mini_batch = 0 if strategy == "ddp" else 1
-    assert set(results[0]["collectives"].values()) == {once_a_mini_batch}
+    elements = [result["elements"] for result in results]
+    assert (
+        elements == [one_rank["elements"]] * 2
+        if strategy == "ddp"
+        else max(elements) < 0.6 * one_rank["elements"]
+    )
+    per_mini_batch = 0 if strategy == "ddp" else 1
+    assert set(results[0]["collectives"].values()) == {per_mini_batch}
 
 
-def wholes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> bool:
+def gathers_whole(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> bool:
     """Return whether row-sharded tensors are gathered correctly; in a rank's process."""
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore("127.0.0.1", port)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    Worker().open_process_group()
     mesh = RankGroups(ParallelDims(shard=3), torch.device("cpu")).fsdp_mesh
-    found = []
-    for shape in shapes:
-        for dtype in dtypes:
-            whole = torch.arange(torch.Size(shape).numel()).view(*shape).to(dtype)
-            found.append(
-                torch.equal(full_tensor(distribute_tensor(whole, mesh, [Shard(0)])), whole)
-            )
-    return all(found)
+    is_equal = []
+    for shape, dtype in itertools.product(shapes, dtypes):
+        whole = torch.arange(torch.Size(shape).numel()).view(*shape).to(dtype)
+        gathered = full_tensor(distribute_tensor(whole, mesh, [Shard(0)]))
+        is_equal.append(torch.equal(gathered, whole))
+    return all(is_equal)
 
 
 def test_every_rank_gathers_whole_weights_of_any_type_and_size() -> None:
     shapes, dtypes = [(64, 8), (7,), (4, 3), (1, 5)], [torch.float32, torch.bfloat16, torch.int8]
-    assert run_kept(3, wholes, shapes, dtypes) == [True] * 3
+    assert run_kept(3, gathers_whole, shapes, dtypes) == [True] * 3
 
 
-def test_offloading_on_the_cpu_changes_no_bit(one_layer_dir: Path) -> None:
-    assert (
-        under(one_layer_dir, "fsdp_offload")["checksum"] == under(one_layer_dir, "fsdp")["checksum"]
-    )
+def test_offloading_on_the_cpu_changes_no_bit(
+    one_layer_dir: Path, one_rank: dict[str, Any]
+) -> None:
+    assert under(one_layer_dir, "fsdp_offload")["checksum"] == one_rank["checksum"]
 
 
 def test_mixed_precision_computes_in_bfloat16_with_float32_weights(
-    alone: dict[str, Any], alone_in_bfloat16: dict[str, Any]
+    one_rank: dict[str, Any], one_rank_in_bfloat16: dict[str, Any]
 ) -> None:
-    for name, grad in alone["gradients"].items():
-        rounded = alone_in_bfloat16["gradients"][name]
+    for name, grad in one_rank["gradients"].items():
+        rounded = one_rank_in_bfloat16["gradients"][name]
         assert rounded.dtype == torch.float32
         assert 1e-5 < (rounded - grad).norm() / grad.norm() < 0.1, name
 
@@ -125,10 +124,10 @@ def bfloat16(one_layer_dir: Path, strategy: str) -> dict[str, Any]:
 
 
 def test_numbers_in_bfloat16_do_not_depend_on_the_strategy(
-    one_layer_dir: Path, alone_in_bfloat16: dict[str, Any]
+    one_layer_dir: Path, one_rank_in_bfloat16: dict[str, Any]
 ) -> None:
     for result in run_kept(2, bfloat16, one_layer_dir, "fsdp"):
-        assert_equal_gradients(result["gradients"], alone_in_bfloat16["gradients"])
+        assert_equal_gradients(result["gradients"], one_rank_in_bfloat16["gradients"])
 
 
 @pytest.mark.parametrize("stored", ["mapped", "before torch 1.6", "two files"])
@@ -175,7 +174,7 @@ def anonymous_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "config", "answer"),
+    ("strategy", "config", "message"),
     [
         ("single", FSDPConfig(fsdp_size=2), "keeps the whole model on every rank"),
         ("ddp", FSDPConfig(fsdp_size=4), "Set strategy=fsdp"),
@@ -184,9 +183,9 @@ def anonymous_bytes() -> int:
     ],
 )
 def test_a_strategy_that_contradicts_its_fsdp_config_is_rejected(
-    strategy: str, config: FSDPConfig, answer: str
+    strategy: str, config: FSDPConfig, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=answer):
+    with pytest.raises(ConfigError, match=message):
         settle(strategy, config)
 
 
@@ -208,8 +207,8 @@ def weights_after(one_layer_dir: Path, optimizers: Sequence[str]) -> list[dict[s
 
 def test_any_optimizer_of_torch_steps_sharded_weights(one_layer_dir: Path) -> None:
     sharded = run_kept(2, weights_after, one_layer_dir, OPTIMIZERS)[0]
-    for optimizer, ours, alone in zip(
+    for optimizer, ours, one_rank in zip(
         OPTIMIZERS, sharded, weights_after(one_layer_dir, OPTIMIZERS), strict=True
     ):
-        for name, weight in alone.items():
+        for name, weight in one_rank.items():
             assert (ours[name] - weight).norm() <= 1e-3 * weight.norm(), (optimizer, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,36 +12,37 @@ import torch
 from torch import Tensor, nn
 
 from tests.workers.kept_ranks import run_kept
+from verl_like.process.worker import Worker
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor, shard
 from workers.parallel.groups import RankGroups
-from workers.parallel.offload import HostBlocks, resident, to_device
+from workers.parallel.offload import HostBlocks, resident
 from workers.parallel.placements import local_part
 from workers.parallel.sharding import Sharding
 
-CARD = torch.device("cuda")
+GPU = torch.device("cuda")
 OFFLOADS = Sharding("fsdp", 1, param_offload=True, optimizer_offload=True)
 
 
-class Card:
+class SimulatedGPU:
     """A simulated GPU that records locks, fetches and waits."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.locked: list[tuple[int, int]] = []
-        self.there: list[Tensor] = []
+        self.fetched: list[Tensor] = []
         self.log: list[str] = []
         """fetch, fetch and wait, copy, copy and wait, wait, give back."""
         to: Any = torch.Tensor.to
         copy: Any = torch.Tensor.copy_
 
         def fetched(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Any:
-            if CARD not in args:
+            if GPU not in args:
                 return to(tensor, *args, non_blocking=non_blocking, **kwargs)
-            own = local_part(tensor).data_ptr()
-            if not any(local_part(one).data_ptr() == own for one in self.there):
+            address = local_part(tensor).data_ptr()
+            if not any(local_part(copy).data_ptr() == address for copy in self.fetched):
                 self.log.append("fetch" if non_blocking else "fetch and wait")
                 tensor = tensor.clone()
-                self.there.append(tensor)
+                self.fetched.append(tensor)
             return tensor
 
         def copied(place: Tensor, tensor: Tensor, non_blocking: bool = False) -> Tensor:
@@ -63,7 +63,7 @@ class Card:
         return 0
 
     def _unlock(self, address: int) -> None:
-        self.locked = [one for one in self.locked if one[0] != address]
+        self.locked = [block for block in self.locked if block[0] != address]
 
     def is_pinned(self, tensor: Tensor) -> bool:
         start = tensor.data_ptr()
@@ -71,8 +71,8 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    return Card(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGPU:
+    return SimulatedGPU(monkeypatch)
 
 
 @contextmanager
@@ -89,76 +89,75 @@ def training() -> Iterator[tuple[nn.Module, Any]]:
 
 
 def test_weights_and_moments_reuse_one_locked_block_each(
-    card: Card,
+    gpu: SimulatedGPU,
 ) -> None:
     blocks = HostBlocks()
     with training() as (module, optimizer):
-        before = {name: one.clone() for name, one in module.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         parameters = [*module.parameters()]
         for _ in range(3):
-            with resident(module, optimizer, OFFLOADS, CARD, blocks):
-                assert not any(card.is_pinned(one) for one in module.parameters())
-            assert all(card.is_pinned(one) for one in module.state_dict().values())
-    assert [size % 256 for _, size in card.locked] == [0, 0]
+            with resident(module, optimizer, OFFLOADS, GPU, blocks):
+                assert not any(map(gpu.is_pinned, module.parameters()))
+            assert all(map(gpu.is_pinned, module.state_dict().values()))
+    assert [size % 256 for _, size in gpu.locked] == [0, 0]
     num_weights, num_moments = 5 + 3, 2 * 5
-    assert [size for _, size in card.locked] == [num_weights * 256, num_moments * 256]
+    assert [size for _, size in gpu.locked] == [num_weights * 256, num_moments * 256]
     states = [value for state in optimizer.state.values() for value in state.values()]
-    assert [card.is_pinned(one) for one in states if one.numel() > 1] == [True] * num_moments
-    assert not any(card.is_pinned(one) for one in states if one.numel() == 1)
-    assert all(torch.equal(module.state_dict()[name], one) for name, one in before.items())
+    assert [gpu.is_pinned(state) for state in states if state.numel() > 1] == [True] * num_moments
+    assert not any(gpu.is_pinned(state) for state in states if state.numel() == 1)
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
     assert module[2].weight is module[0].weight
 
 
 def test_copies_of_locked_memory_wait_only_once_at_the_end(
-    card: Card,
+    gpu: SimulatedGPU,
 ) -> None:
     blocks, logs = HostBlocks(), []
     with training() as (module, optimizer):
         for _ in range(2):
-            card.log.clear()
-            with resident(module, optimizer, OFFLOADS, CARD, blocks):
-                card.log.append("call")
-            logs.append([*card.log])
+            gpu.log.clear()
+            with resident(module, optimizer, OFFLOADS, GPU, blocks):
+                gpu.log.append("call")
+            logs.append([*gpu.log])
     num_tensors = 18
     after = ["call", *["copy"] * num_tensors, "wait"]
     assert logs == [["fetch and wait"] * num_tensors + after, ["fetch"] * num_tensors + after]
 
 
-def test_states_that_stay_on_the_gpu_are_not_copied(card: Card) -> None:
+def test_states_that_stay_on_the_gpu_are_not_copied(gpu: SimulatedGPU) -> None:
     stays = Sharding("fsdp", 1, param_offload=False, optimizer_offload=False)
     with training() as (module, optimizer):
-        card.log.clear()
+        gpu.log.clear()
         blocks = HostBlocks()
-        for how, own in ((stays, optimizer), (OFFLOADS, None)):
-            with resident(module, own, how, CARD, blocks):
+        for sharding, of_module in ((stays, optimizer), (OFFLOADS, None)):
+            with resident(module, of_module, sharding, GPU, blocks):
                 pass
-    assert "give back" not in card.log
-    assert len(card.locked) == 1
+    assert "give back" not in gpu.log
+    assert len(gpu.locked) == 1
 
 
 def sharded_steps(offloads: bool) -> dict[str, Any]:
     """Two steps of sharded weights, one with rows that two ranks cannot halve."""
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore("127.0.0.1", port)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    worker = Worker()
+    worker.open_process_group()
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
     module._no_split_modules = []
     shard(module, RankGroups(ParallelDims(shard=2), torch.device("cpu")).fsdp_mesh, None)
     optimizer, blocks = torch.optim.AdamW(module.parameters(), lr=0.1), HostBlocks()
     with pytest.MonkeyPatch.context() as patch:
-        card = Card(patch)
+        gpu = SimulatedGPU(patch)
         for step in range(2):
-            device = CARD if offloads else torch.device("cpu")
+            device = GPU if offloads else torch.device("cpu")
             with resident(module, optimizer, OFFLOADS, device, blocks):
-                module(torch.full((3, 4), step + rank + 1.0)).square().sum().backward()
+                module(torch.full((3, 4), step + worker.rank + 1.0)).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 module.reshard()
-        pinned = [card.is_pinned(local_part(one.detach())) for one in module.parameters()]
-    weights = [full_tensor(one).tolist() for one in module.parameters()]
-    return {"weights": weights, "pinned": pinned, "blocks": len(card.locked)}
+        pinned = [gpu.is_pinned(local_part(weight.detach())) for weight in module.parameters()]
+    weights = [full_tensor(weight).tolist() for weight in module.parameters()]
+    return {"weights": weights, "pinned": pinned, "blocks": len(gpu.locked)}
 
 
 def test_offloaded_sharded_weights_train_like_resident_weights() -> None:
@@ -167,19 +166,3 @@ def test_offloaded_sharded_weights_train_like_resident_weights() -> None:
         assert ours["weights"] == theirs["weights"]
         assert ours["pinned"][:2] == [True, True]  # FSDP pads the others, in memory of its own
         assert (ours["blocks"], theirs["blocks"]) == (2, 0)
-
-
-def test_copies_to_a_gpu_start_from_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.arange(3)
-    log: list[Any] = []
-
-    def pinned(one: Tensor) -> Tensor:
-        log.append("lock")
-        return one
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(torch.Tensor, "to", lambda *args, **kwargs: log.append((args[1:], kwargs)))
-    to_device(tensor, CARD)
-    assert log == ["lock", ((CARD,), {"non_blocking": True})]
-    to_device(tensor, torch.device("cpu"))
-    assert log[2:] == [((torch.device("cpu"),), {})]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
+from tests.workers.samples import started, tiny_config, weights_of
+from tests.workers.training.test_moving_average_engine import (
+    DECAY,
+    Weights,
+    assert_average,
+    update,
+)
 from workers.roles.actor import ActorWorker
-
-DECAY = 0.75
-Weights = dict[str, torch.Tensor]
 
 
 def actor_of(
@@ -23,15 +25,11 @@ def actor_of(
     return started(ActorWorker, config, 10)
 
 
-def update(actor: ActorWorker, seed: int) -> None:
-    actor.update_actor(own_chunk(make_batch(4, seed), actor.rank, actor.world_size))
-
-
 def averaged(actor: ActorWorker) -> Weights:
     actor.use_average(True)
-    found = weights_of(actor)
+    average = weights_of(actor)
     actor.use_average(False)
-    return found
+    return average
 
 
 def after_two_updates(one_layer_dir: str) -> tuple[list[Weights], Weights]:
@@ -46,17 +44,9 @@ def after_two_updates(one_layer_dir: str) -> tuple[list[Weights], Weights]:
     return policies, average
 
 
-def assert_average(policies: list[Weights], average: Weights) -> None:
-    for name, first in policies[0].items():
-        expected = first.double()
-        for policy in policies[1:]:
-            expected = DECAY * expected + (1 - DECAY) * policy[name].double()
-        torch.testing.assert_close(average[name].double(), expected, rtol=0, atol=1e-7)
-
-
 def test_shards_have_the_average_of_whole_weights(one_layer_dir: Path) -> None:
     for policies, average in run_kept(2, after_two_updates, str(one_layer_dir)):
-        assert_average(policies, average)
+        assert_average([*policies, average], DECAY)
 
 
 def test_a_resumed_actor_has_the_same_average_bit_for_bit(

@@ -33,7 +33,8 @@ def config_of(
     lora_rank: int = 0,
     contents: Sequence[str] = ("model", "optimizer", "extra"),
 ) -> WorkersConfig:
-    optim = OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1)
+    groups = {"optimizer": "AdamWMatrixDecay", "weight_decay": 0.5}
+    optim = OptimConfig(**groups, lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1)
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=ROWS // 2, optim=optim)
     config.critic.ppo_mini_batch_size = ROWS // 2
     for model, section in (

@@ -1,4 +1,4 @@
-"""The operations in `perf/mfu/…` are the engine's, and the peaks are the GPUs' own."""
+"""The operations and peaks in `perf/mfu/…`, and the metrics of memory, which have verl's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.cpu import linear
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import mfu as utilization
-from workers.training.mfu import needed_flops, peak_flops
+from workers.training.mfu import memory_in_use, needed_flops, peak_flops
 
 CPU = torch.device("cpu")
 
@@ -42,66 +42,52 @@ def worker(cls: type, tiny_dir: Any, **model: Any) -> Any:
     ],
 )
 def test_the_count_matches_torch_s_flop_counter(cls: type, method: str, tiny_dir: Any) -> None:
-    batch, own = (
-        make_batch(8),
-        worker(cls, tiny_dir, use_remove_padding=False, attn_implementation="eager"),
-    )
-    batch.batch["attention_mask"][:] = batch.batch["response_mask"][:] = (
-        1  # rows of one length: none has padding
-    )
+    role = worker(cls, tiny_dir, use_remove_padding=False, attn_implementation="eager")
+    batch = make_batch(8)
+    batch.batch["attention_mask"][:] = batch.batch["response_mask"][:] = 1  # no padding
     batch.batch["position_ids"][:] = torch.arange(batch.batch["position_ids"].shape[1])
     with FlopCounterMode(display=False) as counter:
-        getattr(own, method)(batch)
-    done = (
-        counter.get_total_flops()
-    )  # on padded rows a critic runs its head of one column at every position
-    assert needed_flops(own.engine, batch, trains=method != "compute_log_prob") == pytest.approx(
-        done, rel=1e-3
-    )
+        getattr(role, method)(batch)
+    flops = needed_flops(role.engine, batch, trains=method != "compute_log_prob")
+    # on padded rows a critic runs its head of one column at every position
+    assert flops == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
 def test_frozen_weights_get_no_gradient(tiny_dir: Any) -> None:
-    batch, own = make_batch(8), worker(ActorWorker, tiny_dir, lora_rank=4, lora_alpha=8)
+    batch, adapted = make_batch(8), worker(ActorWorker, tiny_dir, lora_rank=4, lora_alpha=8)
     with FlopCounterMode(display=False) as counter:
-        own.update_actor(batch)
-    trained = needed_flops(worker(ActorWorker, tiny_dir).engine, batch, trains=True)
-    assert needed_flops(own.engine, batch, trains=True) == pytest.approx(
-        counter.get_total_flops(), rel=0.1
+        adapted.update_actor(batch)
+    flops, of_all = (
+        needed_flops(role.engine, batch, trains=True)
+        for role in (adapted, worker(ActorWorker, tiny_dir))
     )
-    assert needed_flops(own.engine, batch, trains=True) < 0.8 * trained
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.1)
+    assert flops < 0.8 * of_all
 
 
 def test_a_known_peak_gives_its_used_fraction(
     tiny_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, actor, critic = (
-        make_batch(8),
-        worker(ActorWorker, tiny_dir),
-        worker(CriticWorker, tiny_dir),
-    )
+    batch = make_batch(8)
+    actor, critic = worker(ActorWorker, tiny_dir), worker(CriticWorker, tiny_dir)
     actor.config.ppo_epochs = 2
-    clock = iter(range(100))
-    monkeypatch.setattr(
-        utilization.time, "perf_counter", lambda: float(next(clock))
-    )  # every pass takes a second
+    clock = iter(range(100))  # every pass takes a second
+    monkeypatch.setattr(utilization.time, "perf_counter", lambda: float(next(clock)))
+    fractions = {}
     for peak in (1e9, math.nan, None):
         monkeypatch.setattr(utilization, "peak_flops", lambda device, peak=peak: peak)
         _, inferred = actor.compute_log_prob(batch)
         metrics = inferred | actor.update_actor(batch) | critic.update_critic(batch)
-        shares = {k: v for k, v in metrics.items() if k.startswith("perf/mfu/")}
-        if peak == 1e9:
-            inference, training = (
-                needed_flops(actor.engine, batch, trains=trains) for trains in (False, True)
-            )
-            assert shares == {
-                "perf/mfu/actor_infer": pytest.approx(inference / peak),
-                "perf/mfu/actor": pytest.approx(2 * training / peak),
-                "perf/mfu/critic": pytest.approx(
-                    needed_flops(critic.engine, batch, trains=True) / peak
-                ),
-            }
-        else:
-            assert shares == {}
+        fractions[peak] = {k: v for k, v in metrics.items() if k.startswith("perf/mfu/")}
+    of_known, *others = fractions.values()
+    assert others == [{}, {}]
+    assert of_known == pytest.approx(
+        {
+            "perf/mfu/actor_infer": needed_flops(actor.engine, batch, trains=False) / 1e9,
+            "perf/mfu/actor": 2 * needed_flops(actor.engine, batch, trains=True) / 1e9,
+            "perf/mfu/critic": needed_flops(critic.engine, batch, trains=True) / 1e9,
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,3 +106,19 @@ def test_a_gpu_s_peak_follows_from_its_name(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda")) == pytest.approx(peak, nan_ok=True)
     assert peak_flops(CPU) is None
+
+
+def test_memory_metrics_of_device_and_machine_are_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    peaks = {device: 3 * 2**29}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peaks.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peaks[device])
+    monkeypatch.setattr(utilization, "memory_gb", {"MemTotal:": 16.0, "MemAvailable:": 6.5}.get)
+    assert memory_in_use(device) == {
+        "perf/max_memory_allocated_gb": 1.5,
+        "perf/max_memory_reserved_gb": 3.0,
+        "perf/cpu_memory_used_gb": 9.5,
+    }
+    assert memory_in_use(CPU) == {"perf/cpu_memory_used_gb": 9.5}
+    monkeypatch.setattr(utilization, "memory_gb", lambda field: None)
+    assert memory_in_use(CPU) == {}, "a machine without memory information has no metric"

@@ -32,57 +32,52 @@ def update(actor: ActorWorker, seed: int) -> None:
 def follow(one_layer_dir: str, decay: float, folder: str, saved: bool = False) -> list[Weights]:
     """Return the actor's weights around two updates, then the reference's.
 
-    With `saved`, another reference takes over between the two.
+    With `saved`, another reference resumes from a checkpoint between the two.
     """
     config = config_of(one_layer_dir, decay)
     actor = started(ActorWorker, config, 10)
     reference = beside(actor, ReferenceWorker, config)
-    found = [weights_of(actor)]
+    weights = [weights_of(actor)]
     for seed in range(2):
         update(actor, seed)
         assert reference.update_weights(seed).error is None
-        found.append(weights_of(actor))
+        weights.append(weights_of(actor))
         if saved and seed == 0:
             reference.save_checkpoint(folder)
             reference = beside(actor, ReferenceWorker, config)
             reference.load_checkpoint(folder)
-    return [*found, weights_of(reference)]
+    return [*weights, weights_of(reference)]
 
 
-def average_twin(policies: list[Weights], decay: float) -> Weights:
-    """Compute the moving average in float64."""
-    average = {name: weight.double() for name, weight in policies[0].items()}
-    for policy in policies[1:]:
-        for name, weight in policy.items():
-            average[name] = decay * average[name] + (1 - decay) * weight.double()
-    return average
-
-
-def assert_average(found: list[Weights], decay: float) -> None:
-    *policies, reference = found
-    for name, expected in average_twin(policies, decay).items():
-        torch.testing.assert_close(reference[name].double(), expected, rtol=0, atol=1e-7)
+def assert_average(weights: list[Weights], decay: float) -> None:
+    """Compare the last weights with the moving average of the others in float64."""
+    *policies, average = weights
+    for name, first in policies[0].items():
+        expected = first.double()
+        for policy in policies[1:]:
+            expected = decay * expected + (1 - decay) * policy[name].double()
+        torch.testing.assert_close(average[name].double(), expected, rtol=0, atol=1e-7)
 
 
 def test_without_a_decay_the_reference_equals_the_actor(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    found = follow(str(one_layer_dir), 0.0, str(tmp_path))
-    assert all(found[-1][name].equal(found[-2][name]) for name in found[-1])
+    *_, policy, reference = follow(str(one_layer_dir), 0.0, str(tmp_path))
+    assert all(weight.equal(policy[name]) for name, weight in reference.items())
 
 
 def test_shards_have_the_average_and_resume_from_a_checkpoint(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    for found in run_kept(2, follow, str(one_layer_dir), DECAY, str(tmp_path), True):
-        assert_average(found, DECAY)
+    for weights in run_kept(2, follow, str(one_layer_dir), DECAY, str(tmp_path), True):
+        assert_average(weights, DECAY)
 
 
 def test_one_rank_resumes_its_average_bit_for_bit(one_layer_dir: Path, tmp_path: Path) -> None:
-    found = follow(str(one_layer_dir), DECAY, str(tmp_path))
-    assert_average(found, DECAY)
+    weights = follow(str(one_layer_dir), DECAY, str(tmp_path))
+    assert_average(weights, DECAY)
     resumed = follow(str(one_layer_dir), DECAY, str(tmp_path), True)[-1]
-    assert all(resumed[name].equal(weight) for name, weight in found[-1].items())
+    assert all(resumed[name].equal(weight) for name, weight in weights[-1].items())
 
 
 def test_bfloat16_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: Path) -> None:

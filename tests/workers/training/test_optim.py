@@ -1,4 +1,4 @@
-"""The optimizer's groups: decaying weights, in schedules and checkpoints, too."""
+"""The optimizer's groups of weights: their decay and their schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config, weights_of
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
 from workers.config import OptimConfig, WorkersConfig
 from workers.roles.actor import ActorWorker
 from workers.training.optim import Schedule, build_optimizer
@@ -43,37 +43,6 @@ def test_the_schedule_sets_the_rate_of_both_groups() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
 
 
-def two_updates_on_either_side(
-    one_layer_dir: Path, folder: Path
-) -> list[tuple[dict[str, float], str]]:
-    """Do two more updates after a checkpoint, with the same worker and with a resumed one."""
-    found = []
-    for resumes in (False, True):
-        actor = started(ActorWorker, config_of(one_layer_dir), 10)
-        if resumes:
-            actor.load_checkpoint(str(folder))
-        else:
-            for seed in (0, 1):
-                actor.update_actor(own_chunk(make_batch(4, seed), actor.rank, actor.world_size))
-            actor.save_checkpoint(str(folder))
-        for seed in (2, 3):
-            batch = own_chunk(make_batch(4, seed), actor.rank, actor.world_size)
-            metrics = learned(actor.update_actor(batch))
-        found.append((metrics, actor.weights_checksum()))
-    return found
-
-
-def test_two_ranks_resume_both_groups(one_layer_dir: Path, tmp_path: Path) -> None:
-    for expected, resumed in run_kept(2, two_updates_on_either_side, one_layer_dir, tmp_path):
-        assert resumed == expected
-
-
-def test_norms_do_not_change_without_a_gradient(one_layer_dir: Path) -> None:
-    for norms_moved, matrices_moved in run_kept(2, moved_without_gradient, one_layer_dir):
-        assert not norms_moved
-        assert matrices_moved
-
-
 def moved_without_gradient(one_layer_dir: Path) -> tuple[bool, bool]:
     """Return whether any norm, and every matrix, changed in an update without advantages."""
     actor = started(ActorWorker, config_of(one_layer_dir), 10)
@@ -86,3 +55,9 @@ def moved_without_gradient(one_layer_dir: Path) -> tuple[bool, bool]:
     for name, tensor in actor.engine.named_full_tensors():
         (matrices if tensor.dim() >= 2 else norms).append(not tensor.equal(before[name]))
     return any(norms), all(matrices)
+
+
+def test_norms_do_not_change_without_a_gradient(one_layer_dir: Path) -> None:
+    for norms_moved, matrices_moved in run_kept(2, moved_without_gradient, one_layer_dir):
+        assert not norms_moved
+        assert matrices_moved
