@@ -25,11 +25,11 @@ def threshold_of(name: str) -> str:
 def corrected(
     log_prob: Tensor, behavior: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Return (weights, mask, figures) for the configuration's settings."""
+    """Return (weights, mask, metrics) for the configuration's settings."""
     correction = RolloutCorrection.of(RolloutCorrectionConfig(**settings))
     gauge = correction.gauge()
-    weights, kept = correction(log_prob, behavior, mask, gauge)
-    return weights, kept, gauge.metrics()
+    weights, remaining = correction(log_prob, behavior, mask, gauge)
+    return weights, remaining, gauge.metrics()
 
 
 def plain_log_ratios(batch: Columns) -> list[list[float]]:
@@ -48,7 +48,7 @@ def plain_ratios(row: list[float], level: str) -> list[float]:
     return [total if level == "sequence" else total ** (1 / len(row))] * len(row)
 
 
-def plain_figures(row: list[float], name: str) -> list[float]:
+def plain_values(row: list[float], name: str) -> list[float]:
     """Return a criterion's value for every token of a row."""
     level, _, estimator = name.rpartition("_")
     formulas = {
@@ -63,9 +63,9 @@ def plain_figures(row: list[float], name: str) -> list[float]:
     return [reduced[level]] * len(row)
 
 
-def plain_keeps(figure: float, name: str) -> bool:
+def plain_keeps(value: float, name: str) -> bool:
     threshold = threshold_of(name)
     if "_" in threshold:
         lower, upper = map(float, threshold.split("_"))
-        return math.log(lower) <= figure <= math.log(upper)
-    return figure <= float(threshold)
+        return math.log(lower) <= value <= math.log(upper)
+    return value <= float(threshold)

@@ -1,4 +1,4 @@
-"""Aggregation next to plain Python, whole and in parts."""
+"""Aggregation next to plain Python, with and without denominators."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from workers.losses.aggregate import agg_loss
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_aggregation_equals_plain_python(batch: Columns, mode: str, dtype: torch.dtype) -> None:
     losses, mask = batch["advantages"], batch["response_mask"]
-    expected = aggregate(tokens_of(losses, mask), mode)
-    assert agg_loss(losses, mask.to(dtype), mode).item() == pytest.approx(expected)
-    assert agg_loss(losses, mask.to(dtype), mode, **denominators(mask)).item() == pytest.approx(
-        expected
-    )
+    expected = pytest.approx(aggregate(tokens_of(losses, mask), mode))
+    assert agg_loss(losses, mask.to(dtype), mode).item() == expected
+    assert agg_loss(losses, mask.to(dtype), mode, **denominators(mask)).item() == expected
 
 
 def test_the_norm_of_dr_grpo_divides_by_a_constant() -> None:
     losses, mask = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    assert agg_loss(losses, mask, "seq-mean-token-sum-norm").item() == (4 + 2) / 2 / 4
-    assert agg_loss(
-        losses, mask, "seq-mean-token-sum-norm", loss_scale_factor=10
-    ).item() == pytest.approx(0.3)
+    for factor, expected in ((None, (4 + 2) / 2 / 4), (10, 0.3)):
+        loss = agg_loss(losses, mask, "seq-mean-token-sum-norm", loss_scale_factor=factor)
+        assert loss.item() == pytest.approx(expected)
 
 
 def test_an_unknown_aggregation_names_the_nearest() -> None:

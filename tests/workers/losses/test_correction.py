@@ -11,10 +11,10 @@ import torch
 from tests.workers.losses.plain_correction import (
     LEVELS,
     corrected,
-    plain_figures,
     plain_keeps,
     plain_log_ratios,
     plain_ratios,
+    plain_values,
     threshold_of,
 )
 from tests.workers.losses.plain_python import Columns, tokens_of
@@ -29,38 +29,38 @@ from workers.losses.rejection import CRITERIA
 @pytest.mark.parametrize("level", LEVELS)
 def test_importance_weights_equal_plain_python(batch: Columns, level: str, threshold: str) -> None:
     mask = batch["response_mask"]
-    weights, kept, _ = corrected(
+    weights, remaining, _ = corrected(
         *(batch["log_prob"], batch["old_log_prob"], mask),
         rollout_is=level,
         rollout_is_threshold=threshold,
     )
     assert (weights[mask == 0] == 0).all()
-    assert torch.equal(kept, mask)
-    for row, found in zip(plain_log_ratios(batch), tokens_of(weights, mask), strict=True):
+    assert torch.equal(remaining, mask)
+    for row, applied in zip(plain_log_ratios(batch), tokens_of(weights, mask), strict=True):
         ratios = plain_ratios(row, level)
         if threshold == "1.4":
-            assert found == pytest.approx([min(ratio, 1.4) for ratio in ratios])
+            assert applied == pytest.approx([min(ratio, 1.4) for ratio in ratios])
         else:
             inside = [ratio if 0.7 <= ratio <= 1.4 else 0.0 for ratio in ratios]
-            assert found == pytest.approx(inside)
+            assert applied == pytest.approx(inside)
 
 
 @pytest.mark.parametrize("name", CRITERIA)
 def test_rejection_equals_plain_python(batch: Columns, name: str) -> None:
     mask = batch["response_mask"]
-    weights, kept, _ = corrected(
+    weights, remaining, _ = corrected(
         *(batch["log_prob"], batch["old_log_prob"], mask),
         rollout_rs=name,
         rollout_rs_threshold=threshold_of(name),
     )
     assert weights is None
-    assert (kept[mask == 0] == 0).all()
+    assert (remaining[mask == 0] == 0).all()
     expected = [
-        [plain_keeps(figure, name) for figure in plain_figures(row, name)]
+        [plain_keeps(value, name) for value in plain_values(row, name)]
         for row in plain_log_ratios(batch)
     ]
-    assert tokens_of(kept.bool(), mask) == expected
-    assert 0 < kept.sum() < mask.sum(), "the example tells nothing"
+    assert tokens_of(remaining.bool(), mask) == expected
+    assert 0 < remaining.sum() < mask.sum(), "the example keeps or rejects every token"
 
 
 def test_a_token_that_one_of_several_criteria_rejects_is_rejected(batch: Columns) -> None:
@@ -82,20 +82,20 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
 
 def test_one_token_below_the_veto_rejects_its_sequence() -> None:
     settings = {"rollout_token_veto_threshold": 0.2}
-    _, kept, figures = corrected(RATIOS, torch.zeros(2, 4), MASK, **settings)
-    assert kept.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
-    assert figures["rollout_corr/rollout_is_veto_fraction"] == 0.5
-    assert figures["rollout_corr/rollout_is_catastrophic_token_fraction"] == 1 / 7
+    _, remaining, metrics = corrected(RATIOS, torch.zeros(2, 4), MASK, **settings)
+    assert remaining.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
+    assert metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == 1 / 7
 
 
 def test_a_token_without_weight_stays_in_the_denominator() -> None:
     mask, rollout = torch.ones(1, 4), torch.tensor([[0.0, 0.0, -3.0, -3.0]])
     settings = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
-    weights, kept, _ = corrected(torch.zeros(1, 4), rollout, mask, **settings)
+    weights, remaining, _ = corrected(torch.zeros(1, 4), rollout, mask, **settings)
     assert weights.tolist() == [[1.0, 1.0, 0.0, 0.0]]
-    assert torch.equal(kept, mask)
+    assert torch.equal(remaining, mask)
 
-    loss, _ = agg_policy_loss(torch.full((1, 4), 2.0), {}, kept, "token-mean", weights)
+    loss, _ = agg_policy_loss(torch.full((1, 4), 2.0), {}, remaining, "token-mean", weights)
     assert loss == pytest.approx(2.0 * 2 / 4)
 
 
@@ -104,29 +104,29 @@ def test_a_token_with_a_non_finite_log_prob_is_rejected() -> None:
     mask, zeros = torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4)
     for name in CRITERIA:
         threshold = "0.5_2.0" if name.endswith("k1") else "0.5"
-        _, kept, _ = corrected(
+        _, remaining, _ = corrected(
             zeros, behavior, mask, rollout_rs=name, rollout_rs_threshold=threshold
         )
-        assert kept.tolist() == [[1, 0, 0, 1] if name.startswith("token") else [0] * 4], name
+        assert remaining.tolist() == [[1, 0, 0, 1] if name.startswith("token") else [0] * 4], name
 
-    weighed = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
-    weights, _, _ = corrected(zeros, behavior, mask, **weighed)
+    weighted = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
+    weights, _, _ = corrected(zeros, behavior, mask, **weighted)
     assert weights.tolist() == [[1.0, 0.0, 0.0, 1.0]]
     for level in LEVELS:
         weights, _, _ = corrected(zeros, behavior, mask * 0, rollout_is=level)
-        assert weights.sum() == 0, "what lies outside the mask reaches nothing"
-    _, kept, _ = corrected(zeros, behavior, mask, rollout_token_veto_threshold=0.1)
-    assert kept.sum() == 0
+        assert weights.sum() == 0, "values outside the mask have no effect"
+    _, remaining, _ = corrected(zeros, behavior, mask, rollout_token_veto_threshold=0.1)
+    assert remaining.sum() == 0
 
 
 def test_ratios_that_would_overflow_are_clamped() -> None:
     far = torch.full((1, 4), -400.0)
     for level in LEVELS:
-        weights, _, figures = corrected(
+        weights, _, metrics = corrected(
             torch.zeros(1, 4), far, torch.ones(1, 4), rollout_is=level, rollout_is_threshold="2.0"
         )
         assert weights.tolist() == [[2.0] * 4]
-        assert all(map(math.isfinite, figures.values()))
+        assert all(map(math.isfinite, metrics.values()))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -151,9 +151,11 @@ def test_weights_that_are_all_zero_are_not_normalized() -> None:
 def test_correction_has_no_gradient(batch: Columns) -> None:
     leaf = batch["log_prob"].clone().requires_grad_()
     settings = {"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1", "rollout_is": "token"}
-    weights, kept, _ = corrected(leaf, batch["old_log_prob"], batch["response_mask"], **settings)
+    weights, remaining, _ = corrected(
+        leaf, batch["old_log_prob"], batch["response_mask"], **settings
+    )
     assert not weights.requires_grad
-    assert not kept.requires_grad
+    assert not remaining.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""The figures of the rollout correction next to plain Python, whole and summed over parts."""
+"""Metrics of the rollout correction next to plain Python, whole and summed over chunks."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ import torch
 from tests.workers.losses.plain_correction import (
     LEVELS,
     corrected,
-    plain_figures,
     plain_keeps,
     plain_log_ratios,
     plain_ratios,
+    plain_values,
     threshold_of,
 )
 from tests.workers.losses.plain_python import Columns, Rows, tokens_of
@@ -24,33 +23,36 @@ from workers.losses.correction import RolloutCorrection
 from workers.losses.rejection import CRITERIA
 
 
-def figures_of(
+def metrics_of(
     values: Rows,
     raw: Rows,
     judged: list[float],
     extremes: list[float],
     bounds: tuple[float, float],
-    **how: Any,
+    *,
+    floor: float,
+    ideal: float,
+    fraction: str,
 ) -> dict[str, float]:
-    """Return the figures of `Spread`, from each row's values with and without bounds."""
+    """Return the metrics of `Spread`, from each row's values with and without bounds."""
     lower, upper = bounds
     tokens: list[float] = sum(values, [])
     rows, raw_rows = means_of(values), means_of(raw)
-    clamped = [min(max(value, how["floor"]), upper) for value in tokens]
+    clamped = [min(max(value, floor), upper) for value in tokens]
     return {
         "mean": sum(tokens) / len(tokens),
         "std": statistics.pstdev(clamped),
         "max": max(extremes),
         "min": min(extremes),
-        f"{how['fraction']}_high": share([value > upper for value in judged]),
-        f"{how['fraction']}_low": share([value < lower for value in judged]),
+        f"{fraction}_high": fraction_of([value > upper for value in judged]),
+        f"{fraction}_low": fraction_of([value < lower for value in judged]),
         "seq_mean": sum(rows) / len(rows),
         "seq_std": statistics.stdev(rows),
         "seq_max": max(rows),
         "seq_min": min(rows),
-        "seq_max_deviation": max(abs(row - how["ideal"]) for row in rows),
-        "seq_fraction_high": share([row > upper for row in raw_rows]),
-        "seq_fraction_low": share([row < lower for row in raw_rows]),
+        "seq_max_deviation": max(abs(row - ideal) for row in rows),
+        "seq_fraction_high": fraction_of([row > upper for row in raw_rows]),
+        "seq_fraction_low": fraction_of([row < lower for row in raw_rows]),
     }
 
 
@@ -58,7 +60,7 @@ def means_of(values: Rows) -> list[float]:
     return [sum(row) / len(row) for row in values if row]
 
 
-def share(flags: list[bool]) -> float:
+def fraction_of(flags: list[bool]) -> float:
     return sum(flags) / len(flags)
 
 
@@ -66,7 +68,7 @@ def share(flags: list[bool]) -> float:
 @pytest.mark.parametrize("level", LEVELS)
 def test_metrics_of_weights_equal_plain_python(batch: Columns, level: str, threshold: str) -> None:
     mask = batch["response_mask"]
-    weights, _, found = corrected(
+    weights, _, metrics = corrected(
         *(batch["log_prob"], batch["old_log_prob"], mask),
         rollout_is=level,
         rollout_is_threshold=threshold,
@@ -76,43 +78,46 @@ def test_metrics_of_weights_equal_plain_python(batch: Columns, level: str, thres
     judged = sum(raw, []) if level == "token" else [row[0] for row in raw if row]
     extremes = sum(applied, []) if level == "token" else judged
     bounds = (0.7 if "_" in threshold else 1 / 1.4, 1.4)
-    how = {"floor": 0.0, "ideal": 1.0, "fraction": "ratio_fraction"}
-    expected = figures_of(applied, raw, judged, extremes, bounds, **how)
+    expected = metrics_of(
+        *(applied, raw, judged, extremes, bounds), floor=0.0, ideal=1.0, fraction="ratio_fraction"
+    )
 
     tokens = sum(applied, [])
     squares = sum(weight**2 for weight in tokens) / len(tokens)
     expected["eff_sample_size"] = (sum(tokens) / len(tokens)) ** 2 / squares
     if "_" in threshold:
-        expected["oob_ratio"] = share([not 0.7 <= ratio <= 1.4 for ratio in sum(raw, [])])
-    assert found == pytest.approx(
+        expected["oob_ratio"] = fraction_of([not 0.7 <= ratio <= 1.4 for ratio in sum(raw, [])])
+    assert metrics == pytest.approx(
         {f"rollout_corr/rollout_is_{name}": value for name, value in expected.items()}
     )
 
 
 @pytest.mark.parametrize("name", CRITERIA)
 def test_metrics_of_a_criterion_equal_plain_python(batch: Columns, name: str) -> None:
-    _, _, found = corrected(
+    _, _, metrics = corrected(
         *(batch["log_prob"], batch["old_log_prob"], batch["response_mask"]),
         rollout_rs=name,
         rollout_rs_threshold=threshold_of(name),
     )
-    values = [plain_figures(row, name) for row in plain_log_ratios(batch)]
+    values = [plain_values(row, name) for row in plain_log_ratios(batch)]
     tokens, of_rows = sum(values, []), [row[0] for row in values if row]
     judged = tokens if name.startswith("token") else of_rows
     numbers = [float(number) for number in threshold_of(name).split("_")]
     is_k1 = name.endswith("k1")
     bounds = (math.log(numbers[0]), math.log(numbers[1])) if is_k1 else (-math.inf, numbers[0])
-    how = {"floor": bounds[0] if is_k1 else 0.0, "ideal": 0.0, "fraction": "fraction"}
-    expected = figures_of(values, values, judged, judged, bounds, **how)
+    floor = bounds[0] if is_k1 else 0.0
+    expected = metrics_of(
+        *(values, values, judged, judged, bounds), floor=floor, ideal=0.0, fraction="fraction"
+    )
 
     rejected = [[not plain_keeps(value, name) for value in row] for row in values]
     masked = {
-        "masked_fraction": share(sum(rejected, [])),
-        "seq_masked_fraction": share([any(row) for row in rejected if row]),
+        "masked_fraction": fraction_of(sum(rejected, [])),
+        "seq_masked_fraction": fraction_of([any(row) for row in rejected if row]),
     }
     names = {f"rollout_rs_{name}_{figure}": value for figure, value in (expected | masked).items()}
     names |= {f"rollout_rs_{figure}": value for figure, value in masked.items()}
-    assert found == pytest.approx({f"rollout_corr/{key}": value for key, value in names.items()})
+    assert metrics == pytest.approx({f"rollout_corr/{key}": value for key, value in names.items()})
 
 
 def test_metrics_of_chunks_add_up_to_those_of_the_batch(batch: Columns) -> None:
@@ -125,19 +130,17 @@ def test_metrics_of_chunks_add_up_to_those_of_the_batch(batch: Columns) -> None:
     )
     correction = RolloutCorrection.of(settings)
     new, old, mask = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
-    whole, parts = correction.gauge(), correction.gauge()
-    weights, kept = correction(new, old, mask, whole)
+    whole, summed = correction.gauge(), correction.gauge()
+    weights, remaining = correction(new, old, mask, whole)
     chunks = []
     for rows in ([3], [0, 4], [1, 2, 5]):
-        of_part, kept_of_part = correction(new[rows], old[rows], mask[rows], parts)
-        assert of_part is not None
-        chunks.append((of_part, kept_of_part))
+        chunks.append(correction(new[rows], old[rows], mask[rows], summed))
 
-    assert parts.metrics() == pytest.approx(whole.metrics())
+    assert summed.metrics() == pytest.approx(whole.metrics())
     assert len(whole.metrics()) == 49
     order = torch.tensor([3, 0, 4, 1, 2, 5])
     torch.testing.assert_close(torch.cat([chunk[0] for chunk in chunks]), weights[order])
-    assert torch.equal(torch.cat([chunk[1] for chunk in chunks]), kept[order])
+    assert torch.equal(torch.cat([chunk[1] for chunk in chunks]), remaining[order])
 
 
 def test_a_batch_without_tokens_has_no_metrics() -> None:

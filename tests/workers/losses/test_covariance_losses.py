@@ -80,12 +80,12 @@ def test_clip_cov_drops_every_candidate_at_ratio_one(batch: Columns, mode: str) 
     assert metrics["actor/pg_clipfrac"].item() == pytest.approx(len(candidates) / len(tokens))
 
 
-@pytest.mark.parametrize("share", [0.0, 2.2 / 15])
+@pytest.mark.parametrize("ratio", [0.0, 2.2 / 15])
 def test_clip_cov_drops_its_ratio_of_candidates_and_at_least_one(
-    batch: Columns, share: float
+    batch: Columns, ratio: float
 ) -> None:
     tokens = tokens_with_covariance(batch)
-    count = max(int(share * len(tokens)), 1)
+    count = max(int(ratio * len(tokens)), 1)
     whole = [
         clipped_surrogate(math.exp(new - old), advantage, 0.2, 0.3)
         for _, old, new, advantage, _ in tokens
@@ -99,23 +99,23 @@ def test_clip_cov_drops_its_ratio_of_candidates_and_at_least_one(
     for _ in range(20):
         loss, metrics = compute_policy_loss_clip_cov(
             **inputs_of(batch),
-            **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=share, **WIDE),
+            **chosen_by(compute_policy_loss_clip_cov, batch, clip_cov_ratio=ratio, **WIDE),
             loss_agg_mode="token-sum",
             config=CONFIG,
         )
-        assert any(loss.item() == pytest.approx(one) for one in possible)
+        assert any(loss.item() == pytest.approx(value) for value in possible)
         assert metrics["actor/pg_clipfrac"].item() == pytest.approx(count / len(tokens))
         drawn.add(round(loss.item(), 9))
     assert len(drawn) > 1
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
 def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(
-    batch: Columns, mode: str, share: float
+    batch: Columns, mode: str, ratio: float
 ) -> None:
     tokens = tokens_with_covariance(batch)
-    count = max(int(share * len(tokens)), 1)
+    count = max(int(ratio * len(tokens)), 1)
     least = sorted(covariance for *_, covariance in tokens)[-count]
     losses = []
     for _, old, new, advantage, covariance in tokens:
@@ -123,7 +123,7 @@ def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(
         losses.append(-advantage * math.exp(new - old) + penalty)
     loss, metrics = compute_policy_loss_kl_cov(
         **inputs_of(batch),
-        **chosen_by(compute_policy_loss_kl_cov, batch, kl_cov_ratio=share),
+        **chosen_by(compute_policy_loss_kl_cov, batch, kl_cov_ratio=ratio),
         loss_agg_mode=mode,
         config=CONFIG,
     )
@@ -140,7 +140,7 @@ def test_the_rollout_correction_weighs_every_token(batch: Columns, policy_loss: 
     plain, _ = policy_loss(**inputs, loss_agg_mode="token-mean", config=CONFIG)
     torch.manual_seed(0)
     twice = torch.full_like(batch["weights"], 2.0)
-    weighed, _ = policy_loss(
+    weighted, _ = policy_loss(
         **inputs, loss_agg_mode="token-mean", config=CONFIG, rollout_is_weights=twice
     )
-    torch.testing.assert_close(weighed, 2 * plain)
+    torch.testing.assert_close(weighted, 2 * plain)

@@ -68,44 +68,40 @@ def of_value_loss(columns: Columns) -> Numbers:
     return {"clipped": clipped, "gradient": gradient}
 
 
-def of_other_losses(columns: Columns) -> Numbers:
-    mask = columns["response_mask"]
-    return {"lm": compute_lm_loss(columns["log_prob"], mask)}
+def of_lm_loss(columns: Columns) -> Numbers:
+    return {"lm": compute_lm_loss(columns["log_prob"], columns["response_mask"])}
 
 
 def of_correction(**settings: Any) -> Formula:
     def formula(columns: Columns) -> Numbers:
         log_probs = columns["log_prob"].detach(), columns["old_log_prob"]
-        weights, kept, metrics = corrected(*log_probs, columns["response_mask"], **settings)
-        return {"weights": weights, "kept": kept != 0, "metrics": metrics}
+        weights, remaining, metrics = corrected(*log_probs, columns["response_mask"], **settings)
+        return {"weights": weights, "remaining": remaining != 0, "metrics": metrics}
 
     return formula
 
 
 def of_kl(columns: Columns) -> Numbers:
-    found = {}
+    losses = {}
     for name in KL_ESTIMATORS:
         kl = kl_penalty(columns["log_prob"].detach(), columns["old_log_prob"], name)
         for mode in LOSS_AGG_MODES:
-            found[f"{name} {mode}"] = agg_loss(
+            losses[f"{name} {mode}"] = agg_loss(
                 kl, columns["response_mask"], mode, loss_scale_factor=WIDTH
             )
-    return found
+    return losses
 
 
 def of_masked_operations(columns: Columns) -> Numbers:
     values, mask = columns["values"], columns["response_mask"]
-    return {
-        "sum": masked_sum(values, mask, axis=-1),
-        "mean": masked_mean(values, mask),
-    }
+    return {"sum": masked_sum(values, mask, axis=-1), "mean": masked_mean(values, mask)}
 
 
 def of_mismatch(columns: Columns) -> Numbers:
     gauge = MismatchGauge(columns["response_mask"].shape[1])
     gauge.add(columns["old_log_prob"], columns["log_prob"], columns["response_mask"])
     metrics = gauge.metrics()
-    # positions are those of the whole response, gaps included
+    # these metrics count positions of the whole response, with its gaps
     return {name: x for name, x in metrics.items() if "gap_from_token" not in name}
 
 
@@ -125,8 +121,8 @@ FORMULAS: dict[str, Formula] = {
         for name in CRITERIA
     },
     "veto": of_correction(rollout_token_veto_threshold=0.5),
-    "value losses": of_value_loss,
-    "other losses": of_other_losses,
+    "value loss": of_value_loss,
+    "LM loss": of_lm_loss,
     "KL": of_kl,
     "masked operations": of_masked_operations,
     "mismatch": of_mismatch,
@@ -154,23 +150,23 @@ def with_gradients(columns: Columns) -> Columns:
 
 def flat(numbers: Numbers, mask: Tensor) -> dict[str, Any]:
     """Return every number or tensor by name, for columns inside the mask."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, value in numbers.items():
         if isinstance(value, tuple):
-            found |= {f"{name} {place}": part for place, part in enumerate(value)}
+            by_name |= {f"{name} {place}": item for place, item in enumerate(value)}
         elif isinstance(value, dict):
-            found |= {f"{name} {key}": part for key, part in value.items()}
+            by_name |= {f"{name} {key}": item for key, item in value.items()}
         else:
-            found[name] = value
-    for name, value in found.items():
+            by_name[name] = value
+    for name, value in by_name.items():
         if isinstance(value, Tensor) and value.shape == mask.shape:
-            found[name] = value[mask.bool()]
-    return {n: torch.as_tensor(x).double() for n, x in found.items() if x is not None}
+            by_name[name] = value[mask.bool()]
+    return {n: torch.as_tensor(x).double() for n, x in by_name.items() if x is not None}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+def assert_equal(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert results.keys() == expected.keys()
+    for name, value in results.items():
         same = torch.allclose(value, expected[name], equal_nan=True)
         assert same, f"{name}: {value} is not {expected[name]}"
 
@@ -205,9 +201,9 @@ def test_values_outside_the_mask_change_no_bit(name: str, batch: Columns) -> Non
             key: column if key == "response_mask" else column.masked_fill(outside, garbage)
             for key, column in batch.items()
         }
-        found = flat(FORMULAS[name](with_gradients(other)), mask)
+        results = flat(FORMULAS[name](with_gradients(other)), mask)
         for key, value in expected.items():
-            assert torch.equal(found[key].nan_to_num(7), value.nan_to_num(7)), key
+            assert torch.equal(results[key].nan_to_num(7), value.nan_to_num(7)), key
 
 
 @pytest.mark.parametrize(
@@ -223,12 +219,12 @@ def test_blocks_and_mask_dtypes_give_equal_results_and_modify_no_input(
     if by_blocks:
         monkeypatch.setattr(blocks, "BLOCK_TOKENS", 2 * WIDTH)
 
-    twice = mask if dtype == torch.bool else 2 * mask
-    given = with_gradients(batch | {"response_mask": twice.to(dtype)})
-    before = {key: column.detach().clone() for key, column in given.items()}
-    assert_equal(flat(FORMULAS[name](given), mask), expected)
+    doubled = mask if dtype == torch.bool else 2 * mask
+    inputs = with_gradients(batch | {"response_mask": doubled.to(dtype)})
+    before = {key: column.detach().clone() for key, column in inputs.items()}
+    assert_equal(flat(FORMULAS[name](inputs), mask), expected)
     for key, column in before.items():
-        assert torch.equal(given[key].detach().nan_to_num(7), column.nan_to_num(7)), key
+        assert torch.equal(inputs[key].detach().nan_to_num(7), column.nan_to_num(7)), key
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -236,6 +232,6 @@ def test_a_nan_old_log_prob_gives_a_non_finite_gradient(name: str, whole: Column
     row, place = whole["response_mask"].nonzero()[0].tolist()
     whole["old_log_prob"] = whole["old_log_prob"].clone()
     whole["old_log_prob"][row, place] = torch.nan
-    found = of_policy_loss(name, "token-mean")(with_gradients(whole))
-    assert found["loss"].isnan() != found["gradient"].isfinite().all()
-    assert found["loss"].isnan() or name in ("reinforce", "gpg")  # they read no old log-probs
+    results = of_policy_loss(name, "token-mean")(with_gradients(whole))
+    assert results["loss"].isnan() != results["gradient"].isfinite().all()
+    assert results["loss"].isnan() or name in ("reinforce", "gpg")  # they read no old log-probs

@@ -1,4 +1,4 @@
-"""The critic's loss next to plain Python, whole and in parts."""
+"""The critic's loss next to plain Python, whole and row by row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.losses.value import compute_value_loss
 def test_the_value_loss_is_half_the_worse_squared_error(batch: Columns, mode: str) -> None:
     mask, clip = batch["response_mask"], 0.5
     rows: Rows = []
-    held = []
+    clipped = []
     for row in zip(
         *(tokens_of(batch[name], mask) for name in ("vpreds", "returns", "values")), strict=True
     ):
@@ -25,12 +25,12 @@ def test_the_value_loss_is_half_the_worse_squared_error(batch: Columns, mode: st
                 (min(max(vpred, value - clip), value + clip) - target) ** 2,
             )
             rows[-1].append(0.5 * max(errors))
-            held.append(errors[1] > errors[0])
+            clipped.append(errors[1] > errors[0])
     loss, clipfrac = compute_value_loss(
         batch["vpreds"], batch["returns"], batch["values"], mask, clip, mode
     )
     assert loss.item() == pytest.approx(aggregate(rows, mode))
-    assert clipfrac.item() == pytest.approx(sum(held) / len(held))
+    assert clipfrac.item() == pytest.approx(sum(clipped) / len(clipped))
 
 
 def test_the_value_loss_adds_up_over_rows_and_is_zero_outside_the_mask(

@@ -42,8 +42,8 @@ def on_ranks(
     The update has two mini-batches, or one if the number of rows is odd.
 
     An `is_large` model has an FSDP2 unit for each of its layers. Several ranks, in separate
-    processes, take one row per pass, so that a mini-batch has several passes; and their products
-    use oneDNN, whereas those of one rank use torch's kernels.
+    processes, run one row per pass, so a mini-batch has several passes. Their products use oneDNN,
+    whereas those of one rank use torch's kernels.
     """
     if is_large:
         sharding.SMALL_ELEMENTS = 0
@@ -51,6 +51,7 @@ def on_ranks(
         linear.MIN_MULTIPLICATIONS = 1
     config = tiny_config(
         tiny_dir,
+        loss_agg_mode="seq-mean-token-mean",
         entropy_coeff=0.01,
         use_kl_loss=True,
         fsdp_config={"fsdp_size": fsdp_size},
@@ -68,35 +69,35 @@ def on_ranks(
         "metrics": learned(actor.update_actor(data)),
         "critic_metrics": learned(critic.update_critic(data)),
         "weights": weights_of(actor),
-        "held": sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters()),
+        "elements": sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters()),
         "checksums": (before, actor.weights_checksum()),
     }
 
 
 def assert_same_training(
-    results: list[dict[str, Any]], alone: dict[str, Any], num_shards: int
+    results: list[dict[str, Any]], one_rank: dict[str, Any], num_shards: int
 ) -> None:
     for result in results:
         assert result["metrics"] == results[0]["metrics"]
         assert result["critic_metrics"] == results[0]["critic_metrics"]
         assert result["checksums"] == results[0]["checksums"]
     ours = results[0]
-    assert ours["held"] < 1.1 * alone["held"] / num_shards
-    assert ours["checksums"][0] == alone["checksums"][0]
+    assert ours["elements"] < 1.1 * one_rank["elements"] / num_shards
+    assert ours["checksums"][0] == one_rank["checksums"][0]
     assert ours["checksums"][1] != ours["checksums"][0]
-    assert_equal_gradients(ours["gradients"], alone["gradients"])
-    assert_equal_gradients(ours["critic_gradients"], alone["critic_gradients"])
+    assert_equal_gradients(ours["gradients"], one_rank["gradients"])
+    assert_equal_gradients(ours["critic_gradients"], one_rank["critic_gradients"])
     torch.testing.assert_close(
-        torch.cat([r["log_probs"] for r in results]), alone["log_probs"], atol=1e-6, rtol=0
+        torch.cat([r["log_probs"] for r in results]), one_rank["log_probs"], atol=1e-6, rtol=0
     )
     for metrics in ("metrics", "critic_metrics"):
-        assert ours[metrics] == pytest.approx(alone[metrics], rel=1e-4, abs=1e-6)
-    for name, weight in alone["weights"].items():
+        assert ours[metrics] == pytest.approx(one_rank[metrics], rel=1e-4, abs=1e-6)
+    for name, weight in one_rank["weights"].items():
         assert (ours["weights"][name] - weight).norm() <= 1e-3 * weight.norm(), name
 
 
 @pytest.fixture(scope="module")
-def alone() -> Callable[[Path], dict[str, Any]]:
+def one_rank() -> Callable[[Path], dict[str, Any]]:
     """Return one rank's results on eight rows, by the model's folder; computed once."""
     return functools.cache(lambda folder: on_ranks(folder, 8))
 
@@ -105,7 +106,7 @@ def alone() -> Callable[[Path], dict[str, Any]]:
 def test_training_does_not_depend_on_the_number_of_ranks(
     tiny_dir: Path,
     one_layer_dir: Path,
-    alone: Callable[[Path], dict[str, Any]],
+    one_rank: Callable[[Path], dict[str, Any]],
     world_size: int,
     fsdp_size: int,
     is_large: bool,
@@ -113,7 +114,7 @@ def test_training_does_not_depend_on_the_number_of_ranks(
     num_shards = world_size if fsdp_size == -1 else fsdp_size
     folder = tiny_dir if is_large else one_layer_dir
     results = run_kept(world_size, on_ranks, folder, 8, fsdp_size, is_large)
-    assert_same_training(results, alone(folder), num_shards)
+    assert_same_training(results, one_rank(folder), num_shards)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -67,26 +67,26 @@ def smoothed(x: float) -> float:
     return -0.8 * log_sigmoid(x) - 0.2 * log_sigmoid(-x)
 
 
-def dpo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
-    return smoothed(0.3 * ((w - ref_w) - (r - ref_r)) - more[-1])
+def dpo(w: float, r: float, ref_w: float, ref_r: float, *counts: float) -> float:
+    return smoothed(0.3 * ((w - ref_w) - (r - ref_r)) - counts[-1])
 
 
-def ipo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
-    num_w, num_r, _ = more
+def ipo(w: float, r: float, ref_w: float, ref_r: float, *counts: float) -> float:
+    num_w, num_r, _ = counts
     return ((w - ref_w) / num_w - (r - ref_r) / num_r - 1 / 0.6) ** 2
 
 
-def hinge(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
-    return max(0.0, 1 + more[-1] - 0.3 * ((w - ref_w) - (r - ref_r)))
+def hinge(w: float, r: float, ref_w: float, ref_r: float, *counts: float) -> float:
+    return max(0.0, 1 + counts[-1] - 0.3 * ((w - ref_w) - (r - ref_r)))
 
 
-def simpo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
-    num_w, num_r, margin = more
+def simpo(w: float, r: float, ref_w: float, ref_r: float, *counts: float) -> float:
+    num_w, num_r, margin = counts
     return smoothed(0.3 / num_w * w - 0.3 / num_r * r - 0.5 - margin)
 
 
-def orpo(w: float, r: float, ref_w: float, ref_r: float, *more: float) -> float:
-    num_w, num_r, _ = more
+def orpo(w: float, r: float, ref_w: float, ref_r: float, *counts: float) -> float:
+    num_w, num_r, _ = counts
     ratio = odds(math.exp(w / num_w)) / odds(math.exp(r / num_r))
     return -w / num_w - 0.7 * log_sigmoid(math.log(ratio))
 
@@ -103,22 +103,21 @@ TWINS: dict[str, Callable[..., float]] = {
 @pytest.mark.parametrize("name", ON_PAIRS)
 def test_a_loss_of_pairs_matches_plain_python(name: str) -> None:
     columns = pairs()
-    found = compute_losses(name, columns, SETTINGS)
-    for number, own in enumerate(found.tolist()):
+    for number, loss in enumerate(compute_losses(name, columns, SETTINGS).tolist()):
         sides = ("log_probs", "ref_log_probs", "num_tokens")
         of_pair = [x for column in sides for x in columns[column][number].tolist()]
         twin = TWINS[name](*of_pair, float(columns["margin"][number]))
-        assert own == pytest.approx(twin, rel=1e-9)
+        assert loss == pytest.approx(twin, rel=1e-9)
 
 
 def test_kto_matches_plain_python() -> None:
     columns = rows()
-    for number, own in enumerate(compute_losses("kto", columns, SETTINGS).tolist()):
+    for number, loss in enumerate(compute_losses("kto", columns, SETTINGS).tolist()):
         reward = float(columns["log_probs"][number] - columns["ref_log_probs"][number]) - 0.4
         good = bool(columns["desirable"][number])
         weight = 1.5 if good else 0.5
         value = weight / (1 + math.exp(-0.3 * (reward if good else -reward)))
-        assert own == pytest.approx(weight - value, rel=1e-9)
+        assert loss == pytest.approx(weight - value, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
@@ -158,8 +157,8 @@ def test_the_parameters_of_a_loss_are_columns_or_settings() -> None:
     assert sorted(without) == ["orpo", "simpo"]
 
 
-def settings_of(name: str, **more: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**vars(SETTINGS), "loss": name, **more})
+def settings_of(name: str, **changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(SETTINGS), "loss": name, **changes})
 
 
 def test_measures_of_pairs_by_hand() -> None:
@@ -169,29 +168,29 @@ def test_measures_of_pairs_by_hand() -> None:
         "num_tokens": torch.tensor([[2.0, 4.0], [1.0, 1.0]]),
         "margin": torch.zeros(2),
     }
-    found = {name: value.tolist() for name, value in measures(columns, settings_of("dpo")).items()}
-    assert found["rewards/chosen"] == pytest.approx([0.3, 0.0])
-    assert found["rewards/rejected"] == pytest.approx([-0.3, 0.6])
-    assert found["rewards/margin"] == pytest.approx([0.6, -0.6])
-    assert found["rewards/accuracy"] == [1, 0]
-    assert found["kl/row"] == [0, 1]
-    assert found["lengths/mean"] == [3, 1]
-    assert found["log_probs/rejected"] == [-6, -1]
+    values = {name: value.tolist() for name, value in measures(columns, settings_of("dpo")).items()}
+    assert values["rewards/chosen"] == pytest.approx([0.3, 0.0])
+    assert values["rewards/rejected"] == pytest.approx([-0.3, 0.6])
+    assert values["rewards/margin"] == pytest.approx([0.6, -0.6])
+    assert values["rewards/accuracy"] == [1, 0]
+    assert values["kl/row"] == [0, 1]
+    assert values["lengths/mean"] == [3, 1]
+    assert values["log_probs/rejected"] == [-6, -1]
 
     with_sft = measures(columns, settings_of("dpo", sft_coef=2.0))["loss"].tolist()
-    assert with_sft == pytest.approx([found["loss"][0] + 2 * 1, found["loss"][1] + 2 * 4])
+    assert with_sft == pytest.approx([values["loss"][0] + 2 * 1, values["loss"][1] + 2 * 4])
 
 
 def test_reference_free_is_a_reference_of_zeros() -> None:
     columns = pairs()
     del columns["ref_log_probs"]
-    found = measures(columns, settings_of("dpo", reference_free=True))
+    values = measures(columns, settings_of("dpo", reference_free=True))
     zeros = {"ref_log_probs": torch.zeros(7, 2).double()}
     expected = measures(columns | zeros, settings_of("dpo"))
     del expected["kl/row"]
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
-        assert values.equal(expected[name]), name
+    assert values.keys() == expected.keys()
+    for name, column in values.items():
+        assert column.equal(expected[name]), name
 
 
 def test_without_a_reference_a_reward_uses_the_log_prob_per_token() -> None:
@@ -200,21 +199,21 @@ def test_without_a_reference_a_reward_uses_the_log_prob_per_token() -> None:
         "num_tokens": torch.tensor([[2.0, 4.0]]),
         "margin": torch.zeros(1),
     }
-    found = measures(columns, settings_of("simpo"))
-    assert float(found["rewards/margin"]) == pytest.approx(0.3 * 0.5)
+    values = measures(columns, settings_of("simpo"))
+    assert float(values["rewards/margin"]) == pytest.approx(0.3 * 0.5)
     assert float(measures(columns, settings_of("orpo"))["rewards/margin"]) == pytest.approx(0.5)
-    assert "kl/row" not in found
+    assert "kl/row" not in values
 
 
 def test_means_of_a_label_are_over_its_rows() -> None:
     columns = rows()
     good = columns["desirable"]
     columns["label_share"] = torch.where(good, good.double().mean(), (~good).double().mean())
-    found = measures(columns, settings_of("kto"))
-    own = 0.3 * (columns["log_probs"] - columns["ref_log_probs"])
-    assert float(found["rewards/chosen"].mean()) == pytest.approx(float(own[good].mean()))
-    assert float(found["rewards/rejected"].mean()) == pytest.approx(float(own[~good].mean()))
-    margin = float(own[good].mean() - own[~good].mean())
-    assert float(found["rewards/margin"].mean()) == pytest.approx(margin)
-    expected = [bool((r > 0.3 * 0.4) == g) for r, g in zip(own, good, strict=True)]
-    assert found["rewards/accuracy"].tolist() == [float(x) for x in expected]
+    values = measures(columns, settings_of("kto"))
+    rewards = 0.3 * (columns["log_probs"] - columns["ref_log_probs"])
+    assert float(values["rewards/chosen"].mean()) == pytest.approx(float(rewards[good].mean()))
+    assert float(values["rewards/rejected"].mean()) == pytest.approx(float(rewards[~good].mean()))
+    margin = float(rewards[good].mean() - rewards[~good].mean())
+    assert float(values["rewards/margin"].mean()) == pytest.approx(margin)
+    expected = [bool((r > 0.3 * 0.4) == g) for r, g in zip(rewards, good, strict=True)]
+    assert values["rewards/accuracy"].tolist() == [float(x) for x in expected]
