@@ -1,4 +1,4 @@
-"""Gradients of a worker's mini-batch, and the families of models on which tests compare them."""
+"""Gradients of a worker's mini-batch, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,13 +18,6 @@ from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
 Gradients = dict[str, torch.Tensor]
 THREE_ROWS = MicroBatchBudget(rows=3)
 ACTOR_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
-FAMILIES = {
-    "LlamaConfig": {"num_key_value_heads": 2, "intermediate_size": 64},
-    "Qwen2Config": {"num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": True},
-    "GPT2Config": {},
-    "OPTConfig": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "BloomConfig": {},
-}
 
 
 def gradients(
@@ -32,9 +25,8 @@ def gradients(
     data: DataProto,
     names: Sequence[str],
     budget: MicroBatchBudget = THREE_ROWS,
-    of: tuple[str, ...] = ("",),
 ) -> Gradients:
-    """Return full gradients of one mini-batch, by name, of trained weights that begin like `of`."""
+    """Return full gradients of one mini-batch, by name, of the trained weights."""
     engine = worker.engine
     rows = Rows.take(data, (*INPUTS, *names), engine.dims.data_size)
     batch = mini_batch(rows, 0, 1, engine.groups.data)
@@ -43,7 +35,7 @@ def gradients(
         engine.sum_gradients()
     full = {}
     for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad and name.startswith(of):
+        if parameter.requires_grad:
             full[name] = full_tensor(parameter.grad).clone()
     engine.optimizer.zero_grad()
     return full

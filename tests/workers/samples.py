@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,14 +39,21 @@ def with_doubled_head(tiny_dir: Path, folder: Path) -> None:
 
 
 def tiny_config(
-    tiny_dir: Path | str, parallel: ParallelConfig | None = None, **actor: Any
+    tiny_dir: Path | str,
+    parallel: ParallelConfig | None = None,
+    model: Mapping[str, Any] | None = None,
+    **actor: Any,
 ) -> WorkersConfig:
-    """Return actor, reference and critic on the tiny model; `actor` sets fields of its section."""
-    model = ModelConfig(path=str(Path(tiny_dir) / "model"))
+    """Return actor, reference and critic on the tiny model.
+
+    `model` sets fields of the sections of both models, `actor` of the actor's section.
+    """
+    path = str(Path(tiny_dir) / "model")
+    policy = ModelConfig(path=path)
     config = WorkersConfig(
-        actor_rollout_ref=ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1)),
+        actor_rollout_ref=ActorRolloutRefConfig(model=policy, rollout=RolloutConfig(n=1)),
         critic=CriticConfig(
-            model=CriticModelConfig(path=model.path),
+            model=CriticModelConfig(path=path),
             optim={"lr": 1e-3},
             ppo_micro_batch_size_per_gpu=3,
         ),
@@ -60,6 +68,9 @@ def tiny_config(
     section.ppo_micro_batch_size_per_gpu = 3
     for name, value in actor.items():
         setattr(section, name, value)
+    for name, value in (model or {}).items():
+        setattr(policy, name, value)
+        setattr(config.critic.model, name, value)
     return config
 
 

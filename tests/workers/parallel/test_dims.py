@@ -27,11 +27,11 @@ def groups_of(dims: ParallelDims) -> dict[str, Any]:
     groups = RankGroups(dims, torch.device("cpu"))
     named = ("data", "loss", "model", "sp", "tp", "pp", "batch", "world")
     ranks = {name: getattr(groups, name) for name in named}
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         name: group and dist.get_process_group_ranks(group) for name, group in ranks.items()
     }
-    found["fsdp"] = groups.fsdp_mesh.mesh.tolist(), groups.fsdp_mesh.mesh_dim_names
-    return found
+    numbers["fsdp"] = groups.fsdp_mesh.mesh.tolist(), groups.fsdp_mesh.mesh_dim_names
+    return numbers
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,6 @@ def groups_of(dims: ParallelDims) -> dict[str, Any]:
     ids=str,
 )
 def test_groups_of_ranks_by_axis(dims: ParallelDims, last: dict[str, Any]) -> None:
-    found = run_kept(4, groups_of, dims)[3]
-    alone = dict.fromkeys(("data", "loss", "model", "sp", "tp", "pp"))
-    last = {"batch": last.get("data"), **last}
-    assert found == alone | {"world": [0, 1, 2, 3]} | last
+    absent = dict.fromkeys(("data", "loss", "model", "sp", "tp", "pp"))
+    expected = absent | {"world": [0, 1, 2, 3], "batch": last.get("data")} | last
+    assert run_kept(4, groups_of, dims)[3] == expected

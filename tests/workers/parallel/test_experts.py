@@ -37,7 +37,7 @@ def make_model(family: str) -> Any:
     known = AutoConfig.for_model(family)
     sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
     config = AutoConfig.for_model(family, **sizes)
-    # of all implementations, this one leaves experts without a token out of the graph
+    # only this implementation leaves experts without a token out of the graph
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, experts_implementation="eager"
     )
@@ -67,8 +67,8 @@ def compare(trained: str) -> tuple[float, dict[str, float]]:
     Worker().open_process_group()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     model, reference = make_model("qwen3_moe"), make_model("qwen3_moe")
-    for each in (model, reference):
-        for name, weight in each.named_parameters():
+    for experts_model in (model, reference):
+        for name, weight in experts_model.named_parameters():
             weight.requires_grad_(trained in name)
             if name.endswith("mlp.gate.weight"):  # all choose the experts 0 and 1
                 weight.detach().zero_()
@@ -84,20 +84,20 @@ def compare(trained: str) -> tuple[float, dict[str, float]]:
         if not weight.requires_grad:
             continue
         if isinstance(weight, DTensor):
-            found = weight.grad.full_tensor()
+            grad = weight.grad.full_tensor()
         else:
-            found = weight.grad if weight.grad is not None else torch.zeros_like(weight)
-            dist.all_reduce(found)
+            grad = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+            dist.all_reduce(grad)
         whole = wanted[name].grad
-        errors[name] = float((found - whole).abs().max() / whole.abs().max().clamp(min=1e-9))
+        errors[name] = float((grad - whole).abs().max() / whole.abs().max().clamp(min=1e-9))
     expected = losses[mesh.get_local_rank()]
     return float((loss - expected).abs() / expected.abs()), errors
 
 
 @pytest.mark.parametrize("trained", ["", ".experts."])
 def test_a_rank_whose_experts_get_no_token_joins_the_collectives(trained: str) -> None:
-    for apart, errors in run_kept(2, compare, trained):
-        assert apart < 1e-6
+    for loss_error, errors in run_kept(2, compare, trained):
+        assert loss_error < 1e-6
         assert {name: error for name, error in errors.items() if error > 2e-6} == {}
 
 

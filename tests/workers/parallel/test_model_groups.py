@@ -1,4 +1,4 @@
-"""Ranks that share rows give the numbers of one rank."""
+"""Sizes of the axes for a pool of ranks."""
 
 from __future__ import annotations
 

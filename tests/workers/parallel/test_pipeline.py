@@ -47,8 +47,9 @@ def test_a_schedule_has_no_deadlock(kind: str, num_ranks: int, num_passes: int) 
     assert len(done) == 2 * (last + 1) * num_passes == sum(map(len, lists))
     for actions, chunk in itertools.product(lists, range(num_chunks(kind))):
         for is_forward in (True, False):
-            own = [a.number for a in actions if (a.is_forward, a.chunk) == (is_forward, chunk)]
-            assert own == list(range(num_passes))  # gradients are added up as one process adds them
+            numbers = [a.number for a in actions if (a.is_forward, a.chunk) == (is_forward, chunk)]
+            # gradients are added in the order of one process
+            assert numbers == list(range(num_passes))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -59,24 +60,30 @@ def test_schedules_match_torch(kind: str, num_ranks: int, rounds: int) -> None:
 
     num_passes, chunks = rounds * num_ranks, num_chunks(kind)
     names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-    made: Any = object.__new__(getattr(schedules, names.get(kind, "ScheduleInterleaved1F1B")))
-    made._n_microbatches, made._num_stages, made.n_local_stages = num_passes, num_ranks, chunks
-    made.pp_group_size, made.rank = num_ranks, 0
-    made.number_of_rounds, made.microbatches_per_round = rounds, num_ranks
+    of_torch: Any = object.__new__(getattr(schedules, names.get(kind, "ScheduleInterleaved1F1B")))
+    of_torch._n_microbatches, of_torch._num_stages, of_torch.n_local_stages = (
+        num_passes,
+        num_ranks,
+        chunks,
+    )
+    of_torch.pp_group_size, of_torch.rank = num_ranks, 0
+    of_torch.number_of_rounds, of_torch.microbatches_per_round = rounds, num_ranks
     if chunks == 1:
-        tables = made._get_pipeline_order()
+        tables = of_torch._get_pipeline_order()
     else:
-        tables = {rank: made._calculate_single_rank_operations(rank) for rank in range(num_ranks)}
+        tables = {
+            rank: of_torch._calculate_single_rank_operations(rank) for rank in range(num_ranks)
+        }
     for rank in range(num_ranks):
         theirs = []
         for a in tables[rank]:
             if a is not None and a.computation_type.name in ("FORWARD", "FULL_BACKWARD"):
                 is_forward = a.computation_type.name == "FORWARD"
                 theirs.append(Action(is_forward, a.stage_index // num_ranks, a.microbatch_index))
-        own = schedule(kind, rank, num_ranks, num_passes)
+        ours = schedule(kind, rank, num_ranks, num_passes)
         if kind == "1f1b":  # torch counts the last rank's forward passes from 1
-            own, theirs = ([action[:2] for action in each] for each in (own, theirs))
-        assert own == theirs
+            ours, theirs = ([action[:2] for action in actions] for actions in (ours, theirs))
+        assert ours == theirs
 
 
 def test_one_rank_alternates_forward_and_backward_passes() -> None:
@@ -86,8 +93,8 @@ def test_one_rank_alternates_forward_and_backward_passes() -> None:
     assert [max_pending_passes("1f1b", rank, 4) for rank in range(4)] == [4, 3, 2, 1]
 
 
-def fits(costs: list[float], first: float, last: float, ranges: list[range]) -> list[float]:
-    sums = [sum(costs[number] for number in own) for own in ranges]
+def costs_of(costs: list[float], first: float, last: float, ranges: list[range]) -> list[float]:
+    sums = [sum(costs[number] for number in layers) for layers in ranges]
     sums[0] += first
     sums[-1] += last
     return sums
@@ -98,14 +105,14 @@ def test_the_largest_stage_is_as_small_as_possible(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     *costs, first, last = torch.randint(1, 20, (10,), generator=generator).tolist()
     for num_stages in (2, 3, 4):
-        found = deal(costs, first, last, num_stages)
-        assert [number for own in found for number in own] == list(range(len(costs)))
+        stages = deal(costs, first, last, num_stages)
+        assert [number for layers in stages for number in layers] == list(range(len(costs)))
         every = []
         for borders in itertools.combinations(range(1, len(costs)), num_stages - 1):
             cuts = itertools.pairwise([0, *borders, len(costs)])
-            every.append(max(fits(costs, first, last, [range(*cut) for cut in cuts])))
-        assert all(map(len, found))
-        assert max(fits(costs, first, last, found)) == min(every)
+            every.append(max(costs_of(costs, first, last, [range(*cut) for cut in cuts])))
+        assert all(map(len, stages))
+        assert max(costs_of(costs, first, last, stages)) == min(every)
 
 
 def test_embeddings_and_head_count_as_much_as_layers() -> None:
@@ -121,31 +128,31 @@ def test_few_passes_are_halved_until_every_rank_has_one() -> None:
     assert spread([[1], [0]], [3, 4], 4) == [[1], [0]]
 
 
-def held(folder: Path, pp: int, **more: Any) -> RoleModelSpec:
-    axes = {name: more.pop(name) for name in ("pp_schedule", "shard") if name in more}
-    model = ModelConfig(path=str(folder / "model"), **more.pop("model", {}))
-    parallel = ParallelConfig(pp=pp, **axes)
-    return RoleModelSpec("model.path", model, parallel=parallel, trains=True, **more)
+def spec_of(folder: Path, pp: int, **settings: Any) -> RoleModelSpec:
+    schedule = {name: settings.pop(name) for name in ("pp_schedule",) if name in settings}
+    model = ModelConfig(path=str(folder / "model"), **settings.pop("model", {}))
+    parallel = ParallelConfig(pp=pp, **schedule)
+    return RoleModelSpec("model.path", model, parallel=parallel, trains=True, **settings)
 
 
 def test_models_without_enough_stages_are_rejected(tmp_path: Path) -> None:
     saved(tmp_path, "llama", num_hidden_layers=3)
-    held(tmp_path, 3).check_axes(3)
+    spec_of(tmp_path, 3).check_axes(3)
     with pytest.raises(ConfigError, match=r"^parallel.pp=4 .* makes 4 stages of the 3 layers .*=3"):
-        held(tmp_path, 4).check_axes(4)
+        spec_of(tmp_path, 4).check_axes(4)
     with pytest.raises(
         ConfigError, match=r"schedule=interleaved makes 4 stages of the 3 layers .*pp=1 or less\."
     ):
-        held(tmp_path, 2, pp_schedule="interleaved").check_axes(2)
+        spec_of(tmp_path, 2, pp_schedule="interleaved").check_axes(2)
     with pytest.raises(
         ConfigError, match=r"^critic.parallel.pp=3 make|^critic.parallel.pp=5 .* 3 "
     ):
-        held(tmp_path, 5, head="scalar", section="critic.model").check_axes(5)
+        spec_of(tmp_path, 5, head="scalar", section="critic.model").check_axes(5)
     only_one = {"lora_rank": 2, "target_modules": r".*layers\.0\..*q_proj"}
     with pytest.raises(ConfigError, match="nothing in stage 1 is trained"):
-        held(tmp_path, 2, model=only_one).check_axes(2)
+        spec_of(tmp_path, 2, model=only_one).check_axes(2)
     with pytest.raises(ConfigError, match="parallel.pp=2 gives every rank some.*quantization=int8"):
-        held(tmp_path, 2, quantization="int8").check_axes(2)
+        spec_of(tmp_path, 2, quantization="int8").check_axes(2)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -165,20 +172,19 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_class_that_cannot_be_split_into_stages_is_rejected(tmp_path: Path, name: str) -> None:
     import transformers
 
-    own, message = OTHERS[name]
-    sizes = {**SIZES, **own}
-    config = getattr(transformers, name)(**sizes)
+    sizes, message = OTHERS[name]
+    config = getattr(transformers, name)(**SIZES | sizes)
     config.save_pretrained(tmp_path / "model")
     with pytest.raises(
         ConfigError, match=f"parallel.pp=2: .*cannot be split into stages: .*{message}"
     ):
-        held(tmp_path, 2).check_axes(2)
+        spec_of(tmp_path, 2).check_axes(2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "head" not in name])
 def test_stages_of_a_family_match_the_whole_model(tmp_path: Path, family: str) -> None:
     saved(tmp_path, family)
-    held(tmp_path, 2).check_axes(2)
+    spec_of(tmp_path, 2).check_axes(2)
 
 
 def test_the_memory_estimate_is_of_the_largest_rank(tmp_path: Path) -> None:
@@ -186,7 +192,7 @@ def test_the_memory_estimate_is_of_the_largest_rank(tmp_path: Path) -> None:
     largest = LargestPass(64, 32)
 
     def weights(pp: int) -> float:
-        return memory_of(held(tmp_path, pp), "actor", "pool", pp, "cpu", largest).weights
+        return memory_of(spec_of(tmp_path, pp), "actor", "pool", pp, "cpu", largest).weights
 
     whole = weights(1)
     assert 0.49 * whole < weights(2) < 0.6 * whole
@@ -201,4 +207,4 @@ def test_a_large_head_leaves_the_last_stage_fewer_layers(words: int, of_last: in
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     with torch.device("meta"):
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=words, **sizes, **heads))
-    assert [len(own) for own in stage_ranges(model, 2)] == [4 - of_last, of_last]
+    assert [len(layers) for layers in stage_ranges(model, 2)] == [4 - of_last, of_last]

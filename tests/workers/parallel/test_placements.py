@@ -1,4 +1,4 @@
-"""Whole weights and a rank's part of a weight, at every placement."""
+"""Whole weights and a rank's shard of a weight, at every placement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.models.state import local_rows, local_shard
 from workers.parallel.fsdp import full_tensor, tensor_on_first
 
 SHARDED_TWICE = (_StridedShard(0, split_factor=2), Shard(0))
-"""As FSDP2 cuts the rows that tensor parallelism has cut: the second axis comes first."""
+"""FSDP2 splits the rows that tensor parallelism has split: the second axis comes first."""
 PACKED = (Shard(0), _StridedShard(1, split_factor=2))
 """Columns of two weights end to end, over the second axis; rows over the first."""
 PACKED_TWICE = (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2))
@@ -36,8 +36,8 @@ PLACEMENTS = [
 ]
 
 
-def cut_by_hand(whole: Tensor, placements: Any, at: int, tp: int) -> Tensor | None:
-    """Return the part at placements that torch splits differently, or not at all."""
+def split_by_hand(whole: Tensor, placements: Any, at: int, tp: int) -> Tensor | None:
+    """Return the shard for placements that torch splits differently, or not at all."""
     if placements is SHARDED_TWICE:
         return _rows(_rows(whole, tp), at)
     if placements is PACKED:
@@ -54,28 +54,29 @@ def _rows(tensor: Tensor, rank: int) -> Tensor:
     return tensor[rank * most : (rank + 1) * most]
 
 
-def is_right(rows: int) -> list[tuple[bool, bool, bool]]:
+def gathers_whole(rows: int) -> list[tuple[bool, bool, bool]]:
+    """Return whether every rank, the first rank, and a rank's own rows are right."""
     worker = Worker()
     worker.open_process_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     whole = torch.arange(rows * 8.0).view(rows, 8)
-    found = []
+    results = []
     for placements in PLACEMENTS:
-        own = cut_by_hand(whole, placements, *(mesh.get_local_rank(n) for n in ("shard", "tp")))
-        if own is None:
+        shard = split_by_hand(whole, placements, *(mesh.get_local_rank(n) for n in ("shard", "tp")))
+        if shard is None:
             tensor = distribute_tensor(whole, mesh, placements)
         else:
             tensor = DTensor.from_local(
-                own.contiguous(), mesh, placements, shape=whole.shape, stride=whole.stride()
+                shard.contiguous(), mesh, placements, shape=whole.shape, stride=whole.stride()
             )
         first = tensor_on_first(tensor, worker.rank == 0)
         on_first = torch.equal(first, whole) if first is not None else worker.rank != 0
-        part = torch.equal(local_rows(tensor, whole), local_shard(tensor))
-        found.append((torch.equal(full_tensor(tensor), whole), on_first, part))
-    return found
+        is_own_rows = torch.equal(local_rows(tensor, whole), local_shard(tensor))
+        results.append((torch.equal(full_tensor(tensor), whole), on_first, is_own_rows))
+    return results
 
 
 @pytest.mark.parametrize("rows", [32, 6, 2])
 def test_a_weight_is_gathered_from_every_placement(rows: int) -> None:
-    for found in run_kept(4, is_right, rows):
-        assert found == [(True, True, True)] * len(PLACEMENTS)
+    for results in run_kept(4, gathers_whole, rows):
+        assert results == [(True, True, True)] * len(PLACEMENTS)

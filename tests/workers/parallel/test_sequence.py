@@ -23,9 +23,9 @@ HEADS = {
     "one of keys": (4, 1, 1),
     "of keys do not divide": (12, 3, 3),
     "outnumbered": (1, 1, 1),
-    "two, outnumbered by four ranks": (2, 1, 1),
+    "two, fewer than ranks": (2, 1, 1),
 }
-HOW: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scaling": 0.3},
     "window": {"attention_mask": LocalMask(window=5)},
@@ -37,7 +37,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 def attended(
-    heads: tuple[int, int, int], how: dict[str, Any], ranks: SequenceRanks | None
+    heads: tuple[int, int, int], options: dict[str, Any], ranks: SequenceRanks | None
 ) -> list[torch.Tensor]:
     """Return output and gradients of this rank's tokens, and a share of the sinks' gradient."""
     generator = torch.Generator().manual_seed(0)
@@ -54,8 +54,8 @@ def attended(
     ]
     weights, *states = (draw[places] for draw in draws)
     leaves = [state.requires_grad_() for state in states]
-    settings = {"attention_mask": None, **how}
-    if "s_aux" in how:
+    settings = {"attention_mask": None, **options}
+    if "s_aux" in options:
         settings["s_aux"] = torch.randn(heads[0], generator=generator).requires_grad_()
         leaves.append(settings["s_aux"])
 
@@ -68,19 +68,19 @@ def attended(
     return [output[0].detach(), *gradients, places]
 
 
-Found = dict[tuple[str, str], list[torch.Tensor]]
+Results = dict[tuple[str, str], list[torch.Tensor]]
 
 
-def all_cases(ranks: SequenceRanks | None) -> Found:
-    found: Found = {}
-    for heads, how in itertools.product(HEADS, HOW):
+def all_cases(ranks: SequenceRanks | None) -> Results:
+    results: Results = {}
+    for heads, options in itertools.product(HEADS, OPTIONS):
         if ranks is not None:
             ranks = replace(ranks, num_heads=HEADS[heads][0])
-        found[heads, how] = attended(HEADS[heads], HOW[how], ranks)
-    return found
+        results[heads, options] = attended(HEADS[heads], OPTIONS[options], ranks)
+    return results
 
 
-def on_ranks() -> Found:
+def on_ranks() -> Results:
     Worker().open_process_group()
     assert dist.group.WORLD is not None
     return all_cases(SequenceRanks(dist.group.WORLD, 1))
@@ -88,11 +88,11 @@ def on_ranks() -> Found:
 
 def test_attention_over_ranks_matches_one_rank() -> None:
     results = run_kept(4, on_ranks)
-    for case, (*alone, _) in all_cases(None).items():
+    for case, (*one_rank, _) in all_cases(None).items():
         order = torch.cat([result[case][-1] for result in results]).argsort()[: sum(LENGTHS)]
-        for number, expected in enumerate(alone):
-            own = [result[case][number] for result in results]
+        for number, expected in enumerate(one_rank):
+            of_ranks = [result[case][number] for result in results]
             of_sinks = number == 4
-            found = torch.stack(own).sum(0) if of_sinks else torch.cat(own)[order]
-            error = (found - expected).norm() / expected.norm()
+            ours = torch.stack(of_ranks).sum(0) if of_sinks else torch.cat(of_ranks)[order]
+            error = (ours - expected).norm() / expected.norm()
             assert error < 1e-6, (case, number)

@@ -1,4 +1,4 @@
-"""The parts of a model that each strategy stores on a rank; `test_fsdp` has the numbers."""
+"""What each strategy stores of a model on a rank; `test_fsdp` compares the results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NUM_LAYERS, NUM_PASSES = 2, 3
 
 
 @dataclass
-class Held:
-    """Shares of a model that a rank stores, and the gradients of a mini-batch."""
+class Stored:
+    """Fractions of a model that a rank stores, and the gradients of a mini-batch."""
 
     weights_at_loss: list[float] = field(default_factory=list)
     """Between each forward pass and its backward pass."""
@@ -40,17 +40,17 @@ class Held:
     scatters: int = 0
 
 
-def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
+def stored_by_layers(tiny_dir: Path, strategy: str) -> Stored:
     """Measure a model whose layers are FSDP units, in a rank's process."""
     if strategy != "single":
         sharding.SMALL_ELEMENTS = 0
     config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=2 * NUM_PASSES)
     actor = started(ActorWorker, config, 10)
     data = own_chunk(make_batch(2 * NUM_PASSES), actor.rank, actor.world_size)
-    module, objective, held = actor.engine.module, actor.objective, Held()
+    module, objective, stored = actor.engine.module, actor.objective, Stored()
     total = sum(parameter.numel() for parameter in module.parameters())
 
-    def share(tensors: Any) -> float:
+    def fraction(tensors: Any) -> float:
         return sum(getattr(t, "_local_tensor", t).numel() for t in tensors) / total
 
     def noting(data: DataProto) -> PolicyObjective:
@@ -58,7 +58,7 @@ def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
         compute = noted.loss.compute
 
         def loss(*args: Any) -> Any:
-            held.weights_at_loss.append(share(module.parameters()))
+            stored.weights_at_loss.append(fraction(module.parameters()))
             return compute(*args)
 
         noted.loss = replace(noted.loss, compute=loss)
@@ -66,41 +66,41 @@ def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
 
     actor.objective = noting
     with Collectives() as collectives:
-        held.full_gradients = gradients(actor, data, ACTOR_COLUMNS, MicroBatchBudget(rows=1))
-    held.gathers = collectives.counts["_allgather_base_"]
-    held.scatters = collectives.counts["_reduce_scatter_base_"]
+        stored.full_gradients = gradients(actor, data, ACTOR_COLUMNS, MicroBatchBudget(rows=1))
+    stored.gathers = collectives.counts["_allgather_base_"]
+    stored.scatters = collectives.counts["_reduce_scatter_base_"]
 
     step = actor.engine.optimizer.step
-    actor.engine.optimizer.step = partial(note_gradients, held, step, module, share)
+    actor.engine.optimizer.step = partial(note_gradients, stored, step, module, fraction)
     actor.update_actor(data)
-    held.weights_after.append(share(module.parameters()))
+    stored.weights_after.append(fraction(module.parameters()))
     states = actor.engine.optimizer.state.values()
-    held.moments = share(state["exp_avg"] for state in states)
+    stored.moments = fraction(state["exp_avg"] for state in states)
     actor.compute_log_prob(data)
-    held.weights_after.append(share(module.parameters()))
-    return held
+    stored.weights_after.append(fraction(module.parameters()))
+    return stored
 
 
-def note_gradients(held: Held, step: Callable[[], Any], module: Any, share: Any) -> None:
-    held.gradients = share(p.grad for p in module.parameters())
+def note_gradients(stored: Stored, step: Callable[[], Any], module: Any, fraction: Any) -> None:
+    stored.gradients = fraction(p.grad for p in module.parameters())
     step()
 
 
 def test_shard_grad_op_gathers_once_per_mini_batch_and_fsdp_per_pass(
     tiny_dir: Path,
 ) -> None:
-    alone = held_by_layers(tiny_dir, "single").full_gradients
-    fully = run_kept(2, held_by_layers, tiny_dir, "fsdp")
-    by_gradient = run_kept(2, held_by_layers, tiny_dir, "shard_grad_op")
+    one_rank = stored_by_layers(tiny_dir, "single").full_gradients
+    fully = run_kept(2, stored_by_layers, tiny_dir, "fsdp")
+    by_gradient = run_kept(2, stored_by_layers, tiny_dir, "shard_grad_op")
     for rank in range(2):
         assert max(fully[rank].weights_at_loss) < 0.9
         assert set(by_gradient[rank].weights_at_loss) == {1.0}
         assert by_gradient[rank].gathers == 1 + NUM_LAYERS
         assert fully[rank].gathers > NUM_PASSES * NUM_LAYERS
         assert by_gradient[rank].scatters == fully[rank].scatters == NUM_PASSES * (1 + NUM_LAYERS)
-        for held in (fully[rank], by_gradient[rank]):
-            assert_equal_gradients(held.full_gradients, alone)
-            assert max(*held.weights_after, held.gradients, held.moments) < 0.6
+        for stored in (fully[rank], by_gradient[rank]):
+            assert_equal_gradients(stored.full_gradients, one_rank)
+            assert max(*stored.weights_after, stored.gradients, stored.moments) < 0.6
 
 
 def test_offload_is_a_suffix_of_a_strategy() -> None:
@@ -111,7 +111,7 @@ def test_offload_is_a_suffix_of_a_strategy() -> None:
 
 
 def order_of_gathers(tiny_dir: Path) -> list[str]:
-    """Return which gathers precede which layer in one pass, in a rank's process."""
+    """Return the order of gathers and layers in one pass, in a rank's process."""
     sharding.SMALL_ELEMENTS = 0
     actor = started(ActorWorker, tiny_config(tiny_dir, strategy="fsdp"), 10)
     log: list[str] = []

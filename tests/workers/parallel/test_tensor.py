@@ -51,7 +51,7 @@ def number_of_states_left(case: str) -> int:
     del logits, columns
     gc.collect()
     assert len(marks) > 4
-    return sum(found() is not None for found in marks)
+    return sum(mark() is not None for mark in marks)
 
 
 def test_no_state_of_a_pass_survives_it() -> None:

@@ -48,19 +48,19 @@ def gradients(strategy: str) -> dict[str, Tensor]:
     if not is_sharded:
         group = torch.distributed.group.WORLD if worker.world_size > 1 else None
         add_up_gradients(list(module.parameters()), group)
-    found = {}
+    grads = {}
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
-        found[name] = full_tensor(parameter.grad)
-    return found
+        grads[name] = full_tensor(parameter.grad)
+    return grads
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_expert_unused_on_one_rank_has_the_other_rank_s_gradient(strategy: str) -> None:
-    alone = gradients("single")
-    assert len(alone) == 6
-    assert not alone["experts.2.weight"].any()
+    one_rank = gradients("single")
+    assert len(one_rank) == 6
+    assert not one_rank["experts.2.weight"].any()
     for ours in run_kept(2, gradients, strategy):
-        assert ours.keys() == alone.keys()
-        for name, gradient in alone.items():
+        assert ours.keys() == one_rank.keys()
+        for name, gradient in one_rank.items():
             torch.testing.assert_close(ours[name], gradient)

@@ -29,8 +29,8 @@ Saved = dict[str, tuple[State, str]]
 
 def actor_over(folder: Path, parallel: ParallelConfig, lora_rank: int = 0) -> ActorWorker:
     """Return an actor with a moving average, whose checkpoints have an export."""
-    config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, parallel=parallel, ema_decay=0.5)
-    config.actor_rollout_ref.model.lora_rank = lora_rank
+    settings = {"ppo_mini_batch_size": NUM_ROWS, "ema_decay": 0.5}
+    config = tiny_config(folder, parallel, {"lora_rank": lora_rank}, **settings)
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
     actor: ActorWorker = started(ActorWorker, config, 10)
     return actor
@@ -47,7 +47,7 @@ def updated_and_saved(
 ) -> tuple[State, str]:
     """Return the state after an update, which is saved, and the hash of the weights.
 
-    Ranks that hold the same part of a weight have the same bits of it.
+    Ranks that store the same shard of a weight have the same bits of it.
     """
     actor = actor_over(folder, parallel, lora_rank)
     data = make_batch(NUM_ROWS)
@@ -66,7 +66,7 @@ def updated_and_saved(
 def resumed(
     folder: Path, parallel: ParallelConfig, lora_rank: int, name: str, into: str
 ) -> tuple[State, str]:
-    """Return the same of an actor that resumed, saved under another name."""
+    """Return the state and hash of an actor that resumed, and save it under another name."""
     actor = actor_over(folder, parallel, lora_rank)
     actor.load_checkpoint(str(folder / name))
     actor.save_checkpoint(str(folder / into))
@@ -74,7 +74,7 @@ def resumed(
 
 
 def whole(of_ranks: list[tuple[State, str]]) -> tuple[State, str]:
-    """Merge the weights of ranks: stages have different ones."""
+    """Merge the weights of ranks; each stage has its own layers."""
     (checksum,) = {checksum for _, checksum in of_ranks}
     merged: State = {}
     for state, _ in of_ranks:

@@ -20,8 +20,8 @@ from workers.roles.actor import ActorWorker
 def actor_of(
     one_layer_dir: Path | str, decay: float | None = DECAY, lora_rank: int = 0
 ) -> ActorWorker:
-    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4, ema_decay=decay)
-    config.actor_rollout_ref.model.lora_rank = lora_rank
+    settings = {"ppo_mini_batch_size": 4, "ema_decay": decay}
+    config = tiny_config(one_layer_dir, model={"lora_rank": lora_rank}, **settings)
     return started(ActorWorker, config, 10)
 
 

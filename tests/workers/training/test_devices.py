@@ -57,8 +57,8 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def actor(one_layer_dir: Path) -> ActorWorker:
     config = tiny_config(one_layer_dir, entropy_coeff=0.01, use_kl_loss=True, target_entropy=0.5)
-    made: ActorWorker = on_meta(started(ActorWorker, config, 10))
-    return made
+    worker: ActorWorker = on_meta(started(ActorWorker, config, 10))
+    return worker
 
 
 def test_the_simulated_gpu_rejects_tensors_of_another_device() -> None:

@@ -32,14 +32,11 @@ no_flash = pytest.mark.skipif(
 
 
 def actor(tiny_dir: Path, *, strategy: str = "fsdp", **model: Any) -> ActorWorker:
-    config = tiny_config(
-        tiny_dir, strategy=strategy, ppo_mini_batch_size=8, entropy_coeff=0.01, use_kl_loss=True
-    )
-    for name, value in {"compile": "off", **model}.items():
-        setattr(config.actor_rollout_ref.model, name, value)
-    made = started(ActorWorker, config, 10)
-    assert made.engine.device.type == "cuda"
-    return made
+    settings = {"ppo_mini_batch_size": 8, "entropy_coeff": 0.01, "use_kl_loss": True}
+    config = tiny_config(tiny_dir, model={"compile": "off", **model}, strategy=strategy, **settings)
+    worker = started(ActorWorker, config, 10)
+    assert worker.engine.device.type == "cuda"
+    return worker
 
 
 @pytest.mark.parametrize(
@@ -56,15 +53,15 @@ def test_packed_rows_match_padded_rows_on_a_gpu(
 ) -> None:
     batch, log_probs, grads = make_batch(8), [], []
     for packed in (True, False):
-        own = actor(
+        policy = actor(
             tiny_dir,
             use_remove_padding=packed,
             compute_dtype=dtype,
             attn_implementation=attention,
         )
-        assert own.engine.packs == packed
-        log_probs.append(own.compute_log_prob(batch)[0].batch["old_log_probs"])
-        grads.append(gradients(own, batch, ACTOR_COLUMNS, MicroBatchBudget(rows=3)))
+        assert policy.engine.packs == packed
+        log_probs.append(policy.compute_log_prob(batch)[0].batch["old_log_probs"])
+        grads.append(gradients(policy, batch, ACTOR_COLUMNS, MicroBatchBudget(rows=3)))
     torch.testing.assert_close(log_probs[0], log_probs[1], atol=limit, rtol=0)
     for name, gradient in grads[1].items():
         assert (grads[0][name] - gradient).norm() <= 2 * limit * gradient.norm(), name
@@ -78,18 +75,18 @@ def test_a_kernel_for_packed_rows_matches_sdpa_in_bfloat16(
     find: Callable[[torch.dtype], VarlenKernel], window: int | None
 ) -> None:
     torch.manual_seed(0)
-    lengths, found, kernel = [300, 17, 1, 64], [], find(torch.bfloat16)
+    lengths, results, kernel = [300, 17, 1, 64], [], find(torch.bfloat16)
     states = [
         torch.randn(1, heads, sum(lengths), 64, device="cuda", dtype=torch.bfloat16)
         for heads in (8, 2, 2)
     ]
     layout = RowLayout(lengths, torch.device("cuda"))
     settings: Any = {"row_layout": layout, "sliding_window": window}
-    for own in (kernel, None):
-        q, k, v = leaves = [part.clone().requires_grad_() for part in states]
-        output, _ = packed_attention(None, q, k, v, None, kernel=own, **settings)
-        found.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
-    for ours, theirs in zip(*found, strict=True):
+    for policy in (kernel, None):
+        q, k, v = leaves = [state.clone().requires_grad_() for state in states]
+        output, _ = packed_attention(None, q, k, v, None, kernel=policy, **settings)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
 
 
@@ -116,8 +113,8 @@ def test_gradients_in_bfloat16_match_float32_up_to_rounding(
 
 def test_offloaded_states_are_on_the_gpu_only_during_use(tiny_dir: Path) -> None:
     offloaded, resident = (actor(tiny_dir, strategy=name) for name in ("fsdp_offload", "fsdp"))
-    for own in (offloaded, resident):
-        own.update_actor(make_batch(8))
+    for policy in (offloaded, resident):
+        policy.update_actor(make_batch(8))
     assert {p.device.type for p in offloaded.engine.parameters()} == {"cpu"}
     assert all(p.is_pinned() for p in offloaded.engine.parameters())
     states = [t for s in offloaded.engine.optimizer.state.values() for t in s.values()]

@@ -33,20 +33,20 @@ open(path, "wb").write(block)
 open(path + ".halted", "w")
 time.sleep(60)
 """
-"""A program that writes one block, and no more."""
+"""A program that writes only one block."""
 
 
 @pytest.fixture
 def copies(tmp_path: Path) -> FileCopies:
-    """One file for later writing."""
+    """A file that is not written yet."""
     return with_a_file(tmp_path / "file")
 
 
 def with_a_file(path: Path) -> FileCopies:
-    made = FileCopies(least_bytes=0)
-    made.begin(path.parent)
-    made.add(path, CONTENTS[:8].numpy().tobytes(), [CONTENTS[8:]])
-    return made
+    copies = FileCopies(least_bytes=0)
+    copies.begin(path.parent)
+    copies.add(path, CONTENTS[:8].numpy().tobytes(), [CONTENTS[8:]])
+    return copies
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def own_children() -> set[int]:
     return set(children(os.getpid()))
 
 
-def is_whole(found: Files, path: Path) -> bool:
-    return found == {"file": fingerprint(path)} and path.read_bytes() == CONTENTS.numpy().tobytes()
+def is_whole(files: Files, path: Path) -> bool:
+    return files == {"file": fingerprint(path)} and path.read_bytes() == CONTENTS.numpy().tobytes()
 
 
 def test_a_writer_process_writes_the_file_and_exits(
@@ -81,9 +81,9 @@ def test_a_writer_process_writes_the_file_and_exits(
 ) -> None:
     before = own_children()
     with monkeypatch.context() as patch:
-        patch.delattr(write_copy, "write_file")  # this one writes nothing
-        found = copies.write()
-    assert is_whole(found, tmp_path / "file")
+        patch.delattr(write_copy, "write_file")  # this process cannot write
+        files = copies.write()
+    assert is_whole(files, tmp_path / "file")
     assert own_children() == before
 
 
@@ -118,8 +118,8 @@ def test_the_rest_of_a_killed_writer_is_written_with_a_warning(
     assert os.getpriority(os.PRIO_PROCESS, pid) == LOWEST_PRIORITY
     os.kill(pid, signal.SIGKILL)
     assert is_whole(halted.result(LIMIT_S), tmp_path / "file")
-    (said,) = caplog.messages
-    assert f"{tmp_path / 'file'}: the writer process ended with SIGKILL" in said
+    (warning,) = caplog.messages
+    assert f"{tmp_path / 'file'}: the writer process ended with SIGKILL" in warning
 
 
 def test_an_abandoned_file_is_not_finished(
@@ -181,20 +181,20 @@ def test_a_file_is_written_in_blocks_and_from_an_offset(
 
 
 def test_a_deleted_copy_frees_its_memory() -> None:
-    held = file_copies._FileCopy()
-    inode = os.fstat(held.descriptor).st_ino
+    copy = file_copies._FileCopy()
+    inode = os.fstat(copy.descriptor).st_ino
     assert inode in open_files()
-    del held
+    del copy
     assert inode not in open_files()
 
 
 def open_files() -> set[int]:
     """Return the inodes of this process's open files."""
-    found = set()
+    inodes = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing is closed
-            found.add(os.fstat(int(name)).st_ino)
-    return found
+        with contextlib.suppress(OSError):  # the descriptor of the listing is closed
+            inodes.add(os.fstat(int(name)).st_ino)
+    return inodes
 
 
 def test_page_locked_memory_is_unlocked_before_it_is_unmapped(
@@ -211,17 +211,17 @@ def test_page_locked_memory_is_unlocked_before_it_is_unmapped(
         cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append((address,))
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    held = file_copies._FileCopy()
+    copy = file_copies._FileCopy()
     addresses = []
     for num_bytes in (10, 5, 10_000):
-        held._hold(num_bytes, pinned=True)
-        addresses.append(held.bytes.data_ptr())
+        copy._hold(num_bytes, pinned=True)
+        addresses.append(copy.bytes.data_ptr())
     first, second = addresses[0], addresses[-1]
     assert calls == [(first, 10, 0), (first,), (second, 10_000, 0)]
-    del held
+    del copy
     assert calls[3:] == [(second,)]
 
-    file_copies._FileCopy()._hold(10, pinned=True)  # works all the same
+    file_copies._FileCopy()._hold(10, pinned=True)
     (warning,) = caplog.messages
     assert len(calls) == 5
     assert warning.startswith("0.00 GiB were not page-locked (CUDA error 2)")
@@ -230,11 +230,11 @@ def test_page_locked_memory_is_unlocked_before_it_is_unmapped(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_memory_for_gpu_tensors_is_page_locked_after_it_grows() -> None:
-    held = file_copies._FileCopy()
+    copy = file_copies._FileCopy()
     for num_bytes in (NUM_BYTES, 3 * NUM_BYTES):
-        held._hold(num_bytes, pinned=True)
-        assert held.bytes.is_pinned()
+        copy._hold(num_bytes, pinned=True)
+        assert copy.bytes.is_pinned()
         ones = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
-        held.bytes.copy_(ones, non_blocking=True)
+        copy.bytes.copy_(ones, non_blocking=True)
         torch.cuda.synchronize()
-        assert held.bytes.numpy().tobytes()[:num_bytes] == b"\x01" * num_bytes
+        assert copy.bytes.numpy().tobytes()[:num_bytes] == b"\x01" * num_bytes

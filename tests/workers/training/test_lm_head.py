@@ -37,7 +37,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "with a bias": ("GPTJConfig", {"rotary_dim": 4}),
     "soft-capped": ("Gemma2Config", {**GATED, "final_logit_softcapping": 0.7}),
     "multiplied": ("CohereConfig", {**GATED, "logit_scale": 3.0}),
-    "tied, on rows alone": ("BloomConfig", {}),
+    "tied, not packed": ("BloomConfig", {}),
 }
 
 
@@ -66,9 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def actor_of(folder: Path, **model: Any) -> ActorWorker:
-    config = tiny_config(folder, entropy_coeff=0.1, use_kl_loss=True)
-    for name, value in model.items():
-        setattr(config.actor_rollout_ref.model, name, value)
+    config = tiny_config(folder, model=model, entropy_coeff=0.1, use_kl_loss=True)
     return started(ActorWorker, config, 1)
 
 
@@ -83,16 +81,16 @@ def expected_columns(folder: Path, data: DataProto, temperature: float) -> dict[
     """Return log-probs and entropies of each row in float64, from transformers' logits."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").double().eval()
     shape = (len(data), RESPONSE)
-    found = {name: torch.zeros(shape, dtype=torch.float64) for name in ("log_probs", "entropys")}
+    columns = {name: torch.zeros(shape, dtype=torch.float64) for name in ("log_probs", "entropys")}
     for row in range(len(data)):
         tokens = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()]
         length = int(data.batch["response_mask"][row].sum())
         with torch.no_grad():
             logits = model(input_ids=tokens[None], use_cache=False).logits[0, -length - 1 : -1]
         log_probs = (logits / temperature).log_softmax(-1)
-        found["log_probs"][row, :length] = log_probs.gather(-1, tokens[-length:, None])[:, 0]
-        found["entropys"][row, :length] = -(log_probs.exp() * log_probs).sum(-1)
-    return found
+        columns["log_probs"][row, :length] = log_probs.gather(-1, tokens[-length:, None])[:, 0]
+        columns["entropys"][row, :length] = -(log_probs.exp() * log_probs).sum(-1)
+    return columns
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -138,14 +136,14 @@ class LargestLogits(TorchDispatchMode):
 def logits_of_an_update(tiny_dir: Path) -> Callable[..., int]:
     """Return the most positions whose logits exist at once in an update."""
 
-    def measured(**model: Any) -> int:
+    def measure(**model: Any) -> int:
         actor = actor_of(tiny_dir, **model)
         with LargestLogits(actor.engine.module.config.hidden_size) as largest:
             actor.compute_log_prob(make_batch(BATCH))
             gradients(actor, make_batch(BATCH), ACTOR_COLUMNS, MicroBatchBudget(rows=BATCH))
         return largest.positions
 
-    return measured
+    return measure
 
 
 def test_no_tensor_has_the_logits_of_more_than_a_chunk(
@@ -178,13 +176,13 @@ def test_two_ranks_in_chunks_match_one_rank_with_whole_logits(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("tied")
-    parts = run_kept(2, on_ranks, folder, 2)
+    results = run_kept(2, on_ranks, folder, 2)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", lm_head.CHUNK_BYTES)
-    alone = on_ranks(folder, 10_000)
-    assert_equal(parts[0]["gradients"], alone["gradients"])
+    one_rank = on_ranks(folder, 10_000)
+    assert_equal(results[0]["gradients"], one_rank["gradients"])
     for name in ("log_probs", "entropys"):
-        joined = torch.cat([part[name] for part in parts])
-        torch.testing.assert_close(joined, alone[name], atol=2e-5, rtol=0)
+        column = torch.cat([result[name] for result in results])
+        torch.testing.assert_close(column, one_rank[name], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["q_proj", "lm_head"]])
@@ -193,24 +191,23 @@ def test_adapters_get_the_same_gradients_in_chunks(
 ) -> None:
     pytest.importorskip("peft")
     settings = {"lora_rank": 2, "target_modules": target}
-    found = []
+    results = []
     for chunks in (True, False):
         actor = actor_of(folders("plain"), use_fused_kernels=chunks, **settings)
-        trained = dict(actor.engine.module.named_parameters())
         with torch.no_grad():
-            for name, weight in trained.items():
-                if ".lora_B." in name:  # zero at first, and so would be the gradients of A
+            for name, weight in actor.engine.module.named_parameters():
+                if ".lora_B." in name:  # initially zero, which makes the gradients of A zero
                     weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight))
                 elif not weight.requires_grad:
                     weight.grad = torch.zeros_like(weight)
-        found.append(gradients(actor, make_batch(4), ACTOR_COLUMNS))
-    assert any(name.startswith("lm_head.lora") for name in found[0]) == ("lm_head" in target)
-    assert_equal(*found)
+        results.append(gradients(actor, make_batch(4), ACTOR_COLUMNS))
+    assert any(name.startswith("lm_head.lora") for name in results[0]) == ("lm_head" in target)
+    assert_equal(*results)
 
 
 @pytest.fixture
 def forgotten_proofs() -> Iterator[None]:
-    """Forget earlier proofs, and those of this test."""
+    """Forget the proofs before and after the test."""
     proof._answer_of.cache_clear()
     yield
     proof._answer_of.cache_clear()
@@ -251,15 +248,15 @@ def test_a_chunk_on_a_gpu_has_at_least_1024_rows() -> None:
 
 
 def test_a_pass_uses_the_chunk_size_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    devices: list[Any] = []
 
-    def noted(*args: Any) -> int:
-        asked.append(args[-1])
+    def record_device(*args: Any) -> int:
+        devices.append(args[-1])
         return 4
 
-    monkeypatch.setattr(lm_head, "positions_per_chunk", noted)
+    monkeypatch.setattr(lm_head, "positions_per_chunk", record_device)
     monkeypatch.setattr(lm_head, "read", lambda *_: torch.empty(4, VOCAB, device="meta"))
     module, labels = nn.Module(), torch.zeros(4, dtype=torch.long, device="meta")
     module.config = None
     lm_head.token_columns(module, None, labels, TokenOutputs())
-    assert asked == ["meta"]
+    assert devices == ["meta"]

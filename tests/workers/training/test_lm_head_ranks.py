@@ -26,32 +26,32 @@ def errors(is_tied: bool) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     config = tiny_model_config("qwen2")
     config.tie_word_embeddings, config.vocab_size = is_tied, VOCAB - 3
-    whole, own = build_tiny(config).double(), build_tiny(config).double()
-    vocab = tensor.apply(own, mesh).vocab
+    whole, split = build_tiny(config).double(), build_tiny(config).double()
+    vocab = tensor.apply(split, mesh).vocab
     lm_head.CHUNK_BYTES = 4 * 64 * 3
 
     positions = Ragged.from_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
     tokens = torch.arange(2 * POSITIONS) * 7 % config.vocab_size
-    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
-    feed = padded_feed(columns, positions.with_values(positions.values > 2), torch.device("cpu"))
+    inputs = {"input_ids": positions.with_values(tokens), "position_ids": positions}
+    feed = padded_feed(inputs, positions.with_values(positions.values > 2), torch.device("cpu"))
     labels = tokens.view(2, -1).roll(-1, dims=1)[feed.reads]
 
-    found: list[dict[str, Any]] = []
-    for model, part, may_chunk in ((whole, None, False), (own, vocab, True)):
+    results: list[dict[str, Any]] = []
+    for model, shard, may_chunk in ((whole, None, False), (split, vocab, True)):
         wanted = TokenOutputs(0.7, entropy=True, sum_pi_squared=True)
-        said = token_columns(model, feed, labels, wanted, may_chunk=may_chunk, vocab=part)
-        (said["log_probs"] * labels.sin() + said["entropys"].cos()).sum().backward()
-        numbers = {name: column.detach() for name, column in said.items()}
+        columns = token_columns(model, feed, labels, wanted, may_chunk=may_chunk, vocab=shard)
+        (columns["log_probs"] * labels.sin() + columns["entropys"].cos()).sum().backward()
+        numbers = {name: column.detach() for name, column in columns.items()}
         for name, weight in model.named_parameters():
             grad = weight.grad
             numbers[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-        found.append(numbers)
-    expected, cut = found
-    return {n: float((cut[n] - value).norm() / value.norm()) for n, value in expected.items()}
+        results.append(numbers)
+    expected, ours = results
+    return {n: float((ours[n] - value).norm() / value.norm()) for n, value in expected.items()}
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_chunks_of_a_split_vocabulary_match_whole_logits(is_tied: bool) -> None:
-    for found in run_kept(2, errors, is_tied):
-        assert "sum_pi_squared" in found
-        assert max(found.values()) < 1e-6, found
+    for by_name in run_kept(2, errors, is_tied):
+        assert "sum_pi_squared" in by_name
+        assert max(by_name.values()) < 1e-6, by_name

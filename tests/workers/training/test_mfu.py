@@ -26,10 +26,9 @@ def torch_counts_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def worker(cls: type, tiny_dir: Any, **model: Any) -> Any:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=8)
+    sizes = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 8}
+    config = tiny_config(tiny_dir, model=model, **sizes)
     config.critic.ppo_micro_batch_size_per_gpu = 8
-    for name, value in model.items():
-        setattr(config.actor_rollout_ref.model, name, value)
     return started(cls, config, 10)
 
 

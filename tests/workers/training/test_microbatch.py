@@ -59,13 +59,13 @@ def test_padded_and_ragged_columns_give_the_same_rows(holes: bool) -> None:
         {name: spans[name].like(column) for name, column in dense.columns.items()}
     )
     for ours, theirs in ((ragged, dense), (split_rows(ragged, 4)[2], split_rows(dense, 4)[2])):
-        own, other = (Rows.take(data, INPUTS, 4 if data.shard else 1) for data in (ours, theirs))
-        assert same_value(own.columns, other.columns)
+        rows, other = (Rows.take(data, INPUTS, 4 if data.shard else 1) for data in (ours, theirs))
+        assert same_value(rows.columns, other.columns)
 
-        mask = own.columns["response_mask"]
+        mask = rows.columns["response_mask"]
         ones = mask[1:].with_values(torch.ones(len(mask[1:].values)))
-        order = [list(range(1, len(own)))]
-        restored, rectangle = (rows.restore([ones], order) for rows in (own, other))
+        order = [list(range(1, len(rows)))]
+        restored, rectangle = (taken.restore([ones], order) for taken in (rows, other))
         assert isinstance(restored, Ragged)
         assert isinstance(rectangle, torch.Tensor)
         assert torch.equal(restored.padded(), rectangle)
@@ -87,9 +87,9 @@ def test_a_rank_without_rows_runs_dummies_of_one_token_without_loss() -> None:
     assert real == 0
     assert dummy["response_mask"].padded().sum() == 0
     for feed in (packed_feed, padded_feed):
-        made = feed(dummy, response_reads(dummy), CPU)
-        assert made.inputs["input_ids"].shape == (1, 1)
-        assert made.reads.sum() == 0
+        padded = feed(dummy, response_reads(dummy), CPU)
+        assert padded.inputs["input_ids"].shape == (1, 1)
+        assert padded.reads.sum() == 0
 
 
 def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones() -> None:

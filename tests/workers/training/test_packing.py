@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, gradients
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import VOCAB, make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -28,31 +29,8 @@ from workers.training.packing import (
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "BloomConfig"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model of each family that can be packed, in DIR/model."""
-    import transformers
-
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": VOCAB,
-    }
-    path = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    config = getattr(transformers, request.param)(
-        **sizes, **FAMILIES[request.param], pad_token_id=0
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path / "model")
-    return path
-
-
 def odd_batch() -> DataProto:
-    """Return ragged rows, including edge cases of packing.
-
-    An empty response, one of one token, a mask with a hole, prompts padded on the right.
-    """
+    """Return ragged rows with an empty response, one of one token, and a mask with a hole."""
     batch = make_batch(8)
     batch.batch["response_mask"][0] = 0
     batch.batch["response_mask"][1, 1:] = 0
@@ -67,10 +45,16 @@ def workers(folder: Path, packed: bool) -> tuple[ActorWorker, CriticWorker]:
     return started(ActorWorker, config, 1), started(CriticWorker, config, 1)
 
 
-def test_packed_rows_match_padded_rows(folder: Path) -> None:
+def test_packed_rows_match_padded_rows(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        **sizes, word_embed_proj_dim=32, vocab_size=VOCAB, pad_token_id=0
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     batch, results = odd_batch(), []
     for packed in (True, False):
-        actor, critic = workers(folder, packed)
+        actor, critic = workers(tmp_path, packed)
         with torch.no_grad():
             critic.engine.module.score.weight.normal_(generator=torch.Generator().manual_seed(0))
         assert actor.engine.packs == critic.engine.packs == packed
@@ -87,9 +71,8 @@ def test_packed_rows_match_padded_rows(folder: Path) -> None:
     torch.testing.assert_close(values, other_values, atol=1e-5, rtol=0)
     for mine, other in zip(grads, other_grads, strict=True):
         for name, grad in other.items():
-            assert (mine[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, (
-                name
-            )  # a key's bias has none but rounding
+            # the gradient of a key's bias is only rounding
+            assert (mine[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, name
 
 
 def test_a_pack_has_only_the_needed_tokens(one_layer_dir: Path) -> None:
@@ -103,8 +86,6 @@ def test_a_pack_has_only_the_needed_tokens(one_layer_dir: Path) -> None:
 def test_a_family_that_cannot_be_packed_is_padded_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import transformers
-
     config = transformers.BloomConfig(
         hidden_size=32, n_layer=1, n_head=4, vocab_size=VOCAB, pad_token_id=0
     )
@@ -113,8 +94,7 @@ def test_a_family_that_cannot_be_packed_is_padded_with_one_warning(
         actor = started(ActorWorker, tiny_config(tmp_path), 1)
     assert not actor.engine.packs
 
-    said = "model type bloom gives wrong results on packed rows"
-    assert len([record for record in caplog.records if said in record.message]) == 1
+    assert caplog.text.count("model type bloom gives wrong results on packed rows") == 1
 
 
 @pytest.mark.parametrize("in_mask", [False, True])
@@ -145,15 +125,15 @@ def test_packed_attention_matches_attention_of_single_rows(
 @pytest.mark.parametrize("lengths", [[100, 95, 40, 2], [9, 8, 3]])
 def test_bfloat16_states_attend_in_float32_on_a_cpu(lengths: list[int]) -> None:
     torch.manual_seed(0)
-    layout, found = RowLayout(lengths, CPU), []
+    layout, results = RowLayout(lengths, CPU), []
     states = [torch.randn(1, heads, sum(lengths), 8).bfloat16() for heads in (4, 2, 2)]
     for dtype in (torch.bfloat16, torch.float32):
-        leaves = [part.to(dtype).requires_grad_() for part in states]
+        leaves = [state.to(dtype).requires_grad_() for state in states]
         query, key, value = leaves
         output, _ = packed_attention(None, query, key, value, None, row_layout=layout)
         gradients = torch.autograd.grad(output.float().square().sum(), leaves)
-        found.append([output, gradients[2]])  # a value's gradient is of one rounded output
-    (ours, ours_grad), (theirs, theirs_grad) = found
+        results.append([output, gradients[2]])  # a value's gradient is of one rounded output
+    (ours, ours_grad), (theirs, theirs_grad) = results
     assert torch.equal(ours, theirs.bfloat16())
     torch.testing.assert_close(ours_grad.float(), theirs_grad, rtol=1e-2, atol=1e-2)
 
@@ -177,21 +157,21 @@ def test_inputs_of_a_gpu_are_copied_from_locked_memory_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     columns = Rows.take(odd_batch(), INPUTS).columns
-    card, locked, sent = torch.device("cuda"), set(), []
+    gpu, locked, sent = torch.device("cuda"), set(), []
 
     def lock(tensor: torch.Tensor) -> torch.Tensor:
         locked.add(id(tensor))
         return tensor
 
     def to(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
-        if card in args:
+        if gpu in args:
             sent.append((id(tensor) in locked, non_blocking))
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
     monkeypatch.setattr(torch.Tensor, "to", to)
     for feed in (packed_feed, padded_feed):
-        layout = feed(columns, response_reads(columns), card).inputs.get("row_layout")
+        layout = feed(columns, response_reads(columns), gpu).inputs.get("row_layout")
         if layout is not None:
             assert layout.rectangles[0].gather is not None
             assert len(layout.cu_seqlens) == len(layout.lengths) + 1

@@ -1,4 +1,4 @@
-"""Pairs in the engine: each side gets its own numbers, and pairs stay together."""
+"""Pairs in the engine: each side has its own log-probs and scores, and pairs stay together."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def worker_of(worker: type[SFTWorker], one_layer_dir: Path) -> Any:
     return started(worker, RowWorkerConfig(model=model), 10)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_each_side_has_the_log_probs_of_a_single_row(apart: bool, one_layer_dir: Path) -> None:
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_each_side_has_the_log_probs_of_a_single_row(is_padded: bool, one_layer_dir: Path) -> None:
     batch = pairs()
     role = worker_of(LikelierWorker, one_layer_dir)
-    if apart:  # as for models whose rows may not share a pass
+    if is_padded:  # as for models whose rows may not share a pass
         role.engine.row_passes = RowPasses("padded", border=99)
-    found = rectangle_of(role.engine.forward_rows(batch, role.budget)["log_probs"])
-    assert found.shape == batch.batch["responses"].shape
+    log_probs = rectangle_of(role.engine.forward_rows(batch, role.budget)["log_probs"])
+    assert log_probs.shape == batch.batch["responses"].shape
 
     model = load_model(role.config.model, "token")
     for pair in range(PAIRS):
@@ -68,9 +68,11 @@ def test_each_side_has_the_log_probs_of_a_single_row(apart: bool, one_layer_dir:
             with torch.no_grad():
                 logits = model(row["input_ids"][None, :length]).logits[0, :-1]
             expected = logits.log_softmax(-1).gather(1, row["responses"][: length - 1, None])[:, 0]
-            own = found[pair, side, : length - 1]
             torch.testing.assert_close(
-                own, expected * row["response_mask"][: length - 1], atol=2e-5, rtol=1e-4
+                log_probs[pair, side, : length - 1],
+                expected * row["response_mask"][: length - 1],
+                atol=2e-5,
+                rtol=1e-4,
             )
 
 

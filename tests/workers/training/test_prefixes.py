@@ -43,11 +43,9 @@ def last_read(*lengths: int) -> Ragged:
 
 
 def worker(cls: type, folder: Any, *, shares: bool, **model: Any) -> Any:
-    config = tiny_config(folder, ppo_mini_batch_size=12, ppo_micro_batch_size_per_gpu=6)
+    sizes = {"ppo_mini_batch_size": 12, "ppo_micro_batch_size_per_gpu": 6}
+    config = tiny_config(folder, model={"share_prefixes": shares, **model}, **sizes)
     config.critic.ppo_micro_batch_size_per_gpu = 6
-    for section in (config.actor_rollout_ref.model, config.critic.model):
-        for name, value in {"share_prefixes": shares, **model}.items():
-            setattr(section, name, value)
     return started(cls, config, 10)
 
 
@@ -154,7 +152,7 @@ def test_operations_count_a_shared_prefix_once(tiny_dir: Path) -> None:
     batch.batch["attention_mask"][:] = batch.batch["response_mask"][:] = 1
     batch.batch["position_ids"][:] = torch.arange(PROMPT + RESPONSE)
     shared, separate = (worker(ActorWorker, tiny_dir, shares=shares) for shares in (True, False))
-    saved = needed_flops(separate.engine, batch, trains=True) - needed_flops(
+    difference = needed_flops(separate.engine, batch, trains=True) - needed_flops(
         shared.engine, batch, trains=True
     )
     per_token = 6 * sum(
@@ -162,7 +160,7 @@ def test_operations_count_a_shared_prefix_once(tiny_dir: Path) -> None:
         for name, weight in shared.engine.module.named_parameters()
         if weight.dim() > 1 and "embed" not in name and "lm_head" not in name
     )
-    assert saved == 7 * (PROMPT - 1) * per_token
+    assert difference == 7 * (PROMPT - 1) * per_token
 
 
 def test_windowed_attention_sees_the_shared_prefix(tmp_path: Path) -> None:

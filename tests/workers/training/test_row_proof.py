@@ -1,4 +1,4 @@
-"""Rows that share a pass or do not, and models whose rows cannot; `test_walk.py` has numbers."""
+"""Rows that can share a pass, and models whose rows cannot; `test_walk.py` compares results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformers
 from tensordict import TensorDict
 
 from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.training.rank_layouts import SIZES
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.models.folder import factor_border
@@ -27,20 +28,9 @@ from workers.training.row_proof import row_kind
 VOCAB, PROMPT, RESPONSE = 64, 24, 40
 LENGTHS = ((24, 40), (20, 38), (24, 12), (10, 10), (8, 9), (6, 7), (9, 1))
 """Tokens of prompt and response of each row; the first four are more than there are positions."""
-NEIGHBOURS = MicroBatchBudget(rows=4)
+FOUR_ROWS = MicroBatchBudget(rows=4)
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": 128}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 6.0]}
 LONGROPE = {
@@ -52,17 +42,16 @@ LONGROPE = {
         **FACTORS,
     },
 }
+JITTER = {"input_jitter_noise": 0.1, "router_jitter_noise": 0.05}
 TYPES: dict[str, dict[str, Any]] = {
-    "phimoe": {
-        **{"sliding_window": 16, "input_jitter_noise": 0.1, "router_jitter_noise": 0.05, **MOE},
-    },
+    "phimoe": {"sliding_window": 16, **JITTER, **MOE},
     "jetmoe": {"kv_channels": 8, "num_local_experts": 4},
 }
 
 
-def saved_model(path: Path, model_type: str, own: dict[str, Any]) -> Path:
-    """A tiny model of a type, with weights as large as trained ones."""
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **own})
+def saved_model(path: Path, model_type: str, settings: dict[str, Any]) -> Path:
+    """Save a tiny model of a type, with weights as large as trained weights."""
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **settings})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -101,7 +90,7 @@ def test_a_pass_of_one_short_row_matches_transformers(tmp_path: Path, model_type
     with torch.no_grad():
         logits = model(tokens[None], use_cache=False).logits[0, prompt - 1 : -1].log_softmax(-1)
     expected = logits.gather(1, tokens[prompt:, None]).squeeze(1)
-    log_probs = engine.forward_rows(DataProto(batch=data.batch[4:5]), NEIGHBOURS)["log_probs"]
+    log_probs = engine.forward_rows(DataProto(batch=data.batch[4:5]), FOUR_ROWS)["log_probs"]
     torch.testing.assert_close(log_probs[0, :response], expected, atol=1e-4, rtol=0)
 
 
@@ -118,8 +107,7 @@ def test_passes_with_quadratic_attention_are_short(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_proof, "LARGEST_SQUARE", 20)
-    config = tiny_config(tiny_dir)
-    config.actor_rollout_ref.model.attn_implementation = "eager"
+    config = tiny_config(tiny_dir, model={"attn_implementation": "eager"})
     engine = started(ActorWorker, config, 1).engine
     columns = Rows.take(make_batch(9), INPUTS).columns
     tokens = engine.row_passes.lengths(engine.reading.reads(columns))
@@ -159,8 +147,8 @@ def test_without_a_small_model_for_the_proof_rows_are_padded(
 
 
 def test_gradient_checkpointing_that_a_class_lacks_is_rejected(tmp_path: Path) -> None:
-    config = tiny_config(saved_model(tmp_path, "jetmoe", TYPES["jetmoe"]))
-    config.actor_rollout_ref.model.enable_gradient_checkpointing = True
+    folder = saved_model(tmp_path, "jetmoe", TYPES["jetmoe"])
+    config = tiny_config(folder, model={"enable_gradient_checkpointing": True})
     with pytest.raises(ConfigError, match="jetmoe has no gradient checkpointing"):
         started(ActorWorker, config, 1)
 
@@ -172,7 +160,7 @@ def test_a_prompt_padded_on_the_right_is_rejected_by_name(tiny_dir: Path, prompt
     batch.batch["attention_mask"][2, prompt_end:6] = 0
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
     with pytest.raises(ConfigError, match="row 2 has a gap: .* again from column 6"):
-        engine.forward_rows(batch, NEIGHBOURS)
+        engine.forward_rows(batch, FOUR_ROWS)
 
 
 def test_the_small_model_has_each_kind_of_layer_and_exceeds_every_limit() -> None:

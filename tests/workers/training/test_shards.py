@@ -37,9 +37,9 @@ def test_whole_tensors_are_written_once_and_read_back(tmp_path: Path, num_ranks:
     tensors = of_every_type()
     for rank in range(num_ranks):
         write_shards(tensors, tmp_path, rank, num_ranks)
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    read_shards(found, tmp_path)
-    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    read_shards(loaded, tmp_path)
+    assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())
 
     stored = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(num_ranks)]
     names = [name for of_rank in stored for name in of_rank]
@@ -52,9 +52,14 @@ def sharded(rows: Tensor, rank: int, replicas: int) -> DTensor:
     """Return the tensor of a rank of four, with rows sharded under `replicas` replicas."""
     dist.init_process_group("fake", rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
-    own = rows.tensor_split(4 // replicas)[rank % (4 // replicas)]
+    local = rows.tensor_split(4 // replicas)[rank % (4 // replicas)]
     return DTensor.from_local(
-        own, mesh, [Replicate(), Shard(0)], shape=rows.shape, stride=rows.stride(), run_check=False
+        local,
+        mesh,
+        [Replicate(), Shard(0)],
+        shape=rows.shape,
+        stride=rows.stride(),
+        run_check=False,
     )
 
 
@@ -62,7 +67,7 @@ def sharded(rows: Tensor, rank: int, replicas: int) -> DTensor:
 def test_replicated_shards_are_written_once_and_read_by_any_number(
     tmp_path: Path, replicas: int
 ) -> None:
-    run_kept(1, write_and_read, tmp_path, replicas)  # a process without a group of its own
+    run_kept(1, write_and_read, tmp_path, replicas)  # a process without a group of its local
 
 
 def write_and_read(tmp_path: Path, replicas: int) -> None:
@@ -82,9 +87,9 @@ def write_and_read(tmp_path: Path, replicas: int) -> None:
     read_shards({"rows": whole}, tmp_path)
     assert whole.equal(rows)
     try:
-        mine = sharded(torch.zeros_like(rows), 1, 2 // replicas)
-        read_shards({"rows": mine}, tmp_path)
-        assert mine.to_local().equal(rows.tensor_split(2 * replicas)[1])
+        shard = sharded(torch.zeros_like(rows), 1, 2 // replicas)
+        read_shards({"rows": shard}, tmp_path)
+        assert shard.to_local().equal(rows.tensor_split(2 * replicas)[1])
     finally:
         dist.destroy_process_group()
 
@@ -92,7 +97,7 @@ def write_and_read(tmp_path: Path, replicas: int) -> None:
 def test_packed_weights_are_two_chunks_per_rank_that_torch_can_read(
     tmp_path: Path,
 ) -> None:
-    run_kept(1, write_packed, tmp_path)  # a process without a group of its own
+    run_kept(1, write_packed, tmp_path)  # a process without a group of its local
 
 
 def write_packed(tmp_path: Path) -> None:
@@ -104,14 +109,14 @@ def write_packed(tmp_path: Path) -> None:
         dist.init_process_group("fake", rank=rank, world_size=2)
         try:
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-            own = torch.cat([half.chunk(2)[rank] for half in rows.chunk(2)])
+            local = torch.cat([half.chunk(2)[rank] for half in rows.chunk(2)])
             size = {"shape": rows.shape, "stride": rows.stride()}
-            tensor = DTensor.from_local(own, mesh, [packed], run_check=False, **size)
+            tensor = DTensor.from_local(local, mesh, [packed], run_check=False, **size)
             write_shards({"rows": tensor}, tmp_path, rank, 2)
             if rank == 1:
-                found = DTensor.from_local(own * 0, mesh, [packed], run_check=False, **size)
-                read_shards({"rows": found}, tmp_path)
-                assert found.to_local().equal(own)
+                loaded = DTensor.from_local(local * 0, mesh, [packed], run_check=False, **size)
+                read_shards({"rows": loaded}, tmp_path)
+                assert loaded.to_local().equal(local)
         finally:
             dist.destroy_process_group()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -125,15 +130,15 @@ def write_packed(tmp_path: Path) -> None:
     assert whole["rows"].equal(rows)
 
 
-def part(folder: Path, rank: int, places: str | None = None) -> None:
-    """Return half of a tensor of four rows."""
+def write_half(folder: Path, rank: int, places: str | None = None) -> None:
+    """Write half of a tensor of four rows."""
     if places is None:
         places = json.dumps({"w": {"saved_offsets": [2 * rank, 0]}})
     save_file({"w": torch.ones(2, 2)}, folder / f"{rank}.safetensors", metadata={PLACES: places})
 
 
 def with_places(text: str) -> Callable[[Path], None]:
-    return lambda folder: part(folder, 0, text)
+    return lambda folder: write_half(folder, 0, text)
 
 
 def at(*offsets: Any) -> Callable[[Path], None]:
@@ -172,8 +177,8 @@ def twice(folder: Path) -> None:
 def test_files_without_the_tensors_are_rejected(
     tmp_path: Path, change: Callable[[Path], None], message: str
 ) -> None:
-    part(tmp_path, 0)
-    part(tmp_path, 1)
+    write_half(tmp_path, 0)
+    write_half(tmp_path, 1)
     change(tmp_path)
     with pytest.raises(DamagedCheckpointError, match=message):
         read_shards({"w": torch.zeros(4, 2)}, tmp_path)
@@ -182,9 +187,9 @@ def test_files_without_the_tensors_are_rejected(
 def test_torch_can_read_the_files(tmp_path: Path) -> None:
     tensors = {"w": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3.0)}
     write_shards(tensors, tmp_path, 0, 1)
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load(loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())
 
 
 def test_a_dtype_that_the_format_lacks_is_rejected(tmp_path: Path) -> None:

@@ -30,39 +30,39 @@ def mini_batches(
     batch: DataProto, world_size: int, seed: int | None = 7, call: int = 0
 ) -> list[set[int]]:
     """Return the sample numbers of every mini-batch of two passes, over all ranks."""
-    found: list[set[int]] = [set() for _ in range(6)]
+    numbers: list[set[int]] = [set() for _ in range(6)]
     for chunk in split_rows(batch, world_size):
         rows = Rows.take(chunk, NAMES, world_size)
         for epoch, ordered in enumerate(epoch_rows(rows, 2, seed, call)):
             for index in range(3):
                 chosen = mini_batch(ordered, index, 3, None).columns[SAMPLE_NUMBER]
-                found[3 * epoch + index] |= set(chosen.tolist())
-    return found
+                numbers[3 * epoch + index] |= set(chosen.tolist())
+    return numbers
 
 
 def test_a_pass_has_every_sample_once_in_mini_batches_of_equal_size() -> None:
-    found = mini_batches(numbered(), 1)
-    assert [len(numbers) for numbers in found] == [4] * 6
-    assert set.union(*found[:3]) == set.union(*found[3:]) == set(range(ROWS))
+    batches = mini_batches(numbered(), 1)
+    assert [len(numbers) for numbers in batches] == [4] * 6
+    assert set.union(*batches[:3]) == set.union(*batches[3:]) == set(range(ROWS))
 
 
 def test_passes_updates_and_seeds_have_different_mini_batches() -> None:
-    found = mini_batches(numbered(), 1)
-    assert found[:3] != found[3:]
-    assert mini_batches(numbered(), 1, call=1) != found
-    assert mini_batches(numbered(), 1, seed=8) != found
-    assert mini_batches(numbered(), 1) == found
+    batches = mini_batches(numbered(), 1)
+    assert batches[:3] != batches[3:]
+    assert mini_batches(numbered(), 1, call=1) != batches
+    assert mini_batches(numbered(), 1, seed=8) != batches
+    assert mini_batches(numbered(), 1) == batches
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_ranks_balanced_by_tokens_have_the_same_mini_batches(world_size: int) -> None:
     lengths = make_batch(ROWS).batch["attention_mask"].sum(-1)
     sorted_rows = make_batch(ROWS).select_idxs(lengths.argsort())
-    given = write_columns(sorted_rows, sample_number=torch.arange(ROWS))
-    batch, _ = balance_ranks(given, world_size, 2)
-    if world_size < 5:  # twelve rows do not come out even over five ranks: they stay in place
+    rows = write_columns(sorted_rows, sample_number=torch.arange(ROWS))
+    batch, _ = balance_ranks(rows, world_size, 2)
+    if world_size < 5:  # five ranks do not divide twelve rows, which keep their order
         assert batch.batch[SAMPLE_NUMBER].tolist() != list(range(ROWS))
-    assert mini_batches(batch, world_size) == mini_batches(given, 1)
+    assert mini_batches(batch, world_size) == mini_batches(rows, 1)
 
 
 def test_samples_removed_after_the_numbering_are_rejected() -> None:
@@ -86,9 +86,9 @@ def two_updates(one_layer_dir: Path) -> list[dict[str, float]]:
 
 
 def test_two_ranks_train_as_one(one_layer_dir: Path) -> None:
-    alone = two_updates(one_layer_dir)
-    for found in run_kept(2, two_updates, one_layer_dir):
-        for metrics, expected in zip(found, alone, strict=True):
+    one_rank = two_updates(one_layer_dir)
+    for result in run_kept(2, two_updates, one_layer_dir):
+        for metrics, expected in zip(result, one_rank, strict=True):
             assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.training.rank_layouts import saved
 from tests.workers.varlen_kernels import (
     flash_attn_4_varlen_func,
     flash_attn_varlen_func,
@@ -81,15 +82,15 @@ def test_a_kernel_matches_rectangles(
     kernel: VarlenKernel, window: int | None, size: int, value_size: int
 ) -> None:
     torch.manual_seed(0)
-    lengths, found = [9, 8, 3, 1, 40], []
+    lengths, results = [9, 8, 3, 1, 40], []
     shapes = (4, size), (2, size), (2, value_size)
     states = [torch.randn(1, heads, sum(lengths), width) for heads, width in shapes]
-    for own in (kernel, None):
-        leaves = [part.clone().requires_grad_() for part in states]
+    for attention in (kernel, None):
+        leaves = [state.clone().requires_grad_() for state in states]
         layout = RowLayout(lengths, CPU)
-        output = attended(leaves, layout, own, scaling=0.3, sliding_window=window)
-        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
-    for ours, theirs in zip(*found, strict=True):
+        output = attended(leaves, layout, attention, scaling=0.3, sliding_window=window)
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -110,12 +111,12 @@ def test_states_of_the_kernel_s_type_are_not_copied() -> None:
     states = [torch.randn(1, 2, 4, 8) for _ in range(3)]
     seen: list[int] = []
 
-    def function(*given: torch.Tensor, **settings: Any) -> torch.Tensor:
-        seen.extend(part.data_ptr() for part in given[:3])
-        return flash_attn_varlen_func(*given, **settings)
+    def function(*arguments: torch.Tensor, **settings: Any) -> torch.Tensor:
+        seen.extend(state.data_ptr() for state in arguments[:3])
+        return flash_attn_varlen_func(*arguments, **settings)
 
     attended(states, RowLayout([4], CPU), VarlenKernel("", flash_attn_kernel(function), FLOAT32))
-    assert seen == [part.data_ptr() for part in states]
+    assert seen == [state.data_ptr() for state in states]
 
 
 def test_heads_too_large_for_a_kernel_use_rectangles() -> None:
@@ -133,18 +134,18 @@ def test_scores_are_capped_by_a_kernel_or_in_rectangles(
     lengths, cap, scale = [9, 8, 3, 1, 40], 0.7, 0.9
     layout = RowLayout(lengths, CPU)
     states = [torch.randn(1, heads, sum(lengths), 16) for heads in (4, 2, 2)]
-    found = []
+    results = []
     for is_twin in (False, True):
-        leaves = [part.clone().requires_grad_() for part in states]
+        leaves = [state.clone().requires_grad_() for state in states]
         if is_twin:
-            query, key, value = (part[0].transpose(0, 1) for part in leaves)
-            seen = (-1 if window is None else window - 1, 0)
-            output = reference(query, key, value, layout.cu_seqlens, scale, seen, cap)[None]
+            query, key, value = (leaf[0].transpose(0, 1) for leaf in leaves)
+            sizes = (-1 if window is None else window - 1, 0)
+            output = reference(query, key, value, layout.cu_seqlens, scale, sizes, cap)[None]
         else:
             settings = {"scaling": scale, "sliding_window": window, "softcap": cap}
             output = attended(leaves, layout, kernel, **settings)
-        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -166,7 +167,7 @@ def test_auto_uses_flash_attn_if_installed_otherwise_torch(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize(
-    ("capability", "there", "chosen"),
+    ("capability", "versions", "chosen"),
     [
         ((9, 0), (4, 3, 2), "flash-attn-4"),
         ((9, 0), (3, 2), "flash-attn-3"),
@@ -179,22 +180,22 @@ def test_auto_uses_flash_attn_if_installed_otherwise_torch(monkeypatch: pytest.M
 )
 def test_auto_uses_the_newest_flash_attention_for_the_gpu(
     capability: tuple[int, int],
-    there: Sequence[int],
+    versions: Sequence[int],
     chosen: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    versions = {"flash-attn-4": "4", "flash-attn-3": "3", "flash-attn": "2"}
-    installed(versions, monkeypatch)
+    by_package = {"flash-attn-4": "4", "flash-attn-3": "3", "flash-attn": "2"}
+    installed(by_package, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    for number in there:
+    for number in versions:
         module = varlen.LIBRARIES[f"flash_attention_{number}"].module
         function = flash_attn_4_varlen_func if number == 4 else flash_attn_varlen_func
         monkeypatch.setitem(sys.modules, module, package(module, function))
     kernel, reason = find_kernel("auto", CPU, BFLOAT16, 128)
     assert kernel is not None
-    assert kernel.name == f"{chosen} {versions[chosen]}" if chosen in versions else chosen
-    is_behind = capability in ((9, 0), (10, 0)) and 4 not in there
-    assert ("flash-attn-4 is not installed (pip install flash-attn-4)" in reason) == is_behind
+    assert kernel.name == f"{chosen} {by_package[chosen]}" if chosen in by_package else chosen
+    is_outdated = capability in ((9, 0), (10, 0)) and 4 not in versions
+    assert ("flash-attn-4 is not installed (pip install flash-attn-4)" in reason) == is_outdated
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -263,12 +264,12 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_used(
 
 
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("wrong", ["is left out", "is refused"])
+@pytest.mark.parametrize("wrong", ["is left out", "is rejected"])
 def test_a_kernel_without_a_score_cap_is_used_for_models_without_one(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_cap(*states: Any, **settings: Any) -> torch.Tensor:
-        if settings.pop("softcap", 0.0) and wrong == "is refused":
+        if settings.pop("softcap", 0.0) and wrong == "is rejected":
             raise TypeError("unexpected keyword argument 'softcap'")
         return flash_attn_varlen_func(*states, **settings)
 
@@ -289,53 +290,37 @@ def test_on_a_cpu_attention_logs_only_information(
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             started(ActorWorker, tiny_config(tiny_dir), 1)
-    said = [record for record in caplog.records if "attention" in record.message]
-    assert [record.levelname for record in said] == ["INFO"]
-    assert "packed rows by sdpa, in rectangles" in said[0].message
+    records = [record for record in caplog.records if "attention" in record.message]
+    assert [record.levelname for record in records] == ["INFO"]
+    assert "packed rows by sdpa, in rectangles" in records[0].message
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "MistralConfig": {"sliding_window": 4},
-    "Gemma2Config": {"sliding_window": 4, "attn_logit_softcapping": 0.5, "head_dim": 8},
-}
-
-
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "cap"), [("phi-3", None), ("gemma-2", 2.0)])
 def test_a_model_trains_the_same_with_and_without_a_kernel(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, cap: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 64}
-    config = getattr(transformers, family)(**sizes, **CONFIGS[family], initializer_range=0.3)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-
-    calls, found = [], []
+    folder = saved(tmp_path, family)
+    calls, results = [], []
 
     def function(*states: Any, **settings: Any) -> torch.Tensor:
         calls.append(settings)
         return flash_attn_varlen_func(*states, **settings)
 
-    kernel = VarlenKernel("flash-attn", flash_attn_kernel(function), FLOAT32, has_softcap=True)
-    for own in (kernel, None):
-        monkeypatch.setattr(build, "find_kernel", lambda *_, own=own: (own, ""))
-        actor = started(ActorWorker, tiny_config(tmp_path, entropy_coeff=0.01), 1)
+    flash = VarlenKernel("flash-attn", flash_attn_kernel(function), FLOAT32, has_softcap=True)
+    for kernel in (flash, None):
+        monkeypatch.setattr(build, "find_kernel", lambda *_, kernel=kernel: (kernel, ""))
+        actor = started(ActorWorker, tiny_config(folder, entropy_coeff=0.01), 1)
         assert actor.engine.packs
         log_probs = actor.compute_log_prob(make_batch(6))[0].batch["old_log_probs"]
-        found.append((log_probs, gradients(actor, make_batch(6), ACTOR_COLUMNS)))
-        said = describe(actor.engine.module, True, own, "")
-        assert ("packed rows by flash-attn, which reads the bounds of rows" in said) == (
-            own is not None
-        )
-        without = describe(actor.engine.module, True, KERNELS[1], "")
-        assert ("in rectangles" in without) == (family == "Gemma2Config")
-    (ours, our_gradients), (theirs, their_gradients) = found
+        results.append((log_probs, gradients(actor, make_batch(6), ACTOR_COLUMNS)))
+        description = describe(actor.engine.module, True, kernel, "")
+        by_kernel = "packed rows by flash-attn, which reads the bounds of rows"
+        assert (by_kernel in description) == (kernel is not None)
+        without_cap = describe(actor.engine.module, True, KERNELS[1], "")
+        assert ("in rectangles" in without_cap) == (cap is not None)
+    (ours, our_gradients), (theirs, their_gradients) = results
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     for name, gradient in their_gradients.items():
         assert (our_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
     assert (3, 0) in {settings["window_size"] for settings in calls}
-    assert {settings.get("softcap") for settings in calls} == {
-        CONFIGS[family].get("attn_logit_softcapping")
-    }
+    assert {settings.get("softcap") for settings in calls} == {cap}

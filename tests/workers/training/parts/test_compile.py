@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.training.rank_layouts import saved
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import logprobs
 from workers.models import attention
@@ -40,34 +41,33 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def actor(tiny_dir: Path, wanted: str, **model: Any) -> ActorWorker:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
-    for name, value in {"compile": wanted, **model}.items():
-        setattr(config.actor_rollout_ref.model, name, value)
+    config = tiny_config(tiny_dir, model={"compile": wanted, **model}, ppo_mini_batch_size=8)
     return started(ActorWorker, config, 10)
 
 
 @pytest.fixture(scope="module")
-def alone(one_layer_dir: Path) -> dict[str, Any]:
+def eager(one_layer_dir: Path) -> dict[str, Any]:
     return numbers(actor(one_layer_dir, "off"))
 
 
-def numbers(own: ActorWorker) -> dict[str, Any]:
-    log_probs = own.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
+def numbers(policy: ActorWorker) -> dict[str, Any]:
+    log_probs = policy.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
     return {
         "log_probs": log_probs,
-        **gradients(own, make_batch(8), ACTOR_COLUMNS, MicroBatchBudget(rows=3)),
+        **gradients(policy, make_batch(8), ACTOR_COLUMNS, MicroBatchBudget(rows=3)),
     }
 
 
-def test_traced_layers_match_others_and_reuse_their_graphs(
-    one_layer_dir: Path,
-) -> None:
+def test_traced_layers_match_others_and_reuse_their_graphs(tmp_path: Path) -> None:
+    # sizes with few layers in float8, which take the most time to trace
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 1, "intermediate_size": 40}
+    folder = saved(tmp_path, "llama", **sizes)
     in_float8 = {"fp8_linear": True, "compute_dtype": "bfloat16"}
-    alone = actor(one_layer_dir, "off", **in_float8)
-    policy = actor(one_layer_dir, "on", enable_gradient_checkpointing=True, **in_float8)
+    eager = actor(folder, "off", **in_float8)
+    policy = actor(folder, "on", enable_gradient_checkpointing=True, **in_float8)
     assert policy.engine.is_compiled
     arguments = make_batch(8), ACTOR_COLUMNS, MicroBatchBudget(rows=3)
-    expected = gradients(alone, *arguments)
+    expected = gradients(eager, *arguments)
     for name, gradient in gradients(policy, *arguments).items():
         assert (gradient - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
     num_graphs = []
@@ -80,12 +80,12 @@ def test_traced_layers_match_others_and_reuse_their_graphs(
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_match_others_up_to_rounding(
-    one_layer_dir: Path, alone: dict[str, Any], checkpointing: bool
+    one_layer_dir: Path, eager: dict[str, Any], checkpointing: bool
 ) -> None:
     policy = actor(one_layer_dir, "on", enable_gradient_checkpointing=checkpointing)
     assert policy.engine.is_compiled
     for name, number in numbers(policy).items():
-        assert (number - alone[name]).norm() <= 1e-4 * alone[name].norm(), name
+        assert (number - eager[name]).norm() <= 1e-4 * eager[name].norm(), name
     policy.update_actor(make_batch(8))
     assert not any("forward" in vars(layer) for layer in policy.engine.module.modules())
 
@@ -104,15 +104,15 @@ def test_without_a_compiler_auto_warns_and_on_is_rejected(
     monkeypatch.setattr(torch, "compile", lambda function: function)
     with pytest.raises(ConfigError, match="compile=on: No working C.. compiler found. Set"):
         actor(tiny_dir, "on")
-    own = actor(tiny_dir, "auto")
+    policy = actor(tiny_dir, "auto")
     attention.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         part = Compile()
-        part.change(own.engine)
-        part.finish(own.engine)
+        part.change(policy.engine)
+        part.finish(policy.engine)
     assert "are not compiled: No working C++ compiler found" in caplog.text
-    assert not own.engine.is_compiled
-    own.update_actor(make_batch(8))
+    assert not policy.engine.is_compiled
+    policy.update_actor(make_batch(8))
 
 
 def test_layers_that_fail_to_compile_are_not_used(
@@ -132,10 +132,10 @@ def test_layers_that_fail_to_compile_are_not_used(
 
 
 def test_layers_with_collectives_inside_are_not_compiled(tiny_dir: Path) -> None:
-    own = actor(tiny_dir, "off").engine
-    own.model_config.compile = "on"
+    policy = actor(tiny_dir, "off").engine
+    policy.model_config.compile = "on"
     section = "actor_rollout_ref.actor.parallel"
     with pytest.raises(ConfigError, match=r"parallel.tp=2 has collectives inside layers. Set"):
-        check_axes(own.module, own.model_config, ParallelDims(tp=2), section)
+        check_axes(policy.module, policy.model_config, ParallelDims(tp=2), section)
     assert blocking_axis(ParallelDims(shard=4, sp=2)) == ""
     assert blocking_axis(ParallelDims(pp=2)).startswith("pp=2")

@@ -28,18 +28,18 @@ def layer_and_states(num_rows: int) -> tuple[nn.Linear, Tensor]:
 
 def test_outputs_and_gradients_match_bfloat16_up_to_rounding() -> None:
     layer, states = layer_and_states(40)
-    grad, found = torch.randn(40, 32).to(BFLOAT16), []
+    grad, results = torch.randn(40, 32).to(BFLOAT16), []
     for layers in ([], [layer]):
         leaf = states.clone().requires_grad_()
         with float8_linears(layers):
             output = layer(leaf)
             inputs = [leaf, layer.weight, layer.bias]
-            found.append([output.detach(), *torch.autograd.grad(output, inputs, grad)])
-    for ours, theirs in zip(*found[::-1], strict=True):
+            results.append([output.detach(), *torch.autograd.grad(output, inputs, grad)])
+    for ours, theirs in zip(*results[::-1], strict=True):
         assert ours.dtype == BFLOAT16
         assert relative_error(ours, theirs) < 0.06
-    assert relative_error(found[1][0], found[0][0]) > 0.005
-    for ours, theirs in zip(found[1][2:], found[0][2:], strict=True):  # of weights
+    assert relative_error(results[1][0], results[0][0]) > 0.005
+    for ours, theirs in zip(results[1][2:], results[0][2:], strict=True):  # of weights
         assert torch.equal(ours, theirs)
     assert "forward" not in vars(layer)
 
@@ -55,29 +55,27 @@ def test_a_token_s_output_does_not_depend_on_its_neighbors() -> None:
 
 
 def actor(tiny_dir: Path, **model: Any) -> ActorWorker:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
-    for name, value in {"compute_dtype": "bfloat16", **model}.items():
-        setattr(config.actor_rollout_ref.model, name, value)
-    return started(ActorWorker, config, 10)
+    model = {"compute_dtype": "bfloat16", **model}
+    return started(ActorWorker, tiny_config(tiny_dir, model=model, ppo_mini_batch_size=8), 10)
 
 
 def test_the_key_makes_all_layers_except_the_head_float8(tiny_dir: Path) -> None:
-    found = []
+    results = []
     for is_rounded in (False, True):
-        own = actor(tiny_dir, fp8_linear=is_rounded)
-        log_probs = own.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
-        found.append((log_probs, gradients(own, make_batch(8), ACTOR_COLUMNS)))
-        part = own.engine.part(Float8)
+        policy = actor(tiny_dir, fp8_linear=is_rounded)
+        log_probs = policy.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
+        results.append((log_probs, gradients(policy, make_batch(8), ACTOR_COLUMNS)))
+        part = policy.engine.part(Float8)
         layers = set() if part is None else {id(layer) for layer in part.layers}
-        linears = [part for part in own.engine.module.modules() if type(part) is nn.Linear]
+        linears = [part for part in policy.engine.module.modules() if type(part) is nn.Linear]
         assert len(layers) == (len(linears) - 1 if is_rounded else 0)
-        assert id(own.engine.module.lm_head) not in layers
-    (exact, exact_grads), (rounded, rounded_grads) = found
+        assert id(policy.engine.module.lm_head) not in layers
+    (exact, exact_grads), (rounded, rounded_grads) = results
     assert 1e-4 < (rounded - exact).abs().max() < 0.2
     for name, grad in exact_grads.items():
         assert rounded_grads[name].dtype == torch.float32
         assert (rounded_grads[name] - grad).norm() < 0.3 * grad.norm(), name
-    own.update_actor(make_batch(8))
+    policy.update_actor(make_batch(8))
 
 
 def test_a_device_or_type_without_float8_is_rejected(

@@ -10,7 +10,8 @@ import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients, loss_of
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import VOCAB, learned, make_batch, own_chunk, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
+from tests.workers.training.rank_layouts import saved
 from verl_like.errors import ConfigError
 from workers.models.load import load_model
 from workers.parallel import sharding
@@ -21,39 +22,17 @@ from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch, Ro
 from workers.training.parts.load_balancing import check_routers, load_balancing_loss
 
 NUM_EXPERTS, NUM_CHOSEN = 4, 2
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "num_experts": NUM_EXPERTS,
-    "num_experts_per_tok": NUM_CHOSEN,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture(scope="module")
 def experts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small Qwen3-MoE whose routers prefer some experts."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES))
-    for name, parameter in model.named_parameters():
-        if name.endswith("gate.weight"):
-            torch.nn.init.normal_(parameter)
-    folder = tmp_path_factory.mktemp("experts")
-    model.save_pretrained(folder / "model")
-    return folder
+    return saved(tmp_path_factory.mktemp("experts"), "qwen3-moe", initializer_range=0.5)
 
 
 def actor_of(folder: Path, packed: bool = True, **actor: Any) -> ActorWorker:
-    config = tiny_config(folder, **{"router_aux_loss_coef": 0.5, "ppo_mini_batch_size": 6, **actor})
-    config.actor_rollout_ref.model.use_remove_padding = packed
+    settings = {"router_aux_loss_coef": 0.5, "ppo_mini_batch_size": 6, **actor}
+    config = tiny_config(folder, model={"use_remove_padding": packed}, **settings)
     return started(ActorWorker, config, 10)
 
 
@@ -63,10 +42,10 @@ def logits_by_layer(folder: Path) -> list[torch.Tensor]:
     batch = make_batch(6).batch
     layers: list[list[torch.Tensor]] = [[], []]
     for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        row = tokens[mask][None, :-1]  # nothing is asked of the last token
+        row = tokens[mask][None, :-1]  # the last token is not read
         logits = model(input_ids=row, use_cache=False, output_router_logits=True).router_logits
-        for layer, found in zip(layers, logits, strict=True):
-            layer.append(found.detach())
+        for layer, of_row in zip(layers, logits, strict=True):
+            layer.append(of_row.detach())
     return [torch.cat(layer) for layer in layers]
 
 
@@ -123,9 +102,9 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_cut(
         )
         actor.engine.module.train()
     for rows in (1, 4):
-        found = router_gradients(actor, rows)
+        cut = router_gradients(actor, rows)
         for name, gradient in whole.items():
-            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+            assert (cut[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def log_likelihood(outputs: Columns, columns: Columns, batch: MiniBatch) -> Any:
@@ -139,17 +118,17 @@ def test_rows_with_another_loss_are_not_counted(experts_dir: Path) -> None:
     ours, others = (
         mini_batch(Rows.take(make_batch(6, seed), names), 0, 1, None) for seed in (0, 1)
     )
-    found = []
+    results = []
     data, text = make_batch(6), Loss("text", log_likelihood, is_balanced=False)
-    for beside in ([], [(others, text)]):
+    for further in ([], [(others, text)]):
         with engine.running(engine.optimizer):
             metrics = engine.forward_backward(ours, MicroBatchBudget(rows=2), loss_of(actor, data))
-            for batch, loss in beside:
+            for batch, loss in further:
                 metrics |= engine.forward_backward(batch, MicroBatchBudget(rows=2), loss)
-            found.append(metrics)
-    alone, both = found
-    assert both.keys() - alone.keys() == {"likelihood"}
-    assert both["router_aux_loss"] == pytest.approx(alone["router_aux_loss"], rel=1e-6)
+            results.append(metrics)
+    one, both = results
+    assert both.keys() - one.keys() == {"likelihood"}
+    assert both["router_aux_loss"] == pytest.approx(one["router_aux_loss"], rel=1e-6)
 
 
 def test_the_coefficient_scales_the_gradient(experts_dir: Path) -> None:
@@ -174,9 +153,9 @@ def updated(folder: str, is_large: bool = False) -> dict[str, float]:
 
 
 def test_two_ranks_have_the_loss_of_one(experts_dir: Path) -> None:
-    alone = updated(str(experts_dir))
-    for found in run_kept(2, updated, str(experts_dir), True):
-        assert found == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    one_rank = updated(str(experts_dir))
+    for metrics in run_kept(2, updated, str(experts_dir), True):
+        assert metrics == pytest.approx(one_rank, rel=1e-4, abs=1e-6)
 
 
 def test_updates_balance_the_experts(experts_dir: Path) -> None:

@@ -17,7 +17,7 @@ from tests.workers.training.rank_layouts import distance, saved
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, MissingColumnError
-from workers.config import OptimConfig
+from workers.config import OptimConfig, ParallelConfig
 from workers.models.routing import Routers
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import MicroBatchBudget
@@ -28,18 +28,16 @@ FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
 
 
 def actor_of(folder: Path, mode: str = "R3", **change: Any) -> ActorWorker:
-    config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS)
-    section = config.actor_rollout_ref.actor
-    section.optim = OptimConfig(lr=1e-4, eps=1e-4)
-    section.router_replay.mode = mode
+    """Return an actor with these axes, which one process leaves out, and settings of the model."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in ("pp", "sp", "ep", "tp"):
-        setattr(config.parallel, name, min(change.pop(name, 1), world))
-    section.router_aux_loss_coef = change.pop("router_aux_loss_coef", 0.0)
-    if "strategy" in change:
-        section.strategy = change.pop("strategy")
-    for name, value in change.items():
-        setattr(config.actor_rollout_ref.model, name, value)
+    parallel = {axis: min(change.pop(axis, 1), world) for axis in ("pp", "sp", "ep", "tp")}
+    actor = {
+        "ppo_mini_batch_size": NUM_ROWS,
+        "optim": OptimConfig(lr=1e-4, eps=1e-4),
+        "router_aux_loss_coef": change.pop("router_aux_loss_coef", 0.0),
+    }
+    config = tiny_config(folder, ParallelConfig(**parallel), change, **actor)
+    config.actor_rollout_ref.actor.router_replay.mode = mode
     return started(ActorWorker, config, 10)
 
 
@@ -55,9 +53,9 @@ def own_choices(actor: ActorWorker) -> list[Tensor]:
     batch, module = make_batch(NUM_ROWS).batch, actor.engine.module
     rows = []
     for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        with torch.no_grad(), routers_of(actor).recording() as noted:
+        with torch.no_grad(), routers_of(actor).recording() as choices:
             module(input_ids=tokens[mask][None], use_cache=False)
-            rows.append(noted.take())
+            rows.append(choices.take())
     return rows
 
 
@@ -83,14 +81,14 @@ def any_choices(actor: ActorWorker, seed: int = 0) -> list[Tensor]:
     return rows
 
 
-def test_replaying_the_own_choices_changes_no_bit(tmp_path: Path) -> None:
+def test_replaying_the_routers_choices_changes_no_bit(tmp_path: Path) -> None:
     folder = saved(tmp_path, "mixtral")
     plain, actor = actor_of(folder, "disabled"), actor_of(folder)
-    # a router sees the same bits in a pass of its own rows alone, or the choices might differ
+    # choices are recorded row by row, and a router sees the same bits in a pass of several rows
     batch = with_column(make_batch(NUM_ROWS), own_choices(actor))
     expected = plain.compute_log_prob(make_batch(NUM_ROWS))[0]
-    found = actor.compute_log_prob(batch)[0]
-    assert torch.equal(found.batch["old_log_probs"], expected.batch["old_log_probs"])
+    replayed = actor.compute_log_prob(batch)[0]
+    assert torch.equal(replayed.batch["old_log_probs"], expected.batch["old_log_probs"])
     for _ in range(2):
         ours, theirs = actor.update_actor(batch), plain.update_actor(make_batch(NUM_ROWS))
         assert learned(ours) == learned(theirs)
@@ -105,14 +103,14 @@ def test_experts_get_the_tokens_of_the_column(tmp_path: Path, family: str, packe
     batch = with_column(make_batch(NUM_ROWS), rows)
     own = with_column(make_batch(NUM_ROWS), own_choices(actor))
     actor.config.ppo_micro_batch_size_per_gpu = 1
-    with routers_of(actor).recording() as noted:
+    with routers_of(actor).recording() as choices:
         replayed = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
-        given = noted.take()
-    # the last token is not read; rows come in an order of their own
+        used = choices.take()
+    # the last token is not read; passes reorder rows
     expected = torch.cat([row[:-1] for row in rows])
     if packed:
-        assert len(given) == len(expected)
-        as_numbers = [chosen.flatten(1).long().sort(dim=0).values for chosen in (given, expected)]
+        assert len(used) == len(expected)
+        as_numbers = [chosen.flatten(1).long().sort(dim=0).values for chosen in (used, expected)]
         assert torch.equal(*as_numbers)
     difference = replayed - actor.compute_log_prob(own)[0].batch["old_log_probs"]
     assert difference.abs().max() > 1e-3
@@ -123,21 +121,21 @@ def test_checkpointed_layers_choose_the_same_experts_again(tmp_path: Path) -> No
     plain, again = actor_of(folder), actor_of(folder, enable_gradient_checkpointing=True)
     batch = with_column(make_batch(NUM_ROWS), any_choices(plain))
     columns = (*ACTOR_COLUMNS, "routed_experts")
-    found = [gradients(actor, batch, columns, MicroBatchBudget(rows=3)) for actor in (plain, again)]
-    assert distance(*found) == 0
+    budget = MicroBatchBudget(rows=3)
+    assert distance(*(gradients(actor, batch, columns, budget) for actor in (plain, again))) == 0
 
 
-def trained(folder: Path, change: dict[str, Any], num_rows: int = NUM_ROWS) -> dict[str, Any]:
-    """Return log-probs and two updates with the experts of a column."""
+def trained(folder: Path, change: dict[str, Any]) -> dict[str, Any]:
+    """Return log-probs and an update with the experts of a column."""
     actor = actor_of(folder, **change)
     dims = actor.engine.dims
-    batch = with_column(make_batch(NUM_ROWS), any_choices(actor))[:num_rows]
+    batch = with_column(make_batch(NUM_ROWS), any_choices(actor))
     data = own_chunk(batch, dims.data_rank(actor.rank), dims.data_size)
     start, real = data.shard.start if data.shard else 0, data.num_real_rows
     return {
         "rows": slice(start, start + real),
         "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
-        "metrics": [learned(actor.update_actor(data)) for _ in range(2)],
+        "metrics": learned(actor.update_actor(data)),
         "weights": weights_of(actor),
     }
 
@@ -158,7 +156,7 @@ QUICK += [("qwen3-moe", "layers, checkpointing")]
 
 
 def cells() -> list[Any]:
-    found = []
+    params = []
     for family in FAMILIES:
         for change in CHANGES:
             has_loss = family in ("mixtral", "qwen3-moe")
@@ -167,20 +165,19 @@ def cells() -> list[Any]:
             ):
                 continue
             marks = [] if (family, change) in QUICK else [pytest.mark.slow]
-            found.append(pytest.param(family, change, marks=marks))
-    return found
+            params.append(pytest.param(family, change, marks=marks))
+    return params
 
 
 @pytest.mark.parametrize(("family", "change"), cells())
 def test_two_ranks_replay_like_one(tmp_path: Path, family: str, change: str) -> None:
     folder = saved(tmp_path, family)
-    alone = trained(folder, CHANGES[change])
+    one_rank = trained(folder, CHANGES[change])
     for result in run_kept(2, trained, folder, CHANGES[change], deadline_s=150):
-        expected = alone["log_probs"][result["rows"]]
+        expected = one_rank["log_probs"][result["rows"]]
         torch.testing.assert_close(result["log_probs"], expected, atol=1e-6, rtol=0)
-        assert distance(result["weights"], alone["weights"]) < 1e-6
-        for ours, theirs in zip(result["metrics"], alone["metrics"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        assert distance(result["weights"], one_rank["weights"]) < 1e-6
+        assert result["metrics"] == pytest.approx(one_rank["metrics"], rel=1e-4, abs=1e-6)
 
 
 def test_a_batch_without_the_column_or_of_another_model_is_rejected(tmp_path: Path) -> None:
@@ -204,8 +201,8 @@ def test_rows_without_the_column_use_the_routers(tmp_path: Path) -> None:
     plain = actor_of(tmp_path, "disabled")
     batch = with_column(make_batch(NUM_ROWS), any_choices(actor))
     actor.compute_log_prob(batch)
-    found, expected = (
-        each.engine.forward_rows(make_batch(NUM_ROWS), MicroBatchBudget(rows=3))["log_probs"]
-        for each in (actor, plain)
-    )
-    assert torch.equal(found, expected)
+    log_probs = [
+        role.engine.forward_rows(make_batch(NUM_ROWS), MicroBatchBudget(rows=3))["log_probs"]
+        for role in (actor, plain)
+    ]
+    assert torch.equal(*log_probs)
