@@ -82,9 +82,9 @@ def test_a_kernel_for_packed_rows_matches_sdpa_in_bfloat16(
     ]
     layout = RowLayout(lengths, torch.device("cuda"))
     settings: Any = {"row_layout": layout, "sliding_window": window}
-    for policy in (kernel, None):
+    for used_kernel in (kernel, None):
         q, k, v = leaves = [state.clone().requires_grad_() for state in states]
-        output, _ = packed_attention(None, q, k, v, None, kernel=policy, **settings)
+        output, _ = packed_attention(None, q, k, v, None, kernel=used_kernel, **settings)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
