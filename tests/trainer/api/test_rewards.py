@@ -34,6 +34,17 @@ def object_with(bonus: Any) -> Any:
     return Bonus()
 
 
+def scored(item: dict[str, Any]) -> tuple[float | None, dict[str, float], str | None]:
+    """Score one sample in a reward process."""
+    scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 120.0)
+    try:
+        scorer.start()
+        (score,) = scorer.score([SAMPLE])
+        return score
+    finally:
+        scorer.stop()
+
+
 def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -> None:
     weights = {"a": 2.0, "b": 1.0}
 
@@ -49,15 +60,12 @@ def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -
     items = reward_list(functions, tmp_path, ["letter"])
     assert [item["name"] for item in items] == ["of_a_response", "reward", "Bonus", "of_a_batch"]
 
-    scores = []
-    for item in items:
-        scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 120.0)
-        try:
-            scorer.start()
-            scores.append(scorer.score([SAMPLE])[0])
-        finally:
-            scorer.stop()
-    assert scores == [(4.0, {"size": 3.0}, None), (5.0, {}, None), (3.5, {}, None), (6.0, {}, None)]
+    assert [scored(item) for item in items] == [
+        (4.0, {"size": 3.0}, None),
+        (5.0, {}, None),
+        (3.5, {}, None),
+        (6.0, {}, None),
+    ]
 
 
 def test_an_error_of_a_local_function_has_its_line(tmp_path: Path) -> None:
@@ -65,12 +73,7 @@ def test_an_error_of_a_local_function_has_its_line(tmp_path: Path) -> None:
         return float(response)  # the line
 
     (item,) = reward_list([broken], tmp_path, ["letter"])
-    scorer = Scorer(FunctionSpec(item["path"], item["function"]), 120.0)
-    try:
-        scorer.start()
-        ((_, _, error),) = scorer.score([SAMPLE])
-    finally:
-        scorer.stop()
+    _, _, error = scored(item)
     assert with_source(str(error)).endswith("return float(response)  # the line")
 
 

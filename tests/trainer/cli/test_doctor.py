@@ -60,7 +60,10 @@ def test_a_probe_that_fails_shows_its_last_line(monkeypatch: pytest.MonkeyPatch)
     assert line == "FAIL  ray works     ImportError: libfoo.so is gone → pip install ray"
 
 
-def test_an_installed_optional_package_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_optional_packages_and_two_gpus_are_probed(
+    num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = importlib.metadata.version
     monkeypatch.setattr(
         doctor.importlib.metadata, "version", lambda n: "2.8.3" if n == "flash-attn" else version(n)
@@ -68,19 +71,14 @@ def test_an_installed_optional_package_must_work(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         doctor, "check_works", lambda probe, fix: Finding(f"{probe} works", "no", fix)
     )
+    gpus = [doctor.Gpu("NVIDIA H100", "81559 MiB", "580.65.06")] * num_gpus
+    monkeypatch.setattr(doctor, "nvidia_gpus", lambda: gpus)
     lines = {finding.subject: str(finding) for finding in doctor.findings()}
     fix = "-m pip install --force-reinstall --no-build-isolation 'flash-attn"
     assert fix in lines["flash_attention works"]
-    assert {
-        "torch works",
-        "ray works",
-        "local works",
-        "CPUs",
-        "GPUs",
-        "allocator",
-        "memory",
-        "shared memory",
-    } <= set(lines)
+    assert ("fsdp works" in lines) == (num_gpus == 2)
+    probes = {"torch works", "ray works", "local works"}
+    assert probes | {"CPUs", "GPUs", "allocator", "memory", "shared memory"} <= set(lines)
 
 
 LineOfGpus = Callable[[str, str | None], str]
@@ -154,19 +152,6 @@ def test_the_probe_of_fsdp_takes_a_step_on_two_cpu_ranks(
     assert "an FSDP step on two ranks (cpu): loss" in probes.fsdp("cpu")
     plan = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["sft", "2"] in [line[-3:-1] for line in plan]
-
-
-@pytest.mark.parametrize(("count", "probed"), [(1, False), (2, True)])
-def test_the_probe_of_fsdp_needs_two_gpus(
-    count: int, probed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus = [doctor.Gpu("NVIDIA H100", "81559 MiB", "580.65.06")] * count
-    monkeypatch.setattr(doctor, "nvidia_gpus", lambda: gpus)
-    monkeypatch.setattr(
-        doctor, "check_works", lambda probe, fix: Finding(f"{probe} works", "yes", "")
-    )
-    subjects = [finding.subject for finding in doctor.findings()]
-    assert ("fsdp works" in subjects) == probed
 
 
 def test_free_memory_respects_the_limit_of_the_container(tmp_path: Path) -> None:

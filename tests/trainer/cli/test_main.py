@@ -75,13 +75,24 @@ def test_help_of_ppo_imports_no_large_package() -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_folder_without_a_run_is_an_error_of_one_line(decoys: Path) -> None:
-    done = verl_like(decoys, "report", "nowhere")
-    assert done.returncode == 1
-    assert done.stderr == (
-        "error: nowhere is not a folder. Use a run folder: the trainer.default_local_dir of a "
-        "run.\n"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            ["report", "nowhere"],
+            "nowhere is not a folder. Use a run folder: the trainer.default_local_dir of a run.",
+        ),
+        (
+            ["ppo", "--cfg", "job", "--multirun", "trainer.seed=1,2"],
+            "--cfg shows one configuration, but --multirun makes several. Drop one.",
+        ),
+    ],
+)
+def test_wrong_arguments_are_an_error_of_one_line(
+    decoys: Path, arguments: list[str], error: str
+) -> None:
+    done = forked(decoys, *arguments)
+    assert (done.returncode, done.stderr) == (1, f"error: {error}\n")
 
 
 def test_a_full_check_prints_a_step_before_it_reads_files(decoys: Path) -> None:
@@ -108,14 +119,6 @@ def test_a_module_of_the_current_folder_is_imported(decoys: Path, tiny_dir: Path
     done = forked(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *settings))
     assert done.returncode == 0, done.stderr
     assert "every score is 1, and the values from_mine" in done.stdout
-
-
-def test_options_that_exclude_each_other_are_an_error_of_one_line(decoys: Path) -> None:
-    done = forked(decoys, "ppo", "--cfg", "job", "--multirun", "trainer.seed=1,2")
-    assert done.returncode == 1
-    assert done.stderr == (
-        "error: --cfg shows one configuration, but --multirun makes several. Drop one.\n"
-    )
 
 
 @pytest.mark.parametrize(

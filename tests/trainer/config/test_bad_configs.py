@@ -116,9 +116,11 @@ SETTINGS = [
         "trainer.cls=trainer.ppo.PPOTrainr",
         "trainer.cls=trainer.ppo.PPOTrainr.*Did you mean 'PPOTrainer'",
     ),
+    ("reward.overlong_penalty.enable=true", "overlong_penalty.len=0 tokens.*max_response_length=8"),
     (
-        "reward.overlong_penalty.enable=true",
-        "overlong_penalty.len=0 tokens.*max_response_length=8",
+        "actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=3 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        r"parallel_size=2 does not divide the 3 .*pool 'global_pool'.*: 1, 3",
     ),
     ("reward.model.enable=true", "reward.model.path.*sequence classifier"),
     ("data.custom_cls.path=mine.py", "data.custom_cls.path=mine.py is set, but not the name"),
@@ -190,15 +192,18 @@ def model_with_half_a_config(tiny: Path, folder: Path) -> str:
     return f"actor_rollout_ref.model.path={folder}/model"
 
 
+def folder_of_rows(tiny: Path, folder: Path) -> str:
+    (folder / "rows.jsonl").touch()
+    return f"data.train_files={folder}"
+
+
 FILES = [
+    (folder_of_rows, r"train_files: .* is a folder, which contains rows\.jsonl"),
     (reward_model_without_score, r"reward.list\[0\].path=.*has no score.weight"),
     (model_with_half_a_config, "config.json is damaged: Expecting value"),
     (row_without_prompt, "p.jsonl, line 2.*column 'prompt' is empty.*data.on_bad_row=skip"),
     (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),
-    (
-        asserts_as_tests,
-        "ground_truth has an assert.*forge its score.*reward.trust_programs=true",
-    ),
+    (asserts_as_tests, "ground_truth has an assert.*forge its score.*reward.trust_programs=true"),
     (model_without("token*"), "cannot load a tokenizer.*it holds.*model.safetensors"),
     (
         model_without("chat_template*"),
@@ -237,17 +242,6 @@ def test_asserts_are_rejected_for_every_form_of_their_rule(
         run(load_config(settings))
     with pytest.raises(AssertionError, match="a worker process was started"):
         run(load_config([*settings, "reward.trust_programs=true"]))
-
-
-def test_tensor_parallel_must_divide_the_pool(base: list[str]) -> None:
-    vllm = [
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-    ]
-    with pytest.raises(
-        ConfigError, match=r"parallel_size=2 does not divide the 3 .*pool 'global_pool'.*: 1, 3"
-    ):
-        run(load_config([*base, *vllm, "trainer.n_gpus_per_node=3"]))
 
 
 @pytest.mark.ray

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from trainer import load_config
 from trainer.config.key_errors import no_such_key
-from trainer.data.config import DataConfig
-from trainer.data.files import check_files
 from trainer.sft.recipe import SFT
-from verl_like.errors import ConfigError, VerlLikeError
+from verl_like.errors import VerlLikeError
 
 SAMPLED = "actor_rollout_ref.rollout.val_kwargs"
 NO_CRITIC = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2"
@@ -32,14 +29,8 @@ ERRORS = [
     ("reward_model.sample_timeout_s=1", "no key 'reward_model.sample_timeout_s'.*reward.timeout_s"),
     ("critic.parallel.tpp=2", "no key 'critic.parallel.tpp'.*'critic.parallel.tp'"),
     ("reward.sandbox.memory=1", "no key 'reward.sandbox.memory'.*memory_gb"),
-    (
-        "reward.list=[{name:a,weigth:2}]",
-        "an item of reward.list has no key 'weigth'.*'weight'",
-    ),
-    (
-        f"{NO_CRITIC} critic.optim.lrr=1e-5",
-        "there is no key 'critic.optim.lrr'.*critic.optim.lr",
-    ),
+    ("reward.list=[{name:a,weigth:2}]", "an item of reward.list has no key 'weigth'.*'weight'"),
+    (f"{NO_CRITIC} critic.optim.lrr=1e-5", "there is no key 'critic.optim.lrr'.*critic.optim.lr"),
     ("~trainer", "^~trainer: this section cannot be removed"),
     ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*Quote a text"),
     ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep. Add --multirun"),
@@ -55,10 +46,7 @@ ERRORS = [
     ("actor_rollout_ref.actor.optim.lr=nan", "actor.optim.lr=nan: it must be a number"),
     ("actor_rollout_ref.actor.optim.betas=[0.9,1.5]", r"betas=\[0.9, 1.5\].*two numbers"),
     ("critic.optim.lr_warmup_steps_ratio=1.5", "critic.optim.lr_warmup_steps_.*from 0 to 1"),
-    (
-        f"{SAMPLED}.do_sample=true {SAMPLED}.top_k=0",
-        f"{SAMPLED}.top_k=0.*above 0, or -1 for all",
-    ),
+    (f"{SAMPLED}.do_sample=true {SAMPLED}.top_k=0", f"{SAMPLED}.top_k=0.*above 0, or -1 for all"),
     ("actor_rollout_ref.actor.fsdp_config.fsdp_size=0", "-1 for the whole pool"),
     (
         "critic.model.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=2",
@@ -82,11 +70,3 @@ def test_errors_name_the_key(settings: str, words: str) -> None:
 
 def test_the_hint_for_recipe_names_a_preset_of_this_recipe() -> None:
     assert no_such_key("recipe", SFT).endswith("chosen by placement, as in placement=split.")
-
-
-def test_a_folder_instead_of_a_file_is_an_error_with_its_files(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").touch()
-    with pytest.raises(
-        ConfigError, match=r"train_files: .* is a folder, which contains rows.jsonl"
-    ):
-        check_files(DataConfig(train_files=str(tmp_path)))

@@ -44,45 +44,34 @@ def test_user_mappings_come_first(
 
 
 @pytest.mark.parametrize(
-    ("placement", "machines", "own", "shared"),
+    ("placement", "num_nodes", "own", "shared"),
     [
-        ("colocate", (1, 8), "[2]", {"global_pool": [6]}),
-        ("split", (1, 8), "[1]", {"actor_rollout_ref_pool": [4], "critic_pool": [3]}),
-        ("split", (2, 8), "[3]", {"actor_rollout_ref_pool": [5], "critic_pool": [8]}),
-        ("split", (2, 8), "[8]", {"actor_rollout_ref_pool": [4], "critic_pool": [4]}),
-        ("split", (1, 8), "[2] critic=own", {"actor_rollout_ref_pool": [6]}),
+        ("colocate", 1, "[2]", {"global_pool": [6]}),
+        ("split", 1, "[1]", {"actor_rollout_ref_pool": [4], "critic_pool": [3]}),
+        ("split", 2, "[3]", {"actor_rollout_ref_pool": [5], "critic_pool": [8]}),
+        ("split", 2, "[8]", {"actor_rollout_ref_pool": [4], "critic_pool": [4]}),
+        ("split", 1, "[2] role_mapping.critic=own", {"actor_rollout_ref_pool": [6]}),
     ],
 )
 def test_a_preset_divides_the_devices_that_other_pools_leave(
-    placement: str, machines: tuple[int, int], own: str, shared: dict[str, list[int]]
+    placement: str, num_nodes: int, own: str, shared: dict[str, list[int]]
 ) -> None:
-    size, *roles = own.split()
-    num_nodes, num_devices = machines
-    config = load(
-        f"placement={placement}",
-        f"trainer.nnodes={num_nodes}",
-        f"trainer.n_gpus_per_node={num_devices}",
-        f"resource_pool_spec.own={size}",
-        "role_mapping.judge=own",
-        "role_workers.judge=my_package.Judge",
-        *(f"role_mapping.{role}" for role in roles),
-    )
-    assert {p: n for p, n in config.resource_pool_spec.items() if p != "own"} == shared
+    machines = (f"trainer.nnodes={num_nodes}", "trainer.n_gpus_per_node=8")
+    judge = ("role_mapping.judge=own", "role_workers.judge=my_package.Judge")
+    pool = f"resource_pool_spec.own={own}".split()
+    pools = load(f"placement={placement}", *machines, *judge, *pool).resource_pool_spec
+    assert {name: sizes for name, sizes in pools.items() if name != "own"} == shared
 
 
 @pytest.mark.parametrize(
-    ("placement", "machines", "sizes"),
-    [
-        ("standalone", (2, 8), [[3, 3], [2, 2], [1, 1], [2, 2]]),
-        ("standalone", (8, 4), [[4] * 3, [4] * 2, [4], [4] * 2]),
-    ],
+    ("num_nodes", "num_devices", "sizes"),
+    [(2, 8, [[3, 3], [2, 2], [1, 1], [2, 2]]), (8, 4, [[4] * 3, [4] * 2, [4], [4] * 2])],
 )
 def test_a_pool_of_frozen_models_has_fewer_devices(
-    placement: str, machines: tuple[int, int], sizes: list[list[int]]
+    num_nodes: int, num_devices: int, sizes: list[list[int]]
 ) -> None:
-    num_nodes, num_devices = machines
     nodes = f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={num_devices}"
-    config = load(f"placement={placement}", *nodes)
+    config = load("placement=standalone", *nodes)
     assert list(config.resource_pool_spec.values()) == sizes
 
 

@@ -11,7 +11,6 @@ from tests.forked import run_program
 from tests.integration.runs import overrides
 from trainer import load_config, main_ppo
 from trainer.config.recipe import Recipe
-from trainer.config.unused_keys import unused_reason
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
@@ -57,6 +56,7 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
         ("critic.ppo_max_token_len_per_gpu=64", [ROWS]),
         ("reward.default_score=1", ONLY_REWARD_MODEL),
         ("cpus_per_process=0.5", ["trainer.backend=local"]),
+        ("ray.runtime_env.env_vars.A=1", ["trainer.backend=local"]),
     ],
 )
 def test_an_unread_key_has_one_notice(
@@ -146,12 +146,3 @@ def test_the_command_prints_the_notice_and_runs(tiny_dir: Path, tmp_path: Path) 
     done = run_program(main_ppo.main, *overrides(tiny_dir, tmp_path, *settings), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("kl_loss_coef has no effect") == 1
-
-
-def test_a_condition_of_a_section_covers_its_keys() -> None:
-    config = load_config(
-        [*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus", "trainer.backend=local"]
-    )
-    assert unused_reason(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
-    assert unused_reason(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
-    assert unused_reason(config, "role_mapping.critic") is None

@@ -36,33 +36,19 @@ def lines(*rows: Any) -> bytes:
     return b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
 
 
-def second(bad: Any) -> Callable[[Path], Path]:
-    """Write JSON lines, of which only the second is bad."""
+def file(name: str, content: bytes) -> Callable[[Path], Path]:
+    """Return a function that writes a file."""
 
     def write(folder: Path) -> Path:
-        path = folder / "p.jsonl"
-        path.write_bytes(lines(make_row(), bad, make_row()))
-        return path
+        (folder / name).write_bytes(content)
+        return folder / name
 
     return write
 
 
-def cut_gzip(folder: Path) -> Path:
-    path = folder / "p.jsonl.gz"
-    path.write_bytes(gzip.compress(lines(make_row(), make_row()) + b"\n", mtime=0)[:-6])
-    return path
-
-
-def broken_csv(folder: Path) -> Path:
-    path = folder / "p.csv"
-    path.write_bytes(b"prompt\na\n\xff\xfe\nb\n")
-    return path
-
-
-def endless_cell(folder: Path) -> Path:
-    path = folder / "p.csv"
-    path.write_bytes(b"prompt\na\n" + b"x" * 200_000 + b"\nb\n")
-    return path
+def second(bad: Any) -> Callable[[Path], Path]:
+    """Return a function that writes JSON lines, of which only the second is bad."""
+    return file("p.jsonl", lines(make_row(), bad, make_row()))
 
 
 def text_that_is_none(folder: Path) -> Path:
@@ -126,9 +112,21 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
         "line 2: it has 4,200,000 characters, more than the limit of 4,194,304",
         2,
     ),
-    "a cut gzip file": (cut_gzip, "p.jsonl.gz, line 3: not readable from here on", 2),
-    "a cell that is no UTF-8": (broken_csv, "p.csv, line 3: column 'prompt' is not UTF-8", 2),
-    "a cell without end": (endless_cell, "p.csv, line 3: not readable as CSV", 2),
+    "a cut gzip file": (
+        file("p.jsonl.gz", gzip.compress(lines(make_row(), make_row()) + b"\n", mtime=0)[:-6]),
+        "p.jsonl.gz, line 3: not readable from here on",
+        2,
+    ),
+    "a cell that is no UTF-8": (
+        file("p.csv", b"prompt\na\n\xff\xfe\nb\n"),
+        "p.csv, line 3: column 'prompt' is not UTF-8",
+        2,
+    ),
+    "a cell without end": (
+        file("p.csv", b"prompt\na\n" + b"x" * 200_000 + b"\nb\n"),
+        "p.csv, line 3: not readable as CSV",
+        2,
+    ),
     "a parquet text that is no UTF-8": (text_that_is_none, "p.parquet, row 1: not readable", 2),
     "a corrupt page": (corrupt_page, "p.parquet, rows 2 to 3: these rows of the file", 4),
 }

@@ -134,34 +134,27 @@ GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("column", "value", "message"),
     [
-        (json.dumps({**GOOD, "prompt": [{"text": "a"}]}), "line 2: 'prompt' is not a list of mess"),
+        ("prompt", [{"text": "a"}], "line 2: 'prompt' is not a list of mess"),
         (
-            json.dumps({**GOOD, "data_source": None}),
+            "data_source",
+            None,
             "line 2: column 'data_source' is empty; non-empty columns: prompt, reward_model",
         ),
-        (
-            json.dumps({**GOOD, "reward_model": {"style": "rule"}}),
-            "line 2: reward_model has no 'ground_truth', only",
-        ),
-        (
-            json.dumps({**GOOD, "reward_model": "a"}),
-            "line 2: reward_model is 'a', not an object with",
-        ),
+        ("reward_model", {"style": "rule"}, "line 2: reward_model has no 'ground_truth', only"),
+        ("reward_model", "a", "line 2: reward_model is 'a', not an object with"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_or_skipped(
-    tmp_path: Path, bad: str, message: str, caplog: pytest.LogCaptureFixture
+    column: str, value: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text("\n".join([json.dumps(GOOD), bad, json.dumps(GOOD)]), encoding="utf-8")
+    path.write_text("\n".join(map(json.dumps, [GOOD, {**GOOD, column: value}, GOOD])), "utf-8")
     with pytest.raises(ConfigError, match=message):
         read_rows(DataConfig(train_files=str(path)), "train_files")
-    assert read_rows(DataConfig(train_files=str(path), on_bad_row="skip"), "train_files") == (
-        [GOOD, GOOD],
-        1,
-    )
+    config = DataConfig(train_files=str(path), on_bad_row="skip")
+    assert read_rows(config, "train_files") == ([GOOD, GOOD], 1)
     assert message[:7] in caplog.text
 
 
