@@ -48,33 +48,25 @@ def test_a_pair_is_a_good_and_a_bad_response(tokenizer: Any, tmp_path: Path) -> 
     ]
 
 
-def test_a_mismatched_response_follows_the_row_s_prompt(tokenizer: Any, tmp_path: Path) -> None:
-    rows = read(tokenizer, tmp_path, GOOD_ROW, BAD_ROW, PAIR)
-    matched = [prompt_and_response(row.response, tokenizer) for row in rows]
-    mismatched = [prompt_and_response(row.mismatched, tokenizer) for row in rows]
-    assert [prompt for prompt, _ in mismatched] == [prompt for prompt, _ in matched]
-    assert sorted(reply for _, reply in mismatched) == sorted(reply for _, reply in matched)
-    assert all(a != b for (_, a), (_, b) in zip(matched, mismatched, strict=True))
-    second_read = read(tokenizer, tmp_path, GOOD_ROW, BAD_ROW, PAIR)
-    assert [prompt_and_response(row.mismatched, tokenizer) for row in second_read] == mismatched
-
-
-def test_rows_of_a_prompt_share_no_responses(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_mismatched_response_is_of_another_prompt(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [
         {"prompt": f"say {letter}", "chosen": f"{letter}1", "rejected": f"{letter}2"}
         for letter in "aabc"
     ]
+
+    def mismatched_of(rows: list[LabeledRow]) -> list[tuple[str, str]]:
+        return [prompt_and_response(row.mismatched, tokenizer) for row in rows]
+
     rows = read(tokenizer, tmp_path, *pairs)
     matched = [prompt_and_response(row.response, tokenizer) for row in rows]
-    mismatched = [prompt_and_response(row.mismatched, tokenizer) for row in rows]
-    assert all(prompt[-1] != reply[0] for prompt, reply in mismatched)
+    mismatched = mismatched_of(rows)
+    assert [prompt for prompt, _ in mismatched] == [prompt for prompt, _ in matched]
     assert sorted(reply for _, reply in mismatched) == sorted(reply for _, reply in matched)
+    assert all(prompt[-1] != reply[0] for prompt, reply in mismatched)
+    assert mismatched_of(read(tokenizer, tmp_path, *pairs)) == mismatched
 
-    same = [
-        prompt_and_response(row.mismatched, tokenizer)
-        for row in read(tokenizer, tmp_path, pairs[0])
-    ]
-    assert same == [("say a", "a2"), ("say a", "a1")]
+    single = mismatched_of(read(tokenizer, tmp_path, pairs[0]))
+    assert single == [("say a", "a2"), ("say a", "a1")]
 
 
 @pytest.mark.parametrize(

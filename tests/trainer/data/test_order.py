@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.trainer.data.test_prompts import make_config
 from trainer.data.config import DataConfig
 from trainer.data.loader import epoch_order
+from trainer.data.prompts import PromptLoader
 from verl_like.errors import ConfigError
 
 CALLS = []
@@ -55,17 +56,8 @@ def test_an_invalid_order_is_rejected(name: str) -> None:
         order_of(name)(0)
 
 
-def test_a_loader_takes_its_prompts_in_the_user_s_order(tiny_dir: Path) -> None:
-    from trainer.data.prompts import PromptLoader, load_tokenizer
-
-    data = DataConfig(
-        train_files=f"{tiny_dir}/val.parquet",
-        train_batch_size=4,
-        max_prompt_length=16,
-        sampler=f"{__name__}.backwards",
-    )
-    trainer = SimpleNamespace(seed=1, total_training_steps=2, total_epochs=1, dry_run=False)
-    tokenizer = load_tokenizer(str(tiny_dir / "model"))
-    run = SimpleNamespace(data=data, trainer=trainer)
-    batch = next(iter(PromptLoader(run, tokenizer)))
+def test_a_loader_takes_its_prompts_in_the_user_s_order(tiny_dir: Path, tokenizer: Any) -> None:
+    data = {"train_batch_size": 4, "sampler": f"{__name__}.backwards"}
+    loader = PromptLoader(make_config(tiny_dir / "val.parquet", **data), tokenizer)
+    batch = next(iter(loader))
     assert batch.non_tensor_batch["uid"].tolist() == ["31-0", "30-0", "29-0", "28-0"]

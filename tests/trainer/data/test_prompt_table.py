@@ -20,7 +20,6 @@ from trainer.data.config import DataConfig
 from trainer.data.prompt_table import (
     Encoded,
     cache_folder,
-    cache_key,
     cached_prompts,
     prompts_in_memory,
 )
@@ -87,17 +86,6 @@ def test_a_second_run_reads_the_rows_of_the_first() -> None:
         assert cached.columns == memory.columns == ["level", "text"]
 
 
-@pytest.mark.usefixtures("large")
-def test_another_file_or_setting_has_another_entry(tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text("one")
-    first = cache_key([str(path)], tokenizer, prompt_key="prompt")
-    assert first == cache_key([str(path)], tokenizer, prompt_key="prompt")
-    other = cache_key([str(path)], tokenizer, prompt_key="question")
-    path.write_text("two!")
-    assert len({first, other, cache_key([str(path)], tokenizer, prompt_key="prompt")}) == 3
-
-
 @pytest.mark.parametrize("name", ["rows.arrow", "summary.json"])
 def test_a_damaged_entry_is_written_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(make_rows())
@@ -159,34 +147,22 @@ def test_values_that_cannot_be_stored_are_computed(
     assert cached.row(4) == make_rows()[4]
 
 
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every file count as a large one."""
-    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
-
-
-def as_large_files(tmp_path: Path, tokenizer: Any, **settings: Any) -> list[PromptSet]:
-    """Return the prompts of one file, read into memory, into a cache, and from the cache."""
-    path = tmp_path / "train.jsonl"
-    if not path.is_file():
-        path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
-    config = DataConfig(train_files=str(path), train_batch_size=4, **settings)
-    return [PromptSet(config, "train_files", tokenizer) for _ in range(2)]
-
-
 @pytest.mark.parametrize("settings", [{"truncation": "left"}, {"filter_overlong_prompts": True}])
 def test_cached_prompts_equal_prompts_in_memory(
     tmp_path: Path, tiny_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    config = DataConfig(train_files=str(path), train_batch_size=4, max_prompt_length=7, **settings)
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
-    settings["max_prompt_length"] = 7
-    memory, _ = as_large_files(tmp_path, tokenizer, **settings)
+    memory = PromptSet(config, "train_files", tokenizer)
     monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
-    for cached in as_large_files(tmp_path, tokenizer, **settings):
+    for _ in range(2):  # written, then read
+        cached = PromptSet(config, "train_files", tokenizer)
         assert cached._table.folder is not None, "read from the cache"
         assert (cached.story, cached.digest) == (memory.story, memory.digest)
         assert cached.first_of_each_source() == memory.first_of_each_source()
-        for here, there in zip(cached.in_order(), memory.in_order(), strict=True):
-            assert torch.equal(here.batch["input_ids"], there.batch["input_ids"])
-            for name, column in there.non_tensor_batch.items():
-                assert here.non_tensor_batch[name].tolist() == column.tolist()
+        for batch, expected in zip(cached.in_order(), memory.in_order(), strict=True):
+            assert torch.equal(batch.batch["input_ids"], expected.batch["input_ids"])
+            for name, column in expected.non_tensor_batch.items():
+                assert batch.non_tensor_batch[name].tolist() == column.tolist()
