@@ -92,7 +92,7 @@ def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_dir: Path, tmp_pat
         model_path(model, None, tmp_path)
     with pytest.raises(ConfigError, match="a name on the hub, or a model of transformers"):
         model_path(model.lm_head, tokenizer, tmp_path)
-    model.merge_and_unload = None  # as peft's have it
+    model.merge_and_unload = None  # as models of peft have it
     with pytest.raises(ConfigError, match=r"Pass model\.merge_and_unload\(\)"):
         model_path(model, tokenizer, tmp_path)
     with pytest.raises(ConfigError, match="is the one in its folder"):

@@ -214,7 +214,7 @@ def test_hooks_of_ppo_are_called_in_the_documented_order(tiny_dir: Path, tmp_pat
 def test_sft_trains_the_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: Path) -> None:
     recorder = HookRecorder()
     ppo = SFT(tiny_dir / "model", ROWS, save_to=tmp_path, callbacks=[recorder], **SMALL_SFT)
-    torch.set_num_threads(2)  # those of the session, which stay
+    torch.set_num_threads(2)  # a run keeps the session's threads
     result = ppo.fit()
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)

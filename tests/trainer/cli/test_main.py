@@ -62,7 +62,7 @@ def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
         [VERL_LIKE, *arguments], cwd=decoys, stdout=pipe, stderr=subprocess.PIPE, check=False
     )
     os.close(pipe)
-    assert cut.stderr == b""  # as when `| head` has seen enough
+    assert cut.stderr == b""  # as after `| head`
 
 
 def test_help_of_ppo_imports_no_large_package() -> None:

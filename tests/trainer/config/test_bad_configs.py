@@ -1,4 +1,4 @@
-"""A bad configuration gets an error with the key, the numbers and the way out; nothing starts."""
+"""A bad configuration is an error with the key, the numbers and a fix; no process starts."""
 
 from __future__ import annotations
 

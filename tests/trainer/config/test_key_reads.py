@@ -19,7 +19,7 @@ from trainer.sft.recipe import SFT
 
 NO_READERS = ("checks.py", "unused_keys.py")
 READ_NAME = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|: ))|[\"'](\w+)[\"']")
-"""An attribute that is not written here, or a name in quotes."""
+"""An attribute that is not assigned, or a name in quotes."""
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,11 @@ EVERYTHING = [
     "actor_rollout_ref.rollout.name=vllm",
 ]
 MOST_KEYS = 166
-"""Of a recipe, in the tree of a run."""
+"""An upper bound on the keys that a run of a recipe shows."""
 
 
 def size_of_tree(config: RunConfig) -> int:
-    """Return the number of keys in the tree of a run."""
+    """Return the number of keys that a run shows."""
     return len(leaf_keys(type(config))) - len(keys_left_out(config))
 
 

@@ -1,4 +1,4 @@
-"""The rules at fields are complete, hold for the defaults, and are what other code reads."""
+"""The rules of fields are complete, hold for the defaults, and agree with other code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_NAMES = [key for key in KEYS.values() if key.rules.choices or key.rules.reg
 
 
 def config_with(name: str, value: Any) -> PPOConfig:
-    """Return a configuration with all that every run needs, and one other value."""
+    """Return a configuration with every required key and this value."""
     config = PPOConfig()
     config.data.train_files, config.actor_rollout_ref.model.path = "train.parquet", "model"
     *sections, leaf = name.split(".")

@@ -1,4 +1,4 @@
-"""Read the prompt rows of files as a run reads them, without tokens."""
+"""A reader of the prompt rows of files, without tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of every kind in data: each names file and row, and may be skipped."""
+"""Errors in data name the file and the row, and the row may be skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts become the same batches for the same seed; a bad file is rejected with its contents."""
+"""A seed determines the batches of prompts; bad files are rejected with their contents."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_total_of_prompts_ends_in_a_smaller_batch(make_loader: Any) -> None:
     loader = make_loader(train_batch_size=100, total_prompts=450)  # 3 batches an epoch
     assert loader.total_steps == 5
     sizes = [len(names) for names in uids(loader, 6)]
-    assert sizes == [100, 100, 100, 100, 50, 100]  # what comes after the end is nobody's
+    assert sizes == [100, 100, 100, 100, 50, 100]  # nobody takes the batch after the end
 
     resumed = make_loader(train_batch_size=100, total_prompts=450)
     resumed.load_state_dict(resumed.state_dict() | {"num_taken": 4})

@@ -1,4 +1,4 @@
-"""ColossalChat's PPO scripts: each becomes a configuration that composes, and no flag is lost."""
+"""ColossalChat's PPO scripts: each composes, and every flag is described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenRLHF's command lines: each becomes a configuration that composes, and no flag is lost."""
+"""OpenRLHF's command lines: each composes, and every flag is described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys and commands that the reasons of `migrate` name exist."""
+"""Keys and commands in the messages of `migrate` exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_SECTIONS = ("openrlhf_rows", "trl", "coati", "verl_sft")
 NOT_KEYS = re.compile(r"FILE\.py|MODULE\.NAME|docs/\S+|config\.json|workers\.rewards\.code")
 NAMED = re.compile(r"([A-Za-z_][\w.]*)=|\b(\w+(?:\.\w+)+)\b")
 KEYS_OF_NO_SCHEMA = ("placement", "role_mapping.reward_model")
-"""A preset, and a key that a role's name makes."""
+"""A preset, and a key that contains the name of a role."""
 
 
 @cache

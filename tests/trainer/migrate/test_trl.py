@@ -1,4 +1,4 @@
-"""TRL's commands and YAMLs: each becomes a configuration that composes, and no field is lost."""
+"""TRL's commands and YAMLs: each composes, and every field is described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's command lines: each becomes a configuration that composes, and no key is lost."""
+"""verl's command lines: each composes, and every key is described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's drivers: each becomes the command of the same experiment, or an error by key."""
+"""verl's drivers become commands of the same experiment, or an error that names the key."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_fully_asynchronous_counts_are_translated() -> None:
         int(128 * 16 * 2 * 1.5),
     )
     assert (trainer.total_training_steps, trainer.test_freq, trainer.total_epochs) == (400, 20, 2)
-    assert async_training.weight_update == "immediate"  # partial rollouts, by default there
+    assert async_training.weight_update == "immediate"  # verl's default is partial rollouts
 
 
 SFT = """

@@ -1,4 +1,4 @@
-"""A GPU is found by its driver's name for it."""
+"""Data sheets of GPUs by the names that drivers report."""
 
 from __future__ import annotations
 

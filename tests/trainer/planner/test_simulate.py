@@ -18,7 +18,7 @@ PHASES = Phases([1.2], [0.3], [0.8], [0.1])
 
 
 def long_tailed(seed: int, count: int = 40) -> Phases:
-    """Seconds that vary from step to step, as those of long and short responses do."""
+    """Seconds that vary from step to step, as for long and short responses."""
     draw = random.Random(seed)
     return Phases(
         [draw.expovariate(1.0) for _ in range(count)],
@@ -110,7 +110,7 @@ class SleepingGroup(StandInGroup):
         self.phases, self.setup, self.batch = phases, setup, batch
 
     def finished(self) -> DataProto | None:
-        # not as the simulation has it computed, or both could be wrong in one way
+        # computed otherwise than in the simulation, which may be wrong
         of_batch = int(self.running[0].batch["input_ids"][0]) // self.batch
         seconds = self.phases.generate[of_batch % len(self.phases.generate)]
         time.sleep(seconds / self.setup.num_chunks)
