@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from tests.trainer.migrate.words import composed, migrated
-from verl_like.errors import ConfigError
 
 GRPO = """
 set -x
@@ -46,15 +43,9 @@ def test_every_key_of_verl_s_script_is_translated_or_described() -> None:
     assert "critic.optim.lr=1e-5" in unread
 
 
-def test_settings_need_no_program_and_other_texts_are_rejected() -> None:
+def test_settings_need_no_program() -> None:
     text = "data.train_files=x actor_rollout_ref.model.path=y"
     assert migrated("verl", text).settings["actor_rollout_ref.model.path"] == "y"
-    with pytest.raises(ConfigError, match="data.unheard_of=1: no such key is known here"):
-        migrated("verl", f"{text} data.unheard_of=1")
-    with pytest.raises(
-        ConfigError, match="no command of main_ppo; the commands are: python train.py"
-    ):
-        migrated("verl", "python train.py")
 
 
 def test_variables_of_the_script_have_their_values() -> None:

@@ -21,27 +21,6 @@ python -m verl.experimental.{driver} data.train_files=x data.val_files=v \\
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (f"{TURNS}.enable=True", "multi_turn.enable=True: set environment.tools"),
-        ("data.image_key=images", "multimodal models are not supported"),
-        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B", "reads the column images by default"),
-        (
-            f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff=0.1",
-            "router_aux_loss_coef",
-        ),
-        ("trainer.project_name=${trainer.experiment_name}", "replace the variable with its value"),
-        ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script reads its value from"),
-        ("reward_model.enable=True custom_reward_function.path=f.py", "calls the reward model's"),
-    ],
-)
-def test_another_experiment_is_rejected_with_its_key(words: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match="these flags change the experiment") as caught:
-        translated_whole("verl", f"{MAIN} {words}")
-    assert reason in str(caught.value)
-
-
 MEGATRON = f"{ACTOR}.strategy=megatron {ACTOR}.megatron"
 
 
@@ -179,12 +158,6 @@ def test_sft_with_an_engine_is_translated() -> None:
     assert config.parallel.sp == 2
     with pytest.raises(ConfigError, match="multimodal models"):
         translated_whole("verl", line.replace("model.path=y", "model.path=Qwen3-VL-2B"))
-
-
-def test_drivers_with_custom_code_are_rejected() -> None:
-    for driver in ("recipe.spin.main_spin", "verl.trainer.main_generation"):
-        with pytest.raises(ConfigError, match=f"{driver} is a driver with custom code"):
-            translated_whole("verl", f"python -m {driver} data.train_files=x")
 
 
 def test_a_missing_backslash_is_noted() -> None:
