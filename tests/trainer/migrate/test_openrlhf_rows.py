@@ -34,10 +34,9 @@ def test_sft_counts_rows_and_samples_as_in_openrlhf() -> None:
 
 
 def test_a_chat_template_may_be_applied_to_prompts() -> None:
-    line = (
-        "deepspeed --module openrlhf.cli.train_sft --dataset x --pretrain m --output_key response"
-    )
-    translated_whole("openrlhf", f"{line} --input_key prompt --apply_chat_template")
+    columns = "--input_key prompt --output_key response --apply_chat_template"
+    line = f"deepspeed --module openrlhf.cli.train_sft --dataset x --pretrain m {columns}"
+    translated_whole("openrlhf", line)
 
 
 def test_reward_models_and_preferences_are_translated() -> None:
