@@ -113,7 +113,7 @@ def test_fully_asynchronous_counts_are_translated() -> None:
     counts = "data.train_batch_size=0 data.gen_batch_size=1 rollout.total_rollout_steps=51200 "
     counts += "rollout.test_freq=10 async_training.require_batches=4 rollout.total_epochs=2 "
     counts += "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=2"
-    done = migrated("verl", more=counts)
+    done = migrated("verl", ASYNC.format(driver="fully_async_policy.fully_async_main", more=counts))
     config = composed(done)
     async_training, trainer = config.async_training, config.trainer
     # 4 x 32 prompts a step, a version every 2 steps; half a version's samples may be older
