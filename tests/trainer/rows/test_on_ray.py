@@ -11,6 +11,7 @@ from tests.integration.runs import numbers, overrides_on_rows, write_jsonl
 from trainer import run
 from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
+from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 
@@ -22,12 +23,21 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rows", "metric"),
-    [(SFT, TEXTS, "val/loss"), (REWARD_MODEL, PAIRS, "val-core/rm/loss")],
-    ids=["sft", "reward-model"],
+    ("recipe", "rows", "loss", "metric"),
+    [
+        (SFT, TEXTS, (), "val/loss"),
+        (REWARD_MODEL, PAIRS, (), "val-core/rm/loss"),
+        (DPO, PAIRS, ("loss=kto",), "val/loss"),
+    ],
+    ids=["sft", "reward-model", "dpo"],
 )
 def test_two_ranks_on_ray_write_the_numbers_of_one_process(
-    recipe: Recipe[Any], rows: list[dict[str, str]], metric: str, tiny_dir: Path, tmp_path: Path
+    recipe: Recipe[Any],
+    rows: list[dict[str, str]],
+    loss: tuple[str, ...],
+    metric: str,
+    tiny_dir: Path,
+    tmp_path: Path,
 ) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
     metrics = {}
@@ -37,6 +47,7 @@ def test_two_ranks_on_ray_write_the_numbers_of_one_process(
             f"trainer.n_gpus_per_node={num_processes}",
             "data.train_batch_size=3",
             "trainer.test_freq=3",
+            *loss,
         )
         files = {"train": file, "val": file}
         settings = overrides_on_rows(tiny_dir, files, tmp_path / backend, *more)

@@ -42,12 +42,12 @@ def of_scores(advantage):
     """Return the twin of an estimator with one advantage per row."""
 
     def twin(case):
-        scores, found = case.scores(), []
+        scores, advantages = case.scores(), []
         for row in range(ROWS):
             group = [scores[other] for other in group_of(row)]
             others = [scores[other] for other in group_of(row) if other != row]
-            found.append(advantage(scores[row], group, others, case))
-        return on_tokens(found, case), on_tokens(found, case)
+            advantages.append(advantage(scores[row], group, others, case))
+        return on_tokens(advantages, case), on_tokens(advantages, case)
 
     return twin
 
@@ -87,13 +87,13 @@ def gpg(score, group, others, case):
 
 
 def opo(case):
-    scores, found = case.scores(), []
+    scores, advantages = case.scores(), []
     for row in range(ROWS):
         lengths = [len(positions(case.mask[other])) for other in group_of(row)]
         group = [scores[other] for other in group_of(row)]
         total = sum(length * score for length, score in zip(lengths, group, strict=True))
-        found.append(scores[row] - total / sum(lengths) if len(group) > 1 else scores[row])
-    return on_tokens(found, case), on_tokens(found, case)
+        advantages.append(scores[row] - total / sum(lengths) if len(group) > 1 else scores[row])
+    return on_tokens(advantages, case), on_tokens(advantages, case)
 
 
 def maybe_whitened(advantages, case):
@@ -115,22 +115,22 @@ def gdpo(case):
             known = [reward for reward in group if not math.isnan(reward)]
             mean = statistics.mean(known) if known else 0.0
             filled = [mean if math.isnan(reward) else reward for reward in group]
-            own = mean if math.isnan(rewards[row]) else rewards[row]
+            reward = mean if math.isnan(rewards[row]) else rewards[row]
             others = filled[1:]
-            total[row] += weight * grpo(own, filled, others, case)
+            total[row] += weight * grpo(reward, filled, others, case)
     advantages = maybe_whitened(on_tokens(total, case), case)
     return advantages, advantages
 
 
 def later_sums(rows, case, decay):
     """Sum every token's number and all later ones of its row, decayed by `decay` per step."""
-    found = [[0.0] * WIDTH for _ in range(ROWS)]
+    sums = [[0.0] * WIDTH for _ in range(ROWS)]
     for row in range(ROWS):
         later = 0.0
         for t in reversed(positions(case.mask[row])):
             later = rows[row][t] + decay * later
-            found[row][t] = later
-    return found
+            sums[row][t] = later
+    return sums
 
 
 def reinforce_plus_plus(case):
