@@ -35,13 +35,10 @@ def config_of(
 ) -> WorkersConfig:
     groups = {"optimizer": "AdamWMatrixDecay", "weight_decay": 0.5}
     optim = OptimConfig(**groups, lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1)
-    config = tiny_config(one_layer_dir, ppo_mini_batch_size=ROWS // 2, optim=optim)
+    actor = {"ppo_mini_batch_size": ROWS // 2, "optim": optim}
+    config = tiny_config(one_layer_dir, model={"lora_rank": lora_rank}, **actor)
     config.critic.ppo_mini_batch_size = ROWS // 2
-    for model, section in (
-        (config.actor_rollout_ref.model, config.actor_rollout_ref.actor),
-        (config.critic.model, config.critic),
-    ):
-        model.lora_rank = lora_rank
+    for section in (config.actor_rollout_ref.actor, config.critic):
         section.checkpoint.save_contents = list(contents)
     return config
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from verl_like.errors import CheckpointError
 from workers.config import ModelConfig, OptimConfig
 from workers.roles.actor import ActorWorker
@@ -30,17 +30,17 @@ def save(
     contents: Sequence[str] = CONTENTS,
 ) -> dict[str, torch.Tensor]:
     """Save a checkpoint after one update; return its moving average."""
-    config = tiny_config(one_layer_dir, ppo_mini_batch_size=2, optim=OptimConfig(lr=1e-2))
+    actor = {"ppo_mini_batch_size": 2, "optim": OptimConfig(lr=1e-2), "ema_decay": ema_decay}
+    config = tiny_config(one_layer_dir, model={"lora_rank": lora_rank}, **actor)
     config.critic.ppo_mini_batch_size = 2
     config.critic.optim["lr"] = 1e-2
-    config.actor_rollout_ref.model.lora_rank = config.critic.model.lora_rank = lora_rank
-    config.actor_rollout_ref.actor.ema_decay = ema_decay
     for section in (config.actor_rollout_ref.actor, config.critic):
         section.checkpoint.save_contents = list(contents)
 
     worker = started(cls, config, 10)
     batch = own_chunk(make_batch(4, 0), worker.rank, worker.world_size)
-    learned(worker.update_actor(batch) if cls is ActorWorker else worker.update_critic(batch))
+    update = worker.update_actor if cls is ActorWorker else worker.update_critic
+    update(batch)
     worker.save_checkpoint(str(folder), 1)
     return {} if worker.average is None else dict(worker.average.tensors)
 
@@ -56,16 +56,16 @@ def exported(
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert found
-    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
+def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    assert tensors
+    assert all(tensor.equal(expected[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(("cls", "lora_rank"), [(ActorWorker, 4), (CriticWorker, 0)])
@@ -74,9 +74,9 @@ def test_an_export_equals_the_run_s_own_export(
 ) -> None:
     save(cls, one_layer_dir, tmp_path / "role", lora_rank)
     out = tmp_path / "out"
-    found = exported(one_layer_dir, tmp_path / "role", out, lora_rank)
+    tensors = exported(one_layer_dir, tmp_path / "role", out, lora_rank)
     by_run = tmp_path / "role" / "huggingface"
-    assert_equal(found, tensors_of(by_run))
+    assert_equal(tensors, tensors_of(by_run))
     assert {path.name for path in out.iterdir()} == {path.name for path in by_run.iterdir()}
     assert (out / "config.json").read_text() == (by_run / "config.json").read_text()
 
@@ -85,18 +85,18 @@ def test_one_process_exports_the_checkpoint_of_two_ranks(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     run_kept(2, save, ActorWorker, one_layer_dir, tmp_path / "actor")
-    found = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out")
-    assert_equal(found, tensors_of(tmp_path / "actor" / "huggingface"))
+    tensors = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out")
+    assert_equal(tensors, tensors_of(tmp_path / "actor" / "huggingface"))
     base = tensors_of(one_layer_dir / "model")
-    assert not all(tensor.equal(base[name]) for name, tensor in found.items())
+    assert not all(tensor.equal(base[name]) for name, tensor in tensors.items())
 
 
 def test_an_exported_adapter_equals_the_checkpoint_s_adapter(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     save(ActorWorker, one_layer_dir, tmp_path / "actor", lora_rank=4)
-    found = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out", 4, as_adapter=True)
-    assert_equal(found, tensors_of(tmp_path / "actor" / "lora_adapter"))
+    tensors = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out", 4, as_adapter=True)
+    assert_equal(tensors, tensors_of(tmp_path / "actor" / "lora_adapter"))
     assert (tmp_path / "out" / "adapter_config.json").is_file()
 
 
@@ -104,10 +104,10 @@ def test_the_average_is_exported_instead_of_the_weights(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     average = save(ActorWorker, one_layer_dir, tmp_path / "actor", ema_decay=0.5)
-    found = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out", of_average=True)
-    assert_equal(found, average)
+    tensors = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out", of_average=True)
+    assert_equal(tensors, average)
     weights = tensors_of(tmp_path / "actor" / "huggingface")
-    assert not all(tensor.equal(weights[name]) for name, tensor in found.items())
+    assert not all(tensor.equal(weights[name]) for name, tensor in tensors.items())
 
 
 def test_an_export_rejects_what_the_checkpoint_does_not_have(
