@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
-from tests.trainer.async_training.test_lost_trainer import of_training
+from tests.trainer.async_training.test_lost_processes import of_training
 from tests.trainer.process_backends import BACKENDS, start_processes
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts, run

@@ -19,6 +19,7 @@ import pytest
 from tests.integration.runs import calls, lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, run
+from trainer.config.recipe import Recipe
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import SIGNALS, RunInterrupted
 from verl_like.config_key import changed
@@ -26,13 +27,15 @@ from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
 
 
-def config(folder: Path, placement: str = "colocate", **trainer: Any) -> RegressionConfig:
+def config(
+    folder: Path, placement: str = "colocate", recipe: Recipe[Any] = REGRESSION, **trainer: Any
+) -> RegressionConfig:
     """Six steps on one device per pool, with a checkpoint after every second one."""
     settings: dict[str, Any] = {"total_training_steps": 6, "save_freq": 2, "logger": []}
     settings |= {"backend": "local", "default_local_dir": folder, **trainer}
     settings["n_gpus_per_node"] = 2 if placement == "split" else 1
     overrides = [f"trainer.{name}={value}".replace("'", "") for name, value in settings.items()]
-    return load_config([f"placement={placement}", *overrides], REGRESSION)
+    return load_config([f"placement={placement}", *overrides], recipe)
 
 
 @pytest.fixture(scope="module")

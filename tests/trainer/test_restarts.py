@@ -8,8 +8,8 @@ import re
 import signal
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,8 @@ from ray.exceptions import OutOfMemoryError
 
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
-from trainer import load_config, restarts, run
+from tests.trainer.test_loop import config as regression
+from trainer import restarts, run
 from trainer.config.recipe import Recipe
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import RunInterrupted, StopSignals
@@ -28,6 +29,7 @@ from verl_like.config_key import changed
 from verl_like.errors import (
     ConfigError,
     InsufficientResourcesError,
+    PlacementError,
     WeightSyncError,
     WorkerDiedError,
 )
@@ -52,6 +54,9 @@ class ChildrenConfig(RegressionConfig):
     @property
     def child_pools(self) -> frozenset[str]:
         return frozenset({"student_pool", "teacher_pool"})
+
+
+CHILDREN = replace(REGRESSION, schema=ChildrenConfig)
 
 
 class Stopped(RegressionTrainer):
@@ -91,17 +96,8 @@ class FailingSync(RegressionTrainer):
         return super().step()
 
 
-def config(folder: Path, schema: type[RegressionConfig] = RegressionConfig, **trainer: Any) -> Any:
-    settings = {"total_training_steps": 6, "save_freq": 2, "logger": [], "backend": "local"}
-    settings |= {"default_local_dir": folder, "n_gpus_per_node": 2, **trainer}
-    overrides = [f"trainer.{name}={value}".replace("'", "") for name, value in settings.items()]
-    return load_config(["placement=split", *overrides], recipe_of(schema))
-
-
-@cache
-def recipe_of(schema: type[RegressionConfig]) -> Recipe[Any]:
-    """Return a recipe per schema, whose tree is composed only once."""
-    return replace(REGRESSION, schema=schema)
+def config(folder: Path, recipe: Recipe[Any] = REGRESSION, **trainer: Any) -> Any:
+    return regression(folder, "split", recipe, **trainer)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +118,7 @@ def test_a_killed_worker_is_replaced_and_the_step_is_repeated(
 ) -> None:
     monkeypatch.setattr(Killer, "kills", 1)
     with caplog.at_level("WARNING"):
-        run(config(tmp_path / "killed", ChildrenConfig), Killer)
+        run(config(tmp_path / "killed", CHILDREN), Killer)
     assert numbers(tmp_path / "killed") == numbers(whole)
     assert "Restart 1 of 3 (trainer.max_restarts)" in caplog.text
     assert re.search(r"the run restarted after \d+\.\d s and resumes after step 2", caplog.text)
@@ -222,7 +218,7 @@ def test_a_run_resumes_after_it_loses_a_role_and_is_stopped(
     pause = (lambda *_: None) if is_signalled else (lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(restarts.Restarts, "_pause", pause)
     with pytest.raises(RunInterrupted, match=f"Stopped by SIGTERM {where}"):
-        run(config(tmp_path, ChildrenConfig), Stopped)
+        run(config(tmp_path, CHILDREN), Stopped)
     newest = tmp_path / "latest_checkpointed_iteration.txt"
     assert newest.read_text() == "2"
     run(config(tmp_path))
@@ -291,3 +287,77 @@ def test_a_timeout_or_a_signal_ends_the_wait_for_room(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(RunInterrupted, match="SIGTERM while it waited for a node"):
             stopping.wait_for_capacity(start, since)
+
+
+ROLLOUT = frozenset({"rollout"})
+
+
+class Groups:
+    """Stand-in for a run's groups: actor, critic and rollout in their own pools, or in `pools`."""
+
+    def __init__(self, lost: list[str], **pools: list[str]) -> None:
+        self.calls: list[str] = []
+        self.lost = lost
+        self.pools = pools or {"actor": ["actor"], "critic": ["critic"], "rollout": ["rollout"]}
+
+    def lost_pools(self, seconds: float) -> dict[str, str]:
+        return dict.fromkeys(self.lost, "gone")
+
+    def roles_of_pools(self) -> dict[str, list[str]]:
+        return self.pools
+
+    def pools_by_processes(self) -> list[list[str]]:
+        return [[pool] for pool in self.pools]
+
+    def restart(self, pool: str) -> None:
+        self.calls.append(f"restart {pool}")
+
+    def construct_again(self, pool: str) -> None:
+        self.calls.append(f"construct {pool}")
+
+
+class Unstartable(Groups):
+    """Its node is full."""
+
+    def restart(self, pool: str) -> None:
+        raise PlacementError("no room")
+
+
+class AtOnce:
+    """Stand-in for a run's restarts: there is always room."""
+
+    def wait_for_capacity(self, start: Callable[[], None], since: float) -> None:
+        start()
+
+
+def restarted(groups: Any) -> bool:
+    return restarts.restart_groups(groups, ROLLOUT, AtOnce(), 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("groups", "calls"),
+    [
+        (Groups(["actor"]), ["restart actor", "construct critic"]),
+        (Groups(["actor", "critic"]), ["restart actor", "restart critic"]),
+        (Groups(["rollout"]), ["restart rollout", "construct actor", "construct critic"]),
+        (
+            Groups(["critic"], train=["actor", "rollout"], critic=["critic"]),
+            ["restart critic", "restart train"],
+        ),
+    ],
+    ids=["actor", "actor and critic", "rollout", "critic, with a rollout in the actor's process"],
+)
+def test_a_lost_group_restarts_or_constructs_roles_with_state(
+    groups: Groups, calls: list[str]
+) -> None:
+    assert restarted(groups)
+    assert groups.calls == calls
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [Groups([]), Groups(["actor", "critic", "rollout"]), Unstartable(["actor"])],
+    ids=["nothing is lost", "all are lost", "the lost group cannot start"],
+)
+def test_no_group_is_kept_in_other_cases(groups: Groups) -> None:
+    assert not restarted(groups)

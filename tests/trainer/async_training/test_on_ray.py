@@ -1,18 +1,23 @@
-"""Asynchronous runs on a Ray cluster: separate processes, and the numbers of one machine."""
+"""Asynchronous runs on a Ray cluster have the numbers of one machine, also under every fault."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.runs import calls, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines, overrides
+from tests.trainer.async_training.test_lost_processes import of_training
+from tests.trainer.async_training.test_run import ledger_of
 from tests.trainer.async_training.test_topologies import curves
-from trainer import load_config, run
+from tests.trainer.async_training.uids import uids_in_order, uids_of
+from tests.trainer.process_backends import BACKENDS
+from tests.waiting import wait_until_ended
+from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
-ON_RAY = ("trainer.backend=ray", "cpus_per_process=0.25")
 OF_GENERATORS = {"__init__", "init_model", "location", "receive_weights", "submit", "take"}
 
 
@@ -27,10 +32,15 @@ def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
 def test_processes_on_ray_that_shard_a_model_have_the_numbers_of_ppo(
     tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
-    settings = ("async_training.max_staleness=0", "trainer.total_training_steps=2")
     sections = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-    more = ["async_training.topology=2m2t", *(f"{section}.parallel.tp=2" for section in sections)]
-    run(load_config(overrides(tiny_dir, tmp_path / "ray", *ON_RAY, *settings, *more), ASYNC))
+    settings = (
+        *BACKENDS["ray"],
+        "async_training.topology=2m2t",
+        "async_training.max_staleness=0",
+        "trainer.total_training_steps=2",
+        *(f"{section}.parallel.tp=2" for section in sections),
+    )
+    run(load_config(overrides(tiny_dir, tmp_path / "ray", *settings), ASYNC))
 
     for ours, theirs in zip(curves(tmp_path / "ray"), curves(plain)[:2], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
@@ -39,3 +49,65 @@ def test_processes_on_ray_that_shard_a_model_have_the_numbers_of_ppo(
     assert (len(processes), len(generators)) == (4, 2)
     expected = [{(role, method) for method in OF_GENERATORS} for role in ("rollout", "rollout_1")]
     assert sorted(generators, key=len) in (expected, expected[::-1])
+
+
+STEPS, SAMPLES = 10, 8
+SHARED = (*FEW_ROWS, *POLICY_ALONE, f"trainer.total_training_steps={STEPS}")
+FAULTS = (
+    "faults.kill_worker=0.15",
+    "faults.drop_weight_bucket=0.2",
+    "faults.delay_call=0.2",
+    "faults.delay_s=0.05",
+    "trainer.save_freq=4",
+    "trainer.max_restarts=20",
+    "async_training.on_generator_failure=restart",
+)
+
+
+class Pids:
+    """A callback that records the worker processes at the start of each step."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def on_step_begin(self, trainer: Any) -> None:
+        groups = trainer.groups
+        self.seen |= {header.pid for role in groups for header in groups[role].transport.started}
+
+
+@pytest.mark.parametrize(
+    ("topology", "staleness", "seed"),
+    [("1m1t", 0, 198), pytest.param("2m2t", 1, 565, marks=pytest.mark.slow)],
+)
+def test_the_ledger_balances_and_no_process_is_left(
+    tiny_dir: Path,
+    tmp_path: Path,
+    topology: str,
+    staleness: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    shape = f"async_training.topology={topology}", f"async_training.max_staleness={staleness}"
+    settings = (*SHARED, *FAULTS, *shape, *BACKENDS["ray"], f"faults.seed={seed}")
+    pids = Pids()
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[pids])
+
+    *faults, steps = lines(tmp_path, "faults.jsonl")
+    ledger = ledger_of(tmp_path)
+    killed = {fault["role"] for fault in faults if fault["kind"] == "kill_worker"}
+    assert killed >= {"actor", "rollout"}
+    kinds = {fault["kind"] for fault in faults}
+    assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call"}
+    assert steps["completed"] == STEPS
+    assert steps["started"] == STEPS + steps["repeated"]
+    assert sum(ledger["trainers"].values()) == STEPS * SAMPLES
+    for generator in ledger["generators"].values():
+        assert generator["made"] == generator["trained"] + sum(generator["dropped"].values())
+    wait_until_ended(*pids.seen)
+    if staleness == 0:
+        whole = tmp_path / "whole"
+        undisturbed = (*SHARED, *shape, *BACKENDS["local"])
+        run(load_config(overrides(tiny_dir, whole, *undisturbed), ASYNC))
+        assert of_training(tmp_path) == of_training(whole)
+        assert uids_of(tmp_path, STEPS) == uids_in_order(tiny_dir, STEPS, *FEW_ROWS)

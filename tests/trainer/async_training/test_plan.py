@@ -32,10 +32,8 @@ def test_the_plan_describes_chunks_staleness_and_limits() -> None:
     assert chunks in lines
     assert any("samples are at most 2 versions old in an update" in line for line in lines)
     assert "Samples: at most 96 queued or in generation (3 batches)" in lines
-    assert any(
-        "after every batch, and a generator loads new weights between two calls" in line
-        for line in lines
-    )
+    sync = "after every batch, and a generator loads new weights between two calls"
+    assert any(sync in line for line in lines)
     assert any("Correction: rollout_is=token" in line for line in lines)
     assert lines[1].split()[:3] == ["generator", "0", "rollout"]
     two_epochs = "\n".join(plan_lines(config_of("async_training.train_epochs=2")))
@@ -96,12 +94,8 @@ def test_the_prediction_comes_from_the_simulation() -> None:
         "async_training.max_inflight_samples=48",
     )
     setup = setup_of(config)
-    assert (setup.num_generators, setup.max_staleness, setup.chunks, setup.max_inflight) == (
-        2,
-        1,
-        4,
-        6,
-    )
+    sizes = (setup.num_generators, setup.max_staleness, setup.chunks, setup.max_inflight)
+    assert sizes == (2, 1, 4, 6)
     phases = Phases([2.0], [0.1], [0.4], [0.05])
     step, busy, limit = prediction_lines(config, phases)
     assert step == f"Step: {simulate(phases, setup).seconds:.3g} s"

@@ -1,4 +1,4 @@
-"""Asynchronous runs: staleness 0 is the synchronous run, and no sample is lost."""
+"""Asynchronous runs: staleness 0 equals the synchronous run, and no sample is lost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines, numbers, overrides
+from tests.trainer.async_training.rigged_workers import SEND_S
 from tests.trainer.async_training.uids import uids_of
 from trainer import load_config, run
 from trainer.async_training import checks
 from trainer.async_training.recipe import ASYNC
 from trainer.async_training.step import AsyncTrainer
+from trainer.hooks import Hooks
 from verl_like.errors import CheckpointError, ConfigError
 
 LOCAL = "trainer.backend=local"
@@ -320,3 +322,99 @@ def test_a_dry_run_rejects_an_engine_too_large_for_its_pool(tiny_dir: Path, tmp_
     words = "generator_settings.1: .*size=2 does not divide the 1 process of rollout_1's"
     with pytest.raises(ConfigError, match=words):
         run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), ASYNC))
+
+
+NUM_SAMPLES = 2 * 4 * 2
+
+
+def test_the_formulas_of_colossalchat_train_on_all_samples(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    """Two steps of one generator, one trainer and a reward model on the trainer's pool."""
+    model = f"reward.list=[{{name: model, kind: model, path: '{classifier}'}}]"
+    settings = ("algorithm=coati_legacy", model, TWO_STEPS, *FEW_ROWS)
+    legacy = run_async(tiny_dir, tmp_path, *settings)
+    ledger = ledger_of(legacy)
+    assert ledger["generators"]["0"]["made"] == ledger["generators"]["0"]["trained"] == NUM_SAMPLES
+    assert ledger["trainers"] == {"0": NUM_SAMPLES}
+    assert min(ledger["versions"]) == "1", "the generators have weights before the first prompt"
+    for line in lines(legacy):
+        assert line["actor/grad_norm"] > 0
+        assert line["critic/grad_norm"] > 0
+        for end in ("min", "max"):  # every token's return is the whole reward of its response
+            rewards = line[f"critic/rewards/{end}"]
+            assert line[f"critic/returns/{end}"] == pytest.approx(rewards, abs=1e-5)
+        assert abs(line["critic/advantages/mean"]) > 1e-4, "nothing whitens them"
+
+    scored = calls(legacy, "compute_rm_score")
+    assert len(scored) == 2
+    trainers = {event["args"]["pid"] for event in calls(legacy, "update_actor")}
+    assert {event["args"]["pid"] for event in scored} == trainers
+    scores = [row["score"] for step in (1, 2) for row in lines(legacy, f"rollouts/{step}.jsonl")]
+    assert len(scores) == NUM_SAMPLES
+    assert len(set(scores)) > NUM_SAMPLES / 2, "a model of random weights, not a rule of 0 and 1"
+
+
+HOOKS = [name for name in vars(Hooks) if name.startswith("on_")]
+
+
+class Recorder:
+    """Records every hook with its step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+        for hook in HOOKS:
+            setattr(self, hook, lambda trainer, *_, hook=hook: self.note(trainer, hook))
+
+    def note(self, trainer: Any, hook: str) -> None:
+        self.seen.append((trainer.global_step, hook.removeprefix("on_")))
+
+
+def test_hooks_are_called_in_order(tiny_dir: Path, tmp_path: Path, few_validated: str) -> None:
+    settings = (
+        "trainer.backend=local",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=2",
+        few_validated,
+        "trainer.test_freq=2",
+        "trainer.val_before_train=false",
+        *(*POLICY_ALONE, *FEW_ROWS),
+    )
+    recorder = Recorder()
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[recorder])
+    step = ["step_begin", "sample_begin", "generated", "sample_end", "update"]
+    hooks = [seen for seen in recorder.seen if not seen[1].startswith(("stage_", "filter"))]
+    assert hooks == [
+        (0, "init_end"),
+        (0, "train_begin"),
+        *[(1, name) for name in [*step, "step_end"]],
+        *[(2, name) for name in [*step, "validate_begin", "validate_end", "step_end", "save_end"]],
+        (2, "train_end"),
+    ]
+
+
+def intervals(folder: Path, method: str) -> list[tuple[float, float]]:
+    """Return start and end in seconds of every call."""
+    return [
+        (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in calls(folder, method)
+    ]
+
+
+def test_slow_sends_and_slow_updates_overlap(tiny_dir: Path, tmp_path: Path) -> None:
+    actor = "role_workers.actor=tests.trainer.async_training.rigged_workers.SlowActor"
+    more = (
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=5",
+        "data.max_response_length=2",
+        *POLICY_ALONE,
+    )
+    folder = run_async(tiny_dir, tmp_path, actor, "async_training.max_staleness=1", *more)
+    sends = intervals(folder, "deliver_weights")
+    scores, updates = intervals(folder, "compute_log_prob"), intervals(folder, "update_actor")
+    work = [(score[0], update[1]) for score, update in zip(scores, updates, strict=True)]
+    assert len(work) == 5
+    shared = sum(
+        max(min(send[1], busy[1]) - max(send[0], busy[0]), 0.0) for send in sends for busy in work
+    )
+    # of the sends except the first, during which nothing is trained, and the last
+    assert shared > 0.7 * 3 * SEND_S

@@ -37,21 +37,23 @@ def of_a_batch(responses, answer):
     return [share(*pair) for pair in zip(responses, answer, strict=True)]
 """
 NAMES = ("of_verl", "of_a_column", "of_all", "with_settings", "side_by_side", "of_a_batch")
-SAMPLED = {
-    "data.train_batch_size": 4,
-    "actor_rollout_ref.rollout.n": 2,
-    "trainer.total_training_steps": 1,
-}
-TRAINED = [*POLICY_ALONE, "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+ONE_STEP = [
+    *POLICY_ALONE,
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.total_training_steps=1",
+    "trainer.val_before_train=false",
+]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "more"),
-    [(PPO, [*TRAINED, "trainer.val_before_train=false"]), (EVAL, [])],
+    ("recipe", "files", "more"),
+    [(PPO, "train_files", ONE_STEP), (EVAL, "val_files", [])],
     ids=["train", "eval"],
 )
 def test_every_form_of_a_reward_scores(
-    recipe: Recipe, more: list[str], tiny_dir: Path, tmp_path: Path
+    recipe: Recipe, files: str, more: list[str], tiny_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "forms.py").write_text(FORMS)
     rows = [
@@ -65,8 +67,6 @@ def test_every_form_of_a_reward_scores(
         | ({"kwargs": {"scale": 1.0}} if name == "with_settings" else {})
         for name in NAMES
     ]
-    files = "val_files" if recipe is EVAL else "train_files"
-    sampled = {} if recipe is EVAL else SAMPLED
     settings = [
         f"actor_rollout_ref.model.path={tiny_dir}/model",
         f"data.{files}={tmp_path}/rows.jsonl",
@@ -76,7 +76,6 @@ def test_every_form_of_a_reward_scores(
         "data.max_response_length=8",
         "trainer.backend=local",
         "trainer.logger=[]",
-        *(f"{key}={value}" for key, value in sampled.items()),
         *more,
     ]
     run(load_config(settings, recipe))

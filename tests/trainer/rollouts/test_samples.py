@@ -1,16 +1,22 @@
-"""Samples of a step as lines of a file: every text is read back, and the report shows every row."""
+"""Samples of a step as lines of a file, of which the best, the worst and some others are kept."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.trainer.report.report_runs import make_run
+from trainer.ppo.config import PPOConfig
 from trainer.report.page import write_report
 from trainer.report.read import read_run
-from trainer.rollouts.samples import EXTRA, write_samples
+from trainer.rollouts import rollouts
+from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.samples import BYTES_OF_OLD_STEP, EXTRA, thin_samples, write_samples
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.files import lines_of, parse_json
@@ -54,3 +60,70 @@ def test_the_report_shows_a_row_of_any_text(tokenizer: Any, tmp_path: Path) -> N
     assert sorted(sample.truth for sample in data.samples) == sorted(TEXTS)
     assert not data.notes
     assert "half \\ud800 a character" in write_report(run).read_text(encoding="utf-8")
+
+
+def written(path: Path, scores: list[float], length: int = 100) -> list[bytes]:
+    rows = [json.dumps({"sample": i, "score": s, "output": "é" * length}) for i, s in
+            enumerate(scores)]  # fmt: skip
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def test_a_file_within_the_limit_stays_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    written(path, [1.0, 2.0])
+    before = path.read_bytes()
+    thin_samples(path, limit=len(before))
+    assert path.read_bytes() == before
+    thin_samples(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 17, 200])
+def test_complete_samples_of_all_scores_stay_in_their_order(tmp_path: Path, num_rows: int) -> None:
+    path = tmp_path / "1.jsonl"
+    scores = [float((7 * i) % num_rows) for i in range(num_rows)]
+    lines = written(path, scores)
+    limit = 5 * len(lines[-1])
+    thin_samples(path, limit)
+    remaining = path.read_bytes().splitlines(keepends=True)
+    assert path.stat().st_size <= limit
+    assert remaining == [line for line in lines if line in remaining]
+    assert len(remaining) == min(num_rows, 5)
+    scores = sorted(json.loads(line)["score"] for line in remaining)
+    assert (scores[0], scores[-1]) == (0.0, num_rows - 1.0)
+    gaps = [b - a for a, b in zip(scores, scores[1:], strict=False)]
+    assert max(gaps) <= max(1, num_rows / 3)
+
+
+def test_the_best_sample_stays_even_if_it_exceeds_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    lines = written(path, [1.0, 3.0, 2.0], length=5000)
+    thin_samples(path)
+    assert path.read_bytes() == lines[1]
+
+
+def test_files_of_new_steps_stay_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "write_samples", lambda *_: None)
+    run = SimpleNamespace(folder=tmp_path, step=9)
+    trainer: Any = SimpleNamespace(run=run, config=PPOConfig())
+    samples = Rollouts(trainer, None, None)  # type: ignore[arg-type]
+    for folder, numbers in (("rollouts", (7, 8, 9)), ("validation", (0, 3, 6, 9))):
+        (tmp_path / folder).mkdir()
+        for step in numbers:
+            written(tmp_path / folder / f"{step}.jsonl", [0.0] * 100)
+
+    def whole(folder: str) -> list[int]:
+        files = (tmp_path / folder).glob("*.jsonl")
+        return sorted(int(f.stem) for f in files if f.stat().st_size > BYTES_OF_OLD_STEP)
+
+    for keep, steps, validations in (
+        (None, [7, 8, 9], [0, 3, 6, 9]),
+        (10, [7, 8, 9], [0, 3, 6, 9]),
+        (4, [7, 8, 9], [6, 9]),
+        (1, [7, 9], [9]),
+    ):
+        trainer.config.trainer.max_rollouts_to_keep = keep
+        samples.write("rollouts", None)  # type: ignore[arg-type]
+        samples.write("validation", None)  # type: ignore[arg-type]
+        assert whole("rollouts") == steps, "one step per write"
+        assert whole("validation") == validations
