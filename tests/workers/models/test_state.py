@@ -145,7 +145,7 @@ def sharded_actor(folder: Path) -> list[tuple[str, dict[str, Tensor]]]:
 def test_sharded_ranks_send_save_and_resume_buffers(tmp_path: Path) -> None:
     save_model(tmp_path, "deepseek_v3")
     before = buffers_of(load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token"))
-    workers = sum(run_kept(2, sharded_actor, tmp_path), [])
+    workers = [worker for rank in run_kept(2, sharded_actor, tmp_path) for worker in rank]
     assert len({checksum for checksum, _ in workers}) == 1
     for _, buffers in workers:
         assert buffers.keys() == before.keys()

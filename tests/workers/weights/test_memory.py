@@ -31,7 +31,7 @@ class Wide(nn.Module):
             self.register_parameter(f"w{number}", nn.Parameter(torch.rand(2**18)))
 
 
-def rank_and_store() -> tuple[int, dist.TCPStore]:
+def rank_and_store() -> tuple[int, Any]:
     """Return this process's rank and the store of all ranks."""
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))

@@ -83,38 +83,34 @@ def test_a_sharded_actor_sends_to_a_rollout_in_another_pool(
     assert len({checksum for _, checksum in results[0]}) == 3
 
 
-def colocated(one_layer_dir: Path) -> tuple[Any, ...]:
-    """An actor and a rollout on the same ranks: two updates with syncs, and a sleep between them.
+def colocated(one_layer_dir: Path) -> tuple[bool, str | None]:
+    """Sync an actor with a rollout on the same ranks after two updates, with a sleep in between.
 
-    Then a sync whose copy is damaged, if there is one.
+    Return whether they share the module, and the error of a sync whose copy is damaged.
     """
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     actor = started(ActorWorker, config, 10)
     rollout = beside(actor, RolloutWorker, config)
-    actor.update_actor(own_chunk(make_batch(8), actor.rank, actor.world_size))
-    reports = [rollout.update_weights(0)]
-    first = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
-    rollout.sleep()
-    actor.update_actor(own_chunk(make_batch(8), actor.rank, actor.world_size))
-    reports.append(rollout.update_weights(1))
-    second = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
-    shared = rollout.engine.module is actor.engine.module
-    whole = [report.error for report in reports], first, second, rollout.engine.version, shared
+    for version in range(2):
+        actor.update_actor(own_chunk(make_batch(8), actor.rank, actor.world_size))
+        assert rollout.update_weights(version).error is None
+        assert rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
+        assert rollout.engine.version == version
+        if version == 0:
+            rollout.sleep()
 
     load = rollout.engine._load
     rollout.engine._load = lambda tensors: load(list(tensors)[1:])
-    return whole, rollout.update_weights(2).error
+    return rollout.engine.module is actor.engine.module, rollout.update_weights(2).error
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_colocated_rollout_shares_the_module_or_gathers_a_copy(
     one_layer_dir: Path, world: int
 ) -> None:
-    results = run_kept(world, colocated, str(one_layer_dir))
-    assert [whole for whole, _ in results] == [([None, None], True, True, 1, world == 1)] * world
-    words = "engine: 1 missing: model.embed_tokens.weight."
-    damaged = [f"rollout rank {rank}: {words}" for rank in range(world)]
-    assert [error for _, error in results] == ([None] if world == 1 else damaged)
+    for rank, (is_shared, error) in enumerate(run_kept(world, colocated, str(one_layer_dir))):
+        words = f"rollout rank {rank}: engine: 1 missing: model.embed_tokens.weight."
+        assert (is_shared, error) == ((True, None) if world == 1 else (False, words))
 
 
 def test_the_version_changes_when_every_rank_has_verified(actor: Group, rollout: Group) -> None:
