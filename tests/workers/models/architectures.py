@@ -186,7 +186,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class NotBuilt(Exception):
-    """A model type without a causal LM from a configuration alone; the text says why."""
+    """A model type whose configuration is not enough to build a causal LM; the text says why."""
 
 
 def cases() -> list[str]:

@@ -27,7 +27,7 @@ from workers.training.microbatch import MicroBatchBudget
 from workers.weights.module_writer import ModuleWriter
 
 NUM_STEPS = 2
-"""Of the proof that an engine decodes such a model."""
+"""Steps of the proof that an engine decodes such a model."""
 ROUTER_BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 """A buffer of `deepseek_v3`."""
 

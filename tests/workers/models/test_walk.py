@@ -11,7 +11,7 @@ from tests import ROOT
 from tests.workers.models.architectures import NotBuilt, build_tiny, cases, tiny_model_config
 from tests.workers.models.walk import (
     LARGEST_ERROR,
-    each_row_alone,
+    compute_reference,
     make_rows,
     outcome,
     rounding_of_gradient,
@@ -42,7 +42,7 @@ def test_each_part_is_right_or_rejected(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("case", "is_rough"), [("llama", False), ("qwen3_5_text", True)])
 def test_only_gradients_that_amplify_rounding_may_differ(case: str, is_rough: bool) -> None:
     module, rows = build_tiny(tiny_model_config(case)), make_rows()
-    _, gradient = each_row_alone(module, rows)
+    _, gradient = compute_reference(module, rows)
     assert (rounding_of_gradient(module, rows, gradient) > LARGEST_ERROR) == is_rough
 
 

@@ -40,7 +40,7 @@ from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
 PROMPT, RESPONSE = 60, 100
 ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))
 """Tokens of the prompt and of the response of each row."""
-Alone = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]
+Reference = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]
 """Transformers' log-probs and entropies of every row, and the gradient."""
 PARTS = ("training", "checkpointing", "native", "export")
 """Parts of an entry in `docs/data/models.json`."""
@@ -67,11 +67,11 @@ def walk(case: str, folder: Path) -> dict[str, str]:
     module.save_pretrained(folder / "model")
     logging.disable(logging.WARNING)
     try:
-        alone = functools.cache(partial(each_row_alone, module, make_rows()))
+        reference = functools.cache(partial(compute_reference, module, make_rows()))
         engine = functools.cache(partial(_engine, folder))
-        results = {"training": _result(lambda: _training(module, engine(False), alone()))}
+        results = {"training": _result(lambda: _training(module, engine(False), reference()))}
         if results["training"].startswith("right"):
-            results["checkpointing"] = _result(lambda: _training(module, engine(True), alone()))
+            results["checkpointing"] = _result(lambda: _training(module, engine(True), reference()))
             results["export"] = _result(lambda: _export(module, folder, engine(False)))
         results["native"] = _result(lambda: _native(module))
         if results["native"].startswith("rejected") and "export" in results:
@@ -134,9 +134,9 @@ def _engine(folder: Path, checkpointing: bool) -> Any:
     return started(ActorWorker, config, 1).engine
 
 
-def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
+def _training(module: Any, engine: Any, reference: Reference) -> tuple[float, str]:
     """Return the worst relative error of log-probs, entropies and the gradient, and the layout."""
-    data, (pairs, plain) = make_rows(), alone
+    data, (pairs, plain) = make_rows(), reference
     outputs = engine.forward_rows(data, MicroBatchBudget(rows=4), TokenOutputs(entropy=True))
     inside = data.batch["response_mask"] != 0
     gradient = _gradient(engine, data)
@@ -151,10 +151,10 @@ def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
     return max(errors), f" ({engine.row_passes.kind})"
 
 
-def each_row_alone(module: Any, data: DataProto) -> Alone:
+def compute_reference(module: Any, data: DataProto) -> Reference:
     """Return transformers' log-probs and entropies of every row, and the gradient."""
     module.zero_grad()
-    pairs = [_alone(module, data, row) for row in range(len(ROWS))]
+    pairs = [_reference_of_row(module, data, row) for row in range(len(ROWS))]
     weights = data.batch["advantages"]
     weighted = [(lp * weights[row, : len(lp)]).sum() for row, (lp, _) in enumerate(pairs)]
     torch.stack(weighted).sum().backward()
@@ -173,7 +173,7 @@ def rounding_of_gradient(module: Any, data: DataProto, plain: dict[str, Tensor])
         for parameter in moved.parameters():
             steps = torch.randint(-1, 2, parameter.shape, generator=generator)
             parameter.mul_(1 + 2.0**-23 * steps)
-    _, gradient = each_row_alone(moved, data)
+    _, gradient = compute_reference(moved, data)
     return min(_gradient_error(gradient, plain), LARGEST_ROUNDING)
 
 
@@ -191,7 +191,7 @@ def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
     return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
 
 
-def _alone(module: Any, data: DataProto, row: int) -> tuple[Tensor, Tensor]:
+def _reference_of_row(module: Any, data: DataProto, row: int) -> tuple[Tensor, Tensor]:
     """Return the log-probs and entropies of a row's response, by transformers."""
     ids = data.batch["input_ids"][row][data.batch["attention_mask"][row] != 0]
     prompt, _ = ROWS[row]

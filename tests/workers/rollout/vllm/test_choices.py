@@ -40,16 +40,16 @@ def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     again = [sample for sample in aborted.values() if sample.finish_reason == "abort"]
     outputs += [*done.values(), *engine.generate(again, sampling)]
 
-    routers, found = Routers(model), []
+    routers, choices = Routers(model), []
     for output in outputs:
         row = torch.tensor([[*output.prompt, *output.tokens.tolist()][:-1]])
-        with torch.no_grad(), routers.recording() as noted:
+        with torch.no_grad(), routers.recording() as passes:
             model(row, use_cache=False)
-            theirs = noted.take()
+            theirs = passes.take()
         assert output.routed_experts is not None
         assert output.routed_experts.dtype == theirs.dtype
-        found.append((output.routed_experts.sort(dim=-1).values, theirs.sort(dim=-1).values))
-    return found
+        choices.append((output.routed_experts.sort(dim=-1).values, theirs.sort(dim=-1).values))
+    return choices
 
 
 @pytest.mark.vllm
@@ -57,7 +57,7 @@ def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
 def test_experts_of_every_token_equal_those_of_a_pass_over_the_row(
     family: str, tmp_path: Path
 ) -> None:
-    (found,) = run(1, choices_of_both, tmp_path, family, deadline_s=300)
-    assert len(found) >= 9
-    for ours, theirs in found:
+    (choices,) = run(1, choices_of_both, tmp_path, family, deadline_s=300)
+    assert len(choices) >= 9
+    for ours, theirs in choices:
         assert torch.equal(ours, theirs)

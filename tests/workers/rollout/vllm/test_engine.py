@@ -68,13 +68,13 @@ def test_a_quantization_that_vllm_ignores_is_rejected(tmp_path: Path) -> None:
     from workers.rollout.vllm.setup import VllmSettings
 
     make_model(tmp_path)
-    asked = VllmSettings(
+    vllm_settings = VllmSettings(
         str(tmp_path), dtype="bfloat16", options={"quantization": "int8_per_channel_weight_only"}
     )
     with pytest.raises(
         ConfigError, match="vLLM ignored quantization='int8_per_channel_weight_only' on cpu"
     ):
-        VllmEngine(asked, LIMITS)
+        VllmEngine(vllm_settings, LIMITS)
 
 
 @pytest.mark.vllm
@@ -118,9 +118,9 @@ def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
 def test_a_ppo_step_runs_on_vllm(make_tiny: ModuleType, tmp_path: Path) -> None:
     tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
     cache = "actor_rollout_ref.rollout.kv_cache_gb=1"
-    found = two_steps(tiny, tmp_path / "run", "placement=colocate", cache)
-    assert len(found) == 2
-    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in found)
+    steps = two_steps(tiny, tmp_path / "run", "placement=colocate", cache)
+    assert len(steps) == 2
+    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in steps)
 
 
 @pytest.mark.vllm
@@ -157,12 +157,12 @@ def test_a_ppo_step_on_a_server_equals_one_in_process(
 ) -> None:
     tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
     cache = "actor_rollout_ref.rollout.kv_cache_gb=1"
-    own = two_steps(tiny, tmp_path / "own", "placement=colocate", cache)
+    in_process = two_steps(tiny, tmp_path / "in_process", "placement=colocate", cache)
     with vllm_server(tiny / "model", EngineLimits(16, 8)) as url:
         servers = f"actor_rollout_ref.rollout.server_urls=[{url}]"
         served = two_steps(tiny, tmp_path / "served", "placement=colocate", servers)
     for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss"):
-        expected = pytest.approx([line[name] for line in own], abs=1e-4)
+        expected = pytest.approx([line[name] for line in in_process], abs=1e-4)
         assert [line[name] for line in served] == expected
     assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in served)
 
@@ -196,8 +196,8 @@ def decoded(folder: Path, size: int) -> Any:
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks_decode_like_one(tmp_path: Path) -> None:
     make_model(tmp_path)
-    (alone,) = run(1, decoded, tmp_path, 1, deadline_s=300)
+    (single,) = run(1, decoded, tmp_path, 1, deadline_s=300)
     first, second = run(2, decoded, tmp_path, 2, deadline_s=300)
-    assert first == alone
-    assert alone[2]
+    assert first == single
+    assert single[2]
     assert second is None, "the first answers"

@@ -89,7 +89,7 @@ def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, T
     model = save_model(folder, family)
     limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=8, kv_cache_gb=1.0)
     engine = VllmEngine(VllmSettings(str(folder)), limits)
-    prompts, found = make_prompts()[:4], []
+    prompts, log_probs = make_prompts()[:4], []
     for version in range(2):
         with torch.no_grad():
             for weight in model.parameters():
@@ -101,19 +101,19 @@ def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, T
         outputs = engine.generate(requests_of(prompts), settings(do_sample=False))
         for prompt, output in zip(prompts, outputs, strict=True):
             steps = full_logits(model, prompt, output.tokens).log_softmax(-1)
-            found.append((output.log_probs, steps.gather(1, output.tokens[:, None])[:, 0]))
+            log_probs.append((output.log_probs, steps.gather(1, output.tokens[:, None])[:, 0]))
 
     renamed = {"model.norm.scales": torch.ones(128)}
     engine.expected.checkpoint.stored = lambda tensors: iter([*tensors, *renamed.items()])
     with pytest.raises(WeightSyncError, match=r"has no place for: .*model.norm.scales"):
         engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
-    return found
+    return log_probs
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_equals_the_trainer_and_rejects_unknown_names(family: str, tmp_path: Path) -> None:
     """In a separate process: vLLM creates its groups of ranks once per process."""
-    (found,) = run(1, log_probs_of_two_versions, tmp_path, family, deadline_s=300)
-    for ours, theirs in found:
+    (log_probs,) = run(1, log_probs_of_two_versions, tmp_path, family, deadline_s=300)
+    for ours, theirs in log_probs:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)

@@ -44,10 +44,10 @@ def hashes_of(tiny: Path, model: str, folder: Path, *more: str) -> Hashes:
         *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
         *("data.max_prompt_length=16", "data.max_response_length=8", "trainer.logger=[]"),
     ]
-    found = Hashes()
-    run(load_config([*settings, *more]), callbacks=[found])
+    hashes = Hashes()
+    run(load_config([*settings, *more]), callbacks=[hashes])
     assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in lines(folder))
-    return found
+    return hashes
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_two_ranks_of_vllm_get_the_weights_of_actors_in_any_layout(
     model = "experts" if axis == "ep" else "model"
     axes = [f"{section}.parallel.{axis}=2" for section in ("actor_rollout_ref.actor", "critic")]
     split = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    found = hashes_of(tiny, model, tmp_path, "trainer.n_gpus_per_node=2", split, *axes)
-    assert [{engine} for engine in found.engine] == found.actor
+    hashes = hashes_of(tiny, model, tmp_path, "trainer.n_gpus_per_node=2", split, *axes)
+    assert [{engine} for engine in hashes.engine] == hashes.actor
     whole = load_model(ModelConfig(path=f"{tiny}/{model}"), "token")
-    assert found.engine[0] == checksum_of(named_state(whole)) != found.engine[1]
+    assert hashes.engine[0] == checksum_of(named_state(whole)) != hashes.engine[1]
