@@ -105,7 +105,7 @@ def check(
 ) -> RunResult:
     """Make the checks of a run, print the plan, and start nothing.
 
-    `plan` returns a text to print before files are read, instead of the short plan.
+    If `plan` is given, its text is printed before files are read, and the short plan is left out.
     """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
     with reproducible_arithmetic():

@@ -67,7 +67,7 @@ class Restarts:
     def begin(self, step: int, source: str) -> None:
         """Log that an attempt begins after `step`, with the state of `source`.
 
-        The first attempt of a run that begins at step 0 removes the file of an earlier run.
+        The first attempt of a run that begins at step 0 removes an earlier run's `restarts.jsonl`.
         """
         if self._count:
             again = max(self._last_failed - 1 - step, 0)

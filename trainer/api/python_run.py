@@ -174,7 +174,7 @@ class PythonRun:
         return shlex.join(["verl-like", self._recipe.name, *self.overrides(steps)])
 
     def fit(self, steps: int | None = None) -> RunResult:
-        """Run `steps` more steps; without `steps`, run to the end that the keys set.
+        """Run `steps` more steps; without `steps`, run for the length that the keys set.
 
         The run resumes as `trainer.resume_mode` says: by default, from the newest checkpoint in the
         run folder. By default, it also saves a checkpoint after its last step.

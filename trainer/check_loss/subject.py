@@ -146,7 +146,10 @@ def check_name(name: str, names: Iterable[str], words: str) -> None:
 def look_up(
     name: str, kind: str | None, named: Mapping[str, Mapping[str, Any]], words: str
 ) -> tuple[str, Any]:
-    """Return the kind and the function of this name; an error begins with `words`."""
+    """Return the kind and the function of this name.
+
+    The error for an unknown name begins with `words`.
+    """
     searched = {key: named[key] for key in named if kind in (None, key)}
     names = dict.fromkeys(n for functions in searched.values() for n in functions)
     check_name(name, [*names], words)

@@ -189,14 +189,14 @@ class Job(ABC):
         return [*keys, *layout_keys(placement)]
 
     def configured(self, placement: PlannedPlacement) -> Any:
-        """Return the configuration of a run with these keys."""
+        """Return the configuration of a run with this placement."""
         cluster = cluster_keys(self.device, self.num_gpus, self.per_node)
         settings = [*self.settings, *overrides_of(cluster), *self.overrides(placement)]
         config, _ = compose.checked_config(settings, self.recipe)
         return config
 
     def rejection(self, placement: PlannedPlacement) -> str | None:
-        """Return the error of a run with these keys; None if the run would start."""
+        """Return the error that a run with this placement would raise at its start, or None."""
         try:
             config = self.configured(placement)
             nominal_placement(config)

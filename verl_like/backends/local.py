@@ -185,7 +185,7 @@ class InlineTransport(_LocalTransport):
                 raise
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Return the caller's own stack, which shows where it waits."""
+        """Return the stacks of the calls that are running in this process."""
         return {0: self.host.stacks()}
 
     def place(self, rank: int) -> str:

@@ -25,7 +25,7 @@ Inside = frozenset[tuple[int, int]]
 
 
 def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
-    """Return whether two objects are equal, also inside containers, tensors and arrays.
+    """Return whether two objects are equal, comparing the contents of containers and arrays.
 
     A ragged column is equal to its rectangle. Containers that contain themselves are equal if they
     do so in the same places.

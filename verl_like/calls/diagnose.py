@@ -287,7 +287,7 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
 
 
 def likely_cause(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
-    """Return one sentence on why these ranks do not respond, from the stacks of their pool."""
+    """Return the likely cause why these ranks are late, from the stacks of their pool."""
     computing = f"{describe_ranks(ranks)} is still computing (or sleeping). See its stack."
     return f"Likely cause: {who_waits(stacks, ranks) or computing}"
 
@@ -346,7 +346,7 @@ def _lock_of(stack: str) -> str | None:
 
 
 class Pool(Protocol):
-    """The interface of a transport that this module uses."""
+    """The part of a transport's interface that this module uses."""
 
     world_size: int
 

@@ -16,7 +16,7 @@ KINDS = KILL, DELAY = "kill_environment", "delay_environment"
 
 @dataclass(frozen=True)
 class Faults:
-    """The probability that a reply gets each kind of fault."""
+    """The probability that a reply gets each kind of fault, the length of a delay, and the seed."""
 
     kill_environment: float = 0.0
     delay_environment: float = 0.0

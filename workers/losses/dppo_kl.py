@@ -1,6 +1,7 @@
 """DPPO-Binary-KL: a token has no gradient if updates have moved its probability too far.
 
-The distance is the KL of the distribution over "this token or another".
+The distance is the KL from the old to the current policy over two outcomes: this token, or any
+other.
 """
 
 from __future__ import annotations

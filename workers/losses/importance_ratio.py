@@ -69,9 +69,8 @@ def losses_in_trust_region(
     """Return the token losses, and per-token values whose means are metrics.
 
     The loss is -A log p times the ratio; the ratio is at most `clip_ratio_c` and has no gradient.
-    `moved` is negative where the probability fell. Tokens with a positive advantage drop out if
-    they `moved` by more than the upper clip range. Other tokens drop out if they fell by more than
-    the lower clip range.
+    `moved` is negative where the probability fell. A token with a positive advantage drops out if
+    its `moved` exceeds `clip_ratio_high`; another token, if its `moved` is below `-clip_ratio_low`.
     """
     low, high = clip_widths(config)
     log_r = log_ratio(log_prob.detach(), old_log_prob, mask)

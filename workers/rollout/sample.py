@@ -97,7 +97,7 @@ class Sample:
         finish_reason: str,
         routed_experts: Tensor | None = None,
     ) -> Sample:
-        """Return the sample with copies of this response.
+        """Return the sample with this response; tokens, log-probs and versions are copied.
 
         `log_probs` is [tokens, 1 or 2]: the policy's, then those of the truncated distribution.
         """

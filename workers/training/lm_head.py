@@ -71,8 +71,8 @@ def token_columns(
 ) -> Columns:
     """Return `log_probs` of the labels, and the other wanted columns, at the positions of `feed`.
 
-    `vocab` is this rank's shard of the vocabulary if it is split over ranks. `fused` columns are
-    computed by compiled functions.
+    `vocab` is this rank's shard of the vocabulary if it is split over ranks. With `fused`,
+    log-probs and entropy are computed by compiled functions; this has no effect with `vocab`.
     """
     compute = functools.partial(columns_of_logits, wanted=wanted, vocab=vocab, fused=fused)
     num_words = None if vocab is None else vocab.most

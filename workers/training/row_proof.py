@@ -6,8 +6,8 @@
 
 Packed rows are faster, but wrong for a model that counts positions, carries a state from token to
 token or looks at neighboring tokens. Therefore each layout is tested on a small model of the class
-and compared with transformers' pass over each row separately. The test rows are longer than the
-model's windows, chunks and original context length.
+and compared with transformers' pass over each row separately. Some test rows exceed the small
+model's windows, chunks and original context length, where the run's rows exceed the real model's.
 
 The tokens of a packed row can be split over ranks only if no operation but attention mixes tokens.
 """

@@ -72,8 +72,8 @@ class Address:
 def open_weight_store(toward: str = "") -> tuple[TCPStore, str]:
     """Open a store on a free port; return it and its `host:port`.
 
-    `toward` is a host that can reach the store. Without it, the processes of this run can reach
-    the store; on one machine, they use loopback.
+    `toward` is a host that must be able to reach the store. Without it, the processes of
+    this run can reach the store; on one machine, they use loopback.
     """
     host = LOOPBACK
     if toward or os.environ.get("GLOO_SOCKET_IFNAME") != "lo":

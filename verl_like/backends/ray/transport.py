@@ -3,9 +3,9 @@
 Payloads stay in the object store and go from worker to worker as references. Requests for stacks
 and concurrent calls take a separate connection (`verl_like.backends.rpc`).
 
-Calls and batches are pickled before Ray sees them, because Ray's own pickler takes several times as
-long (`pack`). Equal batches are put into the store once (`put_once`), because several roles read
-the same columns in a step.
+Calls and batches are pickled by `pack` before Ray sees them, because Ray's own pickler takes
+several times as long. Equal batches are put into the store once (`put_once`), because
+several roles read the same columns in a step.
 """
 
 from __future__ import annotations
