@@ -1,4 +1,4 @@
-"""The recipes as classes: `from verl_like import PPO, GRPO, SFT, RewardModel, DPO`.
+"""The recipes as classes: `from verl_like import PPO, GRPO, AsyncPPO, SFT, RewardModel, DPO`.
 
     run = GRPO("gpt2", ["say a", "say b"], lambda prompt, response: 1.0, lr=1e-6, n=8)
     result = run.fit(steps=20)          # .metrics, .model, .plot()
@@ -155,7 +155,7 @@ class PPO(PythonRun):
         max_timesteps: int | None = None,
         update_timesteps: int | None = None,
     ) -> RunResult:
-        """Run `steps` more steps; without arguments, run to the end that the keys set.
+        """Run `steps` more steps; without arguments, run for the length that the keys set.
 
         The run resumes as `trainer.resume_mode` says: by default, from the newest checkpoint in the
         run folder. By default, it also saves a checkpoint after its last step. The last three
@@ -177,8 +177,8 @@ class PPO(PythonRun):
             return super().fit(steps)
         if steps is not None:
             raise ConfigError(
-                f"steps={steps} and {', '.join(counts)} set the same length. Pass either steps or "
-                "the other three."
+                f"steps={steps} and {', '.join(counts)} both set the run's length. Pass either "
+                "steps or the other three."
             )
 
         length = self._prompts_of(**require_counts(**counts))

@@ -315,7 +315,7 @@ def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tup
 def _filled_string(row: Row, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise ValueError(f"{column!r} is not a string ({type(value).__name__})")
+        raise ValueError(f"{column!r} is a {type(value).__name__}, not a string")
     if not value.strip():
         raise ValueError(f"{column!r} is empty")
     check_length(value)

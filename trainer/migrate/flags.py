@@ -336,8 +336,8 @@ class GivenFlags:
         def whole_number(number: float) -> int:
             if number != int(number):
                 raise ConfigError(
-                    f"{expression} is {number:g}, which is not a whole number of groups. "
-                    "Set a multiple of the group size."
+                    f"{expression} is {number:g}, but must be a whole number of groups. Set "
+                    "train_batch_size to a multiple of n_samples_per_prompt."
                 )
             return int(number)
 

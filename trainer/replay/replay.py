@@ -185,9 +185,9 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
             if config.trainer.backend != "local":
                 raise
             raise PlacementError(
-                f"{error} A replay needs as many processes as the run had, because a "
-                "different number sums in a different order. --backend=run uses the run's "
-                "backend."
+                f"{error} A replay needs as many processes as the run had, because with another "
+                "number of processes, sums are added in a different order. Add --backend=run to "
+                "use the run's backend."
             ) from error
         observers = active_observers(config, trainer_cls)
         Loop(trainer_cls(Run(config, groups, observers), *inputs)).run()

@@ -170,9 +170,11 @@ class VerlWorker:
         places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
         if len(places) != 1:
             raise DispatchError(
-                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one pair of ranks, but "
-                f"the other worker's meshes have {len(places)}: {dispatch_dp_rank}, "
-                f"{collect_dp_rank}. Call _register_dispatch_collect_info with the intended ranks."
+                f"set_dispatch_collect: mesh '{mesh_name}' of {self.role} rank {self.rank} takes "
+                "its place from the other worker, whose meshes must all have the same dispatch "
+                f"rank and collect flag, but they have {len(places)} different places: "
+                f"{dispatch_dp_rank}, {collect_dp_rank}. Call "
+                "_register_dispatch_collect_info(mesh_name, dp_rank, is_collect) instead."
             )
         self._register_dispatch_collect_info(mesh_name, *places.pop())
 

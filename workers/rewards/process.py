@@ -167,7 +167,8 @@ class Calls:
             if inspect.isawaitable(results):
                 results = asyncio.run(self._within_deadline(results))
             if not hasattr(results, "__len__"):
-                raise ValueError(f"the reward function returned {results!r:.200}{NO_REWARD}")
+                words = f"the reward function scores a whole batch, but returned {results!r:.200}"
+                raise ValueError(f"{words}{NO_REWARD}")
             if len(results) != len(samples):
                 raise ValueError(
                     f"it received {len(samples)} samples but returned {len(results)} scores"

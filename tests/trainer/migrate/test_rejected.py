@@ -19,7 +19,7 @@ REJECTED = {
     ("openrlhf", ""): {
         "python train.py --pretrain x": "there is no command of train_ppo_ray",
         "--pretran x": "no flag --pretran. Did you mean 'pretrain'",
-        "--train_batch_size 10 --n_samples_per_prompt 4": "is 2.5, which is not a whole number of",
+        "--train_batch_size 10 --n_samples_per_prompt 4": "is 2.5, but must be a whole number of",
         "--train_batch_size $SIZE": r"--train_batch_size is '\$SIZE'",
         "--zero_stage 4": "--zero_stage 4: ZeRO has the stages 0 to 3",
         "--pretrain x --advantage_estimator rloo": "the translated command is incomplete",

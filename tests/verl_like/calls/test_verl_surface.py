@@ -175,7 +175,7 @@ def test_meshes_that_cannot_be_adopted_are_rejected() -> None:
         worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
     other._register_dispatch_collect_info("two", 1, True)
     with pytest.raises(
-        DispatchError, match="needs one pair of ranks, but the other worker's meshes have 2"
+        DispatchError, match="same dispatch rank and collect flag, but they have 2 different places"
     ):
         worker.set_dispatch_collect("both", **other.get_dispatch_collect())
     with pytest.raises(DispatchError, match=r"has not registered mesh 'mein'. Did you mean 'mine'"):
