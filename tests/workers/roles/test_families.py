@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, gradients
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import VOCAB, make_batch, started, text_rows, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -22,6 +22,13 @@ from workers.roles.rows import SFTWorker
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
 SEED = 3
+FAMILIES = {
+    "LlamaConfig": {"num_key_value_heads": 2, "intermediate_size": 64},
+    "Qwen2Config": {"num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": True},
+    "GPT2Config": {},
+    "OPTConfig": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "BloomConfig": {},
+}
 
 
 @pytest.fixture(scope="module", params=["LlamaConfig", "GPT2Config", "BloomConfig"])
