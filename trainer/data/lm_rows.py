@@ -264,7 +264,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
         content = message["content"]
         text = content.strip() if isinstance(content, str) else content
         if message["role"] == "assistant" and not (text or message.get("tool_calls")):
-            raise ValueError(f"message {number} of 'messages', of the assistant, is empty")
+            raise ValueError(f"message {number} of 'messages' is an empty assistant message")
     template = tokenizer.chat_template
     if template is None:
         raise ValueError(

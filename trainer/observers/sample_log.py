@@ -354,8 +354,9 @@ class SampleWatch:
                 self._leave(USER_CODE, tokens)
             if missing := [sample for sample in self._samples if sample not in tokens]:
                 raise SampleLogError(
-                    f"the update of step {trainer.global_step} was called without "
-                    f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has dropped these."
+                    f"the update of step {trainer.global_step} did not get the samples "
+                    f"{', '.join(map(_name, missing[:NAMED]))} (uid/index), and no filter dropped "
+                    "them."
                 )
             ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
             self.log.train(ours, stats)

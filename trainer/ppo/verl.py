@@ -133,7 +133,7 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     notices += _warm_up_by_share(translated)
     if rejected:
         lines = "\n  ".join(rejected)
-        raise ConfigError(f"these keys of verl have no equivalent here:\n  {lines}")
+        raise ConfigError(f"these settings of verl cannot be translated; change them:\n  {lines}")
     if notices:
         lines = "\n  ".join(sorted(notices))
         logger.warning("note: keys of verl that are ignored or renamed here:\n  %s", lines)

@@ -25,7 +25,7 @@ Turn = dict[str, Any]
 
 
 def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
-    """Map fields of trajectories to values, one per row; return {} if samples have one turn.
+    """Map fields of trajectories to values, one per row; {} without an environment.
 
     The field `turns` is a list of {role, text, reward}. A turn of the policy has the environment's
     reward, and also its number of tokens, the number of tokens observed after it, and its seconds.

@@ -57,7 +57,7 @@ class PendingResult:
             self._future.set_result(Response(body, media_type=kind))
 
     def fail(self, error: BaseException) -> None:
-        """Set the error, which tells the client whether the user or the server caused it."""
+        """Answer with the error and its category: the user or the server caused it."""
         users = (ConfigError, BatchError, CheckpointError, RolloutError, RequestError)
         is_users = isinstance(error, users) and not isinstance(error, WorkerDiedError)
         category = "user" if is_users else "server"

@@ -90,8 +90,8 @@ def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, .
     texts = _parts(thresholds or "")
     if not chosen or len(texts) not in (1, len(chosen)):
         raise ConfigError(
-            f"{SECTION}.rollout_rs={names} needs one threshold for all, or one for each of its "
-            f"{len(chosen)}; {SECTION}.rollout_rs_threshold={thresholds} has {len(texts)}."
+            f"{SECTION}.rollout_rs={names} needs one threshold for all criteria, or one for each "
+            f"of the {len(chosen)}; {SECTION}.rollout_rs_threshold={thresholds} has {len(texts)}."
         )
     texts = texts if len(texts) == len(chosen) else texts * len(chosen)
     criteria = []

@@ -404,7 +404,10 @@ def _placements_by_plan(plan: Mapping[str, str], path: str, layer: Any) -> dict[
         if style is None:
             continue
         if style not in PLACEMENTS:
-            raise NoSplit(f"the model's plan splits weights of {path} by an unknown style: {style}")
+            raise NoSplit(
+                f"the tensor-parallel plan in transformers splits weights of {path} by an unknown "
+                f"style: {style}"
+            )
         placements[name] = PLACEMENTS[style]
     return placements
 
@@ -507,7 +510,10 @@ def _siblings_without_rule(
         if HEAD_NORM.fullmatch(child):
             others[path] = Layer(PartialWeights)
         elif not BEFORE_HEADS.fullmatch(child):
-            raise NoSplit(f"the plan has no rule for {parent}.{name} next to layers that it splits")
+            raise NoSplit(
+                f"the tensor-parallel plan in transformers has no rule for {parent}.{name}, but "
+                "splits layers next to it"
+            )
     return others
 
 

@@ -430,8 +430,8 @@ def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -
         return
     if sampling.truncated_log_probs and sample.truncated_log_probs is None:
         raise RolloutError(
-            f"rollout: {sample.name} was started without truncated_log_probs. Continue it without "
-            "them."
+            f"rollout: {sample.name} was started with truncated_log_probs=false. Continue it with "
+            "the same setting."
         )
     longest = sample.longest(sampling.max_tokens)
     if len(sample.tokens) >= longest or sample.finish_reason != UNFINISHED:

@@ -106,7 +106,7 @@ def test_templates_that_rewrite_turns_must_mark_them(tokenizer: Any, tmp_path: P
         ({"messages": [{"role": "user"}]}, "not a list of messages with role and content"),
         (
             {"messages": [*CHAT[:1], {"role": "assistant", "content": " "}, *CHAT]},
-            "message 1 of 'messages', of the assistant, is empty",
+            "message 1 of 'messages' is an empty assistant message",
         ),
         ([1], r"it is not an object with columns \(list\)"),
     ],

@@ -171,7 +171,7 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None has 0"),
         ({"rollout_rs": "tokn_k1", "rollout_rs_threshold": "2"}, "Did you mean 'token_k1'"),
         ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": "2"}, "token_k1 twice"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2,3"}, "one for each of its 1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2,3"}, "one for each of the 1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1"}, "policies have the ratio 1"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 takes one upper"),
         (

@@ -100,7 +100,7 @@ def test_truncated_log_probs_follow_the_distribution_and_survive_an_abort(
     partial = replace(first_tokens(longest, 2), truncated_log_probs=expected[:2])
     (resumed,) = engine.generate([partial], sampling)
     torch.testing.assert_close(resumed.truncated_log_probs, expected, atol=1e-4, rtol=0)
-    with pytest.raises(RolloutError, match="was started without truncated_log_probs"):
+    with pytest.raises(RolloutError, match="was started with truncated_log_probs=false"):
         engine.generate([replace(partial, truncated_log_probs=None)], sampling)
 
 

@@ -70,7 +70,7 @@ def min_window(config: Any) -> int:
 
 
 def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
-    """Return the columns of a slot that fits a padded prompt and a response of these widths."""
+    """Return the number of columns that a padded prompt and a response of these widths need."""
     return max(min_window(config), whole_blocks(1 + whole_blocks(prompt_width) + response_width))
 
 

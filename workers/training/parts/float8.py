@@ -98,7 +98,7 @@ class Float8(ModelPart):
     layers: Sequence[nn.Linear] = ()
 
     def check(self, model: Model) -> None:
-        """Reject a device or type without float8 products, and layers that are split over ranks."""
+        """Reject a device or compute dtype without float8 products, and tensor parallelism."""
         key = f"{model.model_config.SECTION}.fp8_linear"
         check_float8(model.device, model.precision.compute, model.dims, key)
 
@@ -129,7 +129,7 @@ def _forward(layer: Any, input: Tensor) -> Tensor:  # noqa: A002 - the name in t
 def check_float8(
     device: torch.device, compute: torch.dtype, dims: ParallelDims, key: str = "fp8_linear"
 ) -> None:
-    """Reject a device or type without float8 products, and layers that are split over ranks."""
+    """Reject a device or compute dtype without float8 products, and tensor parallelism."""
     reason = f"parallel.tp={dims.tp} splits linear layers" if dims.tp > 1 else ""
     if reason := reason or _why_not(device, compute):
         raise ConfigError(f"{key}: {reason}. Leave it out.")
