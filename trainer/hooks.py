@@ -15,7 +15,8 @@ called whenever a validation is due, which may be before the first step:
         on_step_begin
         on_stage_begin  on_stage_end            (around every stage of PPO)
             on_sample_begin  on_generated  on_sample_end     (in the stage that generates)
-            on_filter  on_update                           (in the stage that trains on them)
+            on_filter  on_update             (in the update stage; with dynamic sampling, on_filter
+                                              comes before on_sample_end)
         on_validate_begin  on_validate_end
         on_step_end
         on_save_end                             (after a step, once a checkpoint is committed)

@@ -126,8 +126,13 @@ def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
         way_out = "Use a file that ends in .py, or a module that can be imported on every node."
         module = _module(path, path_subject, way_out)
     if not hasattr(module, name):
-        names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise ConfigError(f"{name_subject}: {path} has no such name, only {names}.")
+        public = {n: value for n, value in sorted(vars(module).items()) if not n.startswith("_")}
+        defined = [n for n in public if getattr(public[n], "__module__", "") == module.__name__]
+        names = defined or [*public]
+        raise ConfigError(
+            f"{name_subject}: {path} has no such name, only {', '.join(names) or 'nothing'}."
+            f"{nearest(name, names)}"
+        )
     return getattr(module, name)
 
 

@@ -79,15 +79,14 @@ def test_an_invalid_path_is_rejected_with_an_example(path):
 
 
 def test_an_object_is_loaded_by_its_file_or_module_and_its_name(estimators, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("class Own:\n    pass\n", encoding="utf-8")
+    (tmp_path / "mine.py").write_text("import os\nfrom re import sub\nclass Own: ...\n", "utf-8")
     monkeypatch.chdir(tmp_path)
     cls = load_object("./mine.py:Own", "trainer.cls")
     assert load_object("mine.py:Own", "trainer.cls") is cls
     assert load_object("math:sqrt", "trainer.cls") is math.sqrt
     assert estimators.look_up("math:sqrt") is math.sqrt
-    with pytest.raises(
-        ConfigError, match=r"trainer.cls=mine.py:Owm: mine.py has no such name, only"
-    ):
+    problem = r"trainer.cls=mine.py:Owm: mine.py has no such name, only Own. Did you mean 'Own'\?"
+    with pytest.raises(ConfigError, match=problem):
         load_object("mine.py:Owm", "trainer.cls")
     with pytest.raises(ConfigError, match=r"trainer.cls=none.py:Own: there is no such file"):
         load_object("none.py:Own", "trainer.cls")

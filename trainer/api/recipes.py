@@ -1,6 +1,6 @@
 """The recipes as classes: `from verl_like import PPO, GRPO, AsyncPPO, SFT, RewardModel, DPO`.
 
-    run = GRPO("gpt2", ["say a", "say b"], lambda prompt, response: 1.0, lr=1e-6, n=8)
+    run = GRPO("gpt2", ["The sky is"], lambda response: float("blue" in response), lr=1e-6, n=8)
     result = run.fit(steps=20)          # .metrics, .model, .plot()
     result = run.fit(steps=20)          # 20 more
     run.command()                       # the same on the command line

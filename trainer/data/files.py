@@ -28,6 +28,7 @@ DATA_SOURCE = "prompts"
 RULE_COLUMNS = ("data_source", "reward_model")
 PLAIN = (str, int, float, bool, type(None))
 """Types whose values JSON stores unchanged."""
+GIVE_PROMPT = "The prompts' column is set by data.prompt_key"
 WAY_OUT = " Fix it, or leave such rows out with data.on_bad_row=skip."
 DRY_RUN_ROWS = 10_000
 """Number of rows that a dry run reads from each list of files, in addition to one step's rows."""
@@ -76,13 +77,15 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
     row, so it needs a data_source, and a reward_model with a ground_truth. Otherwise missing ones
     are filled in.
     """
+    in_file = row
     if not needs_rules:
         row = with_rule_columns(row)
     for column in (prompt_key, *RULE_COLUMNS):
         if row.get(column) is None:
-            way_out = f". {GIVE_REWARD}" if column in RULE_COLUMNS else ""
-            there = filled_columns(row)
-            raise ValueError(f"column {column!r} is empty; non-empty columns: {there}{way_out}")
+            problem = f"column {column!r} is empty" if column in row else f"no column {column!r}"
+            way_out = GIVE_REWARD if column in RULE_COLUMNS else GIVE_PROMPT
+            there = filled_columns(in_file)
+            raise ValueError(f"{problem}; non-empty columns: {there}. {way_out}")
     prompt, rule = row[prompt_key], row["reward_model"]
     if isinstance(prompt, str | list) and not prompt:
         raise ValueError(f"{prompt_key!r} is empty")
@@ -241,7 +244,7 @@ def _check(path: Path | str, wanted: Sequence[str], there: Sequence[str]) -> Non
     for column in wanted:
         if column not in there:
             rule = column in RULE_COLUMNS
-            way_out = GIVE_REWARD if rule else "The prompts' column is set by data.prompt_key"
+            way_out = GIVE_REWARD if rule else GIVE_PROMPT
             raise ConfigError(
                 f"{path}: no column {column!r}. Columns: {', '.join(there)}."
                 f"{nearest(column, there)} {way_out}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -56,17 +57,18 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     gpus_of_node = cluster.pop("trainer.simulate")
     keys = [f"{key}={value}" for key, value in cluster.items() if key not in job.keys]
     keys += job.overrides(first)
+    check = f"verl-like check {job.recipe.name} --full --gpus {gpus_of_node}"
+    command = " \\\n    ".join([check, *map(shlex.quote, [*job.settings, *keys])])
     gpus = replace(devices, gpu=job.device.name)
     parts = [
-        f"GPUs: {job.num_gpus:,} x {job.device.name}, {job.per_node} per node\n"
+        f"GPUs: {job.num_gpus:,} x {job.device.name}, {min(job.num_gpus, job.per_node)} per node\n"
         f"Step: {job.describe_rows}\n{_engine(job)}{ASSUMED}",
         "\n".join([*_table(job, best, max_columns), speed]),
         _listed(f"Keys of {kind} 1, to add to your settings:", keys),
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
         _listed(f"Slower {kind}s:", [*islice(slower, MOST_LOSERS)]),
         _listed(f"{kind.title()}s that a run rejects:", rejected),
-        "Next: check a run with your settings and these keys:\n"
-        f"  verl-like check {job.recipe.name} --full --gpus {gpus_of_node} ...",
+        f"Next: check a run with your settings and these keys:\n  {command}",
     ]
     return "\n\n".join(part for part in parts if part)
 

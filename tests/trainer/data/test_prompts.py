@@ -175,6 +175,14 @@ def test_rows_without_rules_need_only_prompts(tmp_path: Path) -> None:
         read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=False)
 
 
+def test_a_file_without_the_column_of_prompts_is_told_its_own_columns(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n', "utf-8")
+    words = "line 1: no column 'prompt'; non-empty columns: answer, question. The prompts' column "
+    with pytest.raises(ConfigError, match=words + "is set by data.prompt_key. Fix"):
+        read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=False)
+
+
 def test_a_row_keeps_its_rule() -> None:
     assert with_rule_columns(GOOD) == GOOD
     row = with_rule_columns({"reward_model": {"style": "own"}, "data_source": "s"})
