@@ -1,16 +1,20 @@
 """usage: verl-like eval MODEL [key=value ...]
 
-MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
-global_step_N in one. The command samples every prompt of data.val_files, scores the samples, and
-prints mean@n, best@n and maj@n of each data source, as a run's validation does. If MODEL is a run
-of `verl-like ppo` or `async`, its prompts, rewards, sampling and seed are reused; your settings
+MODEL is a model folder, a name on the Hugging Face hub, a run folder (its
+trained model), or a global_step_N in one. The command samples every prompt of
+data.val_files, scores the samples, and prints mean@n, best@n and maj@n of each
+data source, as a run's validation does. If MODEL is a run of `verl-like ppo` or
+`async`, its prompts, rewards, sampling and seed are reused; your settings
 override them.
 
   data.val_files=[a.parquet,b.jsonl]
-  actor_rollout_ref.rollout.val_kwargs.n=8  actor_rollout_ref.rollout.val_kwargs.do_sample=true
-  trainer.default_local_dir=FOLDER   samples, metrics and report; by default eval/global_step_N in
-                                     the run, or runs/eval/NAME for other models
-  verl-like eval --cfg all           every key with its meaning
+  reward=FILE.py:FUNCTION           default: the run's, or a data_source's rule
+  actor_rollout_ref.rollout.val_kwargs.n=8
+  actor_rollout_ref.rollout.val_kwargs.do_sample=true
+  trainer.default_local_dir=FOLDER  samples, metrics and report (default:
+                                    eval/global_step_N in the run, or
+                                    runs/eval/NAME for other models)
+  verl-like eval --cfg all          every key with its meaning
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """usage: verl-like COMMAND ...   (also: COMMAND --help, --version)
-
+train
   ppo [key=value ...]           train with PPO, GRPO and more
   async [key=value ...]         PPO that generates and trains at the same time
   sft [key=value ...]           supervised fine-tuning on chats and texts
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     save a model's best responses for sft or dpo
+before a run
   check [RECIPE] [key=value..]  check settings, print the plan, start nothing
   plan [key=value ...]          propose GPUs for every role
   bench overlap [...]           predict the speed-up of async training
@@ -13,15 +14,18 @@
   check-loss FILE.py:NAME       check a loss on cut and padded batches
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
-  serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward
-  migrate SYSTEM FILE           translate a script of verl, TRL and others
+after a run
   report RUN_DIR                write RUN_DIR/report.html again
   compare RUN RUN ...           compare runs: settings, curves, times
   replay RUN --step K           repeat a step of a run, to compare or debug
   eval MODEL [key=value ...]    validate a model or a run's model
   chat MODEL                    talk to a model or a run's model
   export CHECKPOINT OUT         write a trained model as a Hugging Face folder
-RECIPE --cfg all prints every key with its meaning (RECIPE: ppo to best-of-n)
+serve, and move from another framework
+  serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward
+  migrate SYSTEM FILE           translate a script of verl, TRL and others
+Every key with its meaning: RECIPE --cfg all   (RECIPE: a command under train)
+First try: verl-like make-tiny tiny   (make-tiny --help shows how to train it)
 """
 
 from __future__ import annotations

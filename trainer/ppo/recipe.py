@@ -1,24 +1,30 @@
-"""Trains a policy with PPO, GRPO and other algorithms, on the GPUs or CPUs that you configure.
+"""usage: verl-like ppo algorithm=grpo actor_rollout_ref.model.path=FOLDER
+           data.train_files=FILE reward=FILE.py:FUNCTION [key=value ...]
 
-  verl-like ppo data.train_files=FILE actor_rollout_ref.model.path=FOLDER
-                [key=value ...]   in a checkout also: python -m trainer.main_ppo
+Trains a policy with PPO, GRPO and other algorithms.
 
-Placement    placement=colocate|split|standalone
-             resource_pool_spec.critic_pool=[2]  pool of 2 processes on one node
-             resource_pool_spec.mine=[1] role_mapping.rollout=mine  a new pool
-Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
-Backend      trainer.backend=ray|local  ray.address=HOST:PORT
-Dry run      verl-like check key=value ... checks the run and prints its plan
-Sweep        --multirun trainer.seed=1,2   (each has a folder in the run folder)
-Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings; your keys override them
-             algorithm.adv_estimator=gae|grpo  algorithm.use_kl_in_reward=true
+Algorithm    algorithm=ppo|grpo|dapo|…  a paper's settings; your keys win
              correction=decoupled_seq_is|…  off-policy correction
-Length       trainer.total_training_steps=100  trainer.total_epochs=1
+Data         data.train_batch_size=1024  prompts per step (default: 1024)
+             data.max_prompt_length=512 data.max_response_length=512  (the defaults)
+             data.val_files=FILE trainer.test_freq=10  steps between validations
+Reward       reward=FILE.py:FUNCTION  default: the rule for a row's data_source
+             reward.model.enable=true reward.model.path=FOLDER  a reward model
+Sampling     actor_rollout_ref.rollout.n=8  responses per prompt (default: 1; grpo: 8)
+Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (the default)
+Memory       actor_rollout_ref.model.lora_rank=32  train a LoRA adapter (default: 0)
+Length       trainer.total_epochs=1  or  trainer.total_training_steps=100
+Run          trainer.default_local_dir=DIR  the same command resumes the run
+             trainer.save_freq=50  steps between checkpoints; also every 30 min
 
-Keys         verl-like ppo algorithm=grpo --cfg job    what this run reads
-             verl-like ppo --cfg all                   every key
+Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
+             trainer.backend=ray|local  ray.address=HOST:PORT
+Placement    placement=colocate|split|standalone
+             resource_pool_spec.mine=[2] role_mapping.rollout=mine  a new pool
+Check first  verl-like check key=value ...  prints the plan, starts nothing
+Sweep        --multirun trainer.seed=1,2
+Keys         verl-like ppo --cfg all  every key;  --cfg job: what this run reads
 Completion   eval "$(verl-like -sc install=bash)"
-An unknown key is an error that names the nearest keys.
 """
 
 from __future__ import annotations

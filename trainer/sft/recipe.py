@@ -1,10 +1,25 @@
 """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
-Trains a model on chats (loss on the assistant's turns), prompts with responses, or plain text.
-Placement, run folder, checkpoints and resume work as in `verl-like ppo`.
+Trains a model on chats (loss on the assistant's turns), prompts with responses,
+or plain text. The rows of the file (Parquet, JSONL or CSV) have these forms:
 
-  verl-like sft --cfg all           every key with its meaning
-  checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+  {"messages": [{"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"}]}
+  {"prompt": "Hi", "response": "Hello"}
+  {"text": "Hello"}
+
+  data.max_length=2048           tokens per row; longer rows are cut (default:
+                                 1024, or fewer if the model is shorter)
+  data.train_batch_size=64       rows per optimizer step (default: 64)
+  optim.lr=1e-5                  learning rate (default: 1e-5)
+  model.lora_rank=32             train a LoRA adapter, to save memory
+  trainer.default_local_dir=DIR  run folder, with the trained model in DIR/model;
+                                 the same command resumes the run
+  trainer.save_freq=100          steps between checkpoints; also every 30 min
+  checkpoint.save_contents=[model,optimizer,extra,hf_model]
+  verl-like sft --cfg all        every key with its meaning
+
+Placement works as in `verl-like ppo`.
 """
 
 from __future__ import annotations
