@@ -11,8 +11,8 @@ Data         data.train_batch_size=1024  prompts per step (default: 1024)
 Reward       reward=FILE.py:FUNCTION  default: the rule for a row's data_source
              reward.model.enable=true reward.model.path=FOLDER  a reward model
 Sampling     actor_rollout_ref.rollout.n=8  per prompt (default: 1; grpo: 8)
-Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (default: 1e-6)
-Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, all weights)
+Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (default)
+Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, off)
 Length       trainer.total_epochs=1  or  trainer.total_training_steps=100
 Run          trainer.default_local_dir=DIR  the same command resumes the run
              trainer.save_freq=50  steps between checkpoints; also every 30 min
