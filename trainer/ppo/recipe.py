@@ -10,7 +10,7 @@ Data         data.train_batch_size=1024  prompts per step (default: 1024)
              data.val_files=FILE trainer.test_freq=10  steps between validations
 Reward       reward=FILE.py:FUNCTION  default: the rule for a row's data_source
              reward.model.enable=true reward.model.path=FOLDER  a reward model
-Sampling     actor_rollout_ref.rollout.n=8  per prompt (default: 1; grpo: 8)
+Sampling     actor_rollout_ref.rollout.n=8  responses per prompt (8 with grpo)
 Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (default)
 Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, off)
 Length       trainer.total_epochs=1  or  trainer.total_training_steps=100
