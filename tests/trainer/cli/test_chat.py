@@ -41,7 +41,7 @@ def user(text: str) -> dict[str, str]:
     ("template", "words"),
     [
         ("{{ 1 // 0 }}", "the chat template rejects it: "),
-        ("{{ 'x' * 5000000 }}", "it has 5,000,000 characters, of which"),
+        ("{{ 'x' * 5000000 }}", "it has 5,000,000 characters, more than"),
     ],
 )
 def test_a_template_that_fails_is_an_error(

@@ -201,7 +201,7 @@ FILES = [
     (folder_of_rows, r"train_files: .* is a folder, which contains rows\.jsonl"),
     (reward_model_without_score, r"reward.list\[0\].path=.*has no score.weight"),
     (model_with_half_a_config, "config.json is damaged: Expecting value"),
-    (row_without_prompt, "p.jsonl, line 2.*column 'prompt' is empty.*data.on_bad_row=skip"),
+    (row_without_prompt, "p.jsonl, line 2.*no column 'prompt'.*data.on_bad_row=skip"),
     (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),
     (asserts_as_tests, "ground_truth has an assert.*forge its score.*reward.trust_programs=true"),
     (model_without("token*"), "cannot load a tokenizer.*it holds.*model.safetensors"),
