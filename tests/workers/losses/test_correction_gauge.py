@@ -134,7 +134,9 @@ def test_metrics_of_chunks_add_up_to_those_of_the_batch(batch: Columns) -> None:
     weights, remaining = correction(new, old, mask, whole)
     chunks = []
     for rows in ([3], [0, 4], [1, 2, 5]):
-        chunks.append(correction(new[rows], old[rows], mask[rows], summed))
+        weights_of_rows, remaining_of_rows = correction(new[rows], old[rows], mask[rows], summed)
+        assert weights_of_rows is not None
+        chunks.append((weights_of_rows, remaining_of_rows))
 
     assert summed.metrics() == pytest.approx(whole.metrics())
     assert len(whole.metrics()) == 49

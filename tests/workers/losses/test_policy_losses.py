@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,9 +109,8 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
     assert whole["gradient"].abs().sum() > 0
     for cuts in ([1] * ROWS, [4, 2]):
         for key, value in summed_over_cuts(batch, name, mode, cuts).items():
-            torch.testing.assert_close(
-                value, whole[key], check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
-            )
+            message = partial("{}: {}".format, key)
+            torch.testing.assert_close(value, whole[key], check_dtype=False, msg=message)
 
 
 def test_a_gradient_by_blocks_can_be_used_only_once(

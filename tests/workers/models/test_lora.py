@@ -72,7 +72,7 @@ def test_only_adapters_of_the_actor_are_trained(one_layer_dir: Path) -> None:
     for name, tensor in actor.engine.module.named_parameters():
         assert tensor.requires_grad == is_adapter(name), name
         assert tensor.equal(before[name]) != is_adapter(name), name
-    num_states = sum(len(state) for state in actor.engine.optimizer.state.values())
+    num_states = sum(map(len, actor.engine.optimizer.state.values()))
     assert num_states == 3 * len(actor.engine.parameters())
 
 
