@@ -19,7 +19,7 @@ import threading
 from contextlib import closing, suppress
 
 from verl_like.errors import ConfigError
-from verl_like.process.machine import address_toward
+from verl_like.process.machine import address_toward, http_url
 
 KEY = re.compile(
     rb"^(?:authorization:[ \t]*bearer|x-api-key:)[ \t]*([0-9a-f]+)[ \t]*\r$", re.I | re.M
@@ -51,7 +51,7 @@ class Router:
         self.folder = ""
         self._server = _listen(host, int(port))
         reachable = address_toward(ELSEWHERE) if host in ("0.0.0.0", "::") else host
-        self.url = f"http://{reachable}:{self._server.getsockname()[1]}"
+        self.url = http_url(reachable, self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from workers.columns import read_columns
 
 LIMIT, BATCH, STEPS = 32, 16, 4
 LONG_S = 0.15
-"""Of one step: much longer than the milliseconds between the readings of two clocks."""
+"""Delay of one step: much longer than the milliseconds between the readings of two clocks."""
 
 
 class Watches:

@@ -148,10 +148,10 @@ def test_placement_and_resume_change_no_number(
     tiny_dir: Path, tmp_path: Path, teacher: Path
 ) -> None:
     colocated, split = tmp_path / "colocated", tmp_path / "split"
-    one, two = (f"trainer.total_training_steps={count}" for count in (1, 2))
-    run(load_config(settings(tiny_dir, colocated, teacher, *FEW_ROWS, two)))
+    one_step, two_steps = (f"trainer.total_training_steps={count}" for count in (1, 2))
+    run(load_config(settings(tiny_dir, colocated, teacher, *FEW_ROWS, two_steps)))
     pools = ("placement=split", "trainer.n_gpus_per_node=2", "trainer.save_freq=1", *FEW_ROWS)
-    for length in (one, two):
+    for length in (one_step, two_steps):
         run(load_config(settings(tiny_dir, split, teacher, *pools, length)))
     assert numbers(split) == numbers(colocated)
     assert len(calls(split, "compute_teacher_log_prob")) == 2

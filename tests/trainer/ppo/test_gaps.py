@@ -124,14 +124,14 @@ def test_gaps_change_neither_sampled_tokens_nor_metrics(stage: str) -> None:
     compact, spread = two_batches(0)
     drawn, wide = (batch.batch["response_mask"].bool() for batch in (compact, spread))
     expected, metrics = STAGES[stage](compact)
-    found, found_metrics = STAGES[stage](spread)
+    result, result_metrics = STAGES[stage](spread)
 
     close = {name: value for name, value in metrics.items() if not name.startswith(OF_ALL_TOKENS)}
-    assert {name: found_metrics[name] for name in close} == pytest.approx(close, nan_ok=True)
+    assert {name: result_metrics[name] for name in close} == pytest.approx(close, nan_ok=True)
     for name, column in expected.batch.items():
         if column.shape == drawn.shape:
-            torch.testing.assert_close(found.batch[name][wide], column[drawn], msg=name)
-    assert torch.equal(found.batch["response_mask"].bool() & ~wide, torch.zeros_like(wide))
+            torch.testing.assert_close(result.batch[name][wide], column[drawn], msg=name)
+    assert torch.equal(result.batch["response_mask"].bool() & ~wide, torch.zeros_like(wide))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -142,10 +142,10 @@ def test_observed_tokens_change_no_bit(stage: str) -> None:
         for name in PER_TOKEN:
             if garbage is not None:
                 batch.batch[name] = batch.batch[name].masked_fill(~drawn, garbage)
-        found, metrics = STAGES[stage](batch)
+        result, metrics = STAGES[stage](batch)
         return {
             name: column[drawn] if column.shape == drawn.shape else column
-            for name, column in found.batch.items()
+            for name, column in result.batch.items()
         }, metrics
 
     columns, metrics = outcome(None)
