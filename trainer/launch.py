@@ -58,6 +58,11 @@ def run(
         config: from `load_config`; with `trainer.dry_run`, it is only checked.
         trainer_cls: a subclass of the recipe's trainer, instead of `trainer.cls`.
         callbacks: objects with hooks (`trainer.hooks.Hooks`).
+
+    Raises:
+        ConfigError: the configuration, its data or its run folder does not allow the run.
+        RunInterrupted: Ctrl-C or another signal stopped the run.
+        VerlLikeError: the run failed; the subclass says at what, such as `WorkerDiedError`.
     """
     if config.trainer.dry_run:
         return check(config, trainer_cls, callbacks)

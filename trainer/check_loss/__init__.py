@@ -46,12 +46,18 @@ def check_loss(
 ) -> list[str]:
     """Check every relation on small batches, and return the names of the relations.
 
-    Raise `BrokenRelation` if a relation does not hold.
+        check_loss(my_loss)                                # the parameters' names say the kind
+        check_loss("trl:dapo", skip=["extreme_ratios"])
 
-    - `target`: a function, or a name that `verl-like check-loss` takes.
-    - `kind`: policy, value, preference or estimator.
-    - `skip`: names of relations to leave out.
-    - `settings`: values of the function's parameters, by name.
+    Args:
+        target: a function, or a name: a registered one, FILE.py:NAME, `trl:NAME` or `verl:NAME`.
+        kind: policy, value, preference or estimator; needed only if several kinds fit.
+        skip: names of relations to leave out.
+        settings: values of the function's parameters, by name.
+
+    Raises:
+        BrokenRelation: a relation does not hold; the message has a small batch that shows it.
+        ConfigError: no function has this name, or its parameters cannot be filled.
     """
     is_foreign = str(target).partition(":")[0] in foreign.VERSIONS
     subject = (foreign.subject_of if is_foreign else subject_of)(target, kind, **settings)

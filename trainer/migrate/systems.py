@@ -105,7 +105,18 @@ def migrate(
 ) -> list[Translation]:
     """Return the settings of every training that a script, or one command, starts.
 
-    `source` is a file, a text, or a list of words; `arguments` are the script's.
+        for done in migrate("verl", "run.sh", ["8"]):
+            print(done.command())                       # a command of this project
+            config = load_config(done.overrides())      # for PPO; `done.program` names the recipe
+
+    Args:
+        system: verl, openrlhf, trl or coati.
+        source: the script's file, its text, or the words of one command.
+        arguments: the script's arguments.
+
+    Raises:
+        ConfigError: the system is unknown, the script starts no training, or a flag that changes
+            the experiment has no equivalent here.
     """
     if system not in SYSTEMS:
         raise ConfigError(

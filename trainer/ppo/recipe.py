@@ -196,8 +196,11 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any
         config.data.train_batch_size        # 1024
 
     Args:
-        overrides: `key=value` strings, as on the command line, or a dict.
-        recipe: the recipe to configure, such as `trainer.sft.recipe.SFT`; by default PPO. The
-            result is an object of its schema.
+        overrides: `key=value` strings, as on the command line, or a dict of key -> value.
+        recipe: the recipe to configure, such as `trainer.sft.recipe.SFT`. The result is an object
+            of its schema: `PPOConfig` for PPO, `SFTConfig` for SFT.
+
+    Raises:
+        ConfigError: a key or value is wrong or missing, or the settings cannot work together.
     """
     return compose.load_config(overrides, recipe)

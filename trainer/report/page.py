@@ -76,7 +76,11 @@ def _describe_failure(failure: BaseException) -> str:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Atomically write the report of the run in `folder`, and return the report's path."""
+    """Write `report.html` of the run in `folder` atomically, and return its path.
+
+    Raises:
+        ConfigError: `folder` is not a run folder.
+    """
     return _write(read_run(folder))
 
 

@@ -32,7 +32,10 @@ STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Raised if a run was asked to stop; the message says after which step."""
+    """Raised if a signal, such as Ctrl-C, stopped a run; the message says at which point.
+
+    Like `KeyboardInterrupt`, it passes `except Exception`. `exit_code` is the code for the shell.
+    """
 
     def __init__(self, number: int, where: str) -> None:
         super().__init__(f"Stopped by {signal.Signals(number).name} {where}")

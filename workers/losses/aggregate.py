@@ -58,16 +58,24 @@ def agg_loss(
     global_batch_size: int | float | Tensor | None = None,
     loss_scale_factor: int | float | None = None,
 ) -> Tensor:
-    """Return the contribution of these rows to the loss of the global mini-batch.
+    """Return the contribution of these rows to the loss of the global mini-batch, a scalar.
+
+        loss = agg_loss(losses, response_mask, "token-mean")        # of a whole mini-batch
+
+    The contributions of all micro-batches on all ranks add up to the loss, so gradients are summed
+    over ranks, not averaged.
 
     Args:
-        loss_mat: the token losses, [rows, R].
-        loss_mask: marks the tokens in the loss, such as `response_mask`.
+        loss_mat: the token losses, [rows, R], with R response tokens.
+        loss_mask: [rows, R], nonzero for the tokens in the loss, such as `response_mask`.
         loss_agg_mode: a key of `AGGREGATIONS`, such as "token-mean".
         batch_num_tokens: tokens of the global mini-batch; None counts the tokens of these rows.
         global_batch_size: rows of the global mini-batch that have a token inside the mask; None
             counts such rows among these.
         loss_scale_factor: the divisor in "seq-mean-token-sum-norm"; None is R.
+
+    Raises:
+        ConfigError: `loss_agg_mode` is unknown.
     """
     if loss_agg_mode not in AGGREGATIONS:
         raise ConfigError(
@@ -109,6 +117,7 @@ def agg_policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the aggregated loss, with weights if given, and the token means of `per_token`.
 
+    `losses`, `rollout_is_weights` and the values of `per_token` are [rows, R]; results are scalars.
     The token means are over the global mini-batch, so they add up like the loss.
     """
     if rollout_is_weights is not None:
@@ -130,7 +139,7 @@ def agg_policy_loss(
 
 
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
-    """Return `value` with `slope` as its derivative with respect to `variable`.
+    """Return `value` with `slope` as its derivative with respect to `variable`; shapes are equal.
 
     Use it for a loss with many branches and a simple derivative, because autograd would save
     tensors for every branch and backpropagate through it.

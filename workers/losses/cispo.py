@@ -1,4 +1,7 @@
-"""CISPO clips importance weights, but never drops the gradient of a token."""
+"""CISPO clips importance weights, but never drops the gradient of a token.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

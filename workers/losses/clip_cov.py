@@ -1,4 +1,7 @@
-"""Clip-Cov: PPO without the gradient of a few tokens that would reduce the entropy strongly."""
+"""Clip-Cov: PPO without the gradient of a few tokens that would reduce the entropy strongly.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def importance_weights(
 
 
 def normalized(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, float]:
-    """Return the weights divided by their mean, and the mean.
+    """Return the weights [rows, R] divided by their mean, and the mean.
 
     The mean is over tokens (`level` "token"), or over rows that have tokens. Weights whose mean is
     (almost) zero are returned unchanged, with 1 instead of the mean.

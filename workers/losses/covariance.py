@@ -13,10 +13,10 @@ BLOCK = 64
 
 @torch.no_grad()
 def token_covariance(advantages: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Return (A - mean A) (log p - mean log p), with means over the tokens of the call.
+    """Return (A - mean A) (log p - mean log p), [rows, R], with means over the tokens of the call.
 
-    Tokens outside the mask get -inf. The mean of the result is the covariance, which determines how
-    fast the entropy falls (arXiv 2505.22617).
+    `mask` is a bool; tokens outside it get -inf. The mean over the other tokens is the covariance,
+    which determines how fast the entropy falls (arXiv 2505.22617).
     """
     mean = _mean_inside(log_prob, mask)
     product = advantages - _mean_inside(advantages, mask)

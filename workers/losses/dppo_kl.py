@@ -2,6 +2,8 @@
 
 The distance is the KL from the old to the current policy over two outcomes: this token, or any
 other.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
 """
 
 from __future__ import annotations

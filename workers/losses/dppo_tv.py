@@ -1,4 +1,7 @@
-"""DPPO-Binary-TV: a token has no gradient if updates have moved its probability too far."""
+"""DPPO-Binary-TV: a token has no gradient if updates have moved its probability too far.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Direct reward optimization (DRO): the policy gradient with a quadratic penalty, no clipping."""
+"""Direct reward optimization (DRO): the policy gradient with a quadratic penalty, no clipping.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Geometric-mean policy optimization (GMPO): token log-ratios are clipped, then averaged."""
+"""Geometric-mean policy optimization (GMPO): token log-ratios are clipped, then averaged.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Group sequence policy optimization (GSPO): one importance ratio per sequence."""
+"""Group sequence policy optimization (GSPO): one importance ratio per sequence.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

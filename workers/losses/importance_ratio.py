@@ -1,4 +1,7 @@
-"""The ratio of the policy to the old policy, its clip range, and DPPO's trust region."""
+"""The ratio of the policy to the old policy, its clip range, and DPPO's trust region.
+
+Tensors are [rows, R], with R response tokens; `mask` is a bool.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Estimates of KL(policy || reference) from log-probs of tokens that the policy sampled.
 
-The KL in the actor's loss and the KL in the reward both use them.
+The KL in the actor's loss and the KL in the reward both use them. They are elementwise: a log-ratio
+of any shape, such as [rows, R], gives an estimate of that shape. x = log policy - log reference.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Return the named estimate for every token.
+    """Return the estimate `kl_penalty`, a key of `KL_ESTIMATORS`, for every token: [rows, R].
 
-    With a trailing +, the value has the gradient of k2 (straight-through).
+    With a trailing +, such as "k3+", its gradient is that of k2 (straight-through).
     """
     name = kl_penalty.removesuffix("+")
     if name not in KL_ESTIMATORS:

@@ -1,4 +1,7 @@
-"""KL-Cov: the policy gradient, with a KL penalty on tokens that would reduce the entropy most."""
+"""KL-Cov: the policy gradient, with a KL penalty on tokens that would reduce the entropy most.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ def compute_lm_loss(
 ) -> Tensor:
     """Return these rows' contribution to the mini-batch mean of -log_prob inside the mask.
 
+    `log_probs` and `mask` are [rows, R]; the result is a scalar.
+
     Source: PTX is the extra term of PPO in InstructGPT, arXiv 2203.02155, equation 2
     """
     return agg_loss(-log_probs, mask, "token-mean", **denominators)

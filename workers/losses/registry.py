@@ -85,12 +85,21 @@ def declares(**traits: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
 
 
 def declare_loss_keys(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Declare the policy-loss keys that this loss reads, such as `clip_ratio`."""
+    """Declare the keys of the actor section that this policy loss reads, such as `clip_ratio`.
+
+    If the user sets another key of policy losses, the run then prints a notice that it has no
+    effect. Without the decorator, a loss may read any of them.
+    """
     return declares(keys_read=keys)
 
 
 def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Declare the function that chooses the specially treated tokens from a whole mini-batch."""
+    """Declare the function that chooses the specially treated tokens from a whole mini-batch.
+
+    The driver calls `choose(old_log_prob, advantages, response_mask, generator, config=actor)`, in
+    which the tensors are [rows, R]. It returns a bool mask [rows, R], which the loss gets as
+    `chosen_tokens`.
+    """
     return declares(choose_tokens=choose)
 
 

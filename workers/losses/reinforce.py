@@ -1,4 +1,7 @@
-"""REINFORCE: the plain policy gradient."""
+"""REINFORCE: the plain policy gradient.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

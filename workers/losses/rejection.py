@@ -45,7 +45,7 @@ class Criterion:
         return self.name.startswith("token")
 
     def figures(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """Return [rows, R] for a token criterion, [rows, 1] for a sequence criterion.
+        """Return estimates, [rows, R] for a token criterion, [rows, 1] for a sequence criterion.
 
         `log_ratio` is zero outside the mask, so k1, k2 and k3 are zero there, too.
         """

@@ -1,4 +1,7 @@
-"""Soft adaptive policy optimization (SAPO): a smooth gate instead of the clip."""
+"""Soft adaptive policy optimization (SAPO): a smooth gate instead of the clip.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

@@ -6,11 +6,17 @@
         ...
         return losses, {"actor/ppo_kl": ...}
 
-The decorated function gets columns [rows, R] of some rows, advantages that are zero outside the
-mask, and the settings. A loss that chooses tokens also gets `chosen`. `policy_loss.args` sets its
-keyword-only parameters. The function returns the loss of every token, and per-token values whose
-means are metrics. `token_loss` adds the weights of the rollout correction, the aggregation, and the
-computation of large batches in blocks. The result has verl's signature.
+The decorated function gets columns [rows, R] of some rows, where R is the number of response
+tokens: log-probs under the old and the current policy, advantages that are zero outside the mask,
+and the mask, a bool that is true for tokens in the loss. It also gets the actor's settings, and a
+loss that chooses tokens gets `chosen`, a mask. `policy_loss.args` sets its keyword-only parameters.
+It returns the loss of every token, [rows, R], and [rows, R] values whose means are metrics.
+
+`token_loss` adds the weights of the rollout correction, the aggregation, and the computation of
+large batches in blocks. The result has verl's signature, and returns (loss, metrics) of scalars.
+
+In formulas, A is the advantage, p the current and p_old the old probability of a token, r = p /
+p_old the importance ratio, and sg(x) is x without gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +40,19 @@ TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 def token_loss(
     default_agg_mode: str = "token-mean", **traits: Any
 ) -> Callable[[TokenLoss], PolicyLoss]:
-    """Return a decorator that makes a policy loss; `traits` are fields of `LossTraits`."""
+    """Return a decorator that makes a policy loss of a function that returns token losses.
+
+        @POLICY_LOSSES.register("mine")
+        @token_loss(keys_read=(), has_ratio=False)
+        def compute_policy_loss_mine(old_log_prob, log_prob, advantages, mask, config):
+            losses = -advantages * log_prob              # [rows, R], as every tensor here
+            return losses, {"actor/sampled_nll": -log_prob}
+
+    Args:
+        default_agg_mode: the `loss_agg_mode` of calls without one, such as those of tests; the
+            actor passes the mode of its configuration.
+        traits: fields of `LossTraits`, such as `keys_read`, the actor's keys that the loss reads.
+    """
     choose = traits.get("choose_tokens")
 
     def decorate(losses_of: TokenLoss) -> PolicyLoss:

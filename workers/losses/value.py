@@ -1,4 +1,8 @@
-"""The critic's loss: the clipped squared error."""
+"""The critic's loss: the clipped squared error.
+
+Tensors are [rows, R], with R response tokens. The result is two scalars: the loss, and the fraction
+of tokens whose value is clipped.
+"""
 
 from __future__ import annotations
 

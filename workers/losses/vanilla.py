@@ -1,4 +1,7 @@
-"""PPO's clipped surrogate, with two clip ranges and a dual clip."""
+"""PPO's clipped surrogate, with two clip ranges and a dual clip.
+
+All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+"""
 
 from __future__ import annotations
 

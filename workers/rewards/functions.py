@@ -132,7 +132,23 @@ def default_compute_score(
     extra_info: Mapping[str, Any] | None = None,
     trust_programs: bool = False,
 ) -> float | dict[str, Any]:
-    """Score one solution by the rule of its data source; reject an unknown source."""
+    """Score one solution by the rule of its data source.
+
+        default_compute_score("openai/gsm8k", "6 * 7 = 42 #### 42", "42")      # 1.0
+
+    Args:
+        data_source: a key of `REWARDS`, such as openai/gsm8k.
+        solution_str: the response.
+        ground_truth: the row's answer, in the form that the rule needs; for programs, the tests.
+        extra_info: further columns of the row.
+        trust_programs: run the programs of `code` rules outside of the sandbox if there is none.
+
+    Returns:
+        The score, or a dict with `score` and other numbers to log.
+
+    Raises:
+        ConfigError: `data_source` has no rule, or its rule needs a package that is missing.
+    """
     if data_source not in REWARDS:
         check_rules([data_source])
     rule, sample = REWARDS[data_source], (data_source, solution_str, ground_truth, extra_info)

@@ -1,4 +1,7 @@
-"""ColossalChat's advantages: a response is one action, with one reward and one value."""
+"""ColossalChat's advantages: a response is one action, with one reward and one value.
+
+Tensors are [rows, R]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Generalized advantage estimation (GAE), the estimator of the PPO paper; it needs a critic."""
+"""Generalized advantage estimation (GAE), the estimator of the PPO paper; it needs a critic.
+
+Tensors are [rows, R], except `truncated` [rows], a bool. Advantages and returns are zero outside
+the mask.
+"""
 
 from __future__ import annotations
 

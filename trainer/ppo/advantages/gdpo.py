@@ -1,4 +1,8 @@
-"""Group reward-decoupled normalization (GDPO): each of several rewards is normalized separately."""
+"""Group reward-decoupled normalization (GDPO): each of several rewards is normalized separately.
+
+Tensors are [rows, R], except `named_rewards` [rows, rewards]; `index` is [rows]. Advantages and
+returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

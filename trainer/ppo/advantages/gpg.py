@@ -1,4 +1,7 @@
-"""Group policy gradient (GPG): centered scores, scaled up if many scores are zero."""
+"""Group policy gradient (GPG): centered scores, scaled up if many scores are zero.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

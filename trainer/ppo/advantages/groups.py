@@ -1,4 +1,7 @@
-"""Groups of samples that share a prompt, with their mean and standard deviation."""
+"""Groups of samples that share a prompt, with their mean and standard deviation.
+
+`scores`, `weights` and `centered` are [rows]; a group's number is its place in `Groups.size`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ class Groups:
     """Assigns rows to groups; the samples of one prompt are a group."""
 
     of_row: Tensor
-    """The index of each row's group."""
+    """[rows], int64: the number of each row's group."""
     size: Tensor
-    """The number of rows of each group, in the scores' dtype."""
+    """[groups]: the number of rows of each group, in the scores' dtype."""
 
     @classmethod
     def of(cls, index: Index, scores: Tensor) -> Groups:
@@ -31,15 +34,15 @@ class Groups:
         return cls(group, torch.bincount(group).to(scores.dtype))
 
     def sum(self, scores: Tensor) -> Tensor:
-        """Return the sum of each group."""
+        """Return the sum of each group's scores, [groups]."""
         return torch.zeros_like(self.size).index_add_(0, self.of_row, scores)
 
     def size_of_row(self) -> Tensor:
-        """Return the size of each row's group."""
+        """Return the size of each row's group, [rows]."""
         return self.size[self.of_row]
 
     def lowest(self, scores: Tensor) -> Tensor:
-        """Return the lowest score in each row's group."""
+        """Return the lowest score in each row's group, [rows]."""
         lowest = torch.zeros_like(self.size)
         lowest.scatter_reduce_(0, self.of_row, scores, "amin", include_self=False)
         return lowest[self.of_row]
@@ -59,16 +62,16 @@ class Groups:
         return torch.where(self.size_of_row() > 1, shifted - mean[self.of_row], scores)
 
     def std(self, centered: Tensor) -> Tensor:
-        """Return the standard deviation (n - 1) of the centered scores in each row's group."""
+        """Return the standard deviation (n - 1) in each row's group, [rows], of centered scores."""
         variance = self.sum(centered.square()) / (self.size - 1).clamp(min=1)
         return variance.sqrt()[self.of_row]
 
 
 def scores_of(token_level_rewards: Tensor) -> Tensor:
-    """Return one score per row: the sum of its rewards."""
+    """Return one score per row, [rows]: the sum of its rewards [rows, R]."""
     return token_level_rewards.sum(dim=-1)
 
 
 def on_tokens(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Copy each row's score to all of its tokens; it is zero outside the mask."""
+    """Copy each row's score to all of its tokens: [rows] -> [rows, R], zero outside the mask."""
     return torch.where(response_mask.bool(), scores.unsqueeze(-1), 0)

@@ -1,4 +1,7 @@
-"""Group relative policy optimization (GRPO): compares a sample with the others of its prompt."""
+"""Group relative policy optimization (GRPO): compares a sample with the others of its prompt.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

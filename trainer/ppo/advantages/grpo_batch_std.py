@@ -1,4 +1,7 @@
-"""GRPO with the group's mean, but the standard deviation of the whole batch."""
+"""GRPO with the group's mean, but the standard deviation of the whole batch.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

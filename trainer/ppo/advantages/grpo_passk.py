@@ -1,4 +1,7 @@
-"""GRPO for pass@k: only the best sample of a prompt gets a nonzero advantage."""
+"""GRPO for pass@k: only the best sample of a prompt gets a nonzero advantage.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

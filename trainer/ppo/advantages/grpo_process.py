@@ -1,4 +1,7 @@
-"""GRPO for process rewards: compares a step's score with all steps of the prompt's samples."""
+"""GRPO for process rewards: compares a step's score with all steps of the prompt's samples.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""On-policy RL with the optimal baseline (OPO): longer samples weigh more in the baseline."""
+"""On-policy RL with the optimal baseline (OPO): longer samples weigh more in the baseline.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

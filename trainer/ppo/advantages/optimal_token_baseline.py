@@ -1,4 +1,7 @@
-"""Optimal token baseline (OTB): the baseline per token that minimizes the gradient's variance."""
+"""Optimal token baseline (OTB): the baseline per token that minimizes the gradient's variance.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""REINFORCE++: discounted returns, whitened over the batch; no critic and no groups."""
+"""REINFORCE++: discounted returns, whitened over the batch; no critic and no groups.
+
+Tensors are [rows, R]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""REINFORCE++ with a baseline: the group's mean is subtracted, then the batch is whitened."""
+"""REINFORCE++ with a baseline: the group's mean is subtracted, then the batch is whitened.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

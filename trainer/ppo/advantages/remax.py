@@ -1,4 +1,8 @@
-"""ReMax: the baseline is the score of the prompt's greedy response."""
+"""ReMax: the baseline is the score of the prompt's greedy response.
+
+Tensors are [rows, R], except `reward_baselines` [rows]. Advantages and returns are zero outside
+the mask.
+"""
 
 from __future__ import annotations
 

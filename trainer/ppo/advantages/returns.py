@@ -1,4 +1,7 @@
-"""Discounted sums over the tokens of a row, computed from the last token back."""
+"""Discounted sums over the tokens of a row, computed from the last token back.
+
+Tensors are [rows, R].
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""REINFORCE leave-one-out (RLOO): the baseline is the mean of the prompt's other samples."""
+"""REINFORCE leave-one-out (RLOO): the baseline is the mean of the prompt's other samples.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

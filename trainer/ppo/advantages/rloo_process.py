@@ -1,4 +1,7 @@
-"""RLOO for process rewards: compares the return from each step on with other samples' returns."""
+"""RLOO for process rewards: compares the return from each step on with other samples' returns.
+
+Tensors are [rows, R], `index` is [rows]. Advantages and returns are zero outside the mask.
+"""
 
 from __future__ import annotations
 

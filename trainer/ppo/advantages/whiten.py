@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def whiten_(values: Tensor, response_mask: Tensor) -> Tensor:
-    """Scale the values in place to mean 0 and variance 1; they must be zero outside the mask.
+    """Scale values [rows, R] in place to mean 0 and variance 1, and return them.
 
-    This needs a third of the memory traffic of an out-of-place version.
+    They must be zero outside the mask, and stay so. This needs a third of the memory traffic of an
+    out-of-place version.
     """
     inside = (response_mask != 0).to(values.dtype)
     num_inside = torch.count_nonzero(inside)

@@ -6,8 +6,9 @@
     def rows_packed(model) -> str: ...          # a proof: what is wrong on a small model
 
 Model classes differ in masks, caches and heads, so a faster way is first tested on a small model of
-the class. The rows of the small model are longer than its windows, chunks and original length, and
-its weights differ from their defaults. Answers are cached.
+the class, with random weights. A window, chunk or original length (`stand_in.LIMITS`) that the
+run's longest row exceeds is at most 16 tokens there, so the rows of a proof must be longer than
+that. Answers are cached.
 """
 
 from __future__ import annotations
