@@ -254,7 +254,13 @@ def format_like(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
 
 
 def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
-    """Return these columns as rectangles; the error for a missing one names the writer."""
+    """Return name -> column as a padded tensor (`workers.columns` lists the shapes).
+
+        columns = read_columns(batch, "responses", "response_mask")     # each [rows, R]
+
+    Raises:
+        MissingColumnError: the batch lacks a column; the message names the writer.
+    """
     require(batch, *names)
     return {name: batch.padded(name) for name in names}
 

@@ -54,12 +54,19 @@ class RoleModelSpec:
     key: str
     """The configuration key with the model's folder."""
     model: ModelConfig
+    """The model's section."""
     fsdp: FrozenFSDPConfig = field(default_factory=FrozenFSDPConfig)
+    """Sharding, offloading and precision."""
     strategy: str = "fsdp"
+    """A value of `actor.strategy`."""
     head: Head = "token"
+    """"token" for a language model, "scalar" for a value per position, "score" for one per row."""
     parallel: ParallelConfig | None = None
+    """Sizes of the parallel axes; None: only data-parallel ranks."""
     trains: bool = False
+    """True if the role has gradients and an optimizer."""
     quantization: str | None = None
+    """"int8" if linear weights are stored as int8."""
     has_average: bool = False
     """True if the role has a float32 moving average of the weights."""
     saved: Sequence[str] = ()
@@ -109,7 +116,10 @@ class RoleModelSpec:
         return _meta_modules[key]
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
-        """Create an engine of this class for the model."""
+        """Return `engine_class(model, fsdp, strategy=..., head=..., ..., **settings)`.
+
+        `engine_class` is `ScoreEngine` or another `TrainEngine`; call `build(worker)` next.
+        """
         return engine_class(
             self.model,
             self.fsdp,

@@ -46,12 +46,13 @@ def check_loss(
 ) -> list[str]:
     """Check every relation on small batches, and return the names of the relations.
 
-        check_loss(my_loss)                                # the parameters' names say the kind
+        check_loss(my_loss)                             # its parameters are filled by name
         check_loss("trl:dapo", skip=["extreme_ratios"])
 
     Args:
         target: a function, or a name: a registered one, FILE.py:NAME, `trl:NAME` or `verl:NAME`.
-        kind: policy, value, preference or estimator; needed only if several kinds fit.
+        kind: policy, value, preference or estimator; by default, the one whose columns and
+            settings fill most parameters of the function.
         skip: names of relations to leave out.
         settings: values of the function's parameters, by name.
 

@@ -30,7 +30,13 @@ Placements = Mapping[str, Mapping[str, Sequence[str]]]
 
 @dataclass(frozen=True, eq=False)
 class Recipe(Generic[C]):
-    """A recipe for the configuration: its schema, YAML, roles, presets and checks."""
+    """A recipe for the configuration: its schema, YAML, roles, presets and checks.
+
+    Example:
+
+        MINE = Recipe("mine", MyConfig, Path(__file__).parent, "my_trainer", placements)
+        config = load_config(["data.train_files=a.parquet"], MINE)      # a MyConfig
+    """
 
     name: str
     """The recipe in messages and on the command line; its schema is `<name>_schema` in YAML."""

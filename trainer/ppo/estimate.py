@@ -47,9 +47,15 @@ class EstimationPart:
 
 
 class Estimation:
-    """The parts that a configuration needs, in order, and their state between steps."""
+    """The parts that a configuration needs, in order, and their state between steps.
+
+    Example:
+
+        batch, metrics = Estimation(config)(batch)      # with token_level_scores and response_mask
+    """
 
     def __init__(self, config: PPOConfig) -> None:
+        """Take `config.algorithm`, and start with the initial KL coefficient and no statistics."""
         self.config = config
         self.kl_ctrl = KLController(config.algorithm.kl_ctrl)
         self.running_norm = RunningNorm(config.algorithm.running_norm)

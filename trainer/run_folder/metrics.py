@@ -18,6 +18,8 @@ PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return one number for each name, from a list of numbers (such as one per mini-batch).
 
+        reduce_metrics({"loss": [1.0, 3.0], "x/max": [1.0, 3.0]})   # {"loss": 2.0, "x/max": 3.0}
+
     A name whose last word is max or min (`…/max`, `…_max`), and verl's two memory peaks, are
     reduced by max or min, all others by the mean.
     """
@@ -69,9 +71,10 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
 
 
 def goal_message(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
-    """Return a description of the first `trainer.stop_at` metric that was reached, or "".
+    """Return a description of the first metric that reached its goal, or "" if none did.
 
-    Validation metrics may be missing from a step; other metrics must exist.
+    `goals` maps names to numbers, as `trainer.stop_at`; a metric reaches its goal from below.
+    Validation metrics may be missing from a step; another missing metric is a `ConfigError`.
     """
     for name, goal in goals.items():
         if name not in metrics and not name.startswith("val"):

@@ -47,7 +47,10 @@ Headline = Callable[[Mapping[str, float]], Sequence[str]]
 
 
 class Tracker(Protocol):
-    """Interface of a metrics backend; a method `write_samples(name, rows, step)` is optional."""
+    """Interface of a metrics backend; a method `write_samples(name, rows, step)` is optional.
+
+    A run creates each tracker that `trainer.logger` names by `tracker_class(config, total_steps)`.
+    """
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of one step."""

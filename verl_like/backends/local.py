@@ -35,7 +35,14 @@ from verl_like.process.worker import Worker
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """A worker group in this process, or in child processes."""
+    """A worker group without Ray: in this process, or in child processes.
+
+    Example:
+
+        pool = ResourcePool([2])                            # two processes on this machine
+        group = LocalWorkerGroup(pool, ClassWithInitArgs(Adder, 1))
+        group.add(data)                                     # a method with `@register`
+    """
 
     def __init__(
         self,
@@ -53,10 +60,27 @@ class LocalWorkerGroup(WorkerGroup):
         own_processes: bool = False,
         detached: bool = False,
     ) -> None:
-        """Start the processes and construct the roles, with the arguments of `RayWorkerGroup`.
+        """Start the processes and construct the roles.
 
-        With `own_processes`, a pool of one process is a child process, too. Roles of inline groups
-        with the same `neighbors` are siblings.
+        Args:
+            resource_pool: a pool of one process runs in this process.
+            ray_cls_with_init: the worker's class, or the result of `create_colocated_worker_cls`.
+            name_prefix: the role's name, in messages and logs.
+            worker_env: environment variables of child processes.
+            deadlines: limits of the waits, in seconds; None takes the defaults.
+            seed: seed of the workers' random numbers.
+            log_dir: folder for a log per process; None writes none.
+            master_port: port of the first rank's store; 0 chooses a free one.
+            device_name: "cpu", or in this process also "cuda".
+            neighbors: role -> worker in this process; groups that share the dict are siblings.
+            own_processes: start a child process for a pool of one process as well.
+            detached: must be False.
+
+        Raises:
+            PlacementError: `detached` is set, or roles clash.
+            ConfigError: a variable of `worker_env` is reserved, or the worker has no own process.
+            WorkerError: a process does not start in time, or dies.
+            Exception: whatever a constructor raises.
         """
         if detached:
             raise PlacementError(

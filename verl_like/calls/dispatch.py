@@ -92,6 +92,14 @@ class Group(Protocol):
 class Dispatch:
     """A named dispatch mode: one object per name, also after unpickling.
 
+    - `ALL_TO_ALL`, `ONE_TO_ALL`: all workers get the arguments; `get()` gives a list by rank. Only
+      `ALL_TO_ALL` gives each worker its element of a `Scatter`.
+    - `RANK_ZERO`: only rank 0 runs the method; `get()` gives its result.
+    - `DP_COMPUTE`: every argument is a list with one element per worker; `get()` gives a list.
+    - `DP_COMPUTE_PROTO`: batches are split over the workers; `get()` gives the joined batch.
+    - `DP_COMPUTE_PROTO_WITH_FUNC`: the same, after a first argument that is a function.
+    - `DP_COMPUTE_METRIC`: batches are split; `get()` gives a list by rank.
+
     `register_dispatch_mode` adds one. `mode` holds its functions.
     """
 
@@ -139,14 +147,19 @@ class Dispatch:
 
 
 class Execute(Enum):
-    """Workers that run a method: all of them, or only rank 0."""
+    """Workers that run a method, for `@register`: all of them, or only rank 0."""
 
     ALL = "ALL"
     RANK_ZERO = "RANK_ZERO"
 
 
 class Scatter(list[Any]):
-    """A list with one element per worker, for `ALL_TO_ALL`, which would broadcast a plain list."""
+    """A list with one element per worker, for `ALL_TO_ALL`, which would broadcast a plain list.
+
+    Example:
+
+        group.set_temperature(Scatter([0.7, 1.0]))      # 0.7 on rank 0, 1.0 on rank 1
+    """
 
 
 def all_ranks(target: CallTarget) -> list[int]:
@@ -292,7 +305,17 @@ def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add a dispatch mode; `Dispatch.<NAME>` exists from then on."""
+    """Add a dispatch mode; `Dispatch.<NAME>`, in upper case, exists from then on.
+
+        register_dispatch_mode("reverse", dispatch_fn, collect_fn)
+        @register(dispatch_mode=Dispatch.REVERSE)
+
+    Args:
+        dispatch_mode_name: a name that no mode has; otherwise `DispatchError` is raised.
+        dispatch_fn: `dispatch_fn(group, *args, **kwargs) -> (args, kwargs)`, in which every value
+            is a list with one element per worker.
+        collect_fn: `collect_fn(group, outputs) -> result`, with the workers' results by rank.
+    """
     member = Dispatch.register(dispatch_mode_name)
     if member.mode is not None:
         raise DispatchError(
@@ -306,7 +329,10 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Any, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode that exists."""
+    """Replace the functions of a mode that exists: a `Dispatch` member, or its name.
+
+    For the functions see `register_dispatch_mode`. An unknown name raises `DispatchError`.
+    """
     name = getattr(dispatch_mode, "name", dispatch_mode)
     Dispatch.from_name(str(name)).mode = Mode(dispatch_fn, collect_fn)
 
@@ -382,6 +408,10 @@ def register(
             before those that wait, for example to stop a generation. Its arguments must be small
             (tensors, arrays and batches below 100 kB), and it must be safe to run next to another
             thread.
+
+    Raises:
+        DispatchError: the mode is unknown, or splits batches of a concurrent method; or the
+            annotation of a method whose results are joined is neither a batch nor metrics.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")

@@ -432,6 +432,9 @@ class _AbandonedError(WaitTimeoutError):
 def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = None) -> list[Any]:
     """Wait for all the futures and return their results in order.
 
+        futures = critic.compute_values.remote(batch), ref.compute_ref_log_prob.remote(batch)
+        values, ref_log_probs = gather(*futures)
+
     It waits for all of them, even when one fails, for `timeout` seconds at most, by default until
     each call's deadline. With `grace_s`, the wait ends that many seconds after a failure, and at
     most a second after a worker's death: use it for calls of two groups that wait for each other.

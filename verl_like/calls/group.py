@@ -42,9 +42,21 @@ from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nea
 
 
 class ClassWithInitArgs:
-    """A worker class and its constructor's arguments, for a worker process to construct later."""
+    """A worker class and its constructor's arguments, for a worker process to construct later.
+
+    Example:
+
+        critic = ClassWithInitArgs(Critic, config, lr=1e-5)     # there: Critic(config, lr=1e-5)
+    """
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        """Store the class and the arguments, which are pickled for the process.
+
+        Args:
+            cls: a subclass of `Worker`.
+            args: the constructor's positional arguments.
+            kwargs: its keyword arguments.
+        """
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
@@ -98,7 +110,17 @@ class ColocatedClasses(ClassWithInitArgs):
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
-    """Fuse roles: one process per device holds one instance of each."""
+    """Fuse roles: each process of a pool holds one instance of each role.
+
+        fused = RayWorkerGroup(pool, create_colocated_worker_cls({"actor": a, "ref": b}))
+        groups = fused.spawn(["actor", "ref"])      # groups["actor"].compute_log_prob(batch)
+
+    `class_dict` maps each role's name to its class; roles are constructed in this order. Pass the
+    result as `ray_cls_with_init` of a worker group.
+
+    Raises:
+        PlacementError: `class_dict` is empty.
+    """
     if not class_dict:
         raise PlacementError(
             "create_colocated_worker_cls needs at least one role, but got an empty dict."
@@ -313,9 +335,13 @@ class WorkerGroup(VerlGroup):
         prefixed: Collection[str],
         state: GroupState | None = None,
     ):
-        """`roles` maps role to class; methods of `prefixed` roles are named `<role>_<method>`.
+        """Take the running processes; users create a group of a backend instead.
 
-        A group that is spawned from another one gets its `state`.
+        Args:
+            transport: sends calls to the processes.
+            roles: role -> class.
+            prefixed: the roles whose methods are named `<role>_<method>` on the group.
+            state: the state of the group from which this group is spawned.
         """
         self.transport, self.roles, self.prefixed = transport, dict(roles), frozenset(prefixed)
         self.name, self.world_size = "+".join(roles), transport.world_size
@@ -325,7 +351,10 @@ class WorkerGroup(VerlGroup):
             setattr(self, name, BoundMethod(self, role, method, function, mark))
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """Return one group per role on these same processes; its methods have no prefix."""
+        """Return role -> a group on these same processes, whose methods have no prefix.
+
+        A name in `prefix_set` that is no role raises `PlacementError`.
+        """
         spawned = {}
         for role in prefix_set:
             if role not in self.roles:
@@ -348,7 +377,10 @@ class WorkerGroup(VerlGroup):
         return self.transport.process_key == other.transport.process_key
 
     def mesh_layout(self, mesh_name: str) -> MeshLayout:
-        """Return every rank's data-parallel rank on a mesh, and whether its result is collected."""
+        """Return (data-parallel rank on the mesh, whether its result is collected) of every rank.
+
+        `DispatchError` is raised if a rank has not registered the mesh.
+        """
         return self.state.mesh(mesh_name, role=next(iter(self.roles)), where=self.name)
 
     def shutdown(self) -> None:

@@ -38,7 +38,9 @@ class CallResult(NamedTuple):
     """A batch and its metrics."""
 
     batch: Any = None
+    """A `DataProto` or TensorDict; None if there are only metrics."""
     metrics: CallMetrics = {}
+    """On a worker, name -> number; on the driver, name -> list over the ranks."""
 
     @classmethod
     def of(cls, value: Any) -> CallResult:

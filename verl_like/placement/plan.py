@@ -65,6 +65,7 @@ class Placement:
     """Pools that fit on the nodes, with their roles. `print` shows them as a table."""
 
     pools: dict[str, PoolPlan]
+    """Pool -> its processes per node, its nodes and its roles."""
 
     @classmethod
     def plan(
@@ -77,8 +78,16 @@ class Placement:
     ) -> Placement:
         """Choose the nodes of every pool, after all checks that need no started process.
 
-        `needs` has the resources per process of a pool. By default, a process takes one device and
-        `cpus_per_process` CPUs, or an equal share of the CPUs, at most one.
+        Args:
+            resource_pool_spec: pool -> processes per node, such as {"actor_pool": [2]}.
+            role_mapping: role -> its pool.
+            nodes: the nodes to choose from.
+            cpus_per_process: CPUs of a process; None takes an equal share of all, at most one.
+            needs: pool -> the resources of one process; by default one device and the CPUs above.
+
+        Raises:
+            PlacementError: a pool without roles, a role without a pool, or a wrong number.
+            InsufficientResourcesError: the nodes lack devices, CPUs or custom resources.
         """
         counts = {
             pool: list(ResourcePool.named(pool, per_node).store)

@@ -19,14 +19,17 @@ from verl_like.process.info import ProcessInfo, new_secret
 
 @dataclass(frozen=True)
 class Node:
-    """A machine in a plan. `key` is the backend's name for it."""
+    """A machine in a plan."""
 
     name: str
+    """The name in messages, such as the host's."""
     devices: int
+    """GPUs, or CPU slots on a node without GPUs."""
     cpus: float
     kind: str = "CPU slot"
     """The kind of its devices: `GPU`, `CPU slot`, or `device` if they are not known yet."""
     key: str = ""
+    """The backend's name of the node, such as Ray's node id."""
     resources: Mapping[str, float] | None = None
     """Custom resources; None if they are not known."""
 
@@ -60,7 +63,7 @@ def cpu_share(cpus: float, num_processes: int) -> float:
 
 
 class ResourcePool:
-    """A named set of processes, with a number of processes per node."""
+    """A set of processes, with a number of processes per node."""
 
     def __init__(
         self,
@@ -68,7 +71,16 @@ class ResourcePool:
         max_colocate_count: int = 10,
         n_gpus_per_node: int = 8,
     ) -> None:
-        """`process_on_nodes` may be uneven: [1, 2] is three processes."""
+        """Store the sizes; nothing starts.
+
+        Args:
+            process_on_nodes: processes per node; [1, 2] is three processes on two nodes.
+            max_colocate_count: groups that may share the pool, in Ray.
+            n_gpus_per_node: for verl's code, which reads it; it has no effect.
+
+        Raises:
+            PlacementError: a count in `process_on_nodes` is not an int of 1 or more.
+        """
         if not process_on_nodes or any(type(n) is not int or n < 1 for n in process_on_nodes):
             raise PlacementError(
                 "a pool needs a list of process counts per node, each 1 or more, not "

@@ -59,7 +59,15 @@ def load_model(
     device: torch.device | None = None,
     quantization: str | None = None,
 ) -> Any:
-    """Return the whole module on one device, in evaluation mode."""
+    """Return the whole module on one device, in evaluation mode.
+
+    Args:
+        config: the model's section, such as `config.actor_rollout_ref.model`.
+        head: "token" for a language model, "scalar" for a value per position, "score" for one per
+            row.
+        device: by default the CPU.
+        quantization: "int8" stores linear weights as int8; None keeps them.
+    """
     device = device or torch.device("cpu")
     module = empty_model(config, head, device)
     if quantization:

@@ -141,7 +141,7 @@ def default_compute_score(
         solution_str: the response.
         ground_truth: the row's answer, in the form that the rule needs; for programs, the tests.
         extra_info: further columns of the row.
-        trust_programs: run the programs of `code` rules outside of the sandbox if there is none.
+        trust_programs: accept asserts whose expected value the response's program could read.
 
     Returns:
         The score, or a dict with `score` and other numbers to log.

@@ -391,7 +391,10 @@ def neutralize_skipped(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any)
 
 
 def place_at_last_token(values: Tensor, mask: Tensor) -> Tensor:
-    """Return a tensor [rows, R] with one of the `values` [rows] at each row's last token."""
+    """Return a tensor [rows, R]: `values` [rows] at each row's last token, zero elsewhere.
+
+    `mask` [rows, R] marks the tokens; a row without any has its value at position 0.
+    """
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     placed[torch.arange(len(values)), last_places(mask)] = values
     return placed

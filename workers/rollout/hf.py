@@ -32,11 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 class HFEngine(ModuleEngine):
-    """Generates with its own copy of the module."""
+    """Generates with its own copy of the module, by transformers' `generate`."""
 
     def __init__(
         self, module: Any, limits: EngineLimits, *, decode: Callable[[list[int]], str] | None = None
     ) -> None:
+        """Take a causal LM of transformers, such as one of `load_model`.
+
+        Args:
+            module: the causal LM, on its device.
+            limits: longest prompt and response, and memory.
+            decode: function from token ids to text; only stop strings need it.
+        """
         from transformers import GenerationConfig
 
         super().__init__(module, limits, decode)

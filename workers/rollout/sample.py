@@ -210,10 +210,14 @@ class Sample:
 def noise_key(
     seed: int, uid: str, sample_index: int, attempt: int = 0, stream: str = "train"
 ) -> int:
-    """Return the 64-bit key of a sample's noise.
+    """Return the 64-bit key of a sample's noise: equal arguments give equal noise.
 
-    `attempt` counts how often the sample is drawn again; `stream` separates validation from
-    training.
+    Args:
+        seed: the run's seed.
+        uid: the prompt's uid.
+        sample_index: the number of the sample among those of its prompt, from 0.
+        attempt: how often the sample was drawn before.
+        stream: "train"; another name, as for validation, gives other noise.
     """
     name = repr((int(seed), str(uid), int(sample_index), int(attempt), stream))
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -78,7 +78,23 @@ class TrainEngine(Model):
         replays_routing: bool = False,
         router_aux_loss_coef: float = 0.0,
     ) -> None:
-        """Set the options. With `replays_routing`, tokens go to the experts that rows name."""
+        """Store the options; `build` loads the model.
+
+        Args:
+            model_config: the model's folder, and how it is loaded.
+            fsdp_config: sharding, offloading and precision.
+            strategy: a value of `actor.strategy`: how the model is divided over the ranks.
+            head: "token" for a language model, "scalar" for one value per position, "score" for
+                one per row.
+            optim_config: the optimizer and its schedule; None freezes the model.
+            grad_clip: gradients are clipped to this norm.
+            quantization: "int8" stores linear weights as int8; None keeps them.
+            parallel: sizes of the parallel axes; None: only data-parallel ranks.
+            reading: the outputs that are read from a pass; by default, log-probs (head "token")
+                or values of the response tokens.
+            replays_routing: tokens go to the experts that the rows name.
+            router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
+        """
         super().__init__(
             ModelSettings(
                 model_config,
@@ -100,7 +116,7 @@ class TrainEngine(Model):
         """Names of the rows with gradients in the next optimizer step, for messages."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
-        """Build the model on the worker's device.
+        """Load the model on the worker's device; all ranks of the role must call this.
 
         The learning-rate schedule spans `total_steps` update calls.
         """

@@ -43,13 +43,17 @@ RowColumns = dict[str, Any]
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
-    """The maximum size of a micro-batch on one rank, in rows or in tokens.
+    """The maximum size of a micro-batch on one rank: `rows`, or `tokens` with those of prompts.
+
+        MicroBatchBudget(tokens=16384)          # set exactly one of the two
 
     The padding of padded rows counts; packed rows have none.
     """
 
     rows: int | None = None
+    """Maximum rows."""
     tokens: int | None = None
+    """Maximum tokens; a single longer row raises an error."""
 
     @classmethod
     def of(cls, data: RowDataConfig) -> MicroBatchBudget:

@@ -99,9 +99,13 @@ class OptimStepSettings:
     """Settings of one optimizer step that differ from the configuration; None keeps a setting."""
 
     lr: float | None = None
+    """Learning rate, instead of the schedule's."""
     betas: tuple[float, float] | None = None
+    """Decay rates of Adam's two moments."""
     eps: float | None = None
+    """Adam's epsilon."""
     weight_decay: float | None = None
+    """Decoupled weight decay, as in AdamW."""
     grad_clip: float | None = None
     """Gradients are clipped to this norm."""
     ends_update: bool = True

@@ -78,7 +78,9 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Return the factor of the peak rate in update call `step` (from 0): warm-up, then the
     schedule.
 
-    During the warm-up, the factor is above 0, also in the first call.
+        lr = config.lr * lr_factor(step, total_steps, config)
+
+    The factor is above 0 up to 1; during the warm-up it rises in equal steps.
     """
     warmup = config.lr_warmup_steps
     if warmup < 0:

@@ -22,9 +22,23 @@ if TYPE_CHECKING:
 
 
 class ScoreEngine(TrainEngine):
-    """A training engine that gives one score per row, for example for a reward model."""
+    """A training engine that gives one score per row, for example for a reward model.
+
+    Example:
+
+        engine = ScoreEngine(model_config, fsdp_config, head="score")
+        engine.build(worker)                                        # frozen: no optim_config
+        scores = engine.score_rows(data, MicroBatchBudget(rows=8))  # [rows]
+    """
 
     def __init__(self, *args: Any, score_at: str | None = None, **settings: Any) -> None:
+        """Store the options; `build` loads the model.
+
+        Args:
+            args: arguments of `workers.training.engine.TrainEngine`.
+            score_at: the position of the score; None takes `score_at` of the model's config.json.
+            settings: keyword arguments of `TrainEngine`.
+        """
         super().__init__(*args, reading=RowScores(score_at), **settings)
 
     def score_rows(self, data: DataProto, budget: MicroBatchBudget) -> Tensor:

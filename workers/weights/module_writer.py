@@ -50,6 +50,7 @@ class ModuleWriter:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        """Take the module whose weights are overwritten in place."""
         self.targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
         first_names = {id(weight): name for name, weight in reversed(self.targets.items())}
         self.first_names = {name: first_names[id(weight)] for name, weight in self.targets.items()}
@@ -72,7 +73,7 @@ class ModuleWriter:
             self.changed.append(f"{name} (is {weight.dtype}, was sent {sent.dtype})")
 
     def verify(self, who: str) -> None:
-        """Raise one error that lists all problems, if there are any."""
+        """Raise a `WeightSyncError` that names `who` and lists all problems, if there are any."""
         self.expected.verify(who, **{"that lost bits": self.changed})
 
 

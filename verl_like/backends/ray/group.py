@@ -26,9 +26,22 @@ from verl_like.process.info import ProcessInfo, checked_worker_env
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class and its arguments, with options for its Ray actor."""
+    """A worker class and its arguments, with options for its Ray actor.
+
+    Example:
+
+        critic = RayClassWithInitArgs(Critic, config)
+        critic.update_options({"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}})
+    """
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        """Store the class and the arguments, which are pickled for the process.
+
+        Args:
+            cls: a subclass of `Worker`, or `ray.remote` of one.
+            args: the constructor's positional arguments.
+            kwargs: its keyword arguments.
+        """
         # a class from `ray.remote(Worker)` contains the worker class
         metadata = getattr(cls, "__ray_metadata__", None)
         worker = metadata.modified_class.__ray_actor_class__ if metadata else cls
@@ -80,8 +93,22 @@ class RayWorkerGroup(_RunningWorkers):
     ) -> None:
         """Start one actor per process of the pool, and construct the roles.
 
-        The actors have unique names. They compute on `device_name`: "cpu" or "cuda", by default the
-        pool's devices. Detached actors outlive this driver.
+        Args:
+            resource_pool: the pool, which is reserved now if it is not yet.
+            ray_cls_with_init: the worker's class, or the result of `create_colocated_worker_cls`.
+            name_prefix: the role's name, in messages, logs and the names of actors.
+            worker_env: environment variables of the processes.
+            deadlines: limits of the waits, in seconds; by default those of the pool.
+            seed: seed of the workers' random numbers.
+            log_dir: folder for a log per process; None writes none.
+            master_port: port of the first rank's store; 0 chooses a free one.
+            device_name: "cpu" or "cuda"; by default the pool's devices.
+            detached: the actors outlive this driver, on a pool that is detached as well.
+
+        Raises:
+            PlacementError: the pool does not fit, or the cluster lacks resources for it.
+            WorkerError: a process does not start in time, or dies.
+            Exception: whatever a constructor raises.
         """
         if not isinstance(resource_pool, RayResourcePool):
             raise PlacementError(
@@ -145,8 +172,14 @@ class RayWorkerGroup(_RunningWorkers):
     ) -> _RunningWorkers:
         """Connect to running workers by their names, and return their group.
 
-        `ray_cls_with_init` has the classes of their roles; nothing is constructed. `name_prefix` is
-        the prefix of the group that started the workers, and may be omitted.
+        Args:
+            worker_names: `worker_names` of the group that started them, in rank order.
+            ray_cls_with_init: the classes of their roles; nothing is constructed.
+            name_prefix: the prefix of that group; it may be omitted.
+            deadlines: limits of the waits, in seconds; None takes the defaults.
+
+        Raises:
+            PlacementError: no such worker runs in Ray's namespace, or it has other roles.
         """
         try:
             actors = [ray.get_actor(name) for name in worker_names]

@@ -39,7 +39,12 @@ class Bundle:
 
 
 class RayResourcePool(ResourcePool):
-    """A pool on a Ray cluster, which is reserved when the first worker group needs it."""
+    """A pool on a Ray cluster, which is reserved when the first worker group needs it.
+
+    Example:
+
+        pool = RayResourcePool([8, 8], use_gpu=True)        # 8 processes on each of two nodes
+    """
 
     def __init__(
         self,
@@ -57,11 +62,23 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         """Store the sizes; the first worker group on the pool reserves the places.
 
-        `max_colocate_count` groups may share the pool; a process gets 1 / `max_colocate_count` of
-        its place. By default, the pool uses GPUs if the cluster has any; `use_gpu` overrides this.
-        `resources` are the amounts of custom resources per place. `nodes` has a node for each entry
-        of `process_on_nodes`; without it, each entry gets its own node if enough nodes fit.
-        Detached places outlive the driver, until `release()`.
+        Args:
+            process_on_nodes: processes per node, such as [2, 1].
+            use_gpu: whether the processes use GPUs; None uses them if the cluster has any.
+            name_prefix: the start of the pool's unique name.
+            max_colocate_count: groups that may share the pool; a process of each gets 1 /
+                `max_colocate_count` of its place.
+            accelerator_type: Ray's name of a GPU model, such as "H100"; None takes any.
+            cpus_per_process: CPUs per place; None takes an equal share, at most one.
+            nodes: a node for each entry of `process_on_nodes`; by default, each entry gets its own
+                node if enough nodes fit.
+            deadlines: limits of the waits, in seconds; None takes the defaults.
+            gpus_per_process: GPUs per place, also a fraction of one.
+            resources: amounts of custom resources per place.
+            detached: the places outlive the driver, until `release()`.
+
+        Raises:
+            PlacementError: a count in `process_on_nodes` is not an int of 1 or more.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu

@@ -57,6 +57,14 @@ class NativeEngine(ModuleEngine):
         owns_weights: bool,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
+        """Take a causal LM of transformers, and reject one that the engine cannot decode.
+
+        Args:
+            module: the causal LM, on its device.
+            limits: longest prompt and response, and memory.
+            owns_weights: False if `module` is the trainer's; True if weights are loaded into it.
+            decode: function from token ids to text; only stop strings need it.
+        """
         super().__init__(module, limits, decode)
         self.config = module.config.get_text_config()
         width = limits.prompt_width + limits.response_width
