@@ -10,8 +10,8 @@ or best-of-n; by default ppo), raises the errors that the run would raise before
 it starts a process, tries rewards on a few rows, and prints where roles run and
 whether they fit the GPUs.
 
-  --gpus 8xH100        check for machines with these GPUs, also on a laptop;
-                       8x80GiB names the memory of another GPU
+  --gpus 8xH100        check for these GPUs (in all), also on a laptop; or
+                       --gpus 8 --device H100; 80GiB for any GPU of that size
   --full               also print the calls of a step and their overlap, batch
                        sizes, the memory of every role, metrics to watch, and
                        changed and unused keys. The plan is printed before data
@@ -231,13 +231,17 @@ def main(arguments: Sequence[str]) -> None:
             raise ConfigError(f"check {command}: there is no such recipe.{hint} Known: {known}.")
         rest = [*preset, *rest]
     parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpus")
+    parser.add_argument("--gpus", default="")
+    parser.add_argument("--device", default="")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--measured", default="")
     options, settings = parser.parse_known_args(rest)
     settings.append("trainer.dry_run=true")
+    if options.gpus.isdecimal() != bool(options.device):
+        raise ConfigError("Write --gpus 8xH100, or --gpus 8 --device H100.")
     if options.gpus:
-        settings.append(f"trainer.simulate={options.gpus}")
+        gpus = f"{options.gpus}x{options.device}" if options.device else options.gpus
+        settings.append(f"trainer.simulate={gpus}")
     if options.measured and name != "async":
         raise ConfigError(f"--measured={options.measured} works only with `verl-like check async`.")
     recipe: Recipe[Any] = load_object(RECIPES[name], name)

@@ -8,7 +8,7 @@ your settings, and why others are slower. Keys that you set keep their values. T
 others: pools, parallel sizes, gradient checkpointing, offloading, tokens per pass, GPUs per engine,
 and generators.
 
-  --gpus 16             number of GPUs; --gpus 16xH100 names their kind, too
+  --gpus 16             number of GPUs in all; --gpus 16xH100 includes the device
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with
                         --gib, --flops (per s), and --memory-bandwidth, --link-bandwidth,
                         --network-bandwidth (bytes per s)
@@ -38,6 +38,7 @@ import torch
 
 from trainer.cli.main import RECIPES
 from trainer.config import compose
+from trainer.config.devices import GPUS_PER_NODE
 from trainer.config.settings import overrides_of
 from trainer.planner.cost import NUMBERS, POINTS, device_of, spread
 from trainer.planner.job import Job, cluster_keys
@@ -104,7 +105,7 @@ def job_of(arguments: Sequence[str]) -> Job:
         keys = [*keys, "data.train_files=rows.parquet"]  # the plan does not open this file
     numbers = {name: options[name] for name in NUMBERS if name in options}
     device = device_of(options["device"], numbers)
-    num_gpus, per_node = options["gpus"], options.get("per_node", 8)
+    num_gpus, per_node = options["gpus"], options.get("per_node", GPUS_PER_NODE)
     if num_gpus > per_node and num_gpus % per_node:
         below = num_gpus - num_gpus % per_node
         raise ConfigError(

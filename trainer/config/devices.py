@@ -34,6 +34,8 @@ GIB_OF_GPUS = {
     "MI300X": 191,
 }
 """GPU -> the memory that its driver lets programs use, in whole GiB."""
+GPUS_PER_NODE = 8
+"""Number of GPUs that a simulated node has by default."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,16 @@ class Devices:
 
 
 def devices_of(trainer: TrainerConfig) -> Devices:
-    """Return the GPUs of this machine or of `trainer.simulate`, or CPUs if the run uses them."""
+    """Return the GPUs of a machine, this or a simulated one, or CPUs if the run uses them."""
     if trainer.simulate is not None:
         number, gpu = _parsed(trainer.simulate)
-        return Devices("cuda", number, gpu, _gib_of(trainer.simulate, gpu))
+        if number % trainer.nnodes:
+            raise ConfigError(
+                f"trainer.simulate={trainer.simulate} does not divide evenly among "
+                f"trainer.nnodes={trainer.nnodes}. Write the GPUs of all machines together."
+            )
+        gib = _gib_of(trainer.simulate, gpu)
+        return Devices("cuda", number // trainer.nnodes, gpu, gib)
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
@@ -74,7 +82,10 @@ def devices_of(trainer: TrainerConfig) -> Devices:
 
 
 def with_simulated(config: C, keys: Collection[str]) -> C:
-    """Return the configuration of a dry run on the GPUs that `trainer.simulate` names, if any."""
+    """Return the configuration of a dry run on the GPUs that `trainer.simulate` names, if any.
+
+    More than eight GPUs are on several nodes, unless `trainer.nnodes` is set.
+    """
     trainer = config.trainer
     if trainer.simulate is None:
         return config
@@ -89,9 +100,15 @@ def with_simulated(config: C, keys: Collection[str]) -> C:
             "on simulated GPUs. Leave out one of them."
         )
     changes: dict[str, Any] = {"trainer.device": "cuda", "trainer.dry_run": True}
-    if "trainer.n_gpus_per_node" not in keys:
-        changes["trainer.n_gpus_per_node"] = devices_of(trainer).num_gpus
-    return changed(config, changes)
+    number, _ = _parsed(trainer.simulate)
+    if "trainer.nnodes" not in keys and number > GPUS_PER_NODE:
+        is_set = "trainer.n_gpus_per_node" in keys
+        per_node = trainer.n_gpus_per_node if is_set else GPUS_PER_NODE
+        changes["trainer.nnodes"] = max(1, number // per_node)
+    config = changed(config, changes)
+    if "trainer.n_gpus_per_node" in keys:
+        return config
+    return changed(config, {"trainer.n_gpus_per_node": devices_of(config.trainer).num_gpus})
 
 
 def _parsed(simulate: str) -> tuple[int, str]:
@@ -99,8 +116,8 @@ def _parsed(simulate: str) -> tuple[int, str]:
     match = re.fullmatch(r"(\d+) ?x ?(.+)", simulate.strip())
     if match is None or int(match[1]) == 0:
         raise ConfigError(
-            f"trainer.simulate={simulate}: write the GPUs of a machine as 8xH100, or with their "
-            "memory as 8x80GiB."
+            f"trainer.simulate={simulate}: write the number and the GPU as 8xH100, or with the memory "
+            "of a GPU as 8x80GiB."
         )
     return int(match[1]), match[2].strip()
 

@@ -102,7 +102,7 @@ class TrainerConfig(Section):
     simulate: str | None = key(
         None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
-    """Check as if the machines had these GPUs; sets dry_run (`verl-like check --gpus`)."""
+    """Check as if all machines together had these GPUs; sets dry_run (`check --gpus`)."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 to disable step-based checkpoints")
     """Steps between checkpoints; -1 disables step-based checkpoints."""
     save_every_minutes: float | None = key(

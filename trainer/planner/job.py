@@ -344,7 +344,7 @@ def cluster_keys(device: Device, num_gpus: int, per_node: int) -> dict[str, Any]
     is_known = GIB_OF_GPUS.get(device.name) == device.gib
     gpu = device.name if is_known else f"{device.gib:g}GiB"
     return {
-        "trainer.simulate": f"{on_node}x{gpu}",
+        "trainer.simulate": f"{num_gpus}x{gpu}",
         "trainer.nnodes": num_gpus // on_node,
         "trainer.n_gpus_per_node": on_node,
     }

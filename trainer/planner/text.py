@@ -54,10 +54,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         length = f"the run of {steps:,} steps takes {steps * first.step / 3600:,.1f} hours"
     speed = f"{kind.title()} 1: {samples / first.step:,.1f} samples per second; {length}."
     cluster = cluster_keys(job.device, job.num_gpus, job.per_node)
-    gpus_of_node = cluster.pop("trainer.simulate")
+    all_gpus = cluster.pop("trainer.simulate")
     keys = [f"{key}={value}" for key, value in cluster.items() if key not in job.keys]
     keys += job.overrides(first)
-    check = f"verl-like check {job.recipe.name} --full --gpus {gpus_of_node}"
+    check = f"verl-like check {job.recipe.name} --full --gpus {all_gpus}"
     command = " \\\n    ".join([check, *map(shlex.quote, [*job.settings, *keys])])
     gpus = replace(devices, gpu=job.device.name)
     parts = [

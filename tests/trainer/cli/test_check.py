@@ -84,6 +84,12 @@ def test_measured_works_only_with_async() -> None:
         main(["--measured=x", *REQUIRED])
 
 
+@pytest.mark.parametrize("options", [["--gpus=8"], ["--gpus=8xH100", "--device=H100"]])
+def test_the_gpu_is_named_once(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match="Write --gpus 8xH100, or --gpus 8 --device H100"):
+        main([*options, *REQUIRED])
+
+
 def test_an_algorithm_s_name_is_a_recipe_to_check(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,7 +100,7 @@ def test_an_algorithm_s_name_is_a_recipe_to_check(
 def test_a_run_is_checked_for_gpus_of_another_machine(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["--gpus=2xH100", *overrides(tiny_dir, tmp_path / "run", *TWO_POOLS)])
+    main(["--gpus=2", "--device=H100", *overrides(tiny_dir, tmp_path / "run", *TWO_POOLS)])
     text = " ".join(capsys.readouterr().out.split())
     assert "2 x H100" in text
     assert ALL_FOUND in text

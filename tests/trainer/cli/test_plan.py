@@ -80,7 +80,7 @@ def test_the_text_has_keys_slower_placements_and_hours(
         "Seconds are calculated, not measured",
         "Keys of placement 1, to add to your settings:\n  trainer.nnodes=2\n",
         "Slower placements:",
-        f"verl-like check ppo --full --gpus 8xA100 \\\n    {settings[0]} \\\n",
+        f"verl-like check ppo --full --gpus 16xA100 \\\n    {settings[0]} \\\n",
         "data.train_files=rows.parquet \\\n    trainer.nnodes=2 \\\n",
     ):
         assert part in text

@@ -34,7 +34,7 @@ def test_a_command_for_gpus_is_checked_on_a_machine_without_any(
 ) -> None:
     sizes = ("trainer.nnodes=2", "placement=split", "data.train_batch_size=16")
     settings = (*FOR_GPUS, *sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-    run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=8xH100"))
+    run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=16xH100"))
     output = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
     assert "Devices: 8 x H100 on each of 2 machines" in output
     assert "fits (73 of 79 GiB usable)" in output
@@ -69,6 +69,13 @@ def test_a_simulated_run_needs_no_weights(tiny_dir: Path, tmp_path: Path) -> Non
         run(config_of(tiny_dir, tmp_path, settings, "trainer.dry_run=true"))
 
 
+def test_gpus_are_counted_in_all_and_fill_nodes_of_eight(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    for more, nodes in ((), (2, 8)), (("trainer.n_gpus_per_node=4",), (4, 4)):
+        config = config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=16xH100", *more)
+        assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == nodes
+
+
 def test_more_gpus_than_simulated_are_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     sizes = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
     devices = ("trainer.simulate=4xH100", "trainer.n_gpus_per_node=8")
@@ -94,9 +101,10 @@ def test_simulated_gpus_have_a_name_or_a_size(simulate: str, gib: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("simulate=H100", "trainer.simulate=H100: write the GPUs of a machine as 8xH100"),
+        ("simulate=H100", "trainer.simulate=H100: write the number and the GPU as 8xH100"),
         ("simulate=8xH10O", "'H10O' is not a GPU .* Did you mean 'H100'"),
         ("simulate=8x0GiB", "'0GiB' is not a GPU whose memory is known"),
+        ("simulate=8xH100 trainer.nnodes=3", "does not divide evenly among trainer.nnodes=3"),
         ("simulate=8xH100 trainer.device=cpu", "=8xH100 and trainer.device=cpu"),
         ("simulate=8xH100 trainer.dry_run=false", "a run cannot train on simulated GPUs"),
     ],
