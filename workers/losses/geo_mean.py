@@ -16,7 +16,7 @@ from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
 
 
-@POLICY_LOSSES.register("geo_mean")
+@POLICY_LOSSES.register("geo_mean", "gmpo")
 @token_loss(
     "seq-mean-token-mean",
     keys_read=CLIP_RANGE,

@@ -38,7 +38,7 @@ MODES = (
 """The values of a command; without one, it is token-mean in verl."""
 OF_ROWS = ("sapo", "geo_mean")
 """Losses that verl averages over rows, whatever the command says."""
-LOSSES = [*POLICY_LOSSES.keys() - {"luspo", "reinforce", "dro"}]
+LOSSES = [*POLICY_LOSSES.keys() - {"gmpo", "luspo", "reinforce", "dro"}]
 """Losses of verl that need no argument."""
 CASES: list[tuple[str, Settings]] = [
     *((name, {}) for name in sorted(LOSSES)),

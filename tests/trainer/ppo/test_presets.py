@@ -53,7 +53,7 @@ def test_keys_of_the_command_override_a_preset() -> None:
 def test_an_unknown_preset_lists_the_nearest_and_all_presets() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'dapo'.* Known: cispo, .*, dapo, "):
         load_config([*NEEDED, "algorithm=dappo"])
-    with pytest.raises(ConfigError, match="Did you mean 'reinforce_pp'"):
+    with pytest.raises(ConfigError, match="Did you mean 'reinforce_plus_plus'"):
         load_config([*NEEDED, "algorithm=reinforce++"])
     with pytest.raises(ConfigError, match="'split'.* Known: colocate, split, standalone"):
         load_config([*NEEDED, "placement=splitt"])

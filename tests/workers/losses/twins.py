@@ -130,6 +130,7 @@ TWINS: Mapping[str, Callable[..., Rows]] = {
     "reinforce": reinforce,
     "gpg": reinforce,
     "geo_mean": geo_mean,
+    "gmpo": geo_mean,
     "sapo": sapo,
 }
 
