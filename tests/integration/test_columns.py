@@ -159,7 +159,7 @@ def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Rec
         for columns in (*given, *recorder.written.values()):
             found |= {name: as_table_row(values) for name, values in columns.items()}
     of_the_user = [name for name in found if name.startswith(EXTRA)]
-    names = ("rule_score", "model_score", "environment_score", "skipped")
+    names = ("function_score", "model_score", "environment_score", "skipped")
     assert of_the_user == [f"reward_extra/{name}" for name in names]
     for name in of_the_user:
         del found[name]

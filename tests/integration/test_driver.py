@@ -98,16 +98,16 @@ def test_grpo_runs_without_critic_and_reference(tiny_dir: Path, tmp_path: Path) 
     assert versions.tolist() == [2] * 16  # the first step samples with version 1
 
 
-@pytest.mark.parametrize("rule_weight", [0.0, 0.5])
+@pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_a_reward_model_scores_beside_the_rules(
-    tiny_dir: Path, classifier: Path, tmp_path: Path, rule_weight: float
+    tiny_dir: Path, classifier: Path, tmp_path: Path, weight: float
 ) -> None:
     model = ("reward.model.enable=true", f"reward.model.path={classifier}")
-    last = train(tiny_dir, tmp_path, *GRPO, *model, f"reward.rule_weight={rule_weight}")
+    last = train(tiny_dir, tmp_path, *GRPO, *model, f"reward.function.weight={weight}")
     assert {e["cat"] for e in calls(tmp_path, "compute_rm_score")} == {"reward_model"}
     # a rule that weighs nothing is not called
-    rule_score = last["reward/rule_score/mean"] if rule_weight else 0.0
-    parts = rule_weight * rule_score + last["reward/model_score/mean"]
+    function_score = last["reward/function_score/mean"] if weight else 0.0
+    parts = weight * function_score + last["reward/model_score/mean"]
     assert last["critic/score/mean"] == pytest.approx(parts, abs=1e-6)
     assert last["reward/model_score/mean"] != 0
 

@@ -58,7 +58,7 @@ def test_functions_models_and_a_server_score_side_by_side(
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     rewards = (
-        "reward.list=[{name: rule},"
+        "reward.list=[{name: function},"
         f"{{name: here, path: '{path}', function: letters, weight: 2}},"
         f"{{name: there, kind: remote, url: '{server.url}', weight: 0.5}},"
         f"{{name: first, kind: model, path: '{classifier}'}},"
@@ -75,7 +75,7 @@ def test_functions_models_and_a_server_score_side_by_side(
     assert last["reward/here_score/mean"] == last["reward/there_score/mean"]  # to the bit
     assert last["reward/here/tokens/mean"] == last["response_length/mean"]
     assert last["reward/first_score/mean"] == last["reward/second_score/mean"] != 0
-    total = last["reward/rule_score/mean"] + 2.5 * last["reward/here_score/mean"]
+    total = last["reward/function_score/mean"] + 2.5 * last["reward/here_score/mean"]
     total += last["reward/first_score/mean"]  # the second has mean 0
     assert last["critic/score/mean"] == pytest.approx(total, abs=1e-5)
     roles = {call["cat"] for call in calls(tmp_path, "compute_rm_score")}

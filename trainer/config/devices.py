@@ -116,8 +116,8 @@ def _parsed(simulate: str) -> tuple[int, str]:
     match = re.fullmatch(r"(\d+) ?x ?(.+)", simulate.strip())
     if match is None or int(match[1]) == 0:
         raise ConfigError(
-            f"trainer.simulate={simulate}: write the number and the GPU as 8xH100, or with the memory "
-            "of a GPU as 8x80GiB."
+            f"trainer.simulate={simulate}: write the number and the GPU as 8xH100, or with "
+            "the memory of a GPU as 8x80GiB."
         )
     return int(match[1]), match[2].strip()
 

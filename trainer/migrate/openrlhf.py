@@ -78,7 +78,7 @@ def _rewards(flags: GivenFlags) -> None:
     if "," in models:
         flags.becomes("reward_pretrain", {"reward.list": _reward_list(models, "path")})
     else:
-        model = {"model.enable": True, "model.path": models, "rule_weight": 0}
+        model = {"model.enable": True, "model.path": models, "function.weight": 0}
         flags.becomes("reward_pretrain", {f"reward.{key}": model[key] for key in model})
     low, high = flags.values("reward_clip_range") or ("-10", "10")
     if low != f"-{high}":

@@ -132,11 +132,11 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
         return [*settings.list, *rewards]
 
     function, model = settings.function, settings.model
-    by_source = not rewards and (not model.enable or settings.rule_weight != 0)
+    by_source = not rewards and (not model.enable or settings.function.weight != 0)
     if function.path or by_source:
         rule = RewardConfig(
-            name="rule",
-            weight=settings.rule_weight if model.enable else 1.0,
+            name="function",
+            weight=settings.function.weight if model.enable else 1.0,
             default_score=settings.default_score,
             timeout_s=settings.timeout_s,
             path=function.path,

@@ -12,14 +12,14 @@ from workers.config.model import QUANTIZATIONS
 
 
 def _rules_score(_: Any, run: Any) -> bool:
-    model_alone = run.reward.model.enable and run.reward.rule_weight == 0
+    model_alone = run.reward.model.enable and run.reward.function.weight == 0
     return bool(run.reward.function.path) or not (model_alone or has_no_reward(run))
 
 
 RULES_SCORE = When(
     "a rule scores",
     _rules_score,
-    "no rule scores, because reward.rule_weight=0 leaves the score to the model, or "
+    "no rule scores, because reward.function.weight=0 leaves the score to the model, or "
     "only a teacher provides advantages",
 )
 
@@ -59,6 +59,8 @@ class RewardFunctionConfig(UserCodeConfig):
         verl="custom_reward_function.reward_kwargs",
     )
     """Extra keyword arguments of each call."""
+    weight: float = key(1.0, allows="a number", read_when=when("reward.model.enable"))
+    """Weight of the function or rule if a model also scores; 0 disables the function or rule."""
 
 
 @dataclass(kw_only=True)
@@ -183,8 +185,6 @@ class ScoringConfig(Section):
     """A reward model, which the role `reward_model` loads."""
     list: RewardList = key(factory=RewardList, allows="a list of sections")
     """Weighted rewards, instead of `function` and `model`."""
-    rule_weight: float = key(1.0, allows="a number", read_when=when("reward.model.enable"))
-    """Weight of the function or rule if a model also scores; 0 disables the function or rule."""
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score of samples whose call failed."""
     timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))

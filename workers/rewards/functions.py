@@ -20,7 +20,7 @@ RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | di
 
 GIVE_REWARD = (
     "Set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION, to score with your own function. "
-    "If only a reward model scores, set reward.rule_weight=0"
+    "If only a reward model scores, set reward.function.weight=0"
 )
 GSM8K_TAIL_CHARS = 300
 """Only this many characters at the end of a solution are searched for the answer."""

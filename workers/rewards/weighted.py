@@ -325,7 +325,7 @@ class WeightedScores:
             metrics |= _named(numbers, "reward/", name, several) | of_all
             extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
 
-        if several or name != "rule":  # the score of a single rule is critic/score/mean
+        if several or name != "function":  # the score of a single function is critic/score/mean
             sums = scores_of_part.scores.sum(dim=-1)
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()
             metrics[f"reward/{name}_score/mean"] = sums.mean().item()
@@ -333,8 +333,8 @@ class WeightedScores:
 
 
 def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
-    """If there are several rewards, put the reward's name into the keys, except for the rule."""
-    if not several or name == "rule":
+    """If there are several rewards, put the name into the keys, except for `reward.function`."""
+    if not several or name == "function":
         return values
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in values.items()}
 

@@ -286,8 +286,8 @@ def test_rewards_are_a_function_a_list_or_the_section(tiny_dir: Path) -> None:
     )
     assert [item.name for item in section.list] == ["short"]
     assert section.max_failed_fraction == 0.1
-    model = reward_of({"model": {"enable": True, "path": "j"}, "rule_weight": 0})
-    assert (model.model.path, model.rule_weight, model.list) == ("j", 0, [])
+    model = reward_of({"model": {"enable": True, "path": "j"}, "function": {"weight": 0}})
+    assert (model.model.path, model.function.weight, model.list) == ("j", 0, [])
 
 
 def test_few_prompts_are_one_batch(tiny_dir: Path) -> None:

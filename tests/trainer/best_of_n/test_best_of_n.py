@@ -212,7 +212,7 @@ def test_a_reward_model_chooses_pairs(tiny_dir: Path, tmp_path: Path, classifier
     run(load_config(settings(tiny_dir, tmp_path / "run", *pairs, *placed), BEST_OF_N))
     rows = [row for _, row in rows_of_files([path], "data.train_files")]
     assert all(row["chosen_score"] > row["rejected_score"] for row in rows)
-    assert {"rule_score", "model_score"} <= rows[0]["chosen_rewards"].keys()
+    assert {"function_score", "model_score"} <= rows[0]["chosen_rewards"].keys()
 
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(rows)

@@ -22,7 +22,7 @@ NO_CRITIC, BY_TOKENS, ROWS = (
     "actor_rollout_ref.actor.use_dynamic_bsz=false",
 )
 ONLY_REWARD_MODEL = [
-    *("reward.model.enable=true", "reward.model.path=judge", "reward.rule_weight=0"),
+    *("reward.model.enable=true", "reward.model.path=judge", "reward.function.weight=0"),
     "role_mapping.reward_model=global_pool",
 ]
 

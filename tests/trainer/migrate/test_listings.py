@@ -44,7 +44,7 @@ def test_makers_and_trainers_are_an_async_run() -> None:
     )
     assert (async_training.update_steps, async_training.train_epochs) == (2, 3)
     assert config.trainer.total_training_steps == 18
-    assert (config.reward.model.enable, config.reward.rule_weight) == (True, 0)
+    assert (config.reward.model.enable, config.reward.function.weight) == (True, 0)
 
 
 PAPER = """ray job submit -- python3 examples/train_ppo_ray.py \\

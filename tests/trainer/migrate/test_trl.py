@@ -42,7 +42,7 @@ def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
     assert (rollout.top_k, rollout.name) == (50, "native")
     assert config.actor_rollout_ref.model.lora_rank == 16
     assert config.data.train_files == "hub://trl-lib/tldr:train"
-    assert (config.reward.model.enable, config.reward.rule_weight) == (True, 0)
+    assert (config.reward.model.enable, config.reward.function.weight) == (True, 0)
     assert config.trainer.total_training_steps == 100
     assert config.trainer.n_gpus_per_node == 4
 

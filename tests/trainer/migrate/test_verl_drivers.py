@@ -82,7 +82,7 @@ def test_dapo_needs_filtered_groups_for_larger_batches() -> None:
 def test_a_reward_model_s_score_is_the_only_reward() -> None:
     words = "reward_model.enable=True reward_model.model.path=rm reward_model.rollout.name=vllm"
     config = composed(translated_whole("verl", f"{MAIN} {words}"))
-    assert (config.reward.model.enable, config.reward.rule_weight) == (True, 0)
+    assert (config.reward.model.enable, config.reward.function.weight) == (True, 0)
 
 
 def test_dapo_s_reward_manager_becomes_a_length_penalty() -> None:

@@ -125,7 +125,7 @@ def test_a_reward_is_optional_and_only_logged(
         "reward.list=[{name: rule, kind: function}]",
     )
     config = load_config(settings(tiny_dir, tmp_path, teacher, *more))
-    assert [reward.name for reward in rewards_of(config)] == ["rule"]
+    assert [reward.name for reward in rewards_of(config)] == ["function"]
     run(config)
     for line, unrewarded in zip(numbers(tmp_path), whole[:2], strict=True):
         assert line["critic/score/max"] > 0

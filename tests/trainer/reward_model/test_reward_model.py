@@ -105,7 +105,7 @@ def test_ppo_uses_the_model_as_reward_model_and_critic(
     more = [
         "reward.model.enable=true",
         f"reward.model.path={folder}",
-        "reward.rule_weight=0",
+        "reward.function.weight=0",
         f"critic.model.path={folder}",
         "placement=split",
         "trainer.n_gpus_per_node=2",

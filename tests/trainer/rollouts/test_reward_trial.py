@@ -98,8 +98,8 @@ def test_other_recipes_try_the_reward_too(recipe: Recipe[Any], start: Start) -> 
 @pytest.mark.parametrize(
     ("name", "notice"),
     [
-        ("fails", "note: the reward 'rule', tried on the first row's ground truth: KeyError"),
-        ("hangs", "note: the reward 'rule', tried on the first row's ground truth: passed its"),
+        ("fails", "note: the reward 'function', tried on the first row's ground truth: KeyError"),
+        ("hangs", "note: the reward 'function', tried on the first row's ground truth: passed its"),
         ("right", ""),
     ],
 )

@@ -134,7 +134,7 @@ def test_metrics_and_columns_of_several_rewards_have_their_names() -> None:
     nan = float("nan")
     first = term("first", [nan, 1.0, 1.0, 1.0], {"acc": [1.0, 2.0, 3.0, 4.0]})
     second = term("second", [nan, nan, 1.0, 1.0], {"acc": [5.0, 6.0, 7.0, 8.0]})
-    scored, metrics = scores_of(first, term("rule", [1.0, 1.0, 1.0, nan]), second)
+    scored, metrics = scores_of(first, term("function", [1.0, 1.0, 1.0, nan]), second)
     failed = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
     assert failed == {
         "reward/num_failed": 4.0,
@@ -223,7 +223,7 @@ def test_overlong_responses_get_a_soft_penalty() -> None:
     assert overlong_punishment(mask, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
 
     short = OverlongPenaltyConfig(enable=True, len=2, penalty_factor=1.0)
-    scored, metrics = scores_of(term("rule", [1.0] * 4), overlong=short)
+    scored, metrics = scores_of(term("function", [1.0] * 4), overlong=short)
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 0.5, 1.0]
     assert scored.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [-0.5, -1.0, -0.5, 0]
     assert metrics["reward/overlong_reward/mean"] == -0.5
