@@ -66,11 +66,11 @@ def test_an_unread_key_has_its_default_value() -> None:
 
 
 def test_keys_below_an_unread_key_are_unread(caplog: pytest.LogCaptureFixture) -> None:
-    settings = ["reward.list=[{name: a}]", "reward.model.enable=true", "reward.function.weight=0"]
-    config = load_config([*NEEDED, *settings])
-    assert not config.reward.model.enable
-    assert "reward.model.enable has no effect: reward.list sets the rewards" in caplog.text
-    assert "reward.function.weight has no effect: reward.model.enable is false" in caplog.text
+    settings = ["critic.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true"]
+    config = load_config([*NEEDED, *GRPO, *settings])
+    assert not config.actor_rollout_ref.actor.shuffle
+    assert "critic.ppo_epochs has no effect" in caplog.text
+    assert "actor_rollout_ref.actor.shuffle has no effect" in caplog.text
 
 
 def test_a_role_inherits_the_axes_of_the_run() -> None:
