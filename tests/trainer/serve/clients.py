@@ -21,12 +21,14 @@ from trainer.serve.work_queue import WorkQueue, started
 JsonObject = dict[str, Any]
 TEXT = [7, 9, 11, 13, 8, 6, 21]
 ADAM = {"learning_rate": 1e-2}
+Sequences = list[tuple[list[int], list[float], int]]
+"""(tokens, log-probs, stop reason) of each sample."""
 FIELDS = {"float32": (1, "<f4"), "int64": (2, "<i8")}
 
 
 def config_of(model: Path, folder: Path, *settings: str, rank: int = 4) -> Any:
     """The configuration of a small server on the CPU."""
-    given = [
+    common = [
         f"actor_rollout_ref.model.path={model}",
         f"actor_rollout_ref.model.lora_rank={rank}",
         f"trainer.default_local_dir={folder}",
@@ -34,7 +36,7 @@ def config_of(model: Path, folder: Path, *settings: str, rank: int = 4) -> Any:
         "data.max_prompt_length=32",
         "data.max_response_length=16",
     ]
-    config = load_config([*given, *settings], SERVE)
+    config = load_config([*common, *settings], SERVE)
     prepare(config)
     return config
 
@@ -95,24 +97,28 @@ class Client:
     def model(self, base: str, seq: int = 0, **lora: Any) -> Model:
         """A new model."""
         body = {"session_id": self.session, "model_seq_id": seq, "base_model": base}
-        made = self.result(self.post("create_model", **body, lora_config={"rank": 4, **lora}))
-        return Model(self, made["model_id"])
+        result = self.result(self.post("create_model", **body, lora_config={"rank": 4, **lora}))
+        return Model(self, result["model_id"])
 
     def load(self, path: str, optimizer: bool, seq: int) -> Model:
         """A new model from a checkpoint."""
         body = {"session_id": self.session, "model_seq_id": seq, "path": path}
-        made = self.result(self.post("load_weights", **body, optimizer=optimizer))
-        return Model(self, made["model_id"])
+        result = self.result(self.post("load_weights", **body, optimizer=optimizer))
+        return Model(self, result["model_id"])
 
-    def sampler(self, **what: str) -> str:
+    def sampler(self, **source: str) -> str:
         """A new sampler of a base_model or a model_path."""
         self.samplers += 1
         body = {"session_id": self.session, "sampling_session_seq_id": 100 + self.samplers}
-        return str(self.post("create_sampling_session", **body, **what)["sampling_session_id"])
+        return str(self.post("create_sampling_session", **body, **source)["sampling_session_id"])
 
-    def sample(self, sampler: str, seq: int, ids: Sequence[int], /, **more: Any) -> JsonObject:
+    def draw(self, sampler: str, seq: int, ids: Sequence[int], /, **fields: Any) -> Sequences:
+        """Sample; return the sequences."""
+        return sequences(self.result(self.sample(sampler, seq, ids, **fields)))
+
+    def sample(self, sampler: str, seq: int, ids: Sequence[int], /, **fields: Any) -> JsonObject:
         """Post a sample request."""
-        body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 1, **more}
+        body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 1, **fields}
         chunks = [{"type": "encoded_text", "tokens": list(ids)}]
         body.setdefault("sampling_params", {"max_tokens": 8})
         return self.post("asample", **{"prompt": {"chunks": chunks}, **body})
@@ -170,6 +176,16 @@ class Model:
         body = {"model_id": self.name, "seq_id": self.next(), "adam_params": adam}
         return self.client.post("optim_step", **body)
 
+    def train(self, **adam: Any) -> JsonObject:
+        """Train one step on `TEXT`; return the metrics."""
+        self.client.result(self.backward([datum()]))
+        return dict(self.client.result(self.step(**(adam or ADAM)))["metrics"])
+
+    def sampler(self, seq: int) -> str:
+        """A new sampler of the current weights."""
+        saved = self.save("save_weights_for_sampler", sampling_session_seq_id=seq)
+        return str(saved["sampling_session_id"])
+
     def save(self, kind: str = "save_weights", /, **body: Any) -> JsonObject:
         """Save; return the result."""
         promise = self.client.post(kind, model_id=self.name, seq_id=self.next(), **body)
@@ -201,8 +217,8 @@ def outputs(body: bytes) -> tuple[list[list[float]], dict[str, float]]:
     return rows, {entry.key: entry.value for entry in message.metrics}
 
 
-def sequences(body: bytes) -> list[tuple[list[int], list[float], int]]:
-    """(tokens, log-probs, stop reason) of each sample."""
+def sequences(body: bytes) -> Sequences:
+    """Decode the samples of a response."""
     message = CLASSES["SampleResponse"]()
     message.ParseFromString(body)
     return [
@@ -226,7 +242,7 @@ def datum(tokens: list[int] | None = None, **inputs: Any) -> tuple[list[int], di
     return tokens[:-1], {"target_tokens": tokens[1:], **inputs}
 
 
-def of_policy(advantage: float = 1.0, **more: Any) -> tuple[list[int], dict[str, Any]]:
+def policy_datum(advantage: float = 1.0, **inputs: Any) -> tuple[list[int], dict[str, Any]]:
     count = len(TEXT) - 1
     numbers = {"logprobs": [-3.5] * count, "advantages": [advantage] * count}
-    return datum(**numbers, **more)
+    return datum(**numbers, **inputs)

@@ -24,7 +24,7 @@ CLIENTS = ("service", "training", "sampling", "rest", "admin")
 
 def live_methods() -> list[str]:
     """Return the public methods that are not deprecated."""
-    found = []
+    methods = []
     for name in CLIENTS:
         module = import_module(f"tinker.lib.public_interfaces.{name}_client")
         cls = getattr(module, f"{name.capitalize()}Client")
@@ -32,8 +32,8 @@ def live_methods() -> list[str]:
             static = inspect.getattr_static(cls, method)
             is_old = getattr(static, "__deprecated__", None) or method.endswith("_async")
             if not method.startswith("_") and callable(getattr(cls, method)) and not is_old:
-                found.append(f"{cls.__name__}.{method}")
-    return found
+                methods.append(f"{cls.__name__}.{method}")
+    return methods
 
 
 class Probe:
@@ -61,8 +61,8 @@ class Probe:
         """Make all calls."""
         self.train()
         self.sample()
-        self.look()
-        self.change()
+        self.read_records()
+        self.change_records()
         self.check(
             "ServiceClient.close", lambda: self.service.close("success"), lambda v: v is None
         )
@@ -130,8 +130,8 @@ class Probe:
             lambda v: v.path == f"tinker://{training.model_id}/weights/state",
         )
         self.state = saved.path
-        for name, more in (("state", ""), ("state_with_optimizer", "")):
-            method = f"create_training_client_from_{name}{more}"
+        for name in ("state", "state_with_optimizer"):
+            method = f"create_training_client_from_{name}"
             check(
                 f"ServiceClient.{method}",
                 lambda method=method: getattr(service, method)(self.state),
@@ -204,9 +204,8 @@ class Probe:
             lambda: sampling.on_queue_state_change(QueueState.ACTIVE, None),
             lambda v: v is None,
         )
-        self.sampler_id = f"{self.training.model_id.partition(':')[0]}:sample:1"
 
-    def look(self) -> None:
+    def read_records(self) -> None:
         rest, check, run = self.rest, self.check, self.training.model_id
         session, paths = run.partition(":")[0], {self.state, self.sampler_path}
         check("RestClient.get_telemetry", rest.get_telemetry, lambda v: True)
@@ -246,18 +245,18 @@ class Probe:
             lambda v: paths <= {each.tinker_path for each in v.checkpoints},
         )
         check("RestClient.list_sessions", rest.list_sessions, lambda v: session in v.sessions)
-        found = check(
+        record = check(
             "RestClient.get_session",
             lambda: rest.get_session(session),
             lambda v: run in v.training_run_ids,
         )
         check(
             "RestClient.get_sampler",
-            lambda: rest.get_sampler(found.sampler_ids[0]),
+            lambda: rest.get_sampler(record.sampler_ids[0]),
             lambda v: v.base_model == self.model,
         )
 
-    def change(self) -> None:
+    def change_records(self) -> None:
         rest, check, run = self.rest, self.check, self.training.model_id
 
         def facts() -> Any:

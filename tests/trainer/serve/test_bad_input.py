@@ -1,4 +1,4 @@
-"""Hostile and broken clients: each gets a clear error, and other clients notice nothing."""
+"""Hostile and broken clients get clear errors and do not affect other clients."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ def connect(url: str) -> socket.socket:
 
 
 def train(model: Model) -> Any:
-    """Return the results of a step and of a forward pass after it."""
+    """Return the results of a step and of the next forward pass."""
     backward, step = model.backward([datum()]), model.step(**ADAM)
     after = model.backward([datum()], forward_only=True)
     return [model.client.result(promise) for promise in (backward, step, after)]
 
 
-def test_500_connections_disturb_nobody(client: Client, server: Server, many_files: None) -> None:
+def test_500_idle_connections_do_not_change_training(
+    client: Client, server: Server, many_files: None
+) -> None:
     alone = train(client.model(server[0].base_model, 1, seed=4))
     connections = [connect(server[1]) for _ in range(CONNECTIONS)]
     try:
@@ -133,7 +135,9 @@ def test_a_client_that_dies_between_chunks_loses_its_session(
             assert {*work_queue.ops.states} == {f"{late.session}:train:0"}
 
 
-def test_damaged_requests_are_rejected(client: Client, model: Model, server: Server) -> None:
+def test_damaged_requests_do_not_crash_the_server(
+    client: Client, model: Model, server: Server
+) -> None:
     alone = train(client.model(server[0].base_model, 1, seed=4))
     body = model.backward_body(1, [datum(), datum(TEXT[:4])], "cross_entropy")
     headers = {"content-type": PROTOBUF}
@@ -156,7 +160,7 @@ def test_damaged_requests_are_rejected(client: Client, model: Model, server: Ser
     assert train(client.model(server[0].base_model, 2, seed=4)) == alone
 
 
-def test_a_small_body_cannot_ask_for_much_memory(model: Model) -> None:
+def test_a_small_body_cannot_allocate_much_memory(model: Model) -> None:
     message = CLASSES["ForwardBackwardRequest"](loss_fn="cross_entropy", seq_id=1)
     message.model_id = model.name
     for _ in range(3):
@@ -177,10 +181,10 @@ WEIRD: list[Any] = [None, 10**30, 1.5, "\ud800", "../../x", "\0", [{}]]
 
 def test_no_field_of_any_request_breaks_the_server(server: Server) -> None:
     with Client(server[1]) as client:
-        train_model = client.model(server[0].base_model)
+        model = client.model(server[0].base_model)
         fields = {
             "session_id": client.session,
-            "model_id": train_model.name,
+            "model_id": model.name,
             "sampling_session_id": client.sampler(base_model=server[0].base_model),
         }
         for method, path, handler in Api(server[0], "").table():
@@ -194,7 +198,9 @@ def test_no_field_of_any_request_breaks_the_server(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", ".hidden", "", "a\0", "x" * 129, "%2e%2e"])
-def test_checkpoints_stay_inside(model: Model, server: Server, name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_name_cannot_leave_the_checkpoint_folder(
+    model: Model, server: Server, name: str, tmp_path: Path
+) -> None:
     client, before = model.client, sorted(server[0].checkpoints.folder.rglob("*"))
     with pytest.raises(FailedError, match="400: .*cannot name a checkpoint|not a checkpoint path"):
         client.load(f"tinker://{model.name}/weights/{name}", False, 9)
@@ -225,12 +231,12 @@ def test_no_route_answers_without_the_key(tiny_dir: Path, tmp_path: Path) -> Non
                     sent = {name: value.encode() for name, value in headers.items()}
                     answer = http.request(method, path, headers=sent)
                     assert answer.status_code == 401, (method, path)
-                    assert answer.json()["detail"]
+                    assert "key in X-API-Key is not the key of" in answer.json()["detail"]
         with Client(url, "tml-secret"):
             pass
 
 
-def test_an_error_says_who_caused_it() -> None:
+def test_an_error_has_the_category_of_its_cause() -> None:
     for error, category in (
         (BatchError("no rows"), "user"),
         (RolloutError("no prompt"), "user"),

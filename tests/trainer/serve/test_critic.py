@@ -18,10 +18,9 @@ from tests.trainer.serve.clients import (
     Model,
     config_of,
     datum,
-    of_policy,
     outputs,
+    policy_datum,
     prompt_log_probs,
-    sequences,
     served,
 )
 from tests.trainer.serve.test_equal_to_verbs import PROMPTS, ragged, reward, rows_of
@@ -48,12 +47,11 @@ class OverHTTP:
         self.critic = client.model("critic", 1, rank=rank)
 
     def sample(self, step: int) -> Drawn:
-        saved = self.actor.save("save_weights_for_sampler", sampling_session_seq_id=step)
         params = {"max_tokens": LENGTH, "stop": [], "seed": step}
-        sampler, drawn = saved["sampling_session_id"], []
+        sampler, drawn = self.actor.sampler(step), []
         for number, prompt in enumerate(PROMPTS):
-            promise = self.client.sample(sampler, number, prompt, sampling_params=params)
-            ((tokens, log_probs, _),) = sequences(self.client.result(promise))
+            samples = self.client.draw(sampler, number, prompt, sampling_params=params)
+            ((tokens, log_probs, _),) = samples
             drawn.append((prompt, tokens, log_probs))
         return drawn
 
@@ -157,7 +155,7 @@ def ppo(driver: OverHTTP | InProcess) -> tuple[list[Drawn], list[Any]]:
     return samples, results
 
 
-def test_a_ppo_loop_has_the_bits_of_the_verbs(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_ppo_loop_over_http_equals_the_verbs_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
     rank = 4
     keys = (*CRITIC, f"critic.model.lora_rank={rank}")
     with served(config_of(tiny_dir / "model", tmp_path / "a", *keys)) as (work_queue, url):
@@ -205,18 +203,18 @@ def train(model: Model) -> None:
     model.client.result(model.step(**ADAM))
 
 
-def test_a_saved_critic_goes_on_as_the_first(client: Client, url: str) -> None:
+def test_a_loaded_critic_trains_on_as_the_saved_one(client: Client, url: str) -> None:
     critic = client.model("critic", rank=0)
     assert values_of(critic) == [0.0] * (len(TEXT) - 1)
     train(critic)
     path = critic.save(path="state")["path"]
-    saved = critic.save("save_weights_for_sampler", sampling_session_seq_id=0)
+    sampler = critic.sampler(0)
     before = values_of(critic)
     train(critic)
     expected = values_of(critic)
     assert expected != before
     # a sampler keeps its values; entry j is the value before token j
-    scores = client.sample(saved["sampling_session_id"], 1, TEXT, prompt_logprobs=True)
+    scores = client.sample(sampler, 1, TEXT, prompt_logprobs=True)
     assert prompt_log_probs(client.result(scores))[1:] == pytest.approx(before, rel=1e-5)
     base = client.sample(client.sampler(base_model="critic"), 1, TEXT, prompt_logprobs=True)
     assert prompt_log_probs(client.result(base))[1:] == [0.0] * (len(TEXT) - 1)
@@ -230,7 +228,7 @@ def test_a_saved_critic_goes_on_as_the_first(client: Client, url: str) -> None:
         second.post(f"sessions/{second.session}/finish")
 
 
-def test_bad_requests_of_a_critic(client: Client) -> None:
+def test_bad_requests_of_a_critic_are_rejected(client: Client) -> None:
     models = client.get("get_server_capabilities")["supported_models"]
     assert [(m["trainable"], m["sampleable"]) for m in models] == [(True, True), (True, False)]
     with pytest.raises(
@@ -250,7 +248,7 @@ def test_bad_requests_of_a_critic(client: Client) -> None:
         return str(error.value)
 
     value = "verl_like:value"
-    assert f"the critic has no loss 'ppo'. Known: {value}" in failure(critic, of_policy(), "ppo")
+    assert f"the critic has no loss 'ppo'. Known: {value}" in failure(critic, policy_datum(), "ppo")
     assert f"the actor has no loss '{value}'" in failure(actor, returns_of(), value)
     for rows, text in (
         (datum(), "needs loss_fn_inputs['values']"),

@@ -30,7 +30,7 @@ def reward(tokens: Sequence[int]) -> float:
 def advantages(group: Sequence[Sampled]) -> list[float]:
     rewards = [reward(tokens) for tokens, _ in group]
     mean, deviation = np.mean(rewards), np.std(rewards)
-    return [float((each - mean) / (deviation + 1e-6)) for each in rewards]
+    return [float((value - mean) / (deviation + 1e-6)) for value in rewards]
 
 
 def over_http(url: str, base: str, rank: int) -> tuple[list[Any], list[Any]]:
@@ -39,11 +39,11 @@ def over_http(url: str, base: str, rank: int) -> tuple[list[Any], list[Any]]:
     with Client(url) as client:
         model = client.model(base, rank=rank, seed=11)
         for step in range(STEPS):
-            name = model.save("save_weights_for_sampler", sampling_session_seq_id=step)
+            sampler = model.sampler(step)
             params = {"max_tokens": LENGTH, "temperature": 0.9, "stop": [], "seed": 0}
-            asked = [
+            promises = [
                 client.sample(
-                    name["sampling_session_id"],
+                    sampler,
                     number,
                     prompt,
                     num_samples=GROUP,
@@ -51,7 +51,7 @@ def over_http(url: str, base: str, rank: int) -> tuple[list[Any], list[Any]]:
                 )
                 for number, prompt in enumerate(PROMPTS)
             ]
-            groups = [[s[:2] for s in sequences(client.result(promise))] for promise in asked]
+            groups = [[s[:2] for s in sequences(client.result(promise))] for promise in promises]
             datums = []
             for prompt, group in zip(PROMPTS, groups, strict=True):
                 for (tokens, log_probs), advantage in zip(group, advantages(group), strict=True):
@@ -130,14 +130,15 @@ def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
             log_probs = [row.tolist() for row in batch.column("rollout_log_probs").rows()]
             drawn = list(zip(tokens, log_probs, strict=True))
             of_prompts = [drawn[n * GROUP : (n + 1) * GROUP] for n in range(len(PROMPTS))]
-            rows, q, a = [], [], []
+            rows, sampled, scaled = [], [], []
             for prompt, group in zip(PROMPTS, of_prompts, strict=True):
                 pad = [0.0] * (len(prompt) - 1)
-                for (own, numbers), advantage in zip(group, advantages(group), strict=True):
-                    rows.append(prompt + own)
-                    q.append(pad + numbers)
-                    a.append(pad + [advantage] * len(own))
-            result = actor.forward_backward(rows_of(rows, logprobs=q, advantages=a), "ppo")
+                for (response, numbers), advantage in zip(group, advantages(group), strict=True):
+                    rows.append(prompt + response)
+                    sampled.append(pad + numbers)
+                    scaled.append(pad + [advantage] * len(response))
+            batch = rows_of(rows, logprobs=sampled, advantages=scaled)
+            result = actor.forward_backward(batch, "ppo")
             settings = OptimStepSettings(
                 lr=RATE,
                 betas=(0.9, 0.95),
@@ -156,7 +157,9 @@ def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize(("rank", "placement"), [(0, "split"), (4, "colocate")])
-def test_grpo_has_the_same_bits(tiny_dir: Path, tmp_path: Path, rank: int, placement: str) -> None:
+def test_grpo_over_http_equals_the_verbs_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, rank: int, placement: str
+) -> None:
     model = tiny_dir / "model"
     config = config_of(model, tmp_path / "a", rank=rank)
     expected = in_process(config, rank)
@@ -164,11 +167,13 @@ def test_grpo_has_the_same_bits(tiny_dir: Path, tmp_path: Path, rank: int, place
     with served(served_config) as (work_queue, url):
         assert over_http(url, work_queue.base_model, rank) == expected
     rewards = [np.mean([reward(t) for group in step[0] for t, _ in group]) for step in expected[0]]
-    assert len(set(rewards)) == STEPS, "nothing was learned or sampled anew"
+    assert len(set(rewards)) == STEPS, "nothing was learned or sampled again"
 
 
 @pytest.mark.ray
-def test_ray_servers_have_the_same_bits(tiny_dir: Path, tmp_path: Path, ray_session: None) -> None:
+def test_grpo_on_ray_equals_the_verbs_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, ray_session: None
+) -> None:
     model = tiny_dir / "model"
     expected = in_process(config_of(model, tmp_path / "a", rank=4), 4)
     on_ray = ("trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=2")

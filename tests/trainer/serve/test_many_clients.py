@@ -1,4 +1,4 @@
-"""Many clients of one server: what they cost, and that they can share a pass."""
+"""Many clients of one server: their memory, and batches that they share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import load
 from tests.trainer.serve.clients import (
-    ADAM,
     TEXT,
     Client,
     Model,
@@ -44,13 +43,7 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
     adapter = bytes_of_adapter(tiny_dir / "model")
     config = config_of(tiny_dir / "model", tmp_path, rank=RANK)
     with served(config) as (work_queue, url), Client(url) as first, ExitStack() as open_clients:
-
-        def train(client: Client, number: int) -> None:
-            model = client.model(work_queue.base_model, number, rank=RANK)
-            client.result(model.backward([datum()]))
-            client.result(model.step(**ADAM))
-
-        train(first, 0)
+        first.model(work_queue.base_model, rank=RANK).train()
         before = live_bytes()
         clients = [open_clients.enter_context(Client(url)) for _ in range(CLIENTS)]
         for client in clients:
@@ -58,13 +51,16 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
         assert live_bytes() - before == CLIENTS * adapter
         for client in clients:
             client.post(f"sessions/{client.session}/finish")
-        train(first, 1)  # after the deletion of the others' states
+        # runs after the states of the other clients are deleted
+        first.model(work_queue.base_model, 1, rank=RANK).train()
         trained = live_bytes() - before
         # weights, two moments, and a count of steps per tensor
         assert 3 * adapter <= trained < 3.01 * adapter
 
 
-def test_requests_leave_nothing_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_number_of_requests(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pending, "MOST_READ", 4)
     monkeypatch.setattr(clients, "MOST_SEEN", 4)
 

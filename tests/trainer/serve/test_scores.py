@@ -11,12 +11,10 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from tests.trainer.serve.clients import (
-    ADAM,
     TEXT,
     Client,
     FailedError,
     config_of,
-    datum,
     prompt_log_probs,
     served,
 )
@@ -45,8 +43,7 @@ def test_reference_and_reward_model_score(tiny_dir: Path, classifier: Path, tmp_
         rows = [TEXT, TEXT[:4]]
         base = score(client.sampler(base_model=work_queue.base_model), rows)
         model = client.model(work_queue.base_model)
-        client.result(model.backward([datum()]))
-        client.result(model.step(**ADAM))
+        model.train()
         reference = client.sampler(base_model="ref")
         for scored, expected in zip(score(reference, rows), base, strict=True):
             assert scored[1:] == pytest.approx(expected[1:], rel=1e-5)

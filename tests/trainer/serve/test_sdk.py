@@ -24,7 +24,7 @@ needs_sdk = [
 
 
 def run_sdk(file: str, *arguments: str) -> str:
-    """What a script prints in the environment of the SDK."""
+    """Return the output of a script in the environment of the SDK."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
     environment.pop("PYTHONPATH", None)
     command = [str(PYTHON), "-W", "error::FutureWarning", str(ROOT / file), *arguments]
@@ -46,12 +46,12 @@ class TestSDK:
 
     def test_every_method_does_what_the_table_says(self, url_and_model: tuple[str, str]) -> None:
         printed = run_sdk("tests/trainer/serve/sdk_probe.py", *url_and_model)
-        found = json.loads(printed.splitlines()[-1])
-        assert sorted(found["methods"]) == sorted(METHODS), "the SDK has other methods"
+        probed = json.loads(printed.splitlines()[-1])
+        assert sorted(probed["methods"]) == sorted(METHODS), "the SDK has other methods"
         wrong = {
-            name: found["results"].get(name, "not called")
-            for name, said in METHODS.items()
-            if (found["results"].get(name) == "works") != (said == "works")
+            name: probed["results"].get(name, "not called")
+            for name, status in METHODS.items()
+            if (probed["results"].get(name) == "works") != (status == "works")
         }
         assert wrong == {}
 
@@ -61,7 +61,7 @@ class TestSDK:
         steps = run_sdk("examples/serve/grpo.py", *arguments).splitlines()
         assert [line.split(":")[0] for line in steps] == ["step 0", "step 1", "saved"]
 
-    def test_it_trains_a_critic(self, tiny_dir: Path, tmp_path: Path) -> None:
+    def test_the_sdk_trains_a_critic(self, tiny_dir: Path, tmp_path: Path) -> None:
         keys = ("placement=split", "role_mapping.critic=values", "resource_pool_spec.values=[1]")
         with served(config_of(tiny_dir / "model", tmp_path, *keys)) as (_, url):
             printed = json.loads(run_sdk("tests/trainer/serve/sdk_critic.py", url))
@@ -73,5 +73,5 @@ class TestSDK:
 
 def test_most_methods_work_and_others_have_a_reason() -> None:
     assert len(METHODS) == 56
-    assert sum(said == "works" for said in METHODS.values()) >= 45
-    assert all(said == "works" or said.startswith("rejected: ") for said in METHODS.values())
+    assert sum(status == "works" for status in METHODS.values()) >= 45
+    assert all(status == "works" or status.startswith("rejected: ") for status in METHODS.values())
