@@ -1,7 +1,7 @@
 """The driver: recipes, their loop, and their configuration. Names are imported on first use.
 
 `trainer.ppo.stages` is PPO; `trainer.loop` is the loop that all recipes share. `trainer.api` has
-the classes that start runs from Python: `PPO`, `GRPO`, `AsyncPPO`, `SFT`, `RewardModel` and `DPO`.
+the classes that start runs from Python, such as `GRPO`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.api.recipes import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
+    from trainer.api.recipes import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardTraining
     from trainer.config.flat import config_hash
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
@@ -24,10 +24,11 @@ __all__ = [
     "AsyncPPO",
     "DPO",
     "GRPO",
+    "KTO",
     "PPO",
     "PPOConfig",
     "PPOTrainer",
-    "RewardModel",
+    "RewardTraining",
     "RunResult",
     "SFT",
     "Trainer",
@@ -40,10 +41,11 @@ _MODULE_OF = {
     "DPO": "api.recipes",
     "AsyncPPO": "api.recipes",
     "GRPO": "api.recipes",
+    "KTO": "api.recipes",
     "PPO": "api.recipes",
     "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.stages",
-    "RewardModel": "api.recipes",
+    "RewardTraining": "api.recipes",
     "RunResult": "run_folder.result",
     "SFT": "api.recipes",
     "Trainer": "loop",

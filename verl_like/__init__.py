@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.api.recipes import DPO as DPO
     from trainer.api.recipes import GRPO as GRPO
+    from trainer.api.recipes import KTO as KTO
     from trainer.api.recipes import PPO as PPO
     from trainer.api.recipes import SFT as SFT
     from trainer.api.recipes import AsyncPPO as AsyncPPO
-    from trainer.api.recipes import RewardModel as RewardModel
+    from trainer.api.recipes import RewardTraining as RewardTraining
     from trainer.check_loss import check_loss as check_loss
     from trainer.hooks import Hooks as Hooks
     from trainer.launch import run as run
@@ -101,7 +102,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rewards.functions import default_compute_score as default_compute_score
 
 _RUNS = {
-    "trainer.api.recipes": ("AsyncPPO", "DPO", "GRPO", "PPO", "RewardModel", "SFT"),
+    "trainer.api.recipes": ("AsyncPPO", "DPO", "GRPO", "KTO", "PPO", "RewardTraining", "SFT"),
     "trainer.check_loss": ("check_loss",),
     "trainer.hooks": ("Hooks",),
     "trainer.launch": ("run",),

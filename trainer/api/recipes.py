@@ -1,4 +1,4 @@
-"""The recipes as classes: `from verl_like import PPO, GRPO, AsyncPPO, SFT, RewardModel, DPO`.
+"""The recipes as classes: `from verl_like import PPO, GRPO, SFT, DPO, KTO, ...`.
 
     run = GRPO("gpt2", ["The sky is"], lambda response: float("blue" in response), lr=1e-6, n=8)
     result = run.fit(steps=20)          # .metrics, .model, .plot()
@@ -326,25 +326,35 @@ class SFT(RowsRun):
     recipe = "trainer.sft.recipe.SFT"
 
 
-class RewardModel(RowsRun):
+class RewardTraining(RowsRun):
     """Training of a reward model on pairs: dicts with `chosen`, `rejected` and usually `prompt`.
 
     The parameters are those of `SFT`. For example, on one pair:
 
         pair = {"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}
-        RewardModel("Qwen/Qwen3-0.6B", [pair]).fit()
+        RewardTraining("Qwen/Qwen3-0.6B", [pair]).fit()
     """
 
     recipe = "trainer.reward_model.recipe.REWARD_MODEL"
 
 
 class DPO(RowsRun):
-    """Training with DPO or another preference loss, on pairs like those of `RewardModel`.
+    """Training with DPO or another preference loss, on pairs like those of `RewardTraining`.
 
-    The parameters are those of `SFT`. With `loss="kto"`, rows with `prompt`, `completion` and
-    `label` also work. For example, with pairs for validation:
+    The parameters are those of `SFT`. For example, with pairs for validation:
 
         DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
     """
 
     recipe = "trainer.preference.recipe.DPO"
+
+
+class KTO(DPO):
+    """Training with KTO on responses that have a label; the parameters are those of `SFT`.
+
+    For example, on one row:
+
+        KTO("Qwen/Qwen3-0.6B", [{"prompt": "Hi", "completion": "Hello!", "label": True}]).fit()
+    """
+
+    presets = {"loss": "kto"}

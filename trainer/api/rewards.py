@@ -71,7 +71,7 @@ def model_folder_of(model: Any, path: Path) -> str:
     if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
         raise ConfigError(
             f"a reward is a {type(model).__name__}: a model of transformers can be a reward if it "
-            "is a sequence classifier with one label, such as verl_like.RewardModel makes. To "
+            "is a sequence classifier with one label, such as verl_like.RewardTraining makes. To "
             "score with another model, pass a function that calls the model."
         )
     model.save_pretrained(path)

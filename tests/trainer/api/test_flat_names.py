@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
+from trainer import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardTraining
 from trainer.api.flat_names import (
     LIKE_TRL,
     OF_PPO,
@@ -27,7 +27,7 @@ ROWS = [{"prompt": "say a", "response": "aaa"}] * 4
 PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
 
 
-@pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardModel, DPO])
+@pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardTraining, DPO, KTO])
 def test_every_flat_name_stands_for_a_key_and_is_no_key(cls: Any) -> None:
     recipe = load_object(cls.recipe, "")
     keys = named_keys(recipe.schema)
@@ -145,8 +145,14 @@ def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: P
         SFT(model, ROWS, reward_funcs=reward)
 
 
+def test_kto_is_dpo_with_its_loss(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "say a", "completion": "aaa", "label": True}] * 4
+    config = KTO(f"{tiny_dir}/model", rows, save_to=tmp_path / "kto").config()
+    assert (config.loss, KTO.recipe) == ("kto", DPO.recipe)
+
+
 @pytest.mark.parametrize(
-    ("keys", "classes"), [(PPOKeys, [PPO, AsyncPPO]), (RowKeys, [SFT, RewardModel, DPO])]
+    ("keys", "classes"), [(PPOKeys, [PPO, AsyncPPO]), (RowKeys, [SFT, RewardTraining, DPO, KTO])]
 )
 def test_typed_keys_are_complete(keys: Any, classes: list[Any]) -> None:
     recipes = [load_object(cls.recipe, "") for cls in classes]
