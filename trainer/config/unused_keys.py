@@ -9,6 +9,7 @@ reads.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from textwrap import wrap
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -118,7 +119,7 @@ def _missing(key: Key, section: Any, config: RunConfig) -> str | None:
     return None
 
 
-INDENT = "  "
+INDENT, WIDTH = "  ", 100
 
 
 def annotated_yaml(
@@ -130,8 +131,8 @@ def annotated_yaml(
 ) -> str:
     """Return the tree in the order of its composition, with the rules of each field as a comment.
 
-    `left_out` keys are only counted at the end. With `meanings`, the line above a key has its
-    meaning.
+    A comment that is too long for its line is above it. `left_out` keys are only counted at the
+    end. With `meanings`, the lines above a key begin with its meaning.
     """
     keys = {key.name: key for key in config_keys(schema)}
     tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
@@ -152,18 +153,19 @@ def _lines(
     indent = INDENT * prefix.count(".")
     for name, value in section.items():
         key = keys.get(f"{prefix}{name}")
-        comment = f"  # {key.describe_rules}" if key is not None and key.describe_rules else ""
+        rules = "" if key is None else key.describe_rules
+        is_section = key is not None and key.is_section and isinstance(value, dict)
+        entry = [f"{name}:"] if is_section else OmegaConf.to_yaml({name: value}).splitlines()
+        first, *rest = [f"{indent}{line}" for line in entry]
+        with_rules = f"{first}  # {rules}" if rules else first
+        # a block value allows no comment on its first line
+        is_above = bool(rules) and (bool(rest) or len(with_rules) > WIDTH)
 
-        if meaning := docs.get(f"{prefix}{name}"):
-            yield f"{indent}# {' '.join(meaning.split())}"
-        if key is not None and key.is_section and isinstance(value, dict):
-            yield f"{indent}{name}:{comment}"
-            yield from _lines(value, f"{key.name}.", keys, docs)
-            continue
-
-        first, *rest = OmegaConf.to_yaml({name: value}).splitlines()
-        if rest and comment:  # a block value allows no comment on its first line
-            yield f"{indent}{comment.strip()}"
-            comment = ""
-        yield f"{indent}{first}{comment}"
-        yield from (f"{indent}{line}" for line in rest)
+        for text in (docs.get(f"{prefix}{name}", ""), rules if is_above else ""):
+            width = WIDTH - len(indent) - len("# ")
+            words = " ".join(text.split())
+            lines = wrap(words, width, break_long_words=False, break_on_hyphens=False)
+            yield from (f"{indent}# {line}" for line in lines)
+        yield from (first if is_above else with_rules, *rest)
+        if is_section:
+            yield from _lines(value, f"{prefix}{name}.", keys, docs)

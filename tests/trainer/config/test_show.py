@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_the_yaml_is_shown_without_a_module_that_fails_to_import(
 
 def test_every_rule_of_a_field_is_next_to_its_key() -> None:
     text, _ = shown()
+    text = re.sub(r"\n *# ", " ", text)
     for key in leaf_keys(PPO.schema):
         if key.describe_rules:
-            assert f"# {key.describe_rules}" in text, key.name
+            assert key.describe_rules in text, key.name
+
+
+def test_comments_are_wrapped_at_100_columns() -> None:
+    tree = compose_tree(known_settings([], PPO), PPO)
+    lines = annotated_yaml(tree, PPO.schema, meanings=True).splitlines()
+    assert [line for line in lines if len(line) > 100] == []
+    place = lines.index("    loss_mode: vanilla")
+    assert lines[place - 4].startswith("    # Name of the policy loss.")
+    assert lines[place - 1].endswith("is not reinforce")
