@@ -71,6 +71,8 @@ KEY_PAGES = {
     "keys_data.md": ("data",),
 }
 """Page -> the sections whose keys it has, with those below them unless another page names them."""
+USUAL_KEYS = yaml.safe_load((DOCS / "data" / "usual_keys.yaml").read_text(encoding="utf-8"))
+"""Page -> the keys that most runs set."""
 
 
 def key_page(section: str) -> str:
@@ -120,8 +122,11 @@ def key_sections() -> dict[str, str]:
 
 
 def key_table(page: str) -> str:
-    """The sections of a page; a key that repeats one of an earlier section refers to it."""
-    lines, section, first = list[str](), "", dict[str, str]()
+    """The keys that are usually set, then the sections of a page.
+
+    A key that repeats one of an earlier section refers to it.
+    """
+    lines, section, first = [f"Usually set: {_code(USUAL_KEYS[page])}.", ""], "", dict[str, str]()
     texts = [text for name, text in key_sections().items() if key_page(name) == page]
     for line in "\n\n".join(texts).splitlines():
         if line.startswith("## "):

@@ -10,6 +10,8 @@ import yaml
 
 from tests import ROOT
 from tests.conftest import load
+from trainer.config.keys import leaf_keys
+from trainer.ppo.recipe import PPO
 
 FAMILIES = "actor|critic|distillation|global_seqlen|perf|response|response_length|rollout_corr"
 FAMILIES += (
@@ -22,6 +24,15 @@ NAMES = re.compile(rf'"((?:{FAMILIES})/\w+(?:/\w+)?)"')
 def test_a_table_is_current(name: str) -> None:
     path, text = load("docs/make_tables.py").filled(name)
     assert path.read_text(encoding="utf-8") == text, "run: python docs/make_tables.py"
+
+
+def test_the_keys_that_are_usually_set_exist_on_their_page() -> None:
+    tables = load("docs/make_tables.py")
+    known = {key.name for key in leaf_keys(PPO.schema)}
+    assert tables.USUAL_KEYS.keys() == tables.KEY_PAGES.keys()
+    for page, names in tables.USUAL_KEYS.items():
+        assert [name for name in names if name not in known] == []
+        assert {tables.key_page(name.rpartition(".")[0]) for name in names} == {page}
 
 
 def test_every_metric_of_the_code_has_a_meaning() -> None:

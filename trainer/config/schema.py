@@ -120,13 +120,13 @@ class TrainerConfig(Section):
         read_when=SAVES,
         verl="trainer.max_actor_ckpt_to_keep",
     )
-    """Number of newest checkpoints to keep, in addition to the best one; null keeps all."""
+    """Newest checkpoints to keep, in addition to the best one; null keeps all."""
     async_save: bool = key(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
     """Write checkpoint files of 16 MiB or more in the background."""
     max_restarts: int = key(3, at_least=0)
-    """Maximum number of automatic restarts after a worker is lost; 0 disables restarts."""
+    """Maximum automatic restarts after a worker is lost."""
     resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
     """`auto`: resume from the newest checkpoint in the run folder; `resume_path`: from
     `resume_from_path`; `disable`: do not resume.

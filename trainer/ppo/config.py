@@ -37,7 +37,7 @@ class KLControlConfig(Section):
     kl_coef: float = key(0.001, at_least=0)
     """Coefficient; with `adaptive`, its first value."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
-    """Number of samples over which the coefficient adapts; larger values: more slowly."""
+    """Samples over which the coefficient adapts; larger values: more slowly."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
     """KL that the controller aims at."""
 
@@ -55,7 +55,7 @@ class FilterGroupsConfig(Section):
     )
     """Number that must differ within a group; seq_reward is the score."""
     max_num_gen_batches: int = key(10, above=0, read_when=when("enable"))
-    """Maximum number of batches generated per step; after that, groups with equal scores fill the
+    """Maximum batches generated per step; after that, groups with equal scores fill the
     batch.
     """
 
@@ -118,7 +118,7 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
     """DAPO's dynamic sampling."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
-    """Clamp each score, of a response or a step, to ±score_clip; null disables the clamp."""
+    """Clamp each score, of a response or a step, to ±score_clip; null: no clamp."""
     mask_truncated: bool = key(False)
     """Leave truncated responses out of the losses; their scores still count in their groups."""
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
@@ -148,11 +148,11 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     critic_warmup: int = key(
         0, at_least=0, read_when=NO_STEPS_OR_CRITIC, may_change_on_resume=False
     )
-    """Number of initial steps that update only the critic; 0 disables the warm-up."""
+    """Initial steps that update only the critic."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
-    """Number of newest steps whose samples are all kept; null: of every step."""
+    """Newest steps whose samples are all kept; null: of every step."""
     max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
-    """Number of newest steps whose batches are kept for `replay --stage`; 0 disables this."""
+    """Newest steps whose batches are kept for `replay --stage`."""
 
 
 @dataclass(kw_only=True)

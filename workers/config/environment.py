@@ -61,11 +61,11 @@ class EnvironmentConfig(Section):
     """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.
     """
     max_turns: int = key(8, above=0)
-    """Maximum number of turns per trajectory."""
+    """Maximum turns per trajectory."""
     max_tokens_per_turn: int | None = key(
         None, above=0, hint="or null for all that remain of the response"
     )
-    """Maximum number of tokens per turn; null: all that remain of the response."""
+    """Maximum tokens per turn; null: all that remain of the response."""
     history_tokens: str = key("sampled", choices=("sampled", "retokenized"))
     """How a turn reads the older turns. `sampled`: as the sampled tokens; `retokenized`: as the
     chat template renders them, tokenized again.
@@ -75,7 +75,7 @@ class EnvironmentConfig(Section):
     trajectory_timeout_s: float = key(600.0, above=0, may_change_on_resume=True)
     """Timeout of a whole trajectory, in seconds."""
     retries: int = key(2, at_least=0, may_change_on_resume=True)
-    """Maximum restarts of a trajectory whose environment failed; 0 disables restarts."""
+    """Maximum restarts of a trajectory whose environment failed."""
     reward_on_failure: float | None = key(None, allows="a number", may_change_on_resume=True)
     """Reward of failed trajectories; null leaves them out of the update."""
     max_failed_fraction: float = key(0.5, at_least=0, at_most=1, may_change_on_resume=True)

@@ -233,7 +233,7 @@ class ModelConfig(Section):
     fp8_linear: bool = key(False, may_change_on_resume=True)
     """Train linear layers in float8 (Ada, Hopper and newer)."""
     lora_rank: int = key(0, at_least=0)
-    """LoRA rank; 0 disables LoRA and trains all weights."""
+    """LoRA rank; 0 trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
     """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = key(

@@ -187,7 +187,7 @@ class ActorConfig(ShardedConfig):
     )
     """Divisor in `seq-mean-token-sum-norm`; null: `data.max_response_length`."""
     entropy_coeff: float = key(0.0, at_least=0)
-    """Weight of the entropy bonus; 0 disables it."""
+    """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
     """Target entropy per token, in nats. The weight of the entropy bonus adapts to reach it; null
     disables this.
@@ -203,7 +203,7 @@ class ActorConfig(ShardedConfig):
     null disables the average.
     """
     router_aux_loss_coef: float = key(0.0, at_least=0)
-    """Weight of the load-balancing loss of a mixture of experts; 0 disables it."""
+    """Weight of the load-balancing loss of a mixture of experts."""
     router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
     """Routing of a mixture of experts."""
     grad_clip: float = key(1.0, above=0)
@@ -320,7 +320,7 @@ class CriticModelConfig(Section):
     enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
     """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
     lora_rank: int = key(0, at_least=0)
-    """LoRA rank; 0 disables LoRA and trains all weights. The head is always trained."""
+    """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: dict[str, Any] = role_sharding()
     """FSDP settings that override `critic.strategy`."""
 

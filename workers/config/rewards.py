@@ -31,7 +31,7 @@ class OverlongPenaltyConfig(Section):
     enable: bool = key(False)
     """Penalize responses near the length limit."""
     len: int = key(0, allows="1 to `data.max_response_length`", read_when=when("enable"))
-    """Number of tokens before the limit over which the penalty grows from 0."""
+    """Tokens before the limit over which the penalty grows from 0."""
     penalty_factor: float = key(1.0, at_least=0, read_when=when("enable"))
     """Penalty at the limit."""
 
