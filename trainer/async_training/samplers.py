@@ -111,6 +111,7 @@ class BufferView:
     version: int
     """Version of the trainer's weights."""
     max_staleness: int
+    """`async_training.max_staleness`, in weight versions."""
     samples_per_version: int
     """Number of samples that are trained on per weight version."""
     seed: Sequence[int]
@@ -133,7 +134,9 @@ class SelectedBatch:
     """The chunks of a batch in order, and chunks to drop with the reasons."""
 
     selected: list[SampleChunk] = field(default_factory=list)
+    """Chunks with exactly `view.num_samples` samples; empty if the trainer has to wait."""
     dropped: list[tuple[SampleChunk, str]] = field(default_factory=list)
+    """(chunk, reason in words) for each chunk that is never trained on."""
 
 
 class BatchSampler(ABC):

@@ -98,6 +98,9 @@ class DataProto:
             meta_info: information about all rows, such as the temperature.
             ragged: tensor columns whose rows have different lengths.
             shard: position of this chunk in the batch that it was split from.
+
+        Raises:
+            BatchError: the columns have different numbers of rows, or one is no tensor or array.
         """
         self._dense = batch
         self._ragged = dict(ragged or {})
@@ -196,6 +199,16 @@ class DataProto:
         """Return a batch of these columns; a list among the non-tensors becomes one object per row.
 
         `auto_padding` has no effect: dispatch always pads a batch that does not divide.
+
+        Args:
+            tensors: name -> tensor [rows, ...], or `Ragged`.
+            non_tensors: name -> array or list with one element per row.
+            meta_info: information about all rows.
+            num_batch_dims: must be 1.
+            auto_padding: for verl's code.
+
+        Raises:
+            BatchError: the columns have different numbers of rows, or `num_batch_dims` is not 1.
         """
         if num_batch_dims != 1:
             raise BatchError(

@@ -170,7 +170,15 @@ class PoolManager:
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
     ) -> None:
-        """Raise `PlacementError` if `mapping` names a missing pool, or a pool has no role."""
+        """Check that the roles and the pools fit.
+
+        Args:
+            resource_pool_spec: pool -> processes per node, such as {"global_pool": [8, 8]}.
+            mapping: role -> its pool.
+
+        Raises:
+            PlacementError: `mapping` names a missing pool, or a pool has no role.
+        """
         self.resource_pool_spec = {
             name: list(counts) for name, counts in resource_pool_spec.items()
         }

@@ -77,6 +77,7 @@ class Environment:
     players: ClassVar[Sequence[str]] = ()
     """Names of the trained players, if there are several; each has its own trajectory."""
     rng_seed: int | None = None
+    """The seed of `rng`, set for each sample; None draws a random one."""
 
     @cached_property
     def rng(self) -> Any:
@@ -118,6 +119,7 @@ class EnvironmentAdapter(Environment):
     """
 
     id: ClassVar[str]
+    """The text after the prefix."""
     kwargs: ClassVar[Mapping[str, Any]]
     """`environment.kwargs`."""
     tools: ClassVar[Sequence[Tool]] = ()

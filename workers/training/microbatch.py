@@ -235,9 +235,13 @@ class MiniBatch:
     """One rank's rows of a mini-batch, with the row and token counts over all ranks."""
 
     columns: RowColumns
+    """This rank's rows."""
     num_rows: int
+    """Rows over all ranks that have a token inside the response mask."""
     num_tokens: int
+    """Tokens over all ranks inside the response mask."""
     names: list[str]
+    """Names of this rank's rows, for messages."""
 
     @property
     def denominators(self) -> Denominators:
