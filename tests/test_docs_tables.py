@@ -12,6 +12,7 @@ from tests import ROOT
 from tests.conftest import load
 from trainer.config.keys import leaf_keys
 from trainer.ppo.recipe import PPO
+from workers.config import OptimConfig
 
 FAMILIES = "actor|critic|distillation|global_seqlen|perf|response|response_length|rollout_corr"
 FAMILIES += (
@@ -29,6 +30,7 @@ def test_a_table_is_current(name: str) -> None:
 def test_the_keys_that_are_usually_set_exist_on_their_page() -> None:
     tables = load("docs/make_tables.py")
     known = {key.name for key in leaf_keys(PPO.schema)}
+    known |= {f"critic.optim.{key.name}" for key in leaf_keys(OptimConfig)}
     assert tables.USUAL_KEYS.keys() == tables.KEY_PAGES.keys()
     for page, names in tables.USUAL_KEYS.items():
         assert [name for name in names if name not in known] == []

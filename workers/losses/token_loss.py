@@ -46,7 +46,7 @@ def token_loss(
         @token_loss(keys_read=(), has_ratio=False)
         def compute_policy_loss_mine(old_log_prob, log_prob, advantages, mask, config):
             losses = -advantages * log_prob              # [rows, R], as every tensor here
-            return losses, {"actor/sampled_nll": -log_prob}
+            return losses, {"actor/ppo_kl": old_log_prob - log_prob}
 
     Args:
         default_agg_mode: the `loss_agg_mode` of calls without one, such as those of tests; the

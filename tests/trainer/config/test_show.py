@@ -75,6 +75,6 @@ def test_comments_are_wrapped_at_100_columns() -> None:
     tree = compose_tree(known_settings([], PPO), PPO)
     lines = annotated_yaml(tree, PPO.schema, meanings=True).splitlines()
     assert [line for line in lines if len(line) > 100] == []
-    place = lines.index("    loss_mode: vanilla")
-    assert lines[place - 4].startswith("    # Name of the policy loss.")
+    place = lines.index("      loss_mode: vanilla")
+    assert lines[place - 3] == "      # Name of the policy loss."
     assert lines[place - 1].endswith("is not reinforce")
