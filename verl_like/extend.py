@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.loop import Trainer as Trainer
     from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from trainer.ppo.advantages.registry import has_kl_in_loss as has_kl_in_loss
+    from trainer.ppo.mismatch import self_test as self_test
     from trainer.ppo.stages import PPOTrainer as PPOTrainer
     from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
     from trainer.run_folder.metrics import goal_message as goal_message
@@ -80,6 +81,7 @@ _NAMES = {
     "trainer.config.schema": ("RunConfig", "TRACKERS"),
     "trainer.loop": ("Trainer",),
     "trainer.ppo.advantages.registry": ("ADVANTAGE_ESTIMATORS", "has_kl_in_loss"),
+    "trainer.ppo.mismatch": ("self_test",),
     "trainer.ppo.stages": ("PPOTrainer",),
     "trainer.reward_model.step": ("RewardModelTrainer",),
     "trainer.run_folder.metrics": ("goal_message", "reduce_metrics"),

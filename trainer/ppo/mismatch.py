@@ -78,10 +78,14 @@ def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
 
 
 def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
-    """Return the cause of the gap between rollout and actor, in the form of `explain_gap`.
+    """Return the name of the cause of the gap between rollout and actor, and a sentence about it.
 
-    The prompts are sampled once as configured and once without truncation; the actor scores both
-    batches.
+    The prompts are sampled once as configured and once without truncation; the actor computes the
+    log-probs of both batches. No weights change.
+
+    Args:
+        trainer: a `PPOTrainer` whose models are built.
+        prompts: a batch of its `loader`.
     """
     policy = trainer.config.actor_rollout_ref
     gaps = []
