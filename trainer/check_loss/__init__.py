@@ -50,7 +50,7 @@ def check_loss(
         check_loss("trl:dapo", skip=["extreme_ratios"])
 
     Args:
-        target: a function, or a name: a registered one, FILE.py:NAME, `trl:NAME` or `verl:NAME`.
+        target: a function, or a name: a built-in one, FILE.py:NAME, `trl:NAME` or `verl:NAME`.
         kind: policy, value, preference or estimator; by default, the one whose columns and
             settings fill most parameters of the function.
         skip: names of relations to leave out.
