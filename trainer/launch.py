@@ -115,7 +115,7 @@ def check(
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
     with reproducible_arithmetic():
         if plan is not None:
-            print(plan(config), flush=True)
+            print(plan(config), "", sep="\n", flush=True)
         lines = preflight_lines(config, trainer_cls)
         config = trainer_cls.resolve_config(config)
         if plan is None:
@@ -255,7 +255,7 @@ def describe_plan(
 
 
 def nominal_placement(config: RunConfig) -> Placement:
-    """Return the plan on the configured machines, without looking for them."""
+    """Return the plan on the configured nodes, without looking for them."""
     trainer = config.trainer
     cpus, gpu = float(os.cpu_count() or 1), devices_of(trainer).gpu or "device"
     if trainer.simulate is not None:  # CPUs of simulated machines: one per process
@@ -290,8 +290,8 @@ def check_trainer(cls: type[Trainer]) -> None:
 
 
 ALL_FOUND = (
-    "No errors found. Next: start the run with the same settings. (Some errors appear only in a "
-    "run.)"
+    "No errors found. Next: start the run with the same settings. (Not checked: what only a run "
+    "does, such as load weights, generate, train, and reach other nodes.)"
 )
 
 

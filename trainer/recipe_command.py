@@ -62,12 +62,12 @@ def run_command(
     recipe: Recipe[Any],
     arguments: Sequence[str],
     defaults: Sequence[str] = (),
-    start: Callable[[Any], RunResult] | None = None,
+    start: Callable[[Any, Recipe[Any], Sequence[str]], RunResult] | None = None,
 ) -> None:
     """Run with the settings among the arguments, once per job for a sweep, or print the keys.
 
     `defaults` are settings of lower priority, which get no notice if this run does not read them.
-    `start` replaces `trainer.launch.run`.
+    `start` replaces `trainer.launch.run`, and also gets the recipe and the settings.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
         if not any(re.fullmatch(COMPLETION, argument) for argument in arguments):
@@ -97,11 +97,14 @@ def run_command(
     except ConfigError as err:
         sys.exit(f"error: {printable(str(err))}")
 
+    def run_settings(config: RunConfig, settings: Sequence[str]) -> None:
+        run_or_exit(config, partial(start, recipe=recipe, settings=settings) if start else None)
+
+    load = partial(load_or_exit, recipe, defaults=defaults)
     if options.multirun:
-        load = partial(load_or_exit, recipe, defaults=defaults)
-        run_jobs(jobs, load, partial(run_or_exit, start=start))
+        run_jobs(jobs, load, run_settings)
     else:
-        run_or_exit(load_or_exit(recipe, settings, defaults), start)
+        run_settings(load(settings), settings)
 
 
 def is_setting(argument: str) -> bool:
@@ -212,7 +215,7 @@ def _show(err: BaseException) -> None:
 def run_jobs(
     jobs: Sequence[Sequence[str]],
     load: Callable[[Sequence[str]], RunConfig],
-    run: Callable[[RunConfig], object],
+    run: Callable[[RunConfig, Sequence[str]], object],
 ) -> None:
     """Load and run the settings of each job, each in its own folder below the run folder.
 
@@ -225,7 +228,7 @@ def run_jobs(
         try:
             config = load(job)
             folders.append(Path(config.trainer.default_local_dir) / str(number))
-            run(changed(config, {"trainer.default_local_dir": str(folders[-1])}))
+            run(changed(config, {"trainer.default_local_dir": str(folders[-1])}), job)
         except SystemExit as ended:
             if ended.code in STOP_EXITS:
                 raise

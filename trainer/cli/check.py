@@ -13,8 +13,9 @@ whether they fit the GPUs.
   --gpus 8xH100        check for these GPUs (in all), also on a laptop; or
                        --gpus 8 --device H100; 80GiB for any GPU of that size
   --full               also print the calls of a step and their overlap, batch
-                       sizes, the memory of every role, metrics to watch, and
-                       changed and unused keys. The plan is printed before data
+                       sizes, the memory of every role, metrics to watch,
+                       which keys you, presets and the command changed, and
+                       which of yours have no effect. The plan is printed before data
                        files are read, so it also appears if they are missing
   --measured RUN_DIR   with async: predict the time of a step from the seconds
                        of a PPO run (implies --full)
@@ -26,22 +27,24 @@ import argparse
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.main import RECIPES, resolve_command
+from trainer.config.compose import as_object, compose_tree, is_preset, known_settings
 from trainer.config.devices import devices_of
 from trainer.config.flat import flatten
-from trainer.config.keys import field_docs, leaf_keys, read
+from trainer.config.keys import leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import unused_keys, unused_reason
+from trainer.config.settings import keys_set
+from trainer.config.unused_keys import unused_among, unused_reason
 from trainer.launch import check, describe_plan, nominal_placement, trainer_class
 from trainer.memory import describe_axes
 from trainer.planner.simulate import measured_phases, prediction_lines
@@ -54,6 +57,7 @@ from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
+from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
@@ -62,6 +66,7 @@ from workers.losses.registry import POLICY_LOSSES
 
 LEFT_OUT = ("resource_pool_spec", "role_mapping", "trainer.dry_run", "trainer.simulate")
 """Changed keys that are not listed: the placement shows them, or the command sets them."""
+CHOSEN = "Chosen for your settings and devices"
 WIDTH_OF_A_FILE = 160
 
 
@@ -69,11 +74,18 @@ def explain(
     config: PPOConfig,
     max_columns: int | None = None,
     measured: str = "",
+    recipe: Recipe[Any] = PPO,
+    settings: Sequence[str] = (),
 ) -> str:
     """Return all sections of the plan, with tables no wider than `max_columns`.
 
     `measured` is the folder of a run whose phases predict the time of an asynchronous run.
+    `config` is the configuration of `recipe` with the user's `settings`.
     """
+    known = known_settings(settings, recipe)
+    keys = keys_set(known)
+    unused = unused_among(config, keys).items()
+    changes = change_lines(config, recipe, known)
     config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
@@ -85,8 +97,8 @@ def explain(
         "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
         "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
         "Metrics to watch": watch_lines(config),
-        "Changed from the defaults": change_lines(config),
-        "Keys without effect": lines_of_unused_keys(config),
+        "Changed from the defaults": changes,
+        "Keys that you set without effect": [f"{', '.join(names)}: {why}" for why, names in unused],
     }
     return "\n\n".join(
         "\n".join([title, "-" * len(title), *(lines or ["nothing"])])
@@ -160,69 +172,65 @@ def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
     return "\n\n".join(formula), fields["Watch"], fields["Source"]
 
 
-def change_lines(config: PPOConfig) -> list[str]:
-    """Return key, value, default and meaning of every key that is not at its default.
+def change_lines(config: PPOConfig, recipe: Recipe[Any], settings: Sequence[Override]) -> list[str]:
+    """Return the keys that differ from their defaults, with both values, grouped by their origin.
 
     Keys that the run does not read, and values that the recipe's own YAML sets, are left out.
     """
-    schema: type = type(config)
-    default, docs = schema(), field_docs(schema)
-    of_recipe = values_of_recipe(config)
-    value: Any
-    lines = []
-    for key in (key.name for key in leaf_keys(schema)):
+    presets = [setting for setting in settings if is_preset(setting, recipe)]
+    ours: Recipe[Any] = ASYNC if isinstance(config, AsyncConfig) else PPO
+    keys_of_title = {"Set by you": {*keys_set(settings)}}
+    for preset in presets:
+        others = [setting for setting in presets if setting is not preset]
+        changes = _values(recipe, presets) ^ _values(recipe, others)
+        keys_of_title[f"Set by the preset {preset.input_line}"] = {key for key, _ in changes}
+    changes = _values(recipe) ^ _values(ours)
+    keys_of_title["Set by your YAML files"] = {key for key, _ in changes}
+
+    default, composed = type(config)(), as_object(compose_tree(settings, recipe), recipe)
+    lines: dict[str, list[str]] = {title: [] for title in (*keys_of_title, CHOSEN)}
+    for key in (key.name for key in leaf_keys(type(config))):
+        value, usual, before = (read(tree, key) for tree in (config, default, composed))
         if key in LEFT_OUT or unused_reason(config, key) is not None:
             continue
-        value, usual = (
-            list(v) if isinstance(v, tuple) else v for v in (read(config, key), read(default, key))
-        )
+        titles = [
+            title
+            for title, keys in keys_of_title.items()
+            if any(f"{name}.".startswith(f"{key}.") for name in keys)
+        ]
         if key == "role_workers":  # only the user's classes
-            workers = config.role_workers.items()
-            usual_of = of_recipe[key]
-            value = {r: cls for r, cls in workers if cls != usual_of.get(config.kind_of(r))}
-        if value not in (usual, of_recipe.get(key, usual)):
-            meaning = " ".join(docs[key].split())  # the field's docstring may have several lines
-            lines.append(f"{key}={_show(value)} (default {_show(usual)}): {meaning}")
-    return lines
+            users = keys_of_title["Set by you"]
+            value = {role: cls for role, cls in value.items() if f"{key}.{role}" in users}
+        elif not titles and _show(value) != _show(before):
+            titles = [CHOSEN]
+        if titles and _show(value) != _show(usual):
+            lines[titles[0]].append(f"  {key}={_show(value)} (default {_show(usual)})")
+    return [line for title, keys in lines.items() if keys for line in (f"{title}:", *keys)]
 
 
-def lines_of_unused_keys(config: PPOConfig) -> list[str]:
-    """Return the sections that this run does not read, with the reasons, and count other keys.
-
-    A notice has named every such key that the user set.
-    """
-    leaves = {key.name for key in leaf_keys(type(config))}
-    lines, num_keys = [], 0
-    for reason, names in unused_keys(config).items():
-        sections = [name for name in names if name not in leaves]
-        num_keys += len(names) - len(sections)
-        if sections:
-            lines.append(f"{', '.join(sections)}: {reason}")
-    return [*lines, f"and {num_keys} other keys; --cfg job lists only keys with an effect"]
-
-
-def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
-    """Return key -> value in the recipe's YAML, with references resolved for this run."""
-    recipe: Recipe[Any] = ASYNC if isinstance(config, AsyncConfig) else PPO
-    tree: Any = OmegaConf.load(recipe.config_dir / f"{recipe.config_name}.yaml")
-    tree.pop("defaults")
-    workers = {**tree.pop("role_workers")}
-    workers |= {role: cls for role, (cls, _) in recipe.extra_roles(config).items()}
-    workers |= config.score_roles if isinstance(config, AsyncConfig) else {}
-    run = OmegaConf.merge(OmegaConf.create(asdict(config)), tree)
-    names = flatten(OmegaConf.to_container(tree))
-    return {"role_workers": workers, **{name: OmegaConf.select(run, name) for name in names}}
+def _values(recipe: Recipe[Any], presets: Sequence[Override] = ()) -> set[tuple[str, str]]:
+    """Return the keys and values of the recipe's YAML with these presets."""
+    tree = OmegaConf.to_container(compose_tree(presets, recipe))
+    return {(key, repr(value)) for key, value in flatten(tree).items()}
 
 
 def _show(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, tuple):
+        value = list(value)
     return str(value).lower() if isinstance(value, bool) else str(value) or "empty"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Check the run of these settings; an error ends the process with its message."""
-    name, rest = "ppo", list(arguments)
+    parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpus", default="")
+    parser.add_argument("--device", default="")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--measured", default="")
+    options, rest = parser.parse_known_args(arguments)
+    name = "ppo"
     if rest and "=" not in rest[0] and not rest[0].startswith("-"):
         command = rest.pop(0)
         name, *preset = resolve_command(command) or [command]
@@ -230,13 +238,7 @@ def main(arguments: Sequence[str]) -> None:
             hint, known = nearest(command, RECIPES), ", ".join(RECIPES)
             raise ConfigError(f"check {command}: there is no such recipe.{hint} Known: {known}.")
         rest = [*preset, *rest]
-    parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpus", default="")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--measured", default="")
-    options, settings = parser.parse_known_args(rest)
-    settings.append("trainer.dry_run=true")
+    settings = [*rest, "trainer.dry_run=true"]
     if options.gpus.isdecimal() != bool(options.device):
         raise ConfigError("Write --gpus 8xH100, or --gpus 8 --device H100.")
     if options.gpus:
@@ -244,16 +246,24 @@ def main(arguments: Sequence[str]) -> None:
         settings.append(f"trainer.simulate={gpus}")
     if options.measured and name != "async":
         raise ConfigError(f"--measured={options.measured} works only with `verl-like check async`.")
-    recipe: Recipe[Any] = load_object(RECIPES[name], name)
-    plan = partial(full_plan, measured=options.measured)
-    start = partial(check, plan=plan if options.full or options.measured else None)
-    run_command(recipe, settings, start=start)
+    full = options.full or options.measured
+
+    def start(config: RunConfig, recipe: Recipe[Any], settings: Sequence[str]) -> RunResult:
+        plan = partial(full_plan, measured=options.measured, recipe=recipe, settings=settings)
+        return check(config, plan=plan if full else None)
+
+    run_command(load_object(RECIPES[name], name), settings, start=start)
 
 
-def full_plan(config: RunConfig, measured: str = "") -> str:
+def full_plan(
+    config: RunConfig,
+    measured: str = "",
+    recipe: Recipe[Any] = PPO,
+    settings: Sequence[str] = (),
+) -> str:
     """Return the full plan of the run, as wide as the terminal, or `WIDTH_OF_A_FILE`."""
     width = terminal_width() or WIDTH_OF_A_FILE
     trainer_cls = trainer_class(config)
     if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
-        return fit(explain(config, width, measured), width)
+        return fit(explain(config, width, measured, recipe, settings), width)
     return describe_plan(nominal_placement(config), config, trainer_cls, full=True)

@@ -36,14 +36,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.cli.main import RECIPES
+from trainer.cli.main import RECIPES, resolve_command
 from trainer.config import compose
 from trainer.config.devices import GPUS_PER_NODE
 from trainer.config.settings import overrides_of
 from trainer.planner.cost import NUMBERS, POINTS, device_of, spread
 from trainer.planner.job import Job, cluster_keys
 from trainer.planner.ppo import PPOJob
-from trainer.planner.text import MOST_GPUS, plan_text
+from trainer.planner.text import MOST_GPUS, NO_FILES, plan_text
 from trainer.rows.preflight import longest_row
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import parse_json
@@ -58,7 +58,6 @@ JOBS = {
 }
 ON_SAMPLES = ("ppo", "async")
 """Recipes that plan samples; the others plan rows of a file."""
-ABBREVIATED = {"rm": "reward-model", "grpo": "ppo"}
 TEXTS = ("device", "lengths")
 OF_PPO = ("mean_prompt", "mean_response", "reward_s", "environment_s")
 OF_ROWS = ("mean_length",)
@@ -82,19 +81,20 @@ def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
 
 
 def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the recipe, which the first argument may name, and the other arguments."""
-    first = arguments[0] if arguments else ""
-    if not first or "=" in first or first.startswith("-"):
+    """Return the recipe, which an argument may name, and the other arguments."""
+    named = (word for word in arguments if word in RECIPES or resolve_command(word))
+    word = next(named, arguments[0] if arguments else "")
+    if not word or "=" in word or word.startswith("-"):
         return "ppo", arguments
+    name, *preset = resolve_command(word) or [word]
     known = ", ".join(JOBS)
-    if first in JOBS:
-        return first, arguments[1:]
-    if first in RECIPES:
+    if name in JOBS:
+        return name, [*preset, *(other for other in arguments if other != word)]
+    if name in RECIPES:
         raise ConfigError(
-            f"plan {first}: it trains nothing, so it has no step to plan. Known: {known}."
+            f"plan {word}: it trains nothing, so it has no step to plan. Known: {known}."
         )
-    hint = nearest(ABBREVIATED.get(first, first), JOBS)
-    raise ConfigError(f"plan {first}: there is no such recipe.{hint} Known: {known}.")
+    raise ConfigError(f"plan {word}: there is no such recipe.{nearest(word, JOBS)} Known: {known}.")
 
 
 def job_of(arguments: Sequence[str]) -> Job:
@@ -102,7 +102,7 @@ def job_of(arguments: Sequence[str]) -> Job:
     recipe, rest = _recipe_of(arguments)
     options, keys = _parse(rest, recipe)
     if not any(key.startswith("data.train_files=") for key in keys):
-        keys = [*keys, "data.train_files=rows.parquet"]  # the plan does not open this file
+        keys = [*keys, NO_FILES]
     numbers = {name: options[name] for name in NUMBERS if name in options}
     device = device_of(options["device"], numbers)
     num_gpus, per_node = options["gpus"], options.get("per_node", GPUS_PER_NODE)

@@ -181,7 +181,7 @@ def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
 
 def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfig:
     """Return the tree of known settings in the recipe's schema, not yet checked."""
-    chosen = [setting for setting in settings if _is_preset(setting, recipe)]
+    chosen = [setting for setting in settings if is_preset(setting, recipe)]
     lines = tuple(setting.input_line or "" for setting in chosen)
     tree = copy.deepcopy(_tree_of_files(recipe, lines))
     for setting in settings:
@@ -190,7 +190,7 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
     return tree
 
 
-def _is_preset(setting: Override, recipe: Recipe[Any]) -> bool:
+def is_preset(setting: Override, recipe: Recipe[Any]) -> bool:
     """Return whether a setting names a preset (`algorithm=grpo`, but not `algorithm={...}`)."""
     return setting.key_or_group in recipe.groups and not isinstance(setting.value(), dict)
 

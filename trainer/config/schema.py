@@ -74,9 +74,9 @@ class TrainerConfig(Section):
     stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
     """Targets: the run ends when one of these metrics is at least its target."""
     nnodes: int = key(1, above=0)
-    """Number of machines."""
+    """Number of nodes (machines)."""
     n_gpus_per_node: int = key(1, above=0)
-    """Devices per machine (process slots on CPUs)."""
+    """Devices per node (process slots on CPUs)."""
     backend: str = key("ray", choices=("ray", "local"))
     """`ray`: processes of a Ray cluster; `local`: this machine, without Ray (on GPUs, only pools of
     one process).
@@ -102,7 +102,7 @@ class TrainerConfig(Section):
     simulate: str | None = key(
         None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
-    """Check as if all machines together had these GPUs; sets dry_run (`check --gpus`)."""
+    """Check as if all nodes together had these GPUs; sets dry_run (`check --gpus`)."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 to disable step-based checkpoints")
     """Steps between checkpoints; -1 disables step-based checkpoints."""
     save_every_minutes: float | None = key(

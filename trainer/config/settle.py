@@ -282,7 +282,7 @@ def _too_few(
         f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device for "
         f"{pools[min(left, len(pools) - 1)]!r}.{first_words} Each of these pools needs at least "
         f"one device: {', '.join(pools)}. Set trainer.n_gpus_per_node={taken + len(pools)} or "
-        f"more (on a CPU machine devices are process slots){instead}."
+        f"more (without GPUs, devices are process slots){instead}."
     )
 
 

@@ -70,23 +70,6 @@ def unused_reason(config: RunConfig, name: str) -> str | None:
     return None
 
 
-def unused_keys(config: RunConfig) -> dict[str, list[str]]:
-    """Return reason -> the keys and whole sections that this run does not read."""
-    unused: dict[str, list[str]] = {}
-    unused_sections: tuple[str, ...] = ()
-
-    for key in config_keys(type(config)):
-        if key.name.startswith(unused_sections):
-            continue
-        reason = _missing(key, read(config, key.section), config)
-        if reason is None:
-            continue
-        unused.setdefault(reason, []).append(key.name)
-        if key.is_section:
-            unused_sections += (f"{key.name}.",)
-    return unused
-
-
 def keys_left_out(config: RunConfig) -> set[str]:
     """Return the keys that this run does not read, which `--cfg job` leaves out."""
     names = [key.name for key in leaf_keys(type(config))]

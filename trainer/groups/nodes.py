@@ -142,7 +142,7 @@ def describe_devices(config: RunConfig) -> str:
     """Describe the devices of this machine; raise if they do not suit the configuration."""
     trainer, joins = config.trainer, joined_cluster(config)
     if trainer.simulate is not None:
-        where = f"each of {trainer.nnodes} machines" if trainer.nnodes > 1 else "1 machine"
+        where = f"each of {trainer.nnodes} nodes" if trainer.nnodes > 1 else "1 node"
         return (
             f"Devices: {_count_devices(config)} on {where} (simulated by "
             f"trainer.simulate={trainer.simulate}; its software was not checked)"

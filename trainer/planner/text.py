@@ -19,6 +19,8 @@ from workers.memory import usable_bytes
 SHOWN = 5
 MOST_LOSERS = 10
 MOST_GPUS = 4096
+NO_FILES = "data.train_files=rows.parquet"
+"""The setting if the user sets no files; the plan does not open this file."""
 ASSUMED = (
     f"Seconds are calculated, not measured: {FLOPS_REACHED:.0%} of the GPU's peak FLOPS and "
     f"{BYTES_REACHED:.0%} of its peak memory bandwidth are assumed."
@@ -51,13 +53,15 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     if steps is None:
         length = "set trainer.total_training_steps to see the duration of the run"
     else:
-        length = f"the run of {steps:,} steps takes {steps * first.step / 3600:,.1f} hours"
-    speed = f"{kind.title()} 1: {samples / first.step:,.1f} samples per second; {length}."
+        length = f"the run of {steps:,} steps takes {seconds_text(steps * first.step / 3600)} hours"
+    speed = f"{kind.title()} 1: {seconds_text(samples / first.step)} samples per second; {length}."
     cluster = cluster_keys(job.device, job.num_gpus, job.per_node)
     all_gpus = cluster.pop("trainer.simulate")
     keys = [f"{key}={value}" for key, value in cluster.items() if key not in job.keys]
     keys += job.overrides(first)
     check = f"verl-like check {job.recipe.name} --full --gpus {all_gpus}"
+    no_files = NO_FILES in job.settings
+    files = ", and your files instead of rows.parquet" if no_files else ""
     command = " \\\n    ".join([check, *map(shlex.quote, [*job.settings, *keys])])
     gpus = replace(devices, gpu=job.device.name)
     parts = [
@@ -68,7 +72,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
         _listed(f"Slower {kind}s:", [*islice(slower, MOST_LOSERS)]),
         _listed(f"{kind.title()}s that a run rejects:", rejected),
-        f"Next: check a run with your settings and these keys:\n  {command}",
+        f"Next: check a run with your settings and these keys{files}:\n  {command}",
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -164,8 +168,10 @@ def _table(job: Job, best: Sequence[PlannedPlacement], max_columns: int | None) 
 
 
 def seconds_text(seconds: float) -> str:
-    """Return seconds with one decimal, or two if they are below 10."""
-    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:,.1f}"
+    """Return seconds with two significant digits, and at most two decimals."""
+    if 0 < seconds < 0.01:
+        return "<0.01"
+    return f"{seconds:,.{2 if seconds < 1 else int(seconds < 9.95)}f}"
 
 
 def _slower_partitions(

@@ -13,6 +13,7 @@ from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import explain, full_plan, main
 from trainer.launch import ALL_FOUND
+from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
 TWO_POOLS = ("trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=2")
@@ -20,7 +21,7 @@ REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=mode
 
 
 def explained(*overrides: str) -> str:
-    return explain(load_config([*REQUIRED, *overrides]))
+    return explain(load_config([*REQUIRED, *overrides]), settings=[*REQUIRED, *overrides])
 
 
 def test_a_split_placement_lists_axes_of_ranks_and_concurrent_calls() -> None:
@@ -34,10 +35,33 @@ def test_a_split_placement_lists_axes_of_ranks_and_concurrent_calls() -> None:
 
 
 def changed_keys(*overrides: str) -> dict[str, str]:
-    """Return key -> line of the section about changed keys."""
+    """Return key -> the title of its group in the section about changed keys."""
     section = explained(*overrides).partition("Changed from the defaults\n")[2]
-    lines = section.partition("\n\n")[0].splitlines()[1:]
-    return {line.partition("=")[0]: line for line in lines}
+    keys, title = {}, ""
+    for line in section.partition("\n\n")[0].splitlines()[1:]:
+        if line.startswith("  "):
+            keys[line.strip().partition("=")[0]] = title
+        else:
+            title = line
+    return keys
+
+
+def test_changed_keys_are_grouped_by_who_changed_them() -> None:
+    grouped = changed_keys("algorithm=grpo", "actor_rollout_ref.rollout.n=4")
+    assert grouped["actor_rollout_ref.rollout.n"] == "Set by you:"
+    assert grouped["algorithm.adv_estimator"] == "Set by the preset algorithm=grpo:"
+    assert grouped["actor_rollout_ref.rollout.name"] == "Chosen for your settings and devices:"
+
+
+def test_keys_of_a_user_s_yaml_are_a_group(tmp_path: Path) -> None:
+    (tmp_path / "letters.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 4}}\n"
+    )
+    recipe = PPO.with_files_of(tmp_path, "letters")
+    config = load_config([*REQUIRED], recipe)
+    text = explain(config, recipe=recipe, settings=REQUIRED)
+    group = "Set by your YAML files:\n  actor_rollout_ref.rollout.n=4 (default 1)\nChosen"
+    assert group in text
 
 
 def test_keys_that_only_the_recipe_sets_are_not_listed_as_changed() -> None:
@@ -60,23 +84,24 @@ def test_metrics_to_watch_depend_on_estimator_and_loss() -> None:
     assert "gspo: `actor/pg_clipfrac` is usually 0.1 or more" in text
 
 
-def test_keys_without_effect_are_listed_with_the_reason() -> None:
-    text = explained("algorithm.adv_estimator=reinforce_plus_plus")
-    unused = text.partition("Keys without effect")[2]
-    assert "critic: this run has no critic" in unused
-    assert re.search(r"\nand [1-9]\d other keys", unused)
+def test_only_the_user_s_keys_without_effect_are_listed_with_the_reason() -> None:
+    text = explained("algorithm.adv_estimator=reinforce_plus_plus", "critic.cliprange_value=0.1")
+    _, *lines = text.partition("Keys that you set without effect")[2].strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("critic.cliprange_value: this run has no critic")
 
 
 def test_an_async_run_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = make_run(tmp_path / "run", 3, samples=1)
     config = load_config([*REQUIRED, "async_training.generators=2"], ASYNC)
-    text = full_plan(config, str(folder))
+    settings = [*REQUIRED, "async_training.generators=2"]
+    text = full_plan(config, str(folder), ASYNC, settings)
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
     assert re.search(r"\n-+\nStep: 0\.\d+ s\nBusy: generator 0 \d+%.*\nLimited by: trainer", text)
-    assert "async_training.generators=2 (default 1): " in text
+    assert "async_training.generators=2 (default 1)\n" in text
     assert "role_workers=" not in text, "the run adds the workers of generator 1"
-    assert "--measured RUN_DIR" in full_plan(config)
+    assert "--measured RUN_DIR" in full_plan(config, "", ASYNC, settings)
 
 
 def test_measured_works_only_with_async() -> None:
@@ -93,7 +118,7 @@ def test_the_gpu_is_named_once(options: list[str]) -> None:
 def test_an_algorithm_s_name_is_a_recipe_to_check(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["grpo", "--full", *overrides(tiny_dir, tmp_path / "run", "trainer.backend=local")])
+    main(["--full", "grpo", *overrides(tiny_dir, tmp_path / "run", "trainer.backend=local")])
     assert "algorithm.adv_estimator=grpo (default gae)" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ from trainer.config.settings import overrides_of
 from trainer.planner.job import cluster_keys
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement
-from trainer.planner.text import SHOWN, plan_text, split_valid
+from trainer.planner.text import SHOWN, plan_text, seconds_text, split_valid
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -73,7 +73,8 @@ def test_the_text_has_keys_slower_placements_and_hours(
     settings: list[str], planned: tuple[PPOJob, list[PlannedPlacement]]
 ) -> None:
     text = plan.plan([*GPUS, *settings, "trainer.total_training_steps=7200"])
-    assert f"the run of 7,200 steps takes {2 * planned[1][0].step:,.1f} hours." in text
+    hours = seconds_text(2 * planned[1][0].step)
+    assert f"the run of 7,200 steps takes {hours} hours." in text
     for part in (
         "GPUs: 16 x A100, 8 per node\nStep: 1,024 prompts x 1 sample, prompt + response of 256",
         "mini-batches of 64 prompts",
@@ -84,6 +85,21 @@ def test_the_text_has_keys_slower_placements_and_hours(
         "data.train_files=rows.parquet \\\n    trainer.nnodes=2 \\\n",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00"),
+        (0.004, "<0.01"),
+        (0.25, "0.25"),
+        (5.94, "5.9"),
+        (9.97, "10"),
+        (1234.5, "1,234"),
+    ],
+)
+def test_seconds_have_two_significant_digits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 def test_a_rejected_placement_is_not_listed_as_slower(
@@ -114,6 +130,7 @@ def test_settings_of_the_user_are_not_planned(settings: list[str]) -> None:
         (["--gpus=0", "--device=H100"], "--gpus=0: use a number from 1 to 4,096"),
         (["--gpus=8", "--device=H1000"], "is not a known GPU. Did you mean 'H100'"),
         ([*GPUS, "placement=split"], "placement: the plan chooses where roles run; leave the key"),
+        ([*GPUS, "best-of-n"], "plan best-of-n: it trains nothing"),
         ([*GPUS, "--mean-response=600"], "above data.max_response_length=512"),
     ],
 )

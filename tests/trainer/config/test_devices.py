@@ -36,7 +36,7 @@ def test_a_command_for_gpus_is_checked_on_a_machine_without_any(
     settings = (*FOR_GPUS, *sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=16xH100"))
     output = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
-    assert "Devices: 8 x H100 on each of 2 machines" in output
+    assert "Devices: 8 x H100 on each of 2 nodes" in output
     assert "fits (73 of 79 GiB usable)" in output
     assert not (tmp_path / "run").exists()
 
