@@ -124,7 +124,10 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
     add("--config-path", "-cp", help="the folder of a YAML with verl's keys")
     options, unknown = parser.parse_known_args(arguments)
     if options.cfg and options.multirun:
-        raise ConfigError("--cfg shows one configuration, but --multirun makes several. Drop one.")
+        raise ConfigError(
+            "--cfg shows one configuration, but --multirun makes several. Leave out --multirun and "
+            "choose one value per key, or leave out --cfg to start the runs."
+        )
     if unknown:
         raise ConfigError(
             f"{unknown[0]} is not a setting. Settings are written key=value, without dashes, as "

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
 from verl_like.registry import Registry, load_from, load_object
 
 KEYS = "data.custom_cls.path", "data.custom_cls.name"
@@ -46,6 +46,12 @@ def test_a_name_or_alias_that_is_taken_is_rejected(estimators):
 
 def test_a_dotted_path_is_imported(estimators):
     assert estimators.look_up("math.sqrt") is math.sqrt
+
+
+def test_a_name_is_suggested_by_its_end():
+    assert nearest("rewards", ["response_mask", "token_level_rewards"]) == (
+        " Did you mean 'token_level_rewards'?"
+    )
 
 
 def test_an_unknown_name_lists_the_known_and_the_nearest(estimators):

@@ -158,7 +158,7 @@ def renamed(keywords: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, A
     for name, value in keywords.items():
         target = ours.get(name, name)
         if target != name and target in keywords:
-            raise ConfigError(f"{name} and {target} are two names of the same setting. Drop one.")
+            raise ConfigError(f"{name} and {target} are two names of the same setting. Set one.")
         result[target] = value
     return result
 
@@ -179,7 +179,7 @@ def settings_of(
             if key in settings and settings[key] != value:
                 raise ConfigError(
                     f"{name}={keywords[name]!r} sets {key}={value!r}, but {key}={settings[key]!r} "
-                    "is also set. Drop one."
+                    f"is also set. Set only {name}, or only {key}."
                 )
             settings[key] = value
     return settings

@@ -244,5 +244,5 @@ def _reject_duplicates(derived: Mapping[str, Any], settings: Mapping[str, Any]) 
     for key in derived.keys() & settings.keys():
         raise ConfigError(
             f"{key}={settings[key]!r} is set as a key, but an argument of the call sets it to "
-            f"{derived[key]!r}. Drop one."
+            f"{derived[key]!r}. Leave out the key, or the argument."
         )

@@ -189,7 +189,8 @@ def _check_generators(config: AsyncConfig) -> None:
     if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
         raise ConfigError(
             f"actor_rollout_ref.ref.update_every={config.actor_rollout_ref.ref.update_every} with "
-            "async_training.score_on=generator: the generators' references do not change. Drop one."
+            "async_training.score_on=generator: the generators' references do not change. Leave "
+            "out update_every for a fixed reference, or set async_training.score_on=trainer."
         )
     if CRITIC_COPY in roles and async_training.weight_update == "immediate":
         raise ConfigError(

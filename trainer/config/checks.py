@@ -182,7 +182,8 @@ def check_run(config: RunConfig) -> None:
             )
         if resources.gpus is not None and resources.device == "cpu":
             raise ConfigError(
-                f"pool_resources.{pool} has device=cpu and gpus={resources.gpus:g}. Drop one."
+                f"pool_resources.{pool} has device=cpu and gpus={resources.gpus:g}. Leave out gpus "
+                "to keep the pool off the GPUs, or device to place it on them."
             )
         for name, amount in resources.resources.items():
             if name in ("CPU", "GPU", "memory"):

@@ -105,7 +105,7 @@ def _flatten(
         if key in sections and isinstance(value, Mapping):
             _flatten(sections, f"{key}.", value, settings)
         elif key in settings:
-            raise ConfigError(f"{key} is set twice: {settings[key]!r} and {value!r}. Drop one.")
+            raise ConfigError(f"{key} is set twice: {settings[key]!r} and {value!r}. Set it once.")
         else:
             settings[key] = value
 

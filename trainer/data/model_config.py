@@ -26,7 +26,7 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
     if not file.is_file():
         parent = folder.parent
         near = (
-            nearest(folder.name, [entry.name for entry in parent.iterdir() if entry.is_dir()])
+            nearest(str(folder), [str(entry) for entry in parent.iterdir() if entry.is_dir()])
             if parent.is_dir()
             else ""
         )

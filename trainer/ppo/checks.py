@@ -93,13 +93,15 @@ def _reject_sizes(config: PPOConfig) -> None:
     if prompts is not None and total is not None:
         raise ConfigError(
             f"data.total_prompts={prompts} and trainer.total_training_steps={total} both set the "
-            "length of the run. Drop one."
+            "length of the run. Set only one: total_prompts counts prompts, total_training_steps "
+            "steps."
         )
     if prompts is not None and algorithm.filter_groups.enable:
         raise ConfigError(
             f"data.total_prompts={prompts} sets the length of the run by a fixed number of prompts "
             "per step, but with algorithm.filter_groups.enable a step draws as many as it needs. "
-            "Drop one."
+            "Set trainer.total_training_steps instead of data.total_prompts, or leave out the "
+            "filter."
         )
 
     # the prompts of every step divide into whole mini-batches, or are fewer than one
@@ -318,7 +320,7 @@ def _reject_losses(config: PPOConfig) -> None:
         raise ConfigError(
             f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "
             "mini-batch, chosen once for all passes, and shuffling forms different mini-batches "
-            "in each pass. Drop one of them."
+            "in each pass. Set shuffle=false, or choose another loss."
         )
 
 
@@ -361,7 +363,8 @@ def _reject_weights(config: PPOConfig) -> None:
         if every is not None:
             raise ConfigError(
                 f"{REF}.quantization=int8 with {REF}.update_every={every}: an int8 reference "
-                "cannot be updated, because rounding would discard small changes. Drop one."
+                "cannot be updated, because rounding would discard small changes. Leave out "
+                "quantization to update the reference, or update_every to keep it small."
             )
         if is_actors_module(policy) and pools["ref"] == pools.get("actor"):
             raise ConfigError(

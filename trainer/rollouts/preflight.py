@@ -153,5 +153,7 @@ def check_row_columns(kinds: Mapping[str, Kind], data_columns: Collection[str]) 
         if name not in columns:
             raise ConfigError(
                 f"environment: its reset needs {name!r}, and the rows of data.train_files have no "
-                f"such column, only {', '.join(sorted(columns))}.{nearest(name, columns)}"
+                f"such column, only {', '.join(sorted(columns))}."
+                f"{nearest(name, [*columns, 'row', 'rng'])} It can also have row (all columns) and "
+                "rng."
             )

@@ -37,8 +37,8 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
         row = synthetic_responses(prompts, prompts.rows[:1].tolist(), tokenizer, width)
         result, _ = part.manager.remote(row).result()
         for failure in result.meta_info[FAILURES].values():
-            name, error = part.config.name, failure.error
-            problem = f"the reward {name!r}, tried on the first row's ground truth: {error}"
+            label = part.config.label
+            problem = f"{label}, tried on the first row's ground truth: {failure.error}"
             if NO_REWARD in failure.error:
                 raise ConfigError(problem)
             print(f"note: {' '.join(problem.split())}", flush=True)

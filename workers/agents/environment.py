@@ -31,7 +31,7 @@ import numpy.random  # numpy would load it lazily, and so in every forked proces
 
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
-from verl_like.registry import Registry, load_from
+from verl_like.registry import Registry, load_from, load_object
 from workers.agents.calls import FORMS, Parser, call_like, of_user, parse
 from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, answer_call, waited
@@ -353,7 +353,7 @@ def _parts(path: str) -> tuple[str, str, str]:
 
 def object_at(path: str, key: str) -> Any:
     """Load the object at a path; errors name the setting `key`."""
-    where, name, _ = _parts(path)
+    where, name, own_id = _parts(path)
     if ":" not in path:
         where, _, name = path.rpartition(".")
     if not where or not name:
@@ -361,7 +361,7 @@ def object_at(path: str, key: str) -> Any:
             f"{key}={path}: use FILE.py:NAME, or package.module:NAME.{nearest(path, ADAPTERS)}"
         )
     try:
-        return load_from(where, name, key, key)
+        return load_object(f"{where}:{name}" if own_id else path, key)
     except ConfigError as error:
         raise ConfigError(f"{error}{nearest(where, ADAPTERS)}") from error
 
@@ -466,6 +466,12 @@ class Episode:
                 for name, value in arguments.items()
                 if name in names or takes_all and name in row
             }
+            if missing := [name for name in self._loaded.columns if name not in chosen]:
+                raise TypeError(
+                    f"reset has the parameter {missing[0]!r}, and the row has no such column."
+                    f"{nearest(missing[0], [*arguments, 'rng'])} Its parameters are columns of "
+                    "the row, row (all columns) and rng, as in reset(self, row, rng)"
+                )
             text = waited(self._env.reset(**chosen))
         seed_globals(self._seeds[1])
         if self._loaded.players:

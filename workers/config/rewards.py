@@ -147,6 +147,13 @@ class RewardConfig(Section):
     model: str = key("", allows="a model's name", read_when=(IS_REMOTE, IS_JUDGE))
     """Model name that a judge's request contains."""
 
+    @property
+    def label(self) -> str:
+        """The reward in messages: the user's function and its file, or the reward's name."""
+        if self.kind == "function" and self.path:
+            return f"the reward function {self.function} in {self.path}"
+        return f"the reward {self.name!r}"
+
 
 def _functions_of_the_user(_: Any, run: Any) -> bool:
     if run.reward.list:

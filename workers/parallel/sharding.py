@@ -61,12 +61,13 @@ def settle(
         if quantization and axes.get(axis, 1) > 1:
             raise ConfigError(
                 f"{axes_key(section)}.{axis}={axes[axis]} {why}, but quantization={quantization} "
-                "keeps linear weights whole on every rank. Drop one."
+                f"keeps linear weights whole on every rank. Leave out {axis}, or, if the model "
+                "does not fit a rank as int8, the quantization."
             )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
         raise ConfigError(
-            f"{name}={size} and {axes_key(section)}.shard={shard} set the same size. Drop one."
+            f"{name}={size} and {axes_key(section)}.shard={shard} set the same size. Set only one."
         )
     if size == -1 and shard != -1:
         size, name = shard, f"{axes_key(section)}.shard"
@@ -86,7 +87,8 @@ def settle(
         wanted = getattr(config, name, None)  # a frozen module has no optimizer
         if offloads and wanted is False:
             raise ConfigError(
-                f"strategy={strategy} and {section}.{name}=False contradict each other. Drop one."
+                f"strategy={strategy} and {section}.{name}=False contradict each other. Leave out "
+                f"{name} to offload, or set strategy={base} not to."
             )
         offload[name] = offloads or bool(wanted)
     return Sharding(base, 1 if unsharded else size, **offload, **axes)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
 
 Sample = dict[str, Any]
 """The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
@@ -170,9 +170,10 @@ def _check_filled(
         theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
         fields = [name for name in (*SHORT_NAMES, *SAMPLE_FIELDS) if has_truth or name != TRUTH]
         raise ConfigError(
-            f"the reward function has an unknown parameter {parameter.name!r}. Available: "
-            f"{', '.join(fields)}{theirs}, and the names in "
-            "reward.function.kwargs (`kwargs` in reward.list). "
+            f"the reward function has an unknown parameter {parameter.name!r}."
+            f"{nearest(parameter.name, [*fields, *columns])} Available: "
+            f"{', '.join(fields)}{theirs}, and the names in reward.function.kwargs (`kwargs` in "
+            "reward.list). "
             "A function of a whole batch has plural names, such as responses. Rename the "
             "parameter, or give it a default."
         )

@@ -353,11 +353,7 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
     else:
         return
     text = "".join(f"\n  {failure}" for failure in failures.values())
-    is_users = config.kind == "function" and config.path
-    code = f" ({config.function} in {config.path})" if is_users else ""
-    raise RewardError(
-        f"the reward {config.name!r}{code} failed for {count} of {len(failed)} samples{rule}{text}"
-    )
+    raise RewardError(f"{config.label} failed for {count} of {len(failed)} samples{rule}{text}")
 
 
 def normalized(raw: TermScores, mask: Tensor) -> TermScores:

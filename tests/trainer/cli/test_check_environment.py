@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trainer.cli.check_environment import main
+from verl_like.errors import ConfigError
 
 GAMES = "tests.workers.agents.games"
 
@@ -54,6 +57,20 @@ def test_a_faulty_environment_is_an_error(
         main([f"{GAMES}:{name}", *options])
     assert ended.value.code == 1
     assert f"error: {words}" in capsys.readouterr().err.replace("TypeError: ", "")
+
+
+def test_a_parameter_of_reset_that_is_no_column_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "typo.py"
+    file.write_text("class Typo:\n    def reset(self, rwo): ...\n    def step(self, text): ...\n")
+    with pytest.raises(SystemExit):
+        main([f"{file}:Typo"])
+    error = capsys.readouterr().err
+    assert "reset has the parameter 'rwo'" in error
+    assert "Did you mean 'row'?" in error
+    with pytest.raises(ConfigError, match=f"environment={file}:Typ: .* Did you mean 'Typo'"):
+        main([f"{file}:Typ"])
 
 
 def test_an_unfinished_episode_has_a_reward(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
         ("critic_pool.cpus=0", r"pool_resources.critic_pool.cpus=0.*above 0"),
         ("critic_pool.device=tpu", "pool_resources.critic_pool.device=tpu: choose one of auto"),
         ("critic_pool.gpus=2", "critic_pool.gpus=2.0: .* a process computes on one GPU"),
-        ("critic_pool={device: cpu, gpus: 0.5}", "device=cpu and gpus=0.5. Drop one"),
+        ("critic_pool={device: cpu, gpus: 0.5}", "device=cpu and gpus=0.5. Leave out gpus"),
         ("critic_pool.resources.GPU=1", "resources.GPU: `resources` takes only custom"),
         ("critic_pool.resources.accel=0", "resources.accel=0"),
     ],
