@@ -124,16 +124,12 @@ def nearest_divisors(size: int, total: int) -> str:
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return a hint such as " Did you mean 'critic_pool'?", or "" if no name is close.
 
-    Case is ignored. A name is also close if its end, after a `_`, is close.
+    Case is ignored. A name that ends in `_` and `name` comes first.
     """
     by_lower_case = {str(v).lower(): str(v) for v in valid}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
-    if not close:
-        ends = {v.rpartition("_")[2]: v for v in by_lower_case}
-        close = [
-            ends[end] for end in difflib.get_close_matches(name.lower(), ends, n=3, cutoff=0.9)
-        ]
-    return did_you_mean([by_lower_case[c] for c in close])
+    ends = [v for v in by_lower_case if name and v.endswith(f"_{name.lower()}")]
+    return did_you_mean([by_lower_case[c] for c in dict.fromkeys([*ends, *close][:3])])
 
 
 def did_you_mean(names: Sequence[str]) -> str:

@@ -1,12 +1,14 @@
 """usage: verl-like async data.train_files=FILE
            actor_rollout_ref.model.path=FOLDER [key=value ...]
 
-PPO that generates and trains at the same time: generators sample on their own pools, and the
-trainer takes batches from a buffer and sends weights back. All keys of `verl-like ppo`, and:
+PPO that generates and trains at the same time: generators sample on their own
+pools, and the trainer takes batches from a buffer and sends weights back. It
+has all keys of `verl-like ppo`, such as algorithm=grpo, and:
 
-  async_training.generators=2      number of generators
-  async_training.max_staleness=1   weight versions that a sample may lag behind; 0: synchronous
-  verl-like async --cfg all        every key with its meaning
+  async_training.generators=2     number of generators
+  async_training.max_staleness=1  weight versions that a sample may lag behind;
+                                  0: synchronous
+  verl-like async --cfg all       every key with its meaning
 """
 
 from __future__ import annotations

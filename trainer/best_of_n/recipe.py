@@ -1,14 +1,18 @@
 """usage: verl-like best-of-n data.train_files=FILE
            actor_rollout_ref.model.path=FOLDER [key=value ...]
 
-The command samples actor_rollout_ref.rollout.n responses per prompt (rejection sampling), scores
-them with the rewards of `verl-like ppo`, and saves the best ones for `verl-like sft`, or pairs of
-best and worst. The same command continues a killed run.
+Samples several responses per prompt, scores them with the rewards of `verl-like
+ppo`, and saves the best ones for `verl-like sft` (rejection sampling), or pairs
+of best and worst. The same command continues a killed run.
 
-  actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
-  selection.format=pairs            prompt, chosen, rejected
-  selection.file=best.parquet       or .jsonl; by default selected.jsonl in the run folder
-  verl-like best-of-n --cfg all     every key with its meaning
+  actor_rollout_ref.rollout.n=16  responses per prompt
+  reward=FILE.py:FUNCTION         default: the rule for a row's data_source
+  selection.top_k=2               responses to save per prompt
+  selection.min_score=0.5         lowest score to save
+  selection.format=pairs          save prompt, chosen, rejected
+  selection.file=best.parquet     or .jsonl; by default selected.jsonl in the
+                                  run folder
+  verl-like best-of-n --cfg all   every key with its meaning
 """
 
 from __future__ import annotations

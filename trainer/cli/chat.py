@@ -1,19 +1,25 @@
 """usage: verl-like chat MODEL [--system TEXT] [--max-tokens N] [--temperature T]
            [--seed N]
 
-MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
-global_step_N in one. On a terminal it asks for messages (/new restarts, Ctrl-D ends) and shows the
-replies while they are generated. From a pipe the whole input is one message, and only the reply is
-printed. By default, a reply has at most 512 tokens, each the most likely one (--temperature 0):
+Talks to a model:
 
+  verl-like chat runs/sums
   echo "What is 3 + 4?" | verl-like chat runs/sums --max-tokens 4
 
-usage: verl-like chat MODEL --environment FILE.py:CLASS
-           [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON] [--turns N]
+MODEL is a model folder, a name on the Hugging Face hub, a run folder (its
+trained model), or a global_step_N in one. On a terminal it asks for messages
+(/new restarts, Ctrl-D ends) and shows the replies while they are generated.
+From a pipe the whole input is one message, and only the reply is printed. By
+default, a reply has at most 512 tokens, each the most likely one (--temperature
+0).
 
-This form plays one trajectory. Press Enter for a turn of the model, or write a turn yourself. From
-a pipe, each line is a turn, then the model continues by itself. Observations and rewards are shown.
---seed selects another trajectory.
+usage: verl-like chat MODEL --environment FILE.py:CLASS
+           [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON]
+           [--turns N]
+
+This form plays one trajectory. Press Enter for a turn of the model, or write a
+turn yourself. From a pipe, each line is a turn, then the model continues by
+itself. Observations and rewards are shown. --seed selects another trajectory.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ whether they fit the GPUs.
   --full               also print the calls of a step and their overlap, batch
                        sizes, the memory of every role, metrics to watch,
                        which keys you, presets and the command changed, and
-                       which of yours have no effect. The plan is printed before data
-                       files are read, so it also appears if they are missing
+                       which of yours have no effect. The plan is printed
+                       before data files are read, also if they are missing
   --measured RUN_DIR   with async: predict the time of a step from the seconds
                        of a PPO run (implies --full)
 """

@@ -1,14 +1,18 @@
-"""usage: verl-like check-environment FILE.py:CLASS|PREFIX:ID [--say TEXT ...] [--turns N]
-           [--row JSON] [--kwargs JSON] [--tools FILE.py:FUNCTION ...] [--step-s SECONDS]
+"""usage: verl-like check-environment FILE.py:CLASS|PREFIX:ID [--say TEXT ...]
+           [--turns N] [--row JSON] [--kwargs JSON]
+           [--tools FILE.py:FUNCTION ...] [--step-s SECONDS]
 
-Plays an environment without a model. PREFIX:ID names one of another package, such as
-gymnasium:FrozenLake-v1. Each TEXT (default: 1 2 3) is the policy's response in a turn; the last one
-is repeated. It prints the observations, the time per step, and the reward at the end or after
---turns turns (8). It checks that the same seed gives the same trajectory, also when two run
-concurrently. If the environment raises, takes longer than --step-s seconds (30) for a reply or is
-otherwise wrong, the exit code is 1.
+Plays an environment without a model:
 
   verl-like check-environment guess.py:Guess --say 5 3 8
+
+PREFIX:ID names one of another package, such as gymnasium:FrozenLake-v1. Each
+TEXT (default: 1 2 3) is the policy's response in a turn; the last one is
+repeated. It prints the observations, the time per step, and the reward at the
+end or after --turns turns (8). It checks that the same seed gives the same
+trajectory, also when two run concurrently. If the environment raises, takes
+longer than --step-s seconds (30) for a reply or is otherwise wrong, the exit
+code is 1.
 """
 
 from __future__ import annotations

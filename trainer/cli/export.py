@@ -1,14 +1,19 @@
 """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
            [--model BASE]
 
-Writes the folder OUT for `from_pretrained` and vLLM. CHECKPOINT is a run folder, whose trained
-model is exported, or a global_step_N in one; LoRA is merged. It needs no GPU and no cluster,
-whatever number of ranks wrote the checkpoint, and the run need not have saved hf_model.
+Writes the folder OUT for `from_pretrained` and vLLM:
 
-  --role critic    the role whose model is exported; by default the policy, or the only trained
-                   model
+  verl-like export runs/sums sums_model
+
+CHECKPOINT is a run folder, whose trained model is exported, or a global_step_N
+in one; LoRA is merged. It needs no GPU and no cluster, whatever number of ranks
+wrote the checkpoint, and the run need not have saved hf_model.
+
+  --role critic    the role whose model is exported; by default the policy, or
+                   the only trained model
   --adapter        the LoRA adapter for peft, not merged
-  --average        the moving average of the weights (actor_rollout_ref.actor.ema_decay)
+  --average        the moving average of the weights
+                   (actor_rollout_ref.actor.ema_decay)
   --model BASE     the folder of the base model, if it has moved
 """
 

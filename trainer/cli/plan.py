@@ -1,28 +1,35 @@
 r"""usage: verl-like plan [RECIPE] --gpus 16 --device H100 [key=value ...]
 
-Proposes on which GPUs each role should run. It reads only the model's config.json and the GPUs'
-data sheets, and needs no GPU. It takes the settings of `verl-like RECIPE` (ppo, async, sft,
-reward-model or dpo; by default ppo) and prints the five fastest placements that fit (for a single
-model, its layouts), with their seconds per step and memory, the keys of the fastest one to add to
-your settings, and why others are slower. Keys that you set keep their values. The plan chooses the
-others: pools, parallel sizes, gradient checkpointing, offloading, tokens per pass, GPUs per engine,
-and generators.
-
-  --gpus 16             number of GPUs in all; --gpus 16xH100 includes the device
-  --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with
-                        --gib, --flops (per s), and --memory-bandwidth, --link-bandwidth,
-                        --network-bandwidth (bytes per s)
-  --per-node 8          GPUs per node; default: 8
-  --mean-prompt 200     tokens per prompt; default: half of data.max_prompt_length
-  --mean-response 400   tokens per response; default: half of data.max_response_length
-  --mean-length 300     tokens per row of sft, reward-model or dpo; default: half of
-                        data.max_length, or of the model's limit
-  --lengths FILE        tokens of responses or rows, as a JSON list, instead of a mean
-  --reward-s 2.5        seconds per step that reward functions take
-  --environment-s 8     seconds per sample that the environment takes
+Proposes on which GPUs each role should run:
 
   verl-like plan --gpus 16 --device H100 actor_rollout_ref.model.path=y
   verl-like plan sft --gpus 8 --device A100 model.path=y
+
+It reads only the model's config.json and the GPUs' data sheets, and needs no
+GPU. It takes the settings of `verl-like RECIPE` (ppo, async, sft, reward-model
+or dpo; by default ppo) and prints the five fastest placements that fit (for a
+single model, its layouts), with their seconds per step and memory, the keys of
+the fastest one to add to your settings, and why others are slower. Keys that
+you set keep their values. The plan chooses the others: pools, parallel sizes,
+gradient checkpointing, offloading, tokens per pass, GPUs per engine, and
+generators.
+
+  --gpus 16             number of GPUs in all; --gpus 16xH100 includes the device
+  --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or
+                        another name with --gib, --flops (per s), and
+                        --memory-bandwidth, --link-bandwidth,
+                        --network-bandwidth (bytes per s)
+  --per-node 8          GPUs per node; default: 8
+  --mean-prompt 200     tokens per prompt; default: half of
+                        data.max_prompt_length
+  --mean-response 400   tokens per response; default: half of
+                        data.max_response_length
+  --mean-length 300     tokens per row of sft, reward-model or dpo; default:
+                        half of data.max_length, or of the model's limit
+  --lengths FILE        tokens of responses or rows, as a JSON list, instead of
+                        a mean
+  --reward-s 2.5        seconds per step that reward functions take
+  --environment-s 8     seconds per sample that the environment takes
 """
 
 from __future__ import annotations

@@ -9,17 +9,19 @@ Serves a model to scripts that use the `tinker` SDK, unchanged:
 
 The script owns data, loss and loop, the server owns the weights. Keys are those of a run:
 
-  placement=colocate|split  resource_pool_spec.rollout_pool=[6]   the pools of the roles
-  actor_rollout_ref.model.lora_rank=0     train all weights, for one client; by default, each client
-                                          trains an adapter
+  placement=colocate|split             the pools of the roles, such as
+                                       resource_pool_spec.rollout_pool=[6]
+  actor_rollout_ref.model.lora_rank=0  train all weights, for one client; by
+                                       default, each client trains an adapter
   data.max_prompt_length=1024  data.max_response_length=1024
-  trainer.default_local_dir=FOLDER        the folder of checkpoints
+  trainer.default_local_dir=FOLDER     the folder of checkpoints
   trainer.backend=ray|local
 
-By default, the server listens only on this machine (port 8000; 0 picks a free port). To open it to
-other machines, set --host and a key with --token (it must begin with tml-), and put a TLS proxy in
-front of it. The loss stable_reinforce has no public formula: with
---stable-reinforce=importance_sampling the server computes that loss instead.
+By default, the server listens only on this machine (port 8000; 0 picks a free
+port). To open it to other machines, set --host and a key with --token (it must
+begin with tml-), and put a TLS proxy in front of it. The loss stable_reinforce
+has no public formula: with --stable-reinforce=importance_sampling the server
+computes that loss instead.
 """
 
 from __future__ import annotations

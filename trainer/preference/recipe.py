@@ -1,14 +1,23 @@
 """usage: verl-like dpo data.train_files=FILE model.path=FOLDER [key=value ...]
 
-Trains a model on pairs (chosen, rejected), or on responses with a label (loss=kto). The reference
-is the model before training, or ref.model.path; its log-probs are computed once per run.
+Trains a model on preferences. The rows of the file (Parquet, JSONL or CSV) are
+pairs or, with loss=kto, responses with a label:
 
-  loss=dpo|ipo|hinge|kto|orpo|simpo   the loss; orpo and simpo have no reference
-  label_smoothing=0.1                      dpo for noisy labels (cDPO)
-  reference_free=true                      without the reference
-  beta=0.1                                 weight of the log-ratios
-  sft_coef=0                               weight of an SFT loss on the chosen responses
-  verl-like dpo --cfg all                  every key with its meaning
+  {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
+  {"prompt": "Hi", "response": "Hello", "label": true}
+
+The reference is the model before training, or ref.model.path. Its log-probs are
+computed once per run.
+
+  loss=dpo|ipo|hinge|kto|orpo|simpo  orpo and simpo have no reference
+  beta=0.1                           weight of the log-ratios (default: 0.1)
+  optim.lr=5e-6                      learning rate (default: 1e-5)
+  data.train_batch_size=64           rows per optimizer step (default: 64)
+  label_smoothing=0.1                dpo for noisy labels (cDPO)
+  reference_free=true                without the reference
+  sft_coef=0.1                       weight of an SFT loss on chosen responses
+  trainer.default_local_dir=DIR      run folder, with the model in DIR/model
+  verl-like dpo --cfg all            every key with its meaning
 """
 
 from __future__ import annotations

@@ -1,13 +1,20 @@
 """usage: verl-like reward-model data.train_files=FILE model.path=FOLDER
            [key=value ...]
 
-Trains a reward model on pairs: a `chosen` and a `rejected` response, with their `prompt` or as
-whole dialogues, and optionally a `margin`. Placement, run folder, checkpoints and resume work as in
-`verl-like ppo`, whose reward.model.path and critic.model.path load the folder that hf_model
-exports.
+Trains a reward model on pairs of responses with their prompt, or on pairs of
+whole dialogues. A row can have a margin. The file is Parquet, JSONL or CSV:
 
+  {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away", "margin": 1.5}
+
+  data.train_batch_size=64       pairs per optimizer step (default: 64)
+  optim.lr=1e-5                  learning rate (default: 1e-5)
+  trainer.default_local_dir=DIR  run folder, with the model in DIR/model
+  trainer.save_freq=100          steps between checkpoints; also every 30 min
+  checkpoint.save_contents=[model,optimizer,extra,hf_model]
   verl-like reward-model --cfg all  every key with its meaning
-  checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+
+Placement and resume work as in `verl-like ppo`, whose reward.model.path and
+critic.model.path load the trained model's folder.
 """
 
 from __future__ import annotations

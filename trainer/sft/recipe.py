@@ -13,8 +13,8 @@ or plain text. The rows of the file (Parquet, JSONL or CSV) have these forms:
   data.train_batch_size=64       rows per optimizer step (default: 64)
   optim.lr=1e-5                  learning rate (default: 1e-5)
   model.lora_rank=32             train a LoRA adapter, to save memory
-  trainer.default_local_dir=DIR  run folder, with the trained model in DIR/model;
-                                 the same command resumes the run
+  trainer.default_local_dir=DIR  run folder, with the model in DIR/model; the
+                                 same command resumes the run
   trainer.save_freq=100          steps between checkpoints; also every 30 min
   checkpoint.save_contents=[model,optimizer,extra,hf_model]
   verl-like sft --cfg all        every key with its meaning
