@@ -125,8 +125,8 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
     options, unknown = parser.parse_known_args(arguments)
     if options.cfg and options.multirun:
         raise ConfigError(
-            "--cfg shows one configuration, but --multirun makes several. Leave out --multirun and "
-            "choose one value per key, or leave out --cfg to start the runs."
+            "--cfg shows one configuration, but --multirun makes several. Leave out --multirun, or "
+            "--cfg to start the runs."
         )
     if unknown:
         raise ConfigError(

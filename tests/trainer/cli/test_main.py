@@ -84,7 +84,8 @@ def test_help_of_ppo_imports_no_large_package() -> None:
         ),
         (
             ["ppo", "--cfg", "job", "--multirun", "trainer.seed=1,2"],
-            "--cfg shows one configuration, but --multirun makes several. Leave out --multirun",
+            "--cfg shows one configuration, but --multirun makes several. Leave out --multirun, or "
+            "--cfg to start the runs.",
         ),
     ],
 )
