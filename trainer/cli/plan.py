@@ -14,7 +14,7 @@ you set keep their values. The plan chooses the others: pools, parallel sizes,
 gradient checkpointing, offloading, tokens per pass, GPUs per engine, and
 generators.
 
-  --gpus 16             number of GPUs in all; --gpus 16xH100 includes the device
+  --gpus 16             GPUs in all; --gpus 16xH100 includes the device
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or
                         another name with --gib, --flops (per s), and
                         --memory-bandwidth, --link-bandwidth,

@@ -7,7 +7,8 @@ Serves a model to scripts that use the `tinker` SDK, unchanged:
       trainer.n_gpus_per_node=8
   TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any python script.py
 
-The script owns data, loss and loop, the server owns the weights. Keys are those of a run:
+The script owns data, loss and loop, the server owns the weights. Keys are those
+of a run:
 
   placement=colocate|split             the pools of the roles, such as
                                        resource_pool_spec.rollout_pool=[6]
