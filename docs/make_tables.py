@@ -31,6 +31,7 @@ from cards import (
     preset_text,
 )
 from model_table import model_lists
+from worked_tables import memory_table, token_weights
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
@@ -713,12 +714,14 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
     "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
     "async-keys": ("async.md", partial(recipe_key_table, ASYNC, PPOConfig)),
+    "memory": ("concepts.md", memory_table),
     "columns": ("dataflow.md", column_table),
     "tinker-methods": ("serve.md", tinker_method_list),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),
     "policy-losses": ("algorithms.md", policy_loss_list),
     "aggregations": ("algorithms.md", aggregation_table),
+    "token-weights": ("algorithms.md", token_weights),
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
     "preference-losses": ("preference.md", preference_loss_table),
