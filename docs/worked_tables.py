@@ -65,7 +65,7 @@ def memory_table() -> str:
     (planned,) = pool_bytes(roles).values()
     assert max(sums) == planned, f"the planner expects {gib(planned)} GiB"
     table["sum"] = sums
-    lines = [("GiB per GPU", "generate", "score", "update", "sync")]
+    lines: list[tuple[str, ...]] = [("GiB per GPU", "generate", "score", "update", "sync")]
     for name, numbers in table.items():
         lines.append((name, *(gib(number) if number else "" for number in numbers)))
     return text_table(lines)
