@@ -30,16 +30,18 @@ OURS = [
 
 
 @pytest.mark.parametrize(("name", "kind"), OURS)
-def test_no_false_alarm_on(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_losses_and_estimators_pass_all_checks(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few_batches(monkeypatch)
     of_kind = [relation.__name__ for relation in RELATIONS[kind]]
-    left_out = {"finite_differences"} & {*subject_of(name, kind).exempt}
-    assert check_loss(name, kind) == [each for each in of_kind if each not in left_out]
+    skipped = {"finite_differences"} & {*subject_of(name, kind).exempt}
+    assert check_loss(name, kind) == [relation for relation in of_kind if relation not in skipped]
 
 
-def test_losses_that_hold_a_weight_say_so() -> None:
-    holding = {n for n in POLICY_LOSSES if subject_of(n, "policy").exempt}
-    assert holding == {"cispo", "dppo_kl", "dppo_tv", "gspo", "luspo"}
+def test_losses_with_a_detached_weight_are_exempt_from_finite_differences() -> None:
+    exempt = {n for n in POLICY_LOSSES if subject_of(n, "policy").exempt}
+    assert exempt == {"cispo", "dppo_kl", "dppo_tv", "gspo", "luspo"}
 
 
 def good(old_logprobs, logprobs, advantages, action_mask, num_tokens, clip_ratio):
@@ -51,7 +53,9 @@ def good(old_logprobs, logprobs, advantages, action_mask, num_tokens, clip_ratio
     )
 
 
-def test_another_signature_is_filled_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_other_frameworks_are_recognized_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     few_batches(monkeypatch)
     subject = subject_of(good)
     assert subject.kind == "policy"
@@ -65,7 +69,7 @@ def test_another_signature_is_filled_by_names(monkeypatch: pytest.MonkeyPatch) -
         check_loss(good, loss_agg_mode="token-sum")
 
 
-def test_a_value_loss_and_an_estimator_are_known_by_their_parameters() -> None:
+def test_a_value_loss_and_an_estimator_are_recognized_by_their_parameters() -> None:
     def value_loss(vpreds, returns, mask, **counts):
         return agg_loss((vpreds - returns) ** 2, mask, "seq-mean-token-mean", **counts)
 
@@ -77,12 +81,9 @@ def test_a_value_loss_and_an_estimator_are_known_by_their_parameters() -> None:
     assert subject_of(estimate).kind == "estimator"
 
 
-def test_an_unknown_aggregation_is_said() -> None:
+def test_an_unknown_setting_or_aggregation_is_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown loss_agg_mode 'token-men'.*'token-mean'"):
         check_loss(good, loss_agg_mode="token-men")
-
-
-def test_a_setting_that_is_no_parameter_is_said() -> None:
     with pytest.raises(ConfigError, match="good has no setting 'clip_ratoi'.*'clip_ratio'"):
         check_loss(good, clip_ratoi=0.1)
     with pytest.raises(ConfigError, match="rloo has no setting 'gamma'"):
@@ -97,20 +98,20 @@ def test_positional_only_parameters_are_filled() -> None:
 
 
 def test_a_broken_relation_is_one_sentence_with_the_smallest_batch() -> None:
-    def own_mean(log_prob, mask):
+    def micro_batch_mean(log_prob, mask):
         return -log_prob.where(mask > 0, 0).sum() / mask.sum().clamp(1)
 
     with pytest.raises(BrokenRelation) as caught:
-        check_loss(own_mean)
+        check_loss(micro_batch_mean)
     assert caught.value.relation == "micro_batch_cut"
     assert caught.value.batch["response_mask"].shape == (2, 1)
     sentence, *columns = str(caught.value).splitlines()
-    assert sentence.startswith("own_mean breaks micro_batch_cut: loss is ")
+    assert sentence.startswith("micro_batch_mean breaks micro_batch_cut: loss is ")
     assert "with the rows [[0], [1]]. Likely cause: each micro-batch" in sentence
     assert [line.split()[0] for line in columns] == ["log_prob", "response_mask"]
 
 
-def test_a_backward_written_by_hand_is_compared_with_differences() -> None:
+def test_a_custom_backward_is_compared_with_finite_differences() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -124,16 +125,16 @@ def test_a_backward_written_by_hand_is_compared_with_differences() -> None:
     def squares(log_prob, mask, **counts):
         return agg_loss(Square.apply(log_prob.where(mask > 0, 0)), mask, "token-mean", **counts)
 
-    def held(log_prob, mask, **counts):
+    def detached_weight(log_prob, mask, **counts):
         weighted = log_prob.clamp(-20, 20).exp().detach() * log_prob
         return agg_loss(-weighted, mask, "token-mean", **counts)
 
     with pytest.raises(BrokenRelation, match=r"breaks finite_differences: slope is"):
         check_loss(squares)
-    assert "finite_differences" in check_loss(held)
+    assert "finite_differences" in check_loss(detached_weight)
 
 
-def test_a_random_loss_is_called_random() -> None:
+def test_a_random_loss_is_rejected() -> None:
     def noisy(log_prob, mask):
         return (-log_prob * mask).sum() * torch.rand(())
 
@@ -159,18 +160,18 @@ def test_a_random_loss_is_called_random() -> None:
         ("1 / 0", r"raises ZeroDivisionError on a batch \[\[0, 0, 1\]\]: division by zero"),
     ],
 )
-def test_what_is_no_loss_is_said_in_a_sentence(returned: str, sentence: str) -> None:
-    found: dict[str, Any] = {}
-    exec(f"def loss(log_prob, mask):\n    return {returned}", found)
+def test_a_wrong_return_value_or_an_exception_is_explained(returned: str, sentence: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"def loss(log_prob, mask):\n    return {returned}", namespace)
     with pytest.raises(ConfigError, match=f"^loss {sentence}"):
-        check_loss(found["loss"])
+        check_loss(namespace["loss"])
 
 
-def test_unusable_functions_are_explained_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_cannot_be_checked_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("verl", "verl.trainer.ppo.core_algos"):
         monkeypatch.setitem(sys.modules, module, None)
 
-    def asks(log_prob, mask, teacher_logits):
+    def scaled(log_prob, mask, teacher_logits):
         return log_prob.sum()
 
     def scores(rewards, mask):
@@ -178,8 +179,8 @@ def test_unusable_functions_are_explained_in_a_sentence(monkeypatch: pytest.Monk
 
     cases = [
         (
-            dict(target=asks),
-            r"asks has the parameters \(log_prob, mask, teacher_logits\).* teacher_logits\. ",
+            dict(target=scaled),
+            r"scaled has the parameters \(log_prob, mask, teacher_logits\).* teacher_logits\. ",
         ),
         (
             dict(target=scores),
@@ -195,9 +196,9 @@ def test_unusable_functions_are_explained_in_a_sentence(monkeypatch: pytest.Monk
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),
         (dict(target="trl:gpro"), "trl has no loss 'gpro'. Did you mean 'grpo'.* Known: dapo"),
     ]
-    for given, sentence in cases:
+    for arguments, sentence in cases:
         with pytest.raises(ConfigError, match=sentence):
-            check_loss(**given)
+            check_loss(**arguments)
     assert "same_twice" in check_loss(
         lambda log_prob, mask, teacher_logits: (-log_prob).where(mask > 0, 0).sum(),
         teacher_logits=1.0,
@@ -209,7 +210,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     command.main()
 
 
-def test_the_command_names_what_holds_and_what_does_not(
+def test_the_command_prints_the_relations_that_hold_or_the_one_that_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(["grpo", "--set", "norm_adv_by_std_in_grpo=false"], monkeypatch)
@@ -223,7 +224,7 @@ def test_the_command_names_what_holds_and_what_does_not(
         run([f"{file}:mine"], monkeypatch)
 
 
-def test_verls_losses_get_counts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_s_losses_receive_counts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
     stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
     assert "data_parallel_split" in check_loss("verl:vanilla", clip_ratio_high=0.4)
@@ -261,7 +262,7 @@ THEIRS += ["verl:grpo", "verl:grpo_vectorized", "verl:rloo", "verl:rloo_vectoriz
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_no_false_alarm_on_another_frameworks(name: str) -> None:
+def test_another_framework_s_function_breaks_only_the_listed_relations(name: str) -> None:
     pytest.importorskip(name.partition(":")[0], reason=NOT_INSTALLED)
     broken, kind = TRUE_ALARMS.get(name, set()), "policy" if name == "verl:gpg" else None
     assert check_loss(name, kind, skip=[*broken])
@@ -279,7 +280,9 @@ def test_no_false_alarm_on_another_frameworks(name: str) -> None:
         *[(name, "The sum of the mask is one") for name in ("gae", "gdpo", "reinforce_plus_plus")],
     ],
 )
-def test_a_framework_that_raises_is_named_with_the_batch(name: str, sentence: str) -> None:
+def test_an_exception_of_another_framework_is_reported_with_the_batch(
+    name: str, sentence: str
+) -> None:
     pytest.importorskip("verl", reason=NOT_INSTALLED)
     with pytest.raises(ConfigError, match=f"verl:{name} raises ValueError on a batch .*{sentence}"):
         check_loss(f"verl:{name}")

@@ -72,8 +72,8 @@ BUGS: list[tuple[Callable[..., Any], str]] = [
 
 
 @pytest.mark.filterwarnings("ignore:std")
-@pytest.mark.parametrize(("function", "relation"), BUGS, ids=[each[0].__name__ for each in BUGS])
-def test_the_bug_is_named(
+@pytest.mark.parametrize(("function", "relation"), BUGS, ids=[bug[0].__name__ for bug in BUGS])
+def test_a_common_bug_breaks_its_relation(
     function: Callable[..., Any], relation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_batches(monkeypatch)
@@ -82,7 +82,7 @@ def test_the_bug_is_named(
     assert caught.value.relation == relation
 
 
-def test_low_precision_is_the_likely_cause() -> None:
+def test_low_precision_is_reported_as_the_likely_cause() -> None:
     def rounded(log_prob, mask, batch_num_tokens):
         return -log_prob.bfloat16().where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
 
@@ -90,13 +90,13 @@ def test_low_precision_is_the_likely_cause() -> None:
         check_loss(rounded)
 
 
-def test_a_loss_that_is_always_nan_is_said_to_be_so() -> None:
+def test_a_loss_that_is_always_nan_is_reported_on_an_ordinary_batch() -> None:
     words = "loss is nan, not 0, on an ordinary batch. Likely cause: the logarithm or root of zero"
     with pytest.raises(BrokenRelation, match=words):
         check_loss(always_nan)
 
 
-def test_a_skipped_change_in_place_has_no_other_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_in_place_does_not_break_other_relations(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
     assert "micro_batch_cut" in check_loss(subtracts_in_place, skip=["no_side_effects", *EXTREME])
     assert "row_permutation" in check_loss(rewards_changed, skip=["no_side_effects"])
@@ -140,6 +140,8 @@ class Module(torch.nn.Module):
         Module(),
     ],
 )
-def test_there_is_no_alarm(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correct_variant_passes(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     few_batches(monkeypatch)
     assert "finite_differences" in check_loss(function)

@@ -22,11 +22,11 @@ MUTANTS: list[tuple[str, str, Mutant, dict[str, Any]]] = []
 
 
 def mutant(thread: str, relation: str, **settings: Any) -> Callable[[Mutant], Mutant]:
-    def enter(function: Mutant) -> Mutant:
+    def register(function: Mutant) -> Mutant:
         MUTANTS.append((thread, relation, function, settings))
         return function
 
-    return enter
+    return register
 
 
 def surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def steps_at_observations(token_level_rewards, values, response_mask, gamma, lam
 @pytest.mark.parametrize(
     ("thread", "relation", "function", "settings"), MUTANTS, ids=[row[0] for row in MUTANTS]
 )
-def test_the_bug_of(
+def test_a_published_bug_breaks_its_relation(
     thread: str,
     relation: str,
     function: Mutant,

@@ -33,7 +33,7 @@ def run_of(folder: Path, values: Mapping[str, list[float]], **changed: Any) -> P
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> list[Path]:
+def three_runs(tmp_path: Path) -> list[Path]:
     """Two seeds of one run, and a run with another learning rate that failed."""
     rise = [float(step) for step in range(20)]
     first = run_of(tmp_path / "a", {"critic/score/mean": rise})
@@ -44,16 +44,18 @@ def three(tmp_path: Path) -> list[Path]:
     return [first, second, third]
 
 
-def test_keys_that_differ_are_listed_and_names_are_not(three: list[Path]) -> None:
-    assert tables.differences(read_runs(three)) == [
+def test_only_differing_settings_are_listed(three_runs: list[Path]) -> None:
+    assert tables.differences(read_runs(three_runs)) == [
         ["key", "a", "b", "c"],
         ["trainer.seed", "1", "2", "1"],
         ["optim.lr", "0.001", "0.001", "0.1"],
     ]
 
 
-def test_seeds_share_a_column_with_mean_and_deviation(three: list[Path]) -> None:
-    runs = read_runs(three)
+def test_runs_that_differ_in_the_seed_share_a_column_with_mean_and_deviation(
+    three_runs: list[Path],
+) -> None:
+    runs = read_runs(three_runs)
     assert {name: len(group) for name, group in groups_by_seed(runs).items()} == {"a": 2, "c": 1}
     heading, row = tables.results(runs)
     assert heading == ["metric", "a (2 seeds)", "best", "c", "best"]
@@ -67,8 +69,8 @@ def test_seeds_share_a_column_with_mean_and_deviation(three: list[Path]) -> None
     ]
 
 
-def test_how_each_run_ended_is_said(three: list[Path]) -> None:
-    outcomes = [row[-1] for row in tables.overview(read_runs(three))[1:]]
+def test_the_overview_says_how_each_run_ended(three_runs: list[Path]) -> None:
+    outcomes = [row[-1] for row in tables.overview(read_runs(three_runs))[1:]]
     assert outcomes == ["no failure", "no failure", "failed: ValueError: too large"]
 
 
@@ -81,7 +83,7 @@ def test_the_best_loss_is_the_lowest_and_a_policy_loss_has_no_best(tmp_path: Pat
     assert bests_of(runs, "actor/pg_loss") == []
 
 
-def test_times_and_placements_stand_beside_each_other(tmp_path: Path) -> None:
+def test_phase_times_and_placements_are_compared(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / name, 3) for name in "ab"])
     rows = tables.phases(runs)
     assert rows[0] == ["phase", "a", "b"]
@@ -92,8 +94,8 @@ def test_times_and_placements_stand_beside_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("figures")
-def test_a_curve_of_every_run_is_on_the_page(three: list[Path], tmp_path: Path) -> None:
-    runs = read_runs(three[:2])
+def test_the_page_has_a_curve_of_every_run(three_runs: list[Path], tmp_path: Path) -> None:
+    runs = read_runs(three_runs[:2])
     page = write_comparison(runs, tmp_path / "out" / "page.html").read_text()
     assert re.findall(r'data-figure="([^"]+)"', page) == ["critic/score/mean"]
     (svg,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
@@ -103,7 +105,7 @@ def test_a_curve_of_every_run_is_on_the_page(three: list[Path], tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("figures")
-def test_the_command_writes_the_page_into_the_current_folder(
+def test_the_command_writes_its_page_into_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [str(make_run(tmp_path / name, 2, samples=1)) for name in "ab"]
@@ -112,13 +114,13 @@ def test_the_command_writes_the_page_into_the_current_folder(
     assert capsys.readouterr().out.endswith("comparison: comparison.html\n")
 
 
-def test_one_run_or_no_run_is_refused(three: list[Path], tmp_path: Path) -> None:
+def test_fewer_than_two_runs_are_rejected(three_runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="needs two or more run folders, but this command names 1"
     ):
-        read_runs([three[0], f"{three[0]}/"])
+        read_runs([three_runs[0], f"{three_runs[0]}/"])
     with pytest.raises(ConfigError, match="has no metrics.jsonl.*Run folders in it"):
-        read_runs([three[0], tmp_path])
-    (three[1] / "config.yaml").write_text("a: [")
+        read_runs([three_runs[0], tmp_path])
+    (three_runs[1] / "config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="config.yaml cannot be read as a run's configuration"):
-        read_runs(three)
+        read_runs(three_runs)

@@ -1,4 +1,4 @@
-"""A recipe's rule raises an alarm; it is printed once, and ever more rarely while it lasts."""
+"""A recipe's rule raises an alarm, which is printed less and less often while it lasts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def alarms_of_a_loss(first: float = 1.0) -> Alarms:
     return alarms
 
 
-def test_an_alarm_that_stays_is_said_ever_more_rarely() -> None:
+def test_an_alarm_that_lasts_is_printed_less_and_less_often() -> None:
     alarms = alarms_of_a_loss()
-    said = [step for step in range(2, 100) if alarms.check({"loss": 2.0}, step)]
-    assert said == [2, 12, 32, 72]
+    printed = [step for step in range(2, 100) if alarms.check({"loss": 2.0}, step)]
+    assert printed == [2, 12, 32, 72]
 
 
-def test_a_resumed_run_knows_what_the_run_began_with_and_what_was_said() -> None:
+def test_a_resumed_run_restores_first_values_and_printed_alarms() -> None:
     alarms = alarms_of_a_loss(first=3.0)
     assert alarms.check({"loss": 6.0}, 2)
 
@@ -36,7 +36,7 @@ def test_a_resumed_run_knows_what_the_run_began_with_and_what_was_said() -> None
     assert [step for step in range(3, 40) if resumed.check({"loss": 6.5}, step)] == [12, 32]
 
 
-def test_steps_that_are_made_again_repeat_no_alarm() -> None:
+def test_a_repeated_step_does_not_repeat_its_alarm() -> None:
     alarms = alarms_of_a_loss()
     at_checkpoint = alarms.state_dict()
     assert alarms.check({"loss": 2.0}, 5)
@@ -44,10 +44,10 @@ def test_steps_that_are_made_again_repeat_no_alarm() -> None:
     assert alarms.check({"loss": 2.0}, 5) == []
 
 
-def test_a_recipe_on_rows_tells_updates_that_were_skipped() -> None:
+def test_a_recipe_on_rows_reports_skipped_updates() -> None:
     assert SFTTrainer.alarm_rules == (skipped_updates,)
-    (said,) = Alarms(SFTTrainer.alarm_rules).check({"sft/skipped_steps": 2.0, "sft/loss": 1.0}, 3)
-    assert "the sft skipped 2 of its updates" in said
-    assert said.endswith(
+    (text,) = Alarms(SFTTrainer.alarm_rules).check({"sft/skipped_steps": 2.0, "sft/loss": 1.0}, 3)
+    assert "the sft skipped 2 of its updates" in text
+    assert text.endswith(
         "Look at logs/sft-0.log, which names the samples, and at the learning rate."
     )

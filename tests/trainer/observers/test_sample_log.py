@@ -1,4 +1,4 @@
-"""Every sample was trained on, or dropped for a reason; two counts of its tokens agree."""
+"""The log accounts for every sample and token: trained, queued, in flight or dropped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def filled() -> SampleLog:
     return log
 
 
-def test_every_sample_and_token_is_somewhere() -> None:
+def test_the_log_accounts_for_every_sample_and_token() -> None:
     log = filled()
     log.check()
     state = log.state_dict()
@@ -63,7 +63,7 @@ def test_every_sample_and_token_is_somewhere() -> None:
     assert "tokens: 35 sampled = 10 trained + 20 queued + 5 excluded" in text
 
 
-def test_an_open_sample_is_not_made_twice_and_a_closed_one_not_trained_twice() -> None:
+def test_generating_an_open_sample_or_training_a_closed_one_is_an_error() -> None:
     log = filled()
     with pytest.raises(SampleLogError, match="uid b are queued already, and generator 1"):
         log.begin(1, pairs("b"))
@@ -71,17 +71,17 @@ def test_an_open_sample_is_not_made_twice_and_a_closed_one_not_trained_twice() -
         log.train({("a", 0): 4})
 
 
-def test_an_update_with_another_number_of_tokens_is_named() -> None:
+def test_an_update_with_a_wrong_number_of_tokens_is_an_error() -> None:
     with pytest.raises(SampleLogError, match=r"for 1 samples: b/1 \(11 instead of 12\)"):
         filled().train({("b", 0): 8, ("b", 1): 11})
 
 
-def test_a_filter_that_adds_tokens_is_named() -> None:
+def test_a_filter_that_adds_tokens_is_an_error() -> None:
     with pytest.raises(SampleLogError, match="b/0 has 9 tokens after skip, and had 8 before"):
         filled().leave("skip", {("b", 0): 9}, [("b", 0)])
 
 
-def test_an_account_that_does_not_add_up_is_named() -> None:
+def test_a_wrong_count_of_samples_is_an_error() -> None:
     log = filled()
     log.accounts[0].generated += 1
     with pytest.raises(SampleLogError, match="generator 0: its samples do not add up"):
@@ -90,14 +90,14 @@ def test_an_account_that_does_not_add_up_is_named() -> None:
         log.totals()
 
 
-def test_tokens_that_do_not_add_up_are_named() -> None:
+def test_a_wrong_count_of_tokens_is_an_error() -> None:
     log = filled()
     log.trained_tokens -= 1
     with pytest.raises(SampleLogError, match="tokens of the run do not add up: {'sampled': 35"):
         log.check()
 
 
-def test_a_resume_drops_what_was_open_unless_it_is_restored() -> None:
+def test_a_resume_drops_open_samples_that_are_not_restored() -> None:
     log = SampleLog()
     log.load_state_dict(filled().state_dict())
     log.check()
@@ -109,7 +109,7 @@ def test_a_resume_drops_what_was_open_unless_it_is_restored() -> None:
     assert log.state_dict()["tokens"] == filled().state_dict()["tokens"]
 
 
-def test_steps_that_are_made_again_drop_what_they_had_made() -> None:
+def test_repeated_steps_drop_their_earlier_samples() -> None:
     log = SampleLog()
     for step in (1, 2, 3):
         log.begin(step, pairs(str(step)))
@@ -120,7 +120,7 @@ def test_steps_that_are_made_again_drop_what_they_had_made() -> None:
     assert log.totals() == {"made": 8, "trained": 4, "dropped": {STEP_AGAIN: 4}}
 
 
-# ------------------------------------------------------------------ the watch beside a step
+# ------------------------------------------------------------------ the watch of a step
 
 
 @pytest.fixture
@@ -155,9 +155,9 @@ def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = N
     watch.on_generated(trainer, batch)
     batch = batch if to_update is None else to_update
     watch.on_stage_begin(trainer, "update", batch)
-    for each in filters(config, 1, lambda rows: (rows, {})):
-        batch, _ = each.run(batch)
-        watch.on_filter(trainer, each.reason, batch)
+    for sample_filter in filters(config, 1, lambda rows: (rows, {})):
+        batch, _ = sample_filter.run(batch)
+        watch.on_filter(trainer, sample_filter.reason, batch)
     watch.on_update(trainer, batch)
     watch.on_step_end(trainer, metrics)
     names = "training/num_excluded_tokens/"
@@ -165,7 +165,7 @@ def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = N
     return left_out, watch.log.totals()
 
 
-def test_samples_and_tokens_that_leave_the_losses_are_counted_by_reason(batch: DataProto) -> None:
+def test_excluded_samples_and_tokens_are_counted_by_reason(batch: DataProto) -> None:
     config, counts = PPOConfig(), list(tokens_by_sample(batch).values())
     left_out, samples = watched(batch, config)
     assert left_out == {"on_failure=skip": counts[1] + counts[2]}
@@ -184,7 +184,7 @@ def test_samples_and_tokens_that_leave_the_losses_are_counted_by_reason(batch: D
     assert watched(batch, config)[1]["dropped"]["no token"] == 1
 
 
-def test_a_sample_that_is_drawn_twice_for_an_update_counts_once(batch: DataProto) -> None:
+def test_a_sample_that_is_resampled_twice_for_an_update_counts_once(batch: DataProto) -> None:
     config, counts = PPOConfig(), list(tokens_by_sample(batch).values())
     config.algorithm.use_pf_ppo = True
     config.algorithm.pf_ppo.reweight_method = "pow"
@@ -194,7 +194,7 @@ def test_a_sample_that_is_drawn_twice_for_an_update_counts_once(batch: DataProto
     assert samples == {"made": 8, "trained": 2, "dropped": dropped}
 
 
-def test_rejected_tokens_are_counted_too(batch: DataProto) -> None:
+def test_samples_rejected_by_the_rollout_correction_are_counted(batch: DataProto) -> None:
     config = PPOConfig()
     config.algorithm.rollout_correction.rollout_rs = "token_k1"
     config.algorithm.rollout_correction.rollout_rs_threshold = "0.5_2.0"
@@ -203,7 +203,9 @@ def test_rejected_tokens_are_counted_too(batch: DataProto) -> None:
     assert watched(batch, config)[1]["dropped"]["algorithm.rollout_correction"] == 2
 
 
-def test_lost_or_doubled_samples_end_it(batch: DataProto, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_changed_or_repeated_samples_end_the_run(
+    batch: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changed = batch.select(deepcopy=True)
     changed.batch["response_mask"][3, 0] = 0
     doubled = DataProto.concat([batch, batch[:1]])

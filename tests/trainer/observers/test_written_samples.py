@@ -11,7 +11,7 @@ from verl_like.batch.protocol import DataProto
 SHORT = (*POLICY_ALONE, "trainer.total_training_steps=2", "trainer.backend=local")
 
 
-class Noting(PPOTrainer):
+class CheckingTrainer(PPOTrainer):
     """Checks that a step's samples are written before its update has ended."""
 
     def on_update(self, batch: DataProto) -> None:
@@ -19,7 +19,7 @@ class Noting(PPOTrainer):
 
 
 def test_samples_are_written_before_an_update_ends(tiny_dir: Path, tmp_path: Path) -> None:
-    run(load_config(overrides(tiny_dir, tmp_path, *SHORT)), Noting)
+    run(load_config(overrides(tiny_dir, tmp_path, *SHORT)), CheckingTrainer)
 
 
 class OwnUpdate(PPOTrainer):
@@ -29,7 +29,7 @@ class OwnUpdate(PPOTrainer):
         return {}
 
 
-def test_samples_of_a_users_update_are_counted(tiny_dir: Path, tmp_path: Path) -> None:
+def test_samples_of_a_user_s_update_are_written_and_counted(tiny_dir: Path, tmp_path: Path) -> None:
     run(load_config(overrides(tiny_dir, tmp_path, *SHORT)), OwnUpdate)
     assert len(list((tmp_path / "rollouts").glob("*.jsonl"))) == 2
     for line in lines(tmp_path):

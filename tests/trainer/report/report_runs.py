@@ -85,14 +85,14 @@ def make_run(
     return folder
 
 
-def said(text: str, reward: float, **more: float) -> dict[str, object]:
+def policy_turn(text: str, reward: float, **timings: float) -> dict[str, object]:
     """Return a turn of the policy, as the lines of samples have it."""
     seconds = {"engine_s": 0.02, "environment_s": 0.01, "waiting_s": 0.01}
     turn = {"role": "assistant", "text": text, "reward": reward, "tokens": 2, "observed_tokens": 3}
-    return {**turn, **seconds, **more}
+    return {**turn, **seconds, **timings}
 
 
-def observed(text: str) -> dict[str, object]:
+def environment_turn(text: str) -> dict[str, object]:
     return {"role": "user", "text": text, "reward": None}
 
 
@@ -102,7 +102,7 @@ def make_played_run(folder: Path, num_steps: int = 5, samples: int = 6) -> Path:
     for file in (folder / "rollouts").iterdir():
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         for number, row in enumerate(rows):
-            turns = [turn for _ in range(number % 4) for turn in (said("ab", 0.0), observed("no"))]
-            row |= {"turns": [*turns, said("ok", row["score"])], "ended": "terminated"}
+            exchanges = [policy_turn("ab", 0.0), environment_turn("no")] * (number % 4)
+            row |= {"turns": [*exchanges, policy_turn("ok", row["score"])], "ended": "terminated"}
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

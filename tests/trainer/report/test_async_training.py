@@ -55,8 +55,8 @@ def make_async_run(folder: Path, num_steps: int, has_ended: bool = True) -> Path
 
 
 def figures_of(folder: Path) -> list[str]:
-    found = re.findall(r'data-figure="([^"]+)"', write_report(folder).read_text())
-    return [name for name in found if name in FIGURES]
+    titles = re.findall(r'data-figure="([^"]+)"', write_report(folder).read_text())
+    return [name for name in titles if name in FIGURES]
 
 
 def test_an_async_run_has_its_figures_and_ledger(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_an_async_run_has_its_figures_and_ledger(tmp_path: Path) -> None:
     assert cells[-6:] == ["all", "96", "80", "8", "4", "4"]
 
 
-def test_a_run_that_goes_on_has_what_its_steps_say(tmp_path: Path) -> None:
+def test_an_unfinished_run_has_the_seconds_of_its_steps(tmp_path: Path) -> None:
     folder = make_async_run(tmp_path / "run", 4, has_ended=False)
     seconds = seconds_by_role(read_run(folder).metrics)
     assert seconds["generator 0"] == {"busy": 1.0, "waiting": 2.0, "syncing": 1.0}
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_has_what_its_steps_say(tmp_path: Path) -> None:
     ['{"ledger": {"generators": {"bu', "[1]", '{"ledger": {"generators": 3}}',
      '{"ledger": {"generators": {"0": []}}}'],
 )  # fmt: skip
-def test_what_is_not_ours_in_async_json_is_left_out(tmp_path: Path, content: str) -> None:
+def test_foreign_content_of_async_json_is_ignored(tmp_path: Path, content: str) -> None:
     folder = make_async_run(tmp_path / "run", 2, has_ended=False)
     (folder / "async.json").write_text(content)
     assert read_run(folder).ledger == []

@@ -30,7 +30,7 @@ def calls_of(step: int, start: float, stage: str = "") -> list[TracedCall]:
     ]
 
 
-def test_validation_and_checkpoint_at_the_end_are_no_steps() -> None:
+def test_validation_and_checkpoint_calls_are_not_in_the_last_steps() -> None:
     started = calls_of(0, 0.0, "init")
     trained = [call for step in (1, 2, 3) for call in calls_of(step, 10.0 + step, "update")]
     ended = [*calls_of(3, 14.0, "testing"), *calls_of(3, 30.0, "save_checkpoint")]
@@ -38,7 +38,7 @@ def test_validation_and_checkpoint_at_the_end_are_no_steps() -> None:
     assert last_steps([*started, *trained, *ended], 1) == trained[-2:]
 
 
-def test_a_restart_and_a_validation_do_not_stretch_the_axis() -> None:
+def test_pauses_are_cut_from_the_time_axis() -> None:
     calls = [*calls_of(1, 0.0), *calls_of(2, 31.0), *calls_of(3, 5000.0)]
     shown, cuts = without_pauses(calls)
     assert [call.start for call in shown] == pytest.approx([0.0, 0.5, 1.2, 1.7, 2.4, 2.9])
@@ -46,7 +46,7 @@ def test_a_restart_and_a_validation_do_not_stretch_the_axis() -> None:
     assert cuts == pytest.approx([1.1, 2.3])
 
 
-def test_a_timeline_of_older_code_is_read_too(tmp_path: Path) -> None:
+def test_a_timeline_of_an_older_version_is_read(tmp_path: Path) -> None:
     named = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "train"}}
     lane = {**named, "tid": 2, "name": "thread_name", "args": {"name": "actor-1"}}
     call = {"ph": "X", "name": "update_actor", "cat": "actor", "pid": 1, "tid": 2}
@@ -58,10 +58,10 @@ def test_a_timeline_of_older_code_is_read_too(tmp_path: Path) -> None:
     assert read_timeline(path, []) == ([read], ["update"])
 
 
-def test_the_page_tells_of_cuts_and_counts_trained_steps(
+def test_the_page_marks_pauses_and_counts_trained_steps(
     tmp_path: Path, drawings: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw_figures([one for one in drawings if one[1] == "timeline"], monkeypatch)
+    draw_figures([drawing for drawing in drawings if drawing[1] == "timeline"], monkeypatch)
     folder = make_run(tmp_path / "run", 3, samples=1)
     timeline = Timeline(folder / "timeline.json", resume=True)
     for step, stage, delay in ((3, "testing", 10.0), (4, "update", 500.0)):
@@ -83,14 +83,14 @@ def test_the_page_tells_of_cuts_and_counts_trained_steps(
     assert {call.step for call in last_steps(read_run(folder).calls, 3)} == {2, 3, 4}
 
 
-def test_a_run_whose_first_steps_are_gone_says_which_it_has(tmp_path: Path) -> None:
+def test_a_run_without_its_first_steps_shows_the_range_of_steps(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 1, samples=1)
     lines = [{"step": step, "timing_s/step": 1.0} for step in (11, 12)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert '<span class="soft">steps</span><b>2 (11 to 12)</b>' in write_report(folder).read_text()
 
 
-def test_however_many_ranks_start_and_end_a_stretch_lasts_until_another_pool_does() -> None:
+def test_pools_at_work_change_only_when_a_pool_starts_or_ends() -> None:
     def of(pool: str, start: float, end: float) -> list[TracedCall]:
         lanes = [f"{pool}-{rank}" for rank in range(8)]
         ends = [(start + 0.01 * rank, end - 0.01 * rank) for rank in range(8)]

@@ -59,7 +59,7 @@ WIDTHS = (375, 1280)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
-def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
+def test_the_report_renders_in_a_browser(tmp_path: Path) -> None:
     """Responses and trajectories: both pages in both widths, in one browser."""
     frames = []
     for number, make in enumerate((make_run, make_played_run)):
@@ -82,15 +82,15 @@ def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert re.findall(r".*CONSOLE.*", done.stderr) == []
-    found = json.loads(re.search(r"<pre>(.*)</pre>", done.stdout)[1])
-    assert tuple(seen["width"] for seen in found) == WIDTHS * 2
-    for number, seen in enumerate(found):
+    pages = json.loads(re.search(r"<pre>(.*)</pre>", done.stdout)[1])
+    assert tuple(seen["width"] for seen in pages) == WIDTHS * 2
+    for number, seen in enumerate(pages):
         is_played = number >= len(WIDTHS)
         assert seen["page"] <= seen["width"]
         panels = [panel for panel in known_panels() if not panel.only_if_there]
         assert seen["figures"] == len(panels) + 2 + is_played
         assert seen["rows"] == 5 * (2 if is_played else 4)
         assert seen["shades"] == (["rgb(42, 42, 42)", "rgb(31, 58, 82)"] if is_played else [])
-        assert seen["table"] < 600, "it scrolls in a box of its own, however many samples it has"
+        assert seen["table"] < 600, "the table scrolls in its own box"
         assert seen["dark"] == ["rgb(22, 22, 22)", "rgb(232, 232, 232)"]
         assert sum(seen["shares"]) == pytest.approx(100)

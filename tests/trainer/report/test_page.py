@@ -1,4 +1,4 @@
-"""The report shows the contents of the run folder, whatever state the folder is in."""
+"""The report shows a run folder, complete or not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page_of(folder: Path) -> str:
     return write_report(folder).read_text(encoding="utf-8")
 
 
-def test_every_panel_the_timeline_and_the_tables_are_there(page: str) -> None:
+def test_the_page_has_every_panel_the_timeline_and_the_tables(page: str) -> None:
     shown = re.findall(r'data-figure="([^"]+)"', page)
     panels = [panel.title for panel in known_panels() if not panel.only_if_there]
     assert shown == [*panels, "Timeline", "Phases"]
@@ -47,7 +47,7 @@ def test_every_panel_the_timeline_and_the_tables_are_there(page: str) -> None:
         assert f"<td>{cell}</td>" in page
 
 
-def test_the_page_needs_nothing_from_outside(page: str) -> None:
+def test_the_page_loads_no_external_file(page: str) -> None:
     page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page)
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)[^)]*\)|@import', page) == []
 
@@ -55,29 +55,18 @@ def test_the_page_needs_nothing_from_outside(page: str) -> None:
 def test_phase_shares_sum_to_100_and_match_the_metrics(run_dir: Path) -> None:
     data = read_run(run_dir)
     shares = phase_shares(data.metrics, data.stages)
-    assert [name for name, _, _ in shares] == [
-        "gen",
-        "score",
-        "adv",
-        "update",
-        "update_weights",
-        "other",
-    ]
+    names = ["gen", "score", "adv", "update", "update_weights", "other"]
+    assert [name for name, _, _ in shares] == names
     assert sum(round(10 * share) for _, _, share in shares) == 1000
     assert dict((name, share) for name, _, share in shares)["update"] == pytest.approx(40.0)
-    line = {
-        "timing_s/step": 1.0,
-        "timing_s/gen": 0.75,
-        "timing_s/testing": 0.5,
-        "timing_s/save_checkpoint": 0.5,
-    }
-    with_extras = [("gen", 37.5), ("testing", 25.0), ("save_checkpoint", 25.0), ("other", 12.5)]
-    assert [
-        (name, share) for name, _, share in phase_shares([line], ["gen"])
-    ] == with_extras  # these two come after the step
+    # validation and checkpoints come after the step
+    seconds = {"step": 1.0, "gen": 0.75, "testing": 0.5, "save_checkpoint": 0.5}
+    line = {f"timing_s/{name}": value for name, value in seconds.items()}
+    expected = [("gen", 37.5), ("testing", 25.0), ("save_checkpoint", 25.0), ("other", 12.5)]
+    assert [(name, share) for name, _, share in phase_shares([line], ["gen"])] == expected
 
 
-def test_overlap_is_the_time_in_which_two_pools_work(run_dir: Path) -> None:
+def test_the_overlap_is_the_share_of_time_in_which_two_pools_work(run_dir: Path) -> None:
     calls = last_steps(read_run(run_dir).calls, 3)
     assert len(calls) == 3 * 5
     assert {number for _, _, number in pools_at_work(calls)} == {0, 1, 2}
@@ -100,7 +89,7 @@ def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None
     assert path.stat().st_size < 5e6
 
 
-def test_another_recipes_numbers_have_figures(tmp_path: Path) -> None:
+def test_metrics_of_other_recipes_have_figures(tmp_path: Path) -> None:
     step = {"step": 1, "train/loss": 0.7, "train/accuracy": 0.5, "timing_s/step": 0.1}
     lines = [step, {"step": 1, "val-core/rm/accuracy": 0.6, "val-aux/rm/margin": 0.1}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -108,7 +97,7 @@ def test_another_recipes_numbers_have_figures(tmp_path: Path) -> None:
     assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy"]
 
 
-def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> None:
+def test_the_report_names_incomplete_and_missing_files(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 3)
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text()[:-40])
@@ -159,14 +148,18 @@ def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> N
     assert "Stopped" not in (tmp_path / "report.html").read_text()
 
 
-def test_reports_never_hide_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_report_does_not_hide_the_failure_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "report.html.part").mkdir()
     close_run(tmp_path, RuntimeError("the cause"))
     assert "Try: verl-like report" in caplog.text
 
 
-def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_rejected_and_run_folders_in_it_are_named(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path / "a" / "run", 1)
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl .* Run folders in it: .*a/run"):
         write_report(tmp_path)
@@ -174,7 +167,7 @@ def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) 
         write_report(tmp_path / "nowhere")
 
 
-def test_a_kl_that_is_0_in_every_step_is_not_drawn(figures: None, tmp_path: Path) -> None:
+def test_a_kl_of_0_in_every_step_is_not_drawn(figures: None, tmp_path: Path) -> None:
     lines = [{"step": n, "critic/score/mean": 0.5, "actor/ppo_kl": 0.0} for n in (1, 2)]
     (panel,) = (panel for panel in known_panels() if panel.title == "KL")
     for kl_of_the_last, drawn in ((0.0, False), (0.01, True)):
@@ -194,7 +187,7 @@ def test_a_long_curve_has_its_running_mean() -> None:
         assert means[place] == pytest.approx(sum(window) / len(window))
 
 
-def test_a_pipe_or_a_device_in_the_place_of_the_timeline_is_left_out(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_not_read_as_a_timeline(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 1)
     timeline = folder / "timeline.json"
     timeline.unlink()

@@ -1,4 +1,4 @@
-"""The description of a run's losses."""
+"""The report's description of restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarts:
     return Restarts(load_config(settings, REGRESSION))
 
 
-def test_restarts_and_kept_samples_are_counted(record: Restarts, tmp_path: Path) -> None:
+def test_restarts_and_their_samples_are_counted(record: Restarts, tmp_path: Path) -> None:
     record.wait_for_next(WorkerDiedError("rank 1 is gone"), 3)
     record.note_samples(3, 6, 2)
     record.wait_for_next(WorkerDiedError("rank 0 is gone"), 5)
@@ -30,7 +30,9 @@ def test_restarts_and_kept_samples_are_counted(record: Restarts, tmp_path: Path)
     ]
 
 
-def test_the_source_and_cost_of_a_state_are_shown(record: Restarts, tmp_path: Path) -> None:
+def test_the_restored_state_and_the_repeated_steps_are_shown(
+    record: Restarts, tmp_path: Path
+) -> None:
     for failed, goes_on_after, source in ((3, 2, "actor rank 1"), (9, 6, "global_step_6")):
         record.wait_for_next(WorkerDiedError("rank 0 is gone"), failed)
         record.begin(goes_on_after, source)
@@ -52,7 +54,7 @@ def test_a_new_run_starts_a_new_record(record: Restarts, tmp_path: Path) -> None
     ]
 
 
-def test_whether_a_restart_is_left_is_what_the_next_failure_would_find(record: Restarts) -> None:
+def test_the_third_failure_of_a_step_has_no_attempt_left(record: Restarts) -> None:
     assert not record.has_attempts(0), "a start that fails is not tried again"
     for _ in range(2):
         assert record.has_attempts(4)

@@ -33,7 +33,7 @@ def run_of(folder: Path, *lines: dict[str, float]) -> RunData:
     return read_run(folder)
 
 
-def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Path) -> None:
+def test_the_summary_has_phase_times_and_the_best_validation(tmp_path: Path) -> None:
     scores = [0.25, 0.75, 0.5]
     lines = [STEP | {"val-core/x/mean@1": score} for score in scores]
     assert summary(run_of(tmp_path, *lines)) == [
@@ -48,16 +48,16 @@ def test_the_best_loss_of_a_validation_is_the_lowest(tmp_path: Path) -> None:
     assert last == "best val-core/rm/loss: 0.5 after step 1, 0.6 at the end"
 
 
-def test_it_says_how_reward_length_and_the_kl_that_moves_changed(tmp_path: Path) -> None:
+def test_the_summary_has_the_first_and_last_reward_and_kl(tmp_path: Path) -> None:
     numbers = [
         {"critic/score/mean": score, "actor/reward_kl_penalty": 0.0, "actor/ppo_kl": score / 10}
         for score in (0.25, 0.9, 0.5)
     ]
-    lines = summary(run_of(tmp_path, *[STEP | each for each in numbers]))
+    lines = summary(run_of(tmp_path, *[STEP | metrics for metrics in numbers]))
     assert lines[1] == "reward 0.25 -> 0.5, KL 0.025 -> 0.05 (first -> last step)"
 
 
-def test_the_phases_add_up_to_100(tmp_path: Path) -> None:
+def test_the_phase_percentages_add_up_to_100(tmp_path: Path) -> None:
     seconds = (0.667, 0.667, 0.666)
     stages = [f"s{number}" for number in range(len(seconds))]
     step = {f"timing_s/{stage}": spent for stage, spent in zip(stages, seconds, strict=True)}
@@ -78,12 +78,14 @@ def test_the_phases_add_up_to_100(tmp_path: Path) -> None:
         ({"actor/ppo_kl": -0.5}, "an update moves the policy by a KL of -0.5"),
     ],
 )
-def test_limits_come_with_advice(tmp_path: Path, numbers: dict[str, float], words: str) -> None:
+def test_a_metric_beyond_its_limit_causes_a_warning(
+    tmp_path: Path, numbers: dict[str, float], words: str
+) -> None:
     (line,) = advice_at_end(run_of(tmp_path, *[STEP] * 6, *[STEP | numbers] * 6))
     assert line.startswith(f"warning: {words}")
 
 
-def test_a_policy_that_learns_to_end_its_answers_is_well(tmp_path: Path) -> None:
+def test_a_falling_share_of_cut_responses_causes_no_warning(tmp_path: Path) -> None:
     cut = [{"response_length/clip_ratio": share} for share in (0.9, 0.4)]
     assert advice_at_end(run_of(tmp_path, *[STEP | cut[0]] * 6, *[STEP | cut[1]] * 6)) == []
 
@@ -95,12 +97,14 @@ def test_a_policy_that_learns_to_end_its_answers_is_well(tmp_path: Path) -> None
         ({"critic/score/max": 0.0}, "every sample of every step had the reward 0"),
     ],
 )
-def test_failed_learning_is_named(tmp_path: Path, numbers: dict[str, float], words: str) -> None:
+def test_a_run_that_cannot_learn_causes_a_warning(
+    tmp_path: Path, numbers: dict[str, float], words: str
+) -> None:
     (line,) = advice_at_end(run_of(tmp_path, *[STEP | numbers] * 6))
     assert words in line
 
 
-def test_a_run_prints_it_at_its_end_and_the_report_shows_it(
+def test_the_summary_is_printed_at_the_end_and_shown_in_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -111,7 +115,7 @@ def test_a_run_prints_it_at_its_end_and_the_report_shows_it(
     assert f"<li>{lines[0]}</li>" in write_report(tmp_path).read_text()
 
 
-def test_starts_config_validation_and_parts_of_rewards_are_shown(tmp_path: Path) -> None:
+def test_the_report_shows_starts_config_and_validation_samples(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 2, samples=1)
     (folder / "config.yaml").write_text("data:\n  train_files: <b>rows</b>\n")
     start = {"time": "2026-01-01T00:00:00+00:00", "host": "here", "command": "verl-like ppo a=1"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.report.report_runs import make_played_run, observed, said
+from tests.trainer.report.report_runs import environment_turn, make_played_run, policy_turn
 from trainer.report.page import write_report
 from trainer.report.read import SAMPLED_STEPS, read_run
 from trainer.report.summary import summary
@@ -26,11 +26,11 @@ EVIL = "<script>alert(1)</script>"
 
 
 def played(num_turns: int, score: float = 0.0, problem: str | None = None) -> dict[str, Any]:
-    turns = [said("a", 0.0) for _ in range(num_turns)]
+    turns = [policy_turn("a", 0.0) for _ in range(num_turns)]
     return {"turns": turns, "score": score, "problem": problem}
 
 
-def test_turns_stand_in_two_shades_with_rewards_and_seconds(tmp_path: Path) -> None:
+def test_a_trajectory_shows_turns_rewards_and_seconds(tmp_path: Path) -> None:
     page = write_report(make_played_run(tmp_path / "run")).read_text()
     assert page.count('<details class="trajectory"') == 5 * TRAJECTORIES_PER_STEP
     assert "4 turns, 8 tokens sampled, 12 observed, 0.16 s" in page
@@ -45,7 +45,8 @@ def test_turns_stand_in_two_shades_with_rewards_and_seconds(tmp_path: Path) -> N
 def test_texts_of_turns_are_escaped_and_cut(tmp_path: Path) -> None:
     folder = make_played_run(tmp_path / "run", 1, 1)
     long = f"{EVIL}{'x' * 9999}"
-    row = {"turns": [said(long, 0.0), {**observed(long), "role": EVIL}], "ended": EVIL}
+    turns = [policy_turn(long, 0.0), {**environment_turn(long), "role": EVIL}]
+    row = {"turns": turns, "ended": EVIL}
     more = {"problem": long, "input": long, "score": 1, "step": 1}
     (folder / "rollouts" / "1.jsonl").write_text(json.dumps(row | more))
     page = write_report(folder).read_text()
@@ -54,9 +55,9 @@ def test_texts_of_turns_are_escaped_and_cut(tmp_path: Path) -> None:
     assert page.count(f"({len(long) - LONGEST_TURN} more characters)") == 3
 
 
-def test_many_turns_and_trajectories_stay_a_small_file(tmp_path: Path) -> None:
+def test_many_long_trajectories_give_a_small_page(tmp_path: Path) -> None:
     folder = make_played_run(tmp_path / "run", 1, 1)
-    turns = [turn for _ in range(100) for turn in (said("x" * 9999, 0.0), observed("y" * 9999))]
+    turns = [policy_turn("x" * 9999, 0.0), environment_turn("y" * 9999)] * 100
     lines = [json.dumps({"turns": turns, "score": n, "step": 1}) for n in range(8)]
     (folder / "rollouts" / "1.jsonl").write_text("\n".join(lines))
     path = write_report(folder)
@@ -70,7 +71,7 @@ def test_many_turns_and_trajectories_stay_a_small_file(tmp_path: Path) -> None:
     assert path.stat().st_size < 2**20
 
 
-def test_outcomes_are_counted_by_the_number_of_turns() -> None:
+def test_outcomes_are_counted_by_number_of_turns() -> None:
     rows = [played(1, 1.0), played(1, 0.95), played(1), played(2, 0.0, "it raised"), {"score": 1.0}]
     assert outcomes_by_turns(rows) == {
         "1": {"success": 2, "no success": 1},
@@ -82,13 +83,13 @@ def test_outcomes_are_counted_by_the_number_of_turns() -> None:
 
 
 @pytest.mark.parametrize("turns", [None, 7, [], [7, {}], [{"role": "assistant", "reward": "x"}]])
-def test_lines_of_anything_else_are_shown_as_they_are(turns: Any) -> None:
+def test_foreign_turns_are_read_without_rewards(turns: Any) -> None:
     trajectory = trajectory_of({"turns": turns, "ended": None})
     assert trajectory.longest == 0
     assert [turn.reward for turn in trajectory.turns] in ([], [None])
 
 
-def test_the_summary_says_how_trajectories_ended_and_what_fails(tmp_path: Path) -> None:
+def test_the_summary_says_how_trajectories_ended_and_warns_of_call_errors(tmp_path: Path) -> None:
     folder = make_played_run(tmp_path / "run", 1)
     line = json.loads((folder / "metrics.jsonl").read_text())
     line |= {
