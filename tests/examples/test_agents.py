@@ -20,11 +20,11 @@ WITHOUT_HINTS = 0.4
 
 
 def train(
-    which: str, folder: Path, python: Path, *settings: str, run: str = "run"
+    example: str, folder: Path, python: Path, *settings: str, run: str = "run"
 ) -> tuple[str, list[dict[str, float]]]:
     """Return the script's output and steps; the run's folder is `run`."""
     where = f"trainer.default_local_dir={folder / run}"
-    done = bash(RUN, which, *settings, where, RUN_DIR=folder, PYTHON=python)
+    done = bash(RUN, example, *settings, where, RUN_DIR=folder, PYTHON=python)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, lines(folder / run)
 
@@ -42,7 +42,9 @@ def test_a_guesser_learns_to_follow_hints(tmp_path: Path, forked_python: Path) -
 
 
 @pytest.mark.example
-def test_a_caller_learns_to_answer_what_its_tool_tells(tmp_path: Path, forked_python: Path) -> None:
+def test_a_caller_learns_to_answer_with_the_result_of_its_tool(
+    tmp_path: Path, forked_python: Path
+) -> None:
     short = "trainer.total_training_steps=11"  # of 30
     scores = success(train("calculator", tmp_path, forked_python, short)[1])
     assert scores[0] < 0.2
@@ -64,13 +66,13 @@ def test_a_caller_learns_to_answer_what_its_tool_tells(tmp_path: Path, forked_py
 
 
 @pytest.mark.example
-def test_an_agents_requests_are_trained(
+def test_the_requests_of_an_agent_are_trained(
     tmp_path: Path, tiny_dir: Path, forked_python: Path
 ) -> None:
     (tmp_path / "tiny").symlink_to(tiny_dir)
-    said, steps = train("agent", tmp_path, forked_python, "trainer.total_training_steps=2")
-    assert "'bbb'" in said  # played without a model first
-    assert "the same seed gives the same trajectory" in said
+    output, steps = train("agent", tmp_path, forked_python, "trainer.total_training_steps=2")
+    assert "'bbb'" in output  # played without a model first
+    assert "the same seed gives the same trajectory" in output
     for step in steps:
         assert step["agents/num_turns/mean"] == 2
         assert step["agents/ended/terminated"] == 1

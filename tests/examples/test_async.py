@@ -27,7 +27,7 @@ def ledger_of(shown: str) -> dict[str, list[int]]:
         pytest.param("2m2t", "ray", marks=pytest.mark.ray),
     ],
 )
-def test_trainers_learn_from_all_that_generators_made(
+def test_trainers_train_on_all_samples_of_the_generators(
     topology: str,
     backend: str,
     tmp_path: Path,
@@ -47,16 +47,16 @@ def test_trainers_learn_from_all_that_generators_made(
     assert done.returncode == 0, done.stdout + done.stderr
 
     num_generators, num_trainers, num_samples = int(topology[0]), int(topology[2]), 2 * 16 * 4
-    kept = ledger_of(done.stdout)
-    assert set(kept) <= {f"generator {generator}" for generator in range(num_generators)}
-    assert sum(made for made, *_ in kept.values()) == num_samples
-    assert all(row == [row[0], row[0], 0, 0, 0] for row in kept.values())
+    ledger = ledger_of(done.stdout)
+    assert set(ledger) <= {f"generator {generator}" for generator in range(num_generators)}
+    assert sum(generated for generated, *_ in ledger.values()) == num_samples
+    assert all(row == [row[0], row[0], 0, 0, 0] for row in ledger.values())
 
-    found = json.loads((tmp_path / "async.json").read_text())["ledger"]["trainers"]
+    trained = json.loads((tmp_path / "async.json").read_text())["ledger"]["trainers"]
     share = num_samples // num_trainers
-    assert found == {str(rank): share for rank in range(num_trainers)}
+    assert trained == {str(rank): share for rank in range(num_trainers)}
     if topology == "2m2t":
-        assert kept == {
+        assert ledger == {
             "generator 0": [share, share, 0, 0, 0],
             "generator 1": [share, share, 0, 0, 0],
         }

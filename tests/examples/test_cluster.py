@@ -27,8 +27,8 @@ from trainer.launch import nominal_placement
 SLURM = EXAMPLES / "cluster" / "slurm.sh"
 MANIFEST = EXAMPLES / "cluster" / "kuberay.yaml"
 SCHEMA = Path(__file__).with_name("kuberay_rayjob.json")
-"""Of KubeRay 1.7.0's custom resource definition the fields that the manifest uses, each as strict
-as there; other fields are refused."""
+"""The fields of KubeRay 1.7.0's custom resource definition that the manifest uses; it rejects other
+fields."""
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >> "$CALLS"
 while [[ $1 == --* ]]; do
@@ -37,13 +37,13 @@ while [[ $1 == --* ]]; do
 done
 """
 ON_HOST = 'exec ip netns exec "$node" "$@"\n'
-NOTED = """case $1 in
+RECORD = """case $1 in
 hostname) echo "10.0.0.${node#node} fe80::1" ;;
 ip) echo "2: $7 inet 10.9.0.${node#node}/24 brd 10.9.0.255 scope global $7" ;;
 *) echo "token $RAY_AUTH_TOKEN mode $RAY_AUTH_MODE" >> "$CALLS" ;;
 esac
 """
-# Where the real one waits for all nodes, this one does.
+# Like the real python, this one waits for all nodes.
 PYTHON = """#!/usr/bin/env bash
 [ "$1" != -c ] || { echo abc; exit; }
 echo "python $*" >> "$CALLS"
@@ -80,17 +80,17 @@ def submit(
     )  # fmt: skip
 
 
-def noted(folder: Path, **variables: str) -> tuple[int, list[str]]:
+def recorded(folder: Path, **variables: str) -> tuple[int, list[str]]:
     """Return the exit code and the recorded commands, on stand-ins that start nothing."""
-    stand_in(folder, "srun", SRUN + NOTED)
+    stand_in(folder, "srun", SRUN + RECORD)
     python = stand_in(folder, "python", PYTHON)
     sizes = {"SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_ON_NODE": "8", "PYTHON": str(python)}
     done = submit(folder, ["node1", "node2"], "algorithm=grpo", **sizes | variables)
     return done.returncode, (folder / "calls").read_text("utf-8").splitlines()
 
 
-def test_a_job_of_slurms_starts_ray_on_every_node_and_the_run_on_the_first(tmp_path: Path) -> None:
-    code, calls = noted(tmp_path)
+def test_a_slurm_job_starts_ray_on_every_node_and_the_run_on_the_first(tmp_path: Path) -> None:
+    code, calls = recorded(tmp_path)
     assert code == 0
     started = sorted(call.partition("/ray ")[2] for call in calls if "/ray start" in call)
     sizes = "--num-cpus=64 --num-gpus=8"
@@ -112,33 +112,35 @@ def test_a_job_of_slurms_starts_ray_on_every_node_and_the_run_on_the_first(tmp_p
     ]
 
 
-def test_an_interface_that_gloo_is_given_gives_the_addresses(tmp_path: Path) -> None:
-    _, calls = noted(tmp_path, GLOO_SOCKET_IFNAME="ib0")
+def test_ray_uses_the_addresses_of_the_interface_that_gloo_uses(tmp_path: Path) -> None:
+    _, calls = recorded(tmp_path, GLOO_SOCKET_IFNAME="ib0")
     assert any("--node-ip-address=10.9.0.2" in call for call in calls)
     assert any("ray.address=10.9.0.1:23456" in call for call in calls)
 
 
 @pytest.mark.parametrize(("failing", "ran"), [("wait_for_nodes", False), ("main_ppo", True)])
-def test_the_jobs_exit_code_is_that_of_what_failed(failing: str, ran: bool, tmp_path: Path) -> None:
-    code, calls = noted(tmp_path, FAILING=failing)
+def test_the_job_has_the_exit_code_of_the_failed_command(
+    failing: str, ran: bool, tmp_path: Path
+) -> None:
+    code, calls = recorded(tmp_path, FAILING=failing)
     assert code == 3
     assert any("main_ppo" in call for call in calls) == ran
 
 
-def test_outside_of_slurm_the_script_says_what_it_is_for() -> None:
+def test_outside_of_slurm_the_script_prints_the_sbatch_command() -> None:
     done = subprocess.run(["bash", str(SLURM)], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "sbatch examples/cluster/slurm.sh" in done.stderr
 
 
-def test_what_the_scripts_ask_slurm_for_are_its_options() -> None:
-    asked = re.findall(r"^#SBATCH --([\w-]+)", SLURM.read_text("utf-8"), re.M)
+def test_the_script_uses_known_options_of_sbatch() -> None:
+    options = re.findall(r"^#SBATCH --([\w-]+)", SLURM.read_text("utf-8"), re.M)
     known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task"}
-    assert set(asked) <= known | {"exclusive", "time", "signal"}
-    assert {"nodes", "gpus-per-node"} <= set(asked)
+    assert set(options) <= known | {"exclusive", "time", "signal"}
+    assert {"nodes", "gpus-per-node"} <= set(options)
 
 
-def test_a_cluster_whose_nodes_do_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nodes_are_counted_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = load("examples/cluster/wait_for_nodes.py")
     monkeypatch.setattr(waits, "num_nodes", lambda address: 1)
     with pytest.raises(SystemExit, match=r"1 of 2 nodes have joined Ray at h:1 within 0\.1 s"):
@@ -154,7 +156,7 @@ def manifest() -> dict[str, Any]:
     return loaded
 
 
-def test_the_manifest_is_one_of_kuberays(manifest: dict[str, Any]) -> None:
+def test_the_manifest_fits_kuberay_s_schema(manifest: dict[str, Any]) -> None:
     schema = json.loads(SCHEMA.read_text("utf-8"))
     jsonschema.Draft7Validator(schema).validate(manifest)
 
@@ -167,7 +169,7 @@ def test_the_manifest_is_one_of_kuberays(manifest: dict[str, Any]) -> None:
         (["spec", "rayClusterSpec", "workerGroupSpecs", 0, "replicas"], "one"),
     ],
 )
-def test_a_field_that_kuberay_does_not_have_would_be_found(
+def test_the_schema_rejects_an_unknown_field_or_value(
     path: list[Any], value: str, manifest: dict[str, Any]
 ) -> None:
     wrong = json.loads(json.dumps(manifest))
@@ -179,7 +181,7 @@ def test_a_field_that_kuberay_does_not_have_would_be_found(
         jsonschema.Draft7Validator(json.loads(SCHEMA.read_text("utf-8"))).validate(wrong)
 
 
-def test_the_manifests_run_composes_for_the_machines_that_it_asks_for(
+def test_the_run_of_the_manifest_fits_its_machines(
     manifest: dict[str, Any],
 ) -> None:
     spec = manifest["spec"]
@@ -201,30 +203,30 @@ def test_the_manifests_run_composes_for_the_machines_that_it_asks_for(
         assert file.startswith("/shared/")
 
 
-def test_the_image_has_what_kuberay_submits_a_job_to() -> None:
+def test_the_image_has_ray_s_job_server() -> None:
     assert "ray[default]" in (ROOT / "docker" / "cuda.Dockerfile").read_text("utf-8")
 
 
 # ---------------------------------------------------------------------------- two real hosts
 
 
-def living_on(addresses: tuple[str, ...]) -> list[str]:
+def processes_of(addresses: tuple[str, ...]) -> list[str]:
     """Return the commands of processes that have such an address as an argument."""
-    found = []
+    commands = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            found.append(process.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [command for command in found if any(each in command for each in addresses)]
+            commands.append(process.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [command for command in commands if any(a in command for a in addresses)]
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_run_on_two_hosts_that_only_a_network_joins(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_hosts_that_share_only_a_network(tiny_dir: Path, tmp_path: Path) -> None:
     if reason := why_no_hosts():
         pytest.skip(f"this machine has no network namespaces to make: {reason}")
     stand_in(tmp_path, "srun", SRUN + ON_HOST)
     run = tmp_path / "run"
-    # ranks that share the actor's weights are on either host, and so is what they send to
+    # both hosts have ranks of the actor and of the rollout that they send weights to
     pools = (
         "resource_pool_spec={train_pool: [1, 1], rollout_pool: [1, 1]}",
         "role_mapping={actor: train_pool, critic: train_pool, ref: train_pool, "
@@ -243,4 +245,4 @@ def test_a_run_on_two_hosts_that_only_a_network_joins(tiny_dir: Path, tmp_path: 
     assert len(lines) == 3
     placement = (run / "placement.txt").read_text("utf-8")
     assert [placement.count(address) for address in ADDRESSES] == [2, 2]
-    assert living_on(ADDRESSES) == []
+    assert processes_of(ADDRESSES) == []

@@ -43,7 +43,7 @@ COMMANDS = re.findall(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_composes_and_has_room(command: str) -> None:
+def test_a_command_of_the_page_composes_and_fits(command: str) -> None:
     config = load_config([*settings_of_the_script(), *shlex.split(command, comments=True)])
     nominal_placement(config)
     assert config.actor_rollout_ref.rollout.n == 8

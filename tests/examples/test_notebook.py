@@ -16,7 +16,7 @@ from tests.integration.runs import lines
 
 NOTEBOOK = EXAMPLES / "notebook" / "sft_then_grpo.ipynb"
 LINES_OF_TRL = 16
-"""Of code, for the same with TRL's SFTTrainer and GRPOTrainer."""
+"""Lines of code for the same with TRL's SFTTrainer and GRPOTrainer."""
 
 
 def read() -> Any:
@@ -25,7 +25,7 @@ def read() -> Any:
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def test_the_notebook_is_no_longer_than_with_trl() -> None:
+def test_the_notebook_has_no_more_code_than_with_trl() -> None:
     cells = [cell for cell in read().cells if cell.cell_type == "code"]
     code = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
     assert len(code) <= LINES_OF_TRL
@@ -55,8 +55,8 @@ def test_the_notebook_learns_and_refreshes_one_display(tmp_path: Path) -> None:
         (shown,) = [output for output in outputs[cell] if output.output_type == "display_data"]
         assert shown.data["text/plain"].startswith(last)
         assert "<polyline" in shown.data["text/html"]
-        said = "".join(output.get("text", "") for output in outputs[cell])
-        assert not re.search(r"^step \d", said, re.M), "a line a step beside the display"
+        text = "".join(output.get("text", "") for output in outputs[cell])
+        assert not re.search(r"^step \d", text, re.M), "a line per step next to the display"
     assert "critic/score/mean" in outputs["grpo"][-1].text
     assert outputs["plot"][-1].data["text/html"].count("<svg") == 2
 
@@ -64,5 +64,4 @@ def test_the_notebook_learns_and_refreshes_one_display(tmp_path: Path) -> None:
     scores = [step["critic/score/mean"] for step in steps]
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3
     printed = [output for output in outputs["chat"] if output.get("name") == "stdout"]
-    said = "".join(output.text for output in printed)
-    assert "<assistant>5<eos>" in said
+    assert "<assistant>5<eos>" in "".join(output.text for output in printed)

@@ -27,25 +27,19 @@ LINES = [
 def test_rows_are_read_and_scored(tmp_path: Path) -> None:
     prepare = load("examples/data/prepare_gsm8k.py")
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, LINES)), encoding="utf-8")
-    rows, _ = read_rows(
-        DataConfig(train_files=str(prepare.convert(tmp_path / "train.jsonl", tmp_path))),
-        "train_files",
-    )
+    path = prepare.convert(tmp_path / "train.jsonl", tmp_path)
+    rows, _ = read_rows(DataConfig(train_files=str(path)), "train_files")
     assert [row["reward_model"] for row in rows] == [
         {"style": "rule", "ground_truth": truth} for truth in ("7", "10000")
     ]
     assert rows[0]["prompt"][0]["content"].startswith(LINES[0]["question"])
     assert rows[1]["extra_info"] == {"split": "train", "index": 1, **LINES[1]}
     for row, line in zip(rows, LINES, strict=True):
-        assert (
-            default_compute_score(
-                row["data_source"], line["answer"], row["reward_model"]["ground_truth"]
-            )
-            == 1.0
-        )
+        truth = row["reward_model"]["ground_truth"]
+        assert default_compute_score(row["data_source"], line["answer"], truth) == 1.0
 
 
-def test_a_line_of_something_else_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_of_gsm8k_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(
         json.dumps({"question": "?", "answer": "7"}), encoding="utf-8"
     )

@@ -24,11 +24,9 @@ from trainer.launch import ALL_FOUND
 def interrupted_in_a_terminal(
     script: Path, columns: int, ready: Path, **environment: object
 ) -> tuple[int, str]:
-    """Run the script in a terminal, and press Ctrl-C once `ready` exists.
+    """Run the script in a terminal, press Ctrl-C once `ready` exists; return exit code and output.
 
-    Return the exit code and the output.
-
-    Check that no process that the script started is left.
+    Check that no process of the script is left.
     """
     descendants = load("examples/quickstart/watch.py").descendants
     pid, terminal = pty.fork()
@@ -63,20 +61,20 @@ def run_dir(tiny_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_quickstart_can_be_checked_for_a_gpu_that_is_not_here(run_dir: Path) -> None:
+def test_the_quickstart_can_be_checked_for_another_gpu(run_dir: Path) -> None:
     done = bash(EXAMPLES / "quickstart" / "run.sh", "trainer.simulate=1xH100", RUN_DIR=run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ALL_FOUND in done.stdout
 
 
-def test_the_quickstart_runs_on_cpus_unless_it_is_told_otherwise(run_dir: Path) -> None:
+def test_the_quickstart_runs_on_cpus_by_default(run_dir: Path) -> None:
     done = bash(EXAMPLES / "quickstart" / "run.sh", "--cfg", "job", RUN_DIR=run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\n  device: cpu " in done.stdout
 
 
 @pytest.mark.ray
-def test_the_quickstart_is_stopped_goes_on_learns_its_task_and_reports(tmp_path: Path) -> None:
+def test_the_quickstart_stops_resumes_learns_its_task_and_reports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     committed = folder / "global_step_10" / "commit.json"
     code, shown = interrupted_in_a_terminal(

@@ -46,9 +46,9 @@ def test_a_reward_server_gives_the_numbers_of_the_function_in_process(
     samples.write_text(text.replace('"judge_score": 0.', '"judge_score": 0.5', 1))
     compare = [sys.executable, str(REMOTE.parent / "compare.py")]
     folders = [str(remote_dir / "remote"), str(remote_dir / "in_process")]
-    found = subprocess.run([*compare, *folders], capture_output=True, text=True, check=False)
-    assert found.returncode == 1
-    assert "the samples of the two runs differ" in found.stderr
+    compared = subprocess.run([*compare, *folders], capture_output=True, text=True, check=False)
+    assert compared.returncode == 1
+    assert "the samples of the two runs differ" in compared.stderr
 
 
 @pytest.mark.example

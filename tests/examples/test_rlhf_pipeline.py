@@ -20,9 +20,7 @@ def cells(report: str, first: str) -> list[float]:
 
 
 @pytest.mark.example
-def test_each_step_of_the_pipeline_improves_what_it_is_for(
-    tmp_path: Path, forked_python: Path
-) -> None:
+def test_each_step_of_the_pipeline_improves_its_metric(tmp_path: Path, forked_python: Path) -> None:
     small = ("trainer.total_training_steps=6", "trainer.test_freq=-1")
     done = bash(PIPELINE, *small, RUN_DIR=tmp_path, PYTHON=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,9 +28,9 @@ def test_each_step_of_the_pipeline_improves_what_it_is_for(
     loss = [line["val/loss"] for line in lines(tmp_path / "sft") if "val/loss" in line]
     assert loss[-1] < 0.1 * loss[0]
     accuracy = "val-core/rm/accuracy"
-    found = [line[accuracy] for line in lines(tmp_path / "reward_model") if accuracy in line]
-    assert found[0] == 0.5
-    assert found[-1] > 0.75
+    accuracies = [line[accuracy] for line in lines(tmp_path / "reward_model") if accuracy in line]
+    assert accuracies[0] == 0.5
+    assert accuracies[-1] > 0.75
     steps = [line for line in lines(tmp_path / "ppo") if "actor/ptx_loss" in line]
     assert len(steps) == 6
 

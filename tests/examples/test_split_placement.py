@@ -49,7 +49,7 @@ def settings_of(script: Path) -> list[str]:
 
 
 @pytest.mark.ray
-def test_the_tiny_split_example_learns_and_overlaps_and_its_numbers_are_those_of_one_pool(
+def test_the_tiny_split_example_learns_overlaps_and_has_the_numbers_of_one_pool(
     tmp_path: Path, forked_python: Path
 ) -> None:
     small = (
@@ -69,7 +69,7 @@ def test_the_tiny_split_example_learns_and_overlaps_and_its_numbers_are_those_of
     assert "split and in turns: the same to the last bit" in done.stdout
 
 
-def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None:
+def test_the_7b_command_gives_half_of_the_gpus_to_the_critic() -> None:
     config = load_config(settings_of(SPLIT))
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
     assert config.role_mapping["critic"] == "critic_pool"
@@ -85,7 +85,7 @@ README_COMMANDS = re.findall(
 
 
 @pytest.mark.parametrize("command", [c for c in README_COMMANDS if not c.lstrip().startswith("#")])
-def test_settings_that_the_split_page_names_compose_and_have_room(
+def test_the_settings_in_the_readme_compose_and_fit(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.rollouts.preflight.check_version", lambda _: None)  # vLLM's
@@ -94,14 +94,14 @@ def test_settings_that_the_split_page_names_compose_and_have_room(
     check_rollout(config)
 
 
-PYTHON_THAT_WRITES_DOWN = """#!/bin/sh
+RECORDING_PYTHON = """#!/bin/sh
 printf '%s\\n' "$*" >> {calls}
 """
 
 
 def test_the_tiny_split_example_compares_the_folders_that_its_runs_wrote(tmp_path: Path) -> None:
     python, calls = tmp_path / "python", tmp_path / "calls"
-    python.write_text(PYTHON_THAT_WRITES_DOWN.format(calls=calls))
+    python.write_text(RECORDING_PYTHON.format(calls=calls))
     python.chmod(0o755)
     folder, pools = tmp_path / "mine", ("trainer.n_gpus_per_node=3", "role_mapping.ref=critic_pool")
     settings = (f"trainer.default_local_dir={folder}", *pools, "trainer.seed=7")
@@ -117,25 +117,27 @@ def test_the_tiny_split_example_compares_the_folders_that_its_runs_wrote(tmp_pat
     assert compare.split()[1:] == [str(folder), f"{folder}-colocate"]
 
 
-def test_what_the_7b_run_lacks_is_named_with_the_small_way(tmp_path: Path) -> None:
+def test_missing_requirements_of_the_7b_run_are_named_with_the_tiny_command(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text('#!/bin/sh\ncase "$*" in *"$LACKS"*|*model_folder*) exit 1 ;; esac\n')
     bare.chmod(0o755)
-    given = {"HOME": tmp_path, "PATH": "/usr/bin:/bin", "PYTHON": bare}
-    assert "set PYTHON=" in bash(SPLIT, **given, LACKS="trainer", TINY=1).stderr
-    done = bash(SPLIT, **given, LACKS="vllm", MODEL=tmp_path / "model", DATA=tmp_path / "data")
+    environment = {"HOME": tmp_path, "PATH": "/usr/bin:/bin", "PYTHON": bare}
+    assert "set PYTHON=" in bash(SPLIT, **environment, LACKS="trainer", TINY=1).stderr
+    done = bash(
+        SPLIT, **environment, LACKS="vllm", MODEL=tmp_path / "model", DATA=tmp_path / "data"
+    )
     assert done.returncode == 1
-    for what in (
+    for text in (
         "8 GPUs: this machine has",
         "-m pip install 'vllm>=0.32,<0.33'",
         "is neither a folder with a config.json nor",
         "no " + str(tmp_path / "data" / "train.parquet"),
         "TINY=1 bash",
     ):
-        assert what in done.stderr
+        assert text in done.stderr
 
 
-def test_the_split_example_edits_no_code() -> None:
+def test_the_split_example_needs_no_code_of_the_framework() -> None:
     """Its only Python file reads two run folders."""
     (script,) = SPLIT.parent.glob("*.py")
     imported = set(re.findall(r"^(?:import|from) (\w+)", script.read_text(), re.M))

@@ -38,7 +38,7 @@ WATCH = ("examples/quickstart/watch.py", sys.executable)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("watched", [(), WATCH], ids=["alone", "watched"])
-def test_a_script_hands_a_signal_on_and_goes_on(watched: tuple[str, ...], number: int) -> None:
+def test_a_script_forwards_a_signal_and_continues(watched: tuple[str, ...], number: int) -> None:
     with subprocess.Popen(
         ["bash", "-c", SCRIPT, "script", sys.executable, *watched, "-c", RUN],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -57,9 +57,7 @@ def test_a_script_hands_a_signal_on_and_goes_on(watched: tuple[str, ...], number
 
 
 @pytest.mark.example
-def test_a_run_of_an_example_that_is_terminated_is_saved(
-    tmp_path: Path, forked_python: Path
-) -> None:
+def test_a_terminated_example_saves_its_run(tmp_path: Path, forked_python: Path) -> None:
     script = subprocess.Popen(
         ["bash", EXAMPLES / "remote_reward" / "run.sh", "trainer.total_training_steps=1000"],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -72,8 +70,8 @@ def test_a_run_of_an_example_that_is_terminated_is_saved(
     started = set(load("examples/quickstart/watch.py").descendants(script.pid))
 
     script.terminate()
-    said = script.communicate()[1]
-    assert script.returncode == 143, said
-    assert "Stopped by SIGTERM after step" in said
+    output = script.communicate()[1]
+    assert script.returncode == 143, output
+    assert "Stopped by SIGTERM after step" in output
     assert list((tmp_path / "remote").glob("global_step_*/commit.json"))
     assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []

@@ -29,14 +29,14 @@ def test_text_survives_the_tokenizer(tokenizer):
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
-def test_the_right_letters_score_fully(rows):
+def test_the_right_letters_have_the_full_score(rows):
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
         assert row["prompt"][0]["content"].endswith(f" {truth}")
         assert default_compute_score(row["data_source"], truth * 5, truth, row["extra_info"]) == 1.0
 
 
-def test_sums_are_scored_by_the_rule_for_gsm8k_and_partly_solved(tmp_path):
+def test_the_model_of_sums_solves_some_of_them_by_the_rule_of_gsm8k(tmp_path):
     main([str(tmp_path), "--sums", "--num-val", "64"])
     rows = pq.read_table(tmp_path / "val.parquet").to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -65,6 +65,6 @@ def test_the_same_seed_makes_the_same_files(make_tiny, tiny_dir, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--num-train=0", "--num-layers=-1", "--hidden-size=12"])
-def test_sizes_that_make_no_model_or_data_are_refused(option, tmp_path):
+def test_impossible_sizes_are_rejected(option, tmp_path):
     with pytest.raises(ConfigError, match=f"{option}: it must be"):
         main([str(tmp_path), option])
