@@ -15,17 +15,17 @@ class Layout(NamedTuple):
     num_ranks: int
     axes: tuple[str, ...]
     model: str = "dense"
-    """Of the test: one with experts, where they lie over ranks."""
+    """The test's model: "experts" for layouts that distribute experts."""
 
 
-class Beside(NamedTuple):
+class Feature(NamedTuple):
     """A feature of the run in addition to the layout."""
 
     recipe: str
     settings: tuple[str, ...] = ()
     """With {tiny}, {model}, {classifier}, {rows}, {pairs}, and {num_ranks}."""
     sections: tuple[str, ...] = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-    """Those that get the layout; "" is a recipe's on rows."""
+    """The sections that get the layout; "" is the section of a recipe on rows."""
 
 
 LAYOUTS = {
@@ -48,29 +48,29 @@ LORA = "actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4"
 AVERAGED = "actor_rollout_ref.actor.ema_decay=0.5", "data.val_files={tiny}/val.parquet"
 CLASSIFIER = "reward.model.enable=true", "reward.model.path={classifier}"
 GENERATORS = "async_training.topology=2m{num_ranks}t", "async_training.max_staleness=0"
-BESIDE = {
-    "actor, reference, critic": Beside("ppo"),
-    "LoRA": Beside("ppo", LORA, sections=BOTH),
-    "moving average (`ema_decay`)": Beside("ppo", (*AVERAGED, "trainer.test_freq=1")),
-    "offloading": Beside(
+FEATURES = {
+    "actor, reference, critic": Feature("ppo"),
+    "LoRA": Feature("ppo", LORA, sections=BOTH),
+    "moving average (`ema_decay`)": Feature("ppo", (*AVERAGED, "trainer.test_freq=1")),
+    "offloading": Feature(
         "ppo", ("role_workers.actor=tests.integration.offloading.OffloadingActor",)
     ),
-    "int8 reference on such ranks": Beside("ppo", (REF_IN_INT8,)),
-    "int8 reference, whole on each": Beside("ppo", (REF_IN_INT8,), sections=BOTH),
-    "reward model that scores": Beside("ppo", CLASSIFIER),
-    "generators (`async`)": Beside("async", GENERATORS),
-    "generators that score": Beside(
+    "int8 reference on such ranks": Feature("ppo", (REF_IN_INT8,)),
+    "int8 reference, whole on each": Feature("ppo", (REF_IN_INT8,), sections=BOTH),
+    "reward model that scores": Feature("ppo", CLASSIFIER),
+    "generators (`async`)": Feature("async", GENERATORS),
+    "generators that score": Feature(
         "async", (*GENERATORS, "async_training.score_on=generator"), sections=BOTH
     ),
-    "`sft`": Beside("sft", ("data.train_files={rows}",), ROWS),
-    "`sft` with LoRA": Beside("sft", ("data.train_files={rows}", "model.lora_rank=4"), ROWS),
-    "`dpo`": Beside("dpo", ("data.train_files={pairs}",), ROWS),
-    "`dpo` with a reference of its own": Beside(
+    "`sft`": Feature("sft", ("data.train_files={rows}",), ROWS),
+    "`sft` with LoRA": Feature("sft", ("data.train_files={rows}", "model.lora_rank=4"), ROWS),
+    "`dpo`": Feature("dpo", ("data.train_files={pairs}",), ROWS),
+    "`dpo` with a reference of its own": Feature(
         "dpo", ("data.train_files={pairs}", "ref.model.path={model}"), ROWS
     ),
-    "`reward-model`": Beside("reward_model", ("data.train_files={pairs}",), ROWS),
+    "`reward-model`": Feature("reward_model", ("data.train_files={pairs}",), ROWS),
 }
-REFUSED = {
+ERRORS = {
     ("", "ep x tp"): "Set one of them to 1",
     ("int8 reference on such ranks", "ep x tp"): "tp=2 splits every matrix",
     ("int8 reference on such ranks", "shard x sp"): "parallel.shard=2, or the quantization",
@@ -83,9 +83,9 @@ REFUSED = {
     ("int8 reference on such ranks", "ep x sp"): "ep=2 distributes the experts",
     ("int8 reference on such ranks", "ep x shard"): "parallel.shard=4, or the quantization",
 }
-"""(beside, layout) -> words of the refusal; "" is whatever is beside."""
+"""(feature, layout) -> text of the error; "" stands for every feature."""
 
 
-def refusal(beside: str, layout: str) -> str:
+def error_of(feature: str, layout: str) -> str:
     """Return the error text of a rejected cell; "" if the cell works."""
-    return REFUSED.get((beside, layout), REFUSED.get(("", layout), ""))
+    return ERRORS.get((feature, layout), ERRORS.get(("", layout), ""))

@@ -1,6 +1,6 @@
 """The golden curve: five seeded PPO steps on the tiny task, in `golden_ppo.json`.
 
-    python -m tests.integration.golden    # writes it again, after a change meant to move numbers
+    python -m tests.integration.golden    # writes it again, after an intended change of numbers
 
 `test_golden.py` runs the same steps and compares.
 """
@@ -16,7 +16,7 @@ from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 
 SETTINGS = ("trainer.total_training_steps=5", "algorithm.kl_ctrl.type=adaptive")
-"""With critic, reference and two mini-batches, as `overrides` has it."""
+"""In addition to the critic, the reference and the two mini-batches of `overrides`."""
 HOME = Path(__file__).resolve().parent
 FILE = HOME / "golden_ppo.json"
 NAMES = (
@@ -47,8 +47,8 @@ def main() -> None:
     """Write the file."""
     make = runpy.run_path(str(HOME.parents[1] / "examples/tiny/make.py"))["make"]
     with tempfile.TemporaryDirectory() as folder:
-        found = curve(make(Path(folder) / "tiny"), Path(folder) / "run")
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        steps = curve(make(Path(folder) / "tiny"), Path(folder) / "run")
+    FILE.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

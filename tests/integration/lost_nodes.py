@@ -34,7 +34,7 @@ PPO_POOLS = (
 SHORT = ("data.train_batch_size=4", "data.max_response_length=4")
 STEPS = 4
 PLACEMENT_S = 6.0
-"""Of the run for which no node comes."""
+"""The time limit of the run that gets no other node."""
 
 
 class Losing:
@@ -42,7 +42,7 @@ class Losing:
 
     cluster: ClassVar[Any]
     nodes: ClassVar[dict[str, Any]] = {}
-    """By Ray's name of the node."""
+    """By Ray's id of the node."""
     lost_at: ClassVar[list[float]] = []
 
     @classmethod
@@ -115,18 +115,18 @@ class Waiting(restarts.Restarts):
             Losing.add_node()
 
 
-def lose_role(folder: Path, role: str, waits: type, *here: str) -> dict[str, Any]:
+def lose_role(folder: Path, role: str, restarts_class: type, *here: str) -> dict[str, Any]:
     """Run two pools on two nodes, without a spare node."""
     Losing.lost_at.clear()
-    LosesRole.role, LosesRole.pids, launch.Restarts = role, [], waits  # type: ignore[misc]
+    LosesRole.role, LosesRole.pids, launch.Restarts = role, [], restarts_class  # type: ignore[misc]
     settings = (f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={STEPS}")
     more = ("placement=split", "trainer.logger=[]", "trainer.save_freq=2", *settings, *here)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     try:
         run(load_config(more, REGRESSION), LosesRole)
     except InsufficientResourcesError as error:
-        found = {"error": str(error), "seconds": time.monotonic() - Losing.lost_at[0]}
-    return found | {"pids": LosesRole.pids}
+        report = {"error": str(error), "seconds": time.monotonic() - Losing.lost_at[0]}
+    return report | {"pids": LosesRole.pids}
 
 
 def main(tiny: Path, folder: Path) -> dict[str, Any]:

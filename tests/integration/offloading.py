@@ -1,4 +1,4 @@
-"""Roles that offload on CPUs as on GPUs: between calls their tensors are in other memory."""
+"""Roles that offload on CPUs like on GPUs: calls move their tensors to other memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def resident(module: Any, optimizer: Any, *_: Any) -> Iterator[None]:
 
 
 def _move(module: Any, optimizer: Any) -> None:
-    left: list[Tensor] = []
+    old: list[Tensor] = []
 
     def moved(tensor: Tensor) -> Tensor:
-        left.append(local_part(tensor.detach()))
+        old.append(local_part(tensor.detach()))
         return tensor.detach().clone()
 
     module._apply(moved)
@@ -35,7 +35,7 @@ def _move(module: Any, optimizer: Any) -> None:
             if isinstance(value, Tensor) and value.dim() > 0:
                 state[name] = moved(value)
     with torch.no_grad():
-        for tensor in left:
+        for tensor in old:
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
 

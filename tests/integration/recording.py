@@ -1,7 +1,4 @@
-"""A trainer that records the roles' weights, and a user's own role. Ray's workers import them.
-
-Ray's workers import them.
-"""
+"""A trainer that records the roles' weights, and a user's own role. Ray's workers import them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Workers and trainers that fail, or record events. Worker processes import them from here.
-
-Worker processes import them from here.
-"""
+"""Workers and trainers that fail or record events. Worker processes import them from here."""
 
 from __future__ import annotations
 
@@ -42,18 +39,18 @@ class TruncatingRollout(RolloutWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def generate_sequences(self, data: DataProto) -> DataProto:
-        made = super().generate_sequences(data)
-        width = made.batch["responses"].shape[1]
-        lengths = torch.where(torch.arange(len(made)) % 3 == 0, 0, width)
+        batch = super().generate_sequences(data)
+        width = batch.batch["responses"].shape[1]
+        lengths = torch.where(torch.arange(len(batch)) % 3 == 0, 0, width)
         mask = (torch.arange(width) < lengths[:, None]).long()
-        letter = int(data.batch["input_ids"][0, -1])  # any token but eos
-        made.pop(["sample_hash"])  # these are not the tokens that the engine drew
-        made.batch["responses"] = torch.full_like(made.batch["responses"], letter)
-        made.batch["response_mask"] = mask
-        made.batch["attention_mask"][:, -width:] = mask
-        made.batch["input_ids"][:, -width:] = made.batch["responses"]
-        made.batch["rollout_log_probs"] = made.batch["rollout_log_probs"] * mask
-        return made
+        token = int(data.batch["input_ids"][0, -1])  # any token but eos
+        batch.pop(["sample_hash"])  # the engine drew other tokens
+        batch.batch["responses"] = torch.full_like(batch.batch["responses"], token)
+        batch.batch["response_mask"] = mask
+        batch.batch["attention_mask"][:, -width:] = mask
+        batch.batch["input_ids"][:, -width:] = batch.batch["responses"]
+        batch.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"] * mask
+        return batch
 
 
 class NotedTrainer(PPOTrainer):

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NO_CRITIC = re.compile(r"algorithm(\.adv_estimator)?=(?!gae$|ppo$|\{)")
 
 EXPERTS = {
@@ -80,6 +82,26 @@ def with_experts(tiny: Path, folder: Path, family: str = "Qwen3Moe", **sizes: fl
     config = getattr(transformers, f"{family}Config")(**own, **{n: known[n] for n in names})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return f"actor_rollout_ref.model.path={folder}"
+
+
+def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    """Run two PPO steps on processes of this machine, and return their numbers."""
+    from trainer import load_config, run
+
+    settings = ("trainer.backend=local", "placement=colocate", "trainer.total_training_steps=2")
+    run(load_config(overrides(tiny, folder, *settings, *more)))
+    return numbers(folder)
+
+
+def assert_same_numbers(
+    steps: Iterable[dict[str, float]], of_one: Iterable[dict[str, float]], *required: str
+) -> None:
+    """Compare the metrics of every step but those of the distribution of rows."""
+    for metrics, expected in zip(steps, of_one, strict=True):
+        shared = {name for name in expected.keys() & metrics.keys() if "seqlen" not in name}
+        assert shared.issuperset(required)
+        for name in shared:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
 
 def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

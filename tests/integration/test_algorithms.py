@@ -29,15 +29,11 @@ def settings(tiny: Path, folder: Path, *more: str) -> list[str]:
 def run_with_rewards(tiny: Path, tmp_path: Path, *more: str) -> Path:
     folder, function = tmp_path / "run", tmp_path / "several_rewards.py"
     function.write_text(REWARDS, encoding="utf-8")
-    run(
-        load_config(
-            settings(tiny, folder, f"reward.function.path={function}", *more),
-        )
-    )
+    run(load_config(settings(tiny, folder, f"reward.function.path={function}", *more)))
     return folder
 
 
-def test_gdpo_trains_on_the_rewards_that_are_named(tiny_dir: Path, tmp_path: Path) -> None:
+def test_gdpo_trains_on_the_named_rewards(tiny_dir: Path, tmp_path: Path) -> None:
     folder = run_with_rewards(
         tiny_dir,
         tmp_path,
@@ -60,7 +56,7 @@ def test_scores_of_steps_reach_the_estimator(tiny_dir: Path, tmp_path: Path) -> 
     assert first["critic/advantages/max"] > 0
 
 
-def test_what_the_driver_keeps_and_draws_goes_on_after_a_resume(
+def test_a_resume_restores_the_driver_s_running_norms_and_random_state(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     more = (
@@ -71,10 +67,10 @@ def test_what_the_driver_keeps_and_draws_goes_on_after_a_resume(
         "trainer.save_freq=1",
     )
     run(load_config(settings(tiny_dir, tmp_path, *more)))
-    whole = numbers(tmp_path)
-    assert whole[1]["critic/rewards/running_mean"] != whole[0]["critic/rewards/running_mean"]
-    assert whole[0]["pf_ppo/kept_ratio"] <= 1
+    expected = numbers(tmp_path)
+    assert expected[1]["critic/rewards/running_mean"] != expected[0]["critic/rewards/running_mean"]
+    assert expected[0]["pf_ppo/kept_ratio"] <= 1
 
     shutil.rmtree(tmp_path / "global_step_2")
     run(load_config(settings(tiny_dir, tmp_path, *more)))
-    assert numbers(tmp_path) == whole
+    assert numbers(tmp_path) == expected

@@ -1,8 +1,7 @@
-"""Every layout with every other feature of a run: each cell of `axes.py`, run."""
+"""Every layout with every other feature of a run, as `axes.py` lists them."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,13 @@ from typing import Any
 import pytest
 
 from tests.integration import axes
-from tests.integration.runs import numbers, overrides
-from tests.integration.test_axes import with_experts
+from tests.integration.runs import (
+    assert_same_numbers,
+    numbers,
+    overrides,
+    with_experts,
+    write_jsonl,
+)
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 from trainer.ppo.recipe import PPO
@@ -44,13 +48,21 @@ ON_ROWS = (
 Numbers = list[dict[str, float]]
 
 
+def without_clock(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: n for name, n in metrics.items() if not name.startswith(OF_THE_CLOCK)}
+
+
 def cells() -> list[Any]:
-    found = []
-    for beside in axes.BESIDE:
-        for layout in axes.LAYOUTS:
-            marks = [] if (beside, layout) in QUICK else [pytest.mark.slow]
-            found.append(pytest.param(beside, layout, marks=marks, id=f"{beside}, {layout}"))
-    return found
+    return [
+        pytest.param(
+            feature,
+            layout,
+            marks=[] if (feature, layout) in QUICK else [pytest.mark.slow],
+            id=f"{feature}, {layout}",
+        )
+        for feature in axes.FEATURES
+        for layout in axes.LAYOUTS
+    ]
 
 
 class Runs:
@@ -60,37 +72,37 @@ class Runs:
         self.folder, self.models = folder, {"dense": tiny / "model", "experts": folder / "experts"}
         self.names = {"tiny": tiny, "classifier": classifier}
         for name, rows in {"rows": TEXTS, "pairs": PAIRS}.items():
-            self.names[name] = folder / f"{name}.jsonl"
-            self.names[name].write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+            self.names[name] = write_jsonl(folder / f"{name}.jsonl", rows)
         with_experts(tiny, self.models["experts"])
-        self.alone: dict[tuple[str, str], Numbers] = {}
+        self.one_process: dict[tuple[str, str], Numbers] = {}
         self.count = 0
 
-    def of_one(self, beside: str, model: str) -> Numbers:
+    def in_one_process(self, feature: str, model: str) -> Numbers:
         """Return the numbers of one process, computed once for all layouts."""
-        if (beside, model) not in self.alone:
-            self.alone[beside, model] = self.two_steps(beside, axes.Layout(1, (), model))
-        return self.alone[beside, model]
+        if (feature, model) not in self.one_process:
+            layout = axes.Layout(1, (), model)
+            self.one_process[feature, model] = self.two_steps(feature, layout)
+        return self.one_process[feature, model]
 
-    def two_steps(self, beside: str, layout: Any) -> Numbers:
-        what, model = axes.BESIDE[beside], self.models[layout.model]
+    def two_steps(self, name: str, layout: Any) -> Numbers:
+        feature, model = axes.FEATURES[name], self.models[layout.model]
         self.count += 1
         folder = self.folder / str(self.count)
         steps = ["trainer.backend=local", "trainer.total_training_steps=2"]
-        if what.recipe != "async":
+        if feature.recipe != "async":
             steps.append(f"trainer.n_gpus_per_node={layout.num_ranks}")
-        if what.recipe in ("ppo", "async"):
+        if feature.recipe in ("ppo", "async"):
             policy = "actor_rollout_ref"
             steps += [f"{policy}.model.path={model}", f"{policy}.actor.use_kl_loss=true"]
             steps += [f"critic.model.path={model}"]
-            steps += ["placement=colocate"] if what.recipe == "ppo" else []
+            steps += ["placement=colocate"] if feature.recipe == "ppo" else []
             steps = overrides(self.names["tiny"], folder, *steps)
         else:
             steps += [f"model.path={model}", f"trainer.default_local_dir={folder}", *ON_ROWS]
-        over_axes = [f"{s}.parallel.{a}".lstrip(".") for s in what.sections for a in layout.axes]
+        over_axes = [f"{s}.parallel.{a}".lstrip(".") for s in feature.sections for a in layout.axes]
         names = {**self.names, "model": model, "num_ranks": layout.num_ranks}
-        own = [setting.format(**names) for setting in what.settings]
-        run(load_config([*steps, *over_axes, *own], RECIPES[what.recipe]))
+        settings = [setting.format(**names) for setting in feature.settings]
+        run(load_config([*steps, *over_axes, *settings], RECIPES[feature.recipe]))
         return numbers(folder)
 
 
@@ -99,21 +111,16 @@ def runs(tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
     return Runs(tiny_dir, tmp_path_factory.mktemp("together"), classifier)
 
 
-@pytest.mark.parametrize(("beside", "layout"), cells())
-def test_a_layout_beside_all_else_follows_one_process_or_is_refused(
-    beside: str, layout: str, runs: Runs
+@pytest.mark.parametrize(("feature", "layout_name"), cells())
+def test_a_layout_with_another_feature_equals_one_process_or_is_rejected(
+    feature: str, layout_name: str, runs: Runs
 ) -> None:
-    over_ranks = axes.LAYOUTS[layout]
-    if words := axes.refusal(beside, layout):
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            runs.two_steps(beside, over_ranks)
+    layout = axes.LAYOUTS[layout_name]
+    if text := axes.error_of(feature, layout_name):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            runs.two_steps(feature, layout)
         return
-    found, expected = runs.two_steps(beside, over_ranks), runs.of_one(beside, over_ranks.model)
-    num_updates = 0
-    for own, alone in zip(found, expected, strict=True):
-        shared = {name for name in alone.keys() & own.keys() if "seqlen" not in name}
-        num_updates += any(name.endswith("grad_norm") for name in shared)
-        for name in sorted(shared):
-            if not name.startswith(OF_THE_CLOCK):
-                assert own[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
-    assert num_updates == 2
+    steps, of_one = runs.two_steps(feature, layout), runs.in_one_process(feature, layout.model)
+    for numbers_of_run in (steps, of_one):
+        assert sum(any(name.endswith("grad_norm") for name in n) for n in numbers_of_run) == 2
+    assert_same_numbers(map(without_clock, steps), map(without_clock, of_one))

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "cluster.md"
 
 
 @pytest.mark.ray
-def test_a_run_folder_that_a_node_does_not_see_is_refused_by_the_nodes_name(
+def test_a_node_that_does_not_see_the_run_folder_is_named(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verl_like.backends.ray import cluster, cluster_nodes
@@ -47,7 +47,7 @@ def test_the_command_of_the_page_composes() -> None:
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [8], "critic_pool": [8]}
 
 
-def test_only_the_users_own_modules_are_sent_to_other_nodes(
+def test_only_the_user_s_modules_are_sent_to_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_losses.py").write_text("def mine(**columns): ...", encoding="utf-8")

@@ -54,33 +54,33 @@ class Recorder:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.written: dict[str, Columns] = defaultdict(dict)
-        self.given: dict[str, Columns] = {}
+        self.received: dict[str, Columns] = {}
         for name, cls in METHODS.items():
             method = name.partition(".")[2]
-            patch.setattr(cls, method, self.noting_result(name, getattr(cls, method)))
-        patch.setattr(PPOTrainer, "generate", self.noting_argument(PPOTrainer.generate))
-        patch.setattr(stages, "add_chosen_tokens", self.noting_samples)
+            patch.setattr(cls, method, self.recording_result(name, getattr(cls, method)))
+        patch.setattr(PPOTrainer, "generate", self.recording_argument(PPOTrainer.generate))
+        patch.setattr(stages, "add_chosen_tokens", self.recording_samples)
 
-    def noting_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def recording_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
             self.written[name] |= columns_of(result[0] if isinstance(result, tuple) else result)
             return result
 
-        return noted
+        return recorded
 
-    def noting_argument(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+    def recording_argument(self, stage: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stage)
-        def noted(trainer: PPOTrainer, batch: DataProto, *args: Any, **kwargs: Any) -> Any:
-            self.given[stage.__name__] = columns_of(batch)
+        def recorded(trainer: PPOTrainer, batch: DataProto, *args: Any, **kwargs: Any) -> Any:
+            self.received[stage.__name__] = columns_of(batch)
             return stage(trainer, batch, *args, **kwargs)
 
-        return noted
+        return recorded
 
-    def noting_samples(self, *args: Any) -> DataProto:
+    def recording_samples(self, *args: Any) -> DataProto:
         batch = add_chosen_tokens(*args)
-        self.given["update_actor"] = columns_of(batch)
+        self.received["update_actor"] = columns_of(batch)
         return batch
 
 
@@ -100,7 +100,7 @@ class Pair(Environment):
 def recorders(
     tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Recorder]:
-    """Steps with every role and option that adds a column, and with two such algorithms."""
+    """Steps with every role, option and algorithm that adds a column."""
     folder = tmp_path_factory.mktemp("columns")
     every_role = [
         "reward.model.enable=true",
@@ -127,22 +127,24 @@ def recorders(
         "actor_rollout_ref.actor.router_replay.mode=R3",
         with_experts(tiny_dir, folder / "model", num_hidden_layers=WIDTHS["layers"]),
     ]
-    made = []
+    recorders = []
     runs = {"all": every_role, "own": own_columns, "remax": remax, "players": players}
     for name, changes in runs.items():
         with pytest.MonkeyPatch.context() as patch:
-            made.append(Recorder(patch))
+            recorders.append(Recorder(patch))
             changes = [*changes, "trainer.backend=local", "trainer.total_training_steps=1"]
             changes.append("data.train_batch_size=4")
             run(load_config(overrides(tiny_dir, folder / name, *changes)))
-    # of asynchronous runs, where it works in a generator's process and has the critic's column, too
+    # asynchronous runs have this role in a generator's process; its other column is the critic's
     critic_copy = started(CriticCopyWorker, tiny_config(tiny_dir))
     critic_copy.engine.commit(1)
-    samples = DataProto.from_dict({name: made[0].given["update_actor"][name] for name in INPUTS})
+    samples = DataProto.from_dict(
+        {name: recorders[0].received["update_actor"][name] for name in INPUTS}
+    )
     columns = columns_of(critic_copy.compute_values(samples))
     del columns["values"]
-    made[0].written["critic_copy.compute_values"] = columns
-    return made
+    recorders[0].written["critic_copy.compute_values"] = columns
+    return recorders
 
 
 def as_table_row(values: torch.Tensor | np.ndarray) -> tuple[str, str]:
@@ -152,21 +154,21 @@ def as_table_row(values: torch.Tensor | np.ndarray) -> tuple[str, str]:
     return f"[{shape}]", str(values.dtype).removeprefix("torch.")
 
 
-def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Recorder]) -> None:
-    found = {}
+def test_columns_have_the_documented_shapes_and_dtypes(recorders: list[Recorder]) -> None:
+    rows = {}
     for recorder in recorders:
-        given = recorder.given["generate"], recorder.given["update_actor"]
-        for columns in (*given, *recorder.written.values()):
-            found |= {name: as_table_row(values) for name, values in columns.items()}
-    of_the_user = [name for name in found if name.startswith(EXTRA)]
+        received = recorder.received["generate"], recorder.received["update_actor"]
+        for columns in (*received, *recorder.written.values()):
+            rows |= {name: as_table_row(values) for name, values in columns.items()}
+    of_the_user = [name for name in rows if name.startswith(EXTRA)]
     names = ("function_score", "model_score", "environment_score", "skipped")
     assert of_the_user == [f"reward_extra/{name}" for name in names]
     for name in of_the_user:
-        del found[name]
-    assert found == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
+        del rows[name]
+    assert rows == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
 
 
-def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Recorder]) -> None:
+def test_columns_of_workers_name_the_methods_that_write_them(recorders: list[Recorder]) -> None:
     writers: dict[str, set[str]] = {name: set() for name in COLUMNS}
     for recorder in recorders:
         for method, columns in recorder.written.items():
@@ -179,9 +181,9 @@ def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Rec
     assert named == writers
 
 
-def test_the_data_loader_s_columns_say_so(recorders: list[Recorder]) -> None:
-    loaded = recorders[0].given["generate"]
+def test_columns_of_the_data_loader_are_marked(recorders: list[Recorder]) -> None:
+    loaded = recorders[0].received["generate"]
     named = {name for name, column in COLUMNS.items() if column.is_loaded}
-    assert named == set().union(*(recorder.given["generate"] for recorder in recorders))
+    assert named == set().union(*(recorder.received["generate"] for recorder in recorders))
     for name in ("input_ids", "attention_mask", "position_ids"):
         assert as_table_row(loaded[name]) == ("[rows, P]", COLUMNS[name].dtype)

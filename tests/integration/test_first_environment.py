@@ -1,4 +1,4 @@
-"""The tutorial of a first environment, word for word."""
+"""The tutorial of a first environment, with its own code and commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_the_page_runs_and_its_game_is_learned(
+def test_the_tutorial_runs_and_its_game_is_learned(
     steps: int,
     tmp_path: Path,
     tiny_dir: Path,
@@ -43,9 +43,9 @@ def test_the_page_runs_and_its_game_is_learned(
 
     for line in lines[1:]:
         run(line.replace(STEPS, STEPS.replace("100", str(steps))), monkeypatch)
-    said = capfd.readouterr().out
-    assert "): 'c', reward 1\n" in said
-    assert "): end, reward 1\n" in said
+    output = capfd.readouterr().out
+    assert "): 'c', reward 1\n" in output
+    assert "): end, reward 1\n" in output
 
     folder = tmp_path / "runs" / "lookup"
     assert (folder / "report.html").is_file()

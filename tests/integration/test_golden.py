@@ -19,17 +19,17 @@ def five_steps(
     return curve(tiny_dir, folder), folder
 
 
-def test_five_steps_follow_the_golden_curve(
+def test_five_steps_equal_the_golden_curve(
     five_steps: tuple[list[dict[str, float]], Path],
 ) -> None:
     expected = json.loads(FILE.read_text(encoding="utf-8"))
-    found, _ = five_steps
-    assert len(found) == len(expected) == 5
-    for step, (ours, golden) in enumerate(zip(found, expected, strict=True), 1):
-        assert ours == pytest.approx(golden, rel=1e-4, abs=1e-6), f"step {step}"
+    steps, _ = five_steps
+    assert len(steps) == len(expected) == 5
+    for step, (metrics, golden) in enumerate(zip(steps, expected, strict=True), 1):
+        assert metrics == pytest.approx(golden, rel=1e-4, abs=1e-6), f"step {step}"
 
 
-def test_a_step_takes_ten_kilobytes_of_its_run_folder_at_most(
+def test_a_step_adds_at_most_10_kb_to_its_run_folder(
     five_steps: tuple[list[dict[str, float]], Path],
 ) -> None:
     _, folder = five_steps

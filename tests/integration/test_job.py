@@ -31,15 +31,15 @@ MY_REWARD = (
 
 
 def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
 
 
 @pytest.fixture
 def job_environment(forked_python: Path) -> Iterator[dict[str, str]]:
     """A local Ray head, and the environment that submits jobs to it. Jobs' `python` is forked."""
-    folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets lie in it
+    folder = tempfile.mkdtemp(prefix="ray")  # sockets need a short path
     dashboard, agent, client = free_port(), free_port(), free_port()
     binaries = Path(sys.executable).parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -49,20 +49,12 @@ def job_environment(forked_python: Path) -> Iterator[dict[str, str]]:
     }
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test"}
     command = [
-        "ray",
-        "start",
-        "--head",
-        "--block",
-        "--num-cpus=2",
-        "--port=0",
-        f"--temp-dir={folder}",
-    ]
-    command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+        binaries / "ray", "start", "--head", "--block", "--num-cpus=2", "--port=0",
+        f"--temp-dir={folder}", f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
+    ]  # fmt: skip
     with Path(folder, "head.log").open("wb") as log:
-        head = subprocess.Popen(
-            [binaries / command[0], *command[1:], f"--ray-client-server-port={client}"],
-            env=environment, stdout=log, stderr=log,
-        )  # fmt: skip
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     finally:
@@ -75,13 +67,7 @@ def submit(environment: dict[str, str], folder: Path, *words: str) -> str:
     """Return the output of `ray job submit ...`."""
     command = [shutil.which("ray", path=environment["PATH"]), "job", "submit", *words]
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     return done.stdout + done.stderr
 
@@ -91,7 +77,7 @@ def wait_for_the_head(environment: dict[str, str]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
-            asked(environment, "")
+            request(environment, "")
         except OSError:
             time.sleep(0.1)
         else:
@@ -99,12 +85,12 @@ def wait_for_the_head(environment: dict[str, str]) -> None:
     raise AssertionError("the head takes no jobs")
 
 
-def asked(environment: dict[str, str], path: str, **job: str) -> Any:
+def request(environment: dict[str, str], path: str, **job: str) -> Any:
     """Return the head's answer about its jobs, without a `ray job` process for each question.
 
     With a `job`, submit it.
     """
-    request = urllib.request.Request(
+    message = urllib.request.Request(
         f"{environment['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}",
         json.dumps(job).encode() if job else None,
         {
@@ -112,12 +98,12 @@ def asked(environment: dict[str, str], path: str, **job: str) -> Any:
             "Content-Type": "application/json",
         },
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(message, timeout=60) as response:
+        return json.load(response)
 
 
 @pytest.mark.ray
-def test_a_submitted_job_ends_succeeded_or_failed_with_its_lines_in_its_log(
+def test_a_submitted_job_succeeds_or_fails_and_its_log_has_the_output(
     job_environment: dict[str, str], tiny_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "my_critic.py").write_text(MY_CRITIC, encoding="utf-8")
@@ -133,15 +119,15 @@ def test_a_submitted_job_ends_succeeded_or_failed_with_its_lines_in_its_log(
 
     wait_for_the_head(job_environment)
     command = shlex.join([*settings[settings.index("--") + 1 :], "data.tran_files=x"])
-    asked(job_environment, "", entrypoint=command, submission_id="bad")
+    request(job_environment, "", entrypoint=command, submission_id="bad")
     shown = submit(job_environment, tmp_path, "--submission-id=good", *settings)
     assert "Job 'good' succeeded" in shown, shown
-    good = asked(job_environment, "good/logs")["logs"]
+    good = request(job_environment, "good/logs")["logs"]
     assert re.search(r"^step 1/1  reward 0.25 ", good, re.M)
     assert lines(tmp_path / "run")[0]["critic/score/mean"] == 0.25
 
-    submitted = [one for one in asked(job_environment, "") if one["submission_id"]]
-    ended = {one["submission_id"]: one["status"] for one in submitted}
+    submitted = [job for job in request(job_environment, "") if job["submission_id"]]
+    ended = {job["submission_id"]: job["status"] for job in submitted}
     assert ended == {"good": "SUCCEEDED", "bad": "FAILED"}
-    log = asked(job_environment, "bad/logs")["logs"].splitlines()
+    log = request(job_environment, "bad/logs")["logs"].splitlines()
     assert log[-1].startswith("error: there is no key 'data.tran_files'"), log

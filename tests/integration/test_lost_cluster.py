@@ -14,7 +14,7 @@ from trainer import load_config, run
 
 
 @pytest.mark.ray
-def test_a_run_that_loses_its_cluster_goes_on_in_another_to_the_same_numbers(
+def test_a_run_that_loses_its_cluster_continues_in_another_with_the_same_numbers(
     tmp_path: Path, forked_python: Path
 ) -> None:
     undisturbed = tmp_path / "undisturbed"

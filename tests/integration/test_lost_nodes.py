@@ -1,4 +1,4 @@
-"""A run on several nodes; when it loses one, it goes on, waits for room, or ends with an error."""
+"""A run that loses a node continues, waits for another node, or ends with an error."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_step_runs_on_two_nodes_of_a_cluster_that_was_joined(lost: dict[str, Any]) -> None:
+def test_a_step_runs_on_two_nodes_of_an_existing_cluster(lost: dict[str, Any]) -> None:
     folder = lost["folder"] / "two_nodes" / "first"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
     report = lost["two_nodes"]
-    assert report["critic_on"] in report["nodes"]  # which has room for no other process
+    assert report["critic_on"] in report["nodes"]  # each node has room for one process
 
 
-def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(lost: dict[str, Any]) -> None:
+def test_a_user_s_module_is_shipped_to_the_node_that_imports_it(lost: dict[str, Any]) -> None:
     assert lost["two_nodes"]["came_from"].endswith("/my_critic.py")
     assert not lost["two_nodes"]["came_from"].startswith(lost["two_nodes"]["code"])
 
 
-def test_a_node_lost_in_mid_step_is_named_within_15_seconds(lost: dict[str, Any]) -> None:
+def test_a_node_lost_during_a_step_is_named_within_15_seconds(lost: dict[str, Any]) -> None:
     assert lost["two_nodes"]["seconds"] < 15
     assert re.match(
         r"WorkerDiedError: critic.update_critic, critic rank 0 of 1 \(pid \d+ on [\d.]+.*is gone",
@@ -56,7 +56,7 @@ def test_a_node_lost_in_mid_step_is_named_within_15_seconds(lost: dict[str, Any]
     )
 
 
-def test_a_rollout_whose_node_is_lost_goes_on_where_there_is_room_to_the_same_numbers(
+def test_a_rollout_moves_from_a_lost_node_to_a_spare_one_with_the_same_numbers(
     lost: dict[str, Any], tiny_dir: Path, tmp_path: Path
 ) -> None:
     first, last = lost["spare"]["pids"][0], lost["spare"]["pids"][-1]
@@ -69,7 +69,7 @@ def test_a_rollout_whose_node_is_lost_goes_on_where_there_is_room_to_the_same_nu
     assert numbers(lost["folder"] / "spare") == numbers(tmp_path)
 
 
-def test_where_there_is_no_room_the_run_waits_for_a_node_while_the_rest_stays(
+def test_without_a_spare_node_the_run_waits_and_keeps_its_other_roles(
     lost: dict[str, Any], undisturbed: Path
 ) -> None:
     assert "the restart: waiting for a node (node " in lost["log"]
@@ -78,7 +78,7 @@ def test_where_there_is_no_room_the_run_waits_for_a_node_while_the_rest_stays(
     assert numbers(lost["folder"] / "again") == numbers(undisturbed)
 
 
-def test_where_none_comes_the_run_ends_by_the_name_of_the_node_and_the_pool(
+def test_a_run_that_gets_no_node_names_the_lost_node_and_its_pool(
     lost: dict[str, Any], undisturbed: Path
 ) -> None:
     report = lost["none"]

@@ -71,7 +71,7 @@ LOADERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("write", [pickle.dump, torch.save])
-def test_a_pickle_in_the_place_of_a_file_is_refused_in_words(
+def test_a_pickle_with_the_name_of_a_file_is_rejected(
     tmp_path: Path, kind: str, write: Callable[[Any, Any], None]
 ) -> None:
     name, load = LOADERS[kind]
@@ -82,7 +82,7 @@ def test_a_pickle_in_the_place_of_a_file_is_refused_in_words(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_whose_files_are_pickles_of_the_right_checksum_is_refused(
+def test_a_checkpoint_of_a_pickle_with_a_valid_checksum_is_rejected(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     actor = started(ActorWorker, tiny_config(tiny_dir), 10)
@@ -100,10 +100,10 @@ def test_a_checkpoint_whose_files_are_pickles_of_the_right_checksum_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_or_model_that_brings_its_code_is_refused_without_a_question(
+def test_a_tokenizer_or_model_with_custom_code_is_rejected_without_a_prompt(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, where nobody said no
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # the answer to a prompt of transformers
     own_tokenizer = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
     folder = model_with(tiny_dir, tmp_path / "t", "tokenizer_config.json", **own_tokenizer)
     with pytest.raises(VerlLikeError, match="custom code"):
@@ -118,7 +118,7 @@ def test_a_tokenizer_or_model_that_brings_its_code_is_refused_without_a_question
     assert not (tmp_path / "ran").exists()
 
 
-def test_weights_in_a_pickle_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_weights_in_a_pickle_are_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     folder = model_with(tiny_dir, tmp_path / "model", "config.json")
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Witness(tmp_path / "ran")}, folder / "pytorch_model.bin")
@@ -128,14 +128,14 @@ def test_weights_in_a_pickle_are_refused(tiny_dir: Path, tmp_path: Path) -> None
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_chat_template_reaches_no_class(tiny_dir: Path) -> None:
+def test_a_chat_template_cannot_access_python_classes(tiny_dir: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ValueError, match="the chat template rejects it: access to attribute"):
         encode_prompt([{"role": "user", "content": "a"}], tokenizer)
 
 
-def test_a_report_shows_what_a_run_folder_holds_as_text(tmp_path: Path) -> None:
+def test_a_report_escapes_the_contents_of_the_run_folder(tmp_path: Path) -> None:
     script = "<script>alert(1)</script>"
     run = make_run(tmp_path / "run", 2, response=script)
     for name in ("config.yaml", "failure.txt", "placement.txt"):
@@ -159,14 +159,14 @@ BETWEEN_PROCESSES = (
     "workers/rollout/vllm/worker.py",
 )
 FUNCTION_OF_A_SESSION = "trainer/api/rewards.py"
-"""Code of the user's own, which a Python session wrote down as code."""
+"""Loads a user's function that a Python session has pickled."""
 
 
-def test_nothing_unpickles_but_what_travels_between_processes() -> None:
-    found = set()
+def test_only_messages_between_processes_are_unpickled() -> None:
+    names = set()
     for package in ("verl_like", "workers", "trainer"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
             if UNPICKLES.search(path.read_text()) and not name.startswith(BETWEEN_PROCESSES):
-                found.add(name)
-    assert found == {FUNCTION_OF_A_SESSION}
+                names.add(name)
+    assert names == {FUNCTION_OF_A_SESSION}

@@ -23,8 +23,8 @@ from trainer.record import Metrics, Run
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
 PARTITIONS = sorted(partitions(ROLES))
-SOME = PARTITIONS[5::9]
-"""Every two roles share a pool in one of these, and have pools of their own in another."""
+SELECTED = PARTITIONS[5::9]
+"""Each two roles share a pool in some of these, and have separate pools in others."""
 SETTINGS = [
     "trainer.backend=local",
     "reward.model.enable=true",
@@ -34,8 +34,8 @@ SETTINGS = [
     "actor_rollout_ref.rollout.n=1",
     "data.max_response_length=2",
 ]
-Parts = Sequence[Sequence[str]]
-Step = Callable[[Parts, str], Metrics]
+Partition = Sequence[Sequence[str]]
+Step = Callable[[Partition, str], Metrics]
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,10 @@ def step(
 
 
 def run_step(
-    config: PPOConfig, inputs: Sequence[Any], at_start: Any, parts: Parts, backend: str
+    config: PPOConfig, inputs: Sequence[Any], at_start: Any, partition: Partition, backend: str
 ) -> Metrics:
-    pools = dict(enumerate(parts))
-    trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(parts))
+    pools = dict(enumerate(partition))
+    trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(partition))
     placed = replace(
         config,
         trainer=trainer,
@@ -84,16 +84,16 @@ def test_partitions_run_a_step_in_process_with_the_same_numbers(
     step: Step, expected: Metrics
 ) -> None:
     for one, other in combinations(ROLES, 2):
-        together = [any({one, other} <= {*pool} for pool in parts) for parts in SOME]
+        together = [any({one, other} <= {*pool} for pool in partition) for partition in SELECTED]
         assert {*together} == {True, False}, (one, other)
-    differing = [parts for parts in SOME if step(parts, "local") != expected]
+    differing = [partition for partition in SELECTED if step(partition, "local") != expected]
     assert differing == []
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", PARTITIONS, ids=str)
+@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
 def test_every_partition_runs_a_step_on_ray_with_the_same_numbers(
-    ray_session: None, step: Step, expected: Metrics, parts: Parts
+    ray_session: None, step: Step, expected: Metrics, partition: Partition
 ) -> None:
-    assert step(parts, "ray") == expected
+    assert step(partition, "ray") == expected

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and restarted writes the lines of an unbroken run."""
+"""A run that is killed at any moment and restarted writes the metrics of an unbroken run."""
 
 from __future__ import annotations
 
@@ -83,21 +83,22 @@ def kill(process: Any, folder: Path, num_lines: int, seconds: float) -> None:
     process.join()
 
 
+def names_of_checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("global_step_*"))
+
+
 @pytest.fixture(scope="module")
-def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unbroken(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("unbroken")
     finish(start(settings_of(tiny_dir, folder, *LOCAL)))
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines(folder) if "timing_s/save_checkpoint" in line] == [
-        2,
-        4,
-        6,
-    ]
+    saved = [line["step"] for line in lines(folder) if "timing_s/save_checkpoint" in line]
+    assert saved == [2, 4, 6]
     return folder
 
 
-def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(unbroken: Path, tiny_dir: Path, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1000)
     chance = random.Random(seed)
     settings = settings_of(tiny_dir, tmp_path, *LOCAL)
@@ -105,17 +106,14 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tiny_dir: Path, tmp_path:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')
     finish(start(settings))
-    assert numbers(tmp_path) == numbers(whole), f"chance {seed}"
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
-        "global_step_4",
-        "global_step_6",
-    ]
+    assert numbers(tmp_path) == numbers(unbroken), f"chance {seed}"
+    assert names_of_checkpoints(tmp_path) == ["global_step_4", "global_step_6"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
     assert calls(tmp_path, "load_checkpoint")
 
 
-def test_a_run_killed_while_it_writes_in_the_background_goes_on_bit_for_bit(
-    whole: Path, tiny_dir: Path, tmp_path: Path
+def test_a_run_killed_during_a_background_write_resumes_bit_for_bit(
+    unbroken: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.KilledActor")
     for last_committed, unfinished in (([], 2), (["global_step_2"], 4)):
@@ -127,116 +125,113 @@ def test_a_run_killed_while_it_writes_in_the_background_goes_on_bit_for_bit(
         shards = tmp_path / f"global_step_{unfinished}.part" / "actor" / "shards"
         assert (shards / "0.safetensors").is_file()
     finish(start(settings))
-    assert numbers(tmp_path) == numbers(whole)
+    assert numbers(tmp_path) == numbers(unbroken)
 
 
 def files_of(checkpoint: Path) -> dict[str, bytes]:
     """Return all files but the run's settings and the driver's random state."""
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
-    found = {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}
-    del found["commit.json"], found["random.json"]
-    return found
+    contents = {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}
+    del contents["commit.json"], contents["random.json"]
+    return contents
 
 
-class ToldToStopInStep5:
-    """A callback; the checkpoint of step 4 is being written then."""
+class StopInStep5:
+    """A callback that sends SIGTERM while the checkpoint of step 4 is written."""
 
     def on_step_begin(self, trainer: Any) -> None:
         if trainer.global_step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_steps_go_on_while_a_checkpoint_is_written_and_a_signal_commits_it_and_the_last_step(
-    whole: Path, tiny_dir: Path, tmp_path: Path
+def test_steps_run_during_a_background_write_and_a_signal_commits_it_and_the_last_step(
+    unbroken: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.HeldBackActor")
     with pytest.raises(RunInterrupted, match="SIGTERM after step 5 of 6, saved in .*global_step_5"):
-        run(load_config(settings), callbacks=[ToldToStopInStep5()])
+        run(load_config(settings), callbacks=[StopInStep5()])
     committed = sorted(path.parent.name for path in tmp_path.glob("global_step_*/commit.json"))
     assert committed == ["global_step_4", "global_step_5"]
     (written,) = [c for c in calls(tmp_path, "write_checkpoint") if c["args"]["step"] in (5, 6)][:1]
     (saved,) = [c for c in calls(tmp_path, "start_checkpoint") if c["args"]["step"] == 4][:1]
     (updated,) = [c for c in calls(tmp_path, "update_actor") if c["args"]["step"] == 5]
     assert saved["ts"] < updated["ts"] < written["ts"] + written["dur"]
-    assert files_of(tmp_path / "global_step_4") == files_of(whole / "global_step_4")
+    assert files_of(tmp_path / "global_step_4") == files_of(unbroken / "global_step_4")
     run_settings(settings)
-    assert numbers(tmp_path) == numbers(whole)
+    assert numbers(tmp_path) == numbers(unbroken)
 
 
-def test_a_write_that_fails_ends_the_run_and_is_no_checkpoint(
+def test_a_failed_background_write_ends_the_run_and_leaves_no_checkpoint(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.FailingActor")
     with pytest.raises(CheckpointError, match="step 4 was not written: .*rank 0: .*no space left"):
         run_settings(settings)
-    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+    assert names_of_checkpoints(tmp_path) == ["global_step_2"]
     assert len(lines(tmp_path)) in (4, 5, 6)  # steps go on until the write has failed
 
 
-def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(
-    whole: Path, tiny_dir: Path, tmp_path: Path
+def test_a_finished_run_does_nothing_until_its_number_of_steps_is_raised(
+    unbroken: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
     run_settings(settings_of(tiny_dir, folder, *LOCAL))
-    assert numbers(folder) == numbers(whole)
+    assert numbers(folder) == numbers(unbroken)
     run_settings(settings_of(tiny_dir, folder, *LOCAL, f"trainer.total_training_steps={STEPS + 1}"))
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 2))
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
-    whole: Path, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_previous_one(
+    unbroken: Path, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
     shard = folder / f"global_step_{STEPS}" / "actor" / "shards" / "0.safetensors"
     content = bytearray(shard.read_bytes())
-    content[-1] ^= 1  # as long as it was: its rank finds out, when models stand already
+    content[-1] ^= 1  # same size, so only the rank that loads it notices
     shard.write_bytes(content)
-    other = "trainer.max_ckpt_to_keep=3"  # or the run would be finished
-    run_settings(settings_of(tiny_dir, folder, *LOCAL, other))
-    assert numbers(folder) == numbers(whole)
+    keep_three = "trainer.max_ckpt_to_keep=3"  # or the run would be finished
+    run_settings(settings_of(tiny_dir, folder, *LOCAL, keep_three))
+    assert numbers(folder) == numbers(unbroken)
     assert "shards/0.safetensors has crc32 " in caplog.text
     assert "renamed to global_step_6.damaged" in caplog.text
-    assert sorted(path.name for path in folder.glob("global_step_*")) == [
-        "global_step_4",
-        "global_step_6",
-        "global_step_6.damaged",
-    ]
+    expected = ["global_step_4", "global_step_6", "global_step_6.damaged"]
+    assert names_of_checkpoints(folder) == expected
 
 
-def test_a_folder_of_another_configuration_is_refused_before_anything_starts(
-    whole: Path, tiny_dir: Path
+def test_a_folder_of_another_configuration_is_rejected_before_anything_starts(
+    unbroken: Path, tiny_dir: Path
 ) -> None:
-    before = (whole / "metrics.jsonl").read_text()
+    before = (unbroken / "metrics.jsonl").read_text()
     changed = (
         *LOCAL,
         "actor_rollout_ref.actor.clip_ratio=0.3",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     )
     with pytest.raises(CheckpointError) as error:
-        run_settings(settings_of(tiny_dir, whole, *changed))
+        run_settings(settings_of(tiny_dir, unbroken, *changed))
     assert (
         "another configuration: actor_rollout_ref.actor.clip_ratio was 0.2, is 0.3. Start"
         in str(error.value)
     )
-    assert (whole / "metrics.jsonl").read_text() == before
+    assert (unbroken / "metrics.jsonl").read_text() == before
 
 
-def test_a_later_run_goes_on_in_a_folder_of_its_own(
-    whole: Path, tiny_dir: Path, tmp_path: Path
+def test_a_run_resumes_from_a_checkpoint_of_another_folder(
+    unbroken: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    start_from = f"trainer.resume_from_path={whole}/global_step_4"
+    start_from = f"trainer.resume_from_path={unbroken}/global_step_4"
     path = ("trainer.resume_mode=resume_path", start_from, "trainer.save_freq=-1")
     unread = ("~trainer.max_ckpt_to_keep",)
     run_settings(settings_of(tiny_dir, tmp_path, *LOCAL, *path, *unread))
-    assert numbers(tmp_path) == numbers(whole)[4:]
+    assert numbers(tmp_path) == numbers(unbroken)[4:]
 
 
-def test_a_later_run_of_another_model_is_refused_before_anything_starts(
-    whole: Path, tiny_dir: Path, tmp_path: Path, make_tiny: ModuleType
+def test_a_checkpoint_of_another_model_is_rejected_before_anything_starts(
+    unbroken: Path, tiny_dir: Path, tmp_path: Path, make_tiny: ModuleType
 ) -> None:
     make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=2)
     model = f"actor_rollout_ref.model.path={tmp_path}/wide/model"
-    start = f"trainer.resume_from_path={whole}/global_step_4"
+    start = f"trainer.resume_from_path={unbroken}/global_step_4"
     path = "trainer.resume_mode=resume_path", start, "trainer.save_freq=-1"
     unread = "~trainer.max_ckpt_to_keep"
     with pytest.raises(
@@ -247,8 +242,8 @@ def test_a_later_run_of_another_model_is_refused_before_anything_starts(
 
 
 @pytest.mark.ray
-def test_a_split_run_on_ray_killed_and_started_again_agrees(
-    whole: Path, tiny_dir: Path, tmp_path: Path, ray_session: None
+def test_a_killed_split_run_on_ray_resumes_bit_for_bit(
+    unbroken: Path, tiny_dir: Path, tmp_path: Path, ray_session: None
 ) -> None:
     import ray
 
@@ -257,26 +252,28 @@ def test_a_split_run_on_ray_killed_and_started_again_agrees(
     settings = settings_of(tiny_dir, tmp_path, *split, f"{ACTORS}.BackgroundActor")
     kill(start(settings), tmp_path, 3, 0.0)
     finish(start(settings))
-    assert numbers(tmp_path) == numbers(whole)
+    assert numbers(tmp_path) == numbers(unbroken)
     assert json.loads((tmp_path / "global_step_6" / "commit.json").read_text())["step"] == STEPS
 
 
-def listed_in_the_docs() -> tuple[set[str], set[str]]:
+def files_in_the_docs() -> tuple[set[str], set[str]]:
     """Return the files of a checkpoint and of a trained role, by docs/checkpoints.md."""
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     (listing,) = re.findall(r"^```text\n.*?^  global_step_\d+/\n(.*?)^```", page, re.M | re.S)
-    found: dict[int, set[str]] = {4: set(), 6: set()}
+    names_by_indent: dict[int, set[str]] = {4: set(), 6: set()}
     for line in listing.splitlines():
         names, meaning = line.strip().rsplit("  ", 1)
         if not meaning.startswith(("with LoRA", "with `hf_model`")):
             indent = len(line) - len(line.lstrip())
-            found[indent] |= {name.partition("/")[0] for name in names.replace(",", " ").split()}
-    return found[4], found[6]
+            names_by_indent[indent] |= {
+                name.partition("/")[0] for name in names.replace(",", " ").split()
+            }
+    return names_by_indent[4], names_by_indent[6]
 
 
-def test_a_checkpoint_holds_what_the_docs_list(whole: Path) -> None:
-    in_step, in_role = listed_in_the_docs()
-    step = whole / f"global_step_{STEPS}"
+def test_a_checkpoint_holds_what_the_docs_list(unbroken: Path) -> None:
+    in_step, in_role = files_in_the_docs()
+    step = unbroken / f"global_step_{STEPS}"
     assert {path.name for path in step.iterdir()} == in_step
     for role in ("actor", "critic"):
         assert {path.name for path in (step / role).iterdir()} == in_role

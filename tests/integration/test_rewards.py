@@ -26,19 +26,19 @@ def letters(solution_str, raw_prompt, num_tokens):
 """
 
 
-def test_a_run_whose_rewards_all_fail_ends_with_an_exit_code_and_their_words(
+def test_a_run_whose_rewards_all_fail_exits_with_their_error(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, folder = tmp_path / "mine.py", tmp_path / "run"
     path.write_text("def broken(solution_str):\n    return 1 / 0\n", encoding="utf-8")
     rewards = f"reward.list=[{{name: mine, path: '{path}', function: broken, on_failure: skip}}]"
     settings = overrides(tiny_dir, folder, *GRPO, *FEW_ROWS, rewards)
-    given = [key for key in settings if not key.startswith("critic.")]
-    monkeypatch.setattr(sys, "argv", ["verl-like", *given])
+    settings = [key for key in settings if not key.startswith("critic.")]
+    monkeypatch.setattr(sys, "argv", ["verl-like", *settings])
     with pytest.raises(SystemExit) as ended:
         main_ppo.main()
     error = ended.value.code
-    assert isinstance(error, str), "which ends a process with 1, in these words"
+    assert isinstance(error, str), "the exit code is not 1"
     assert error.startswith(
         f"error: the reward function broken in {path} failed for 8 of 8 samples"
     )
@@ -49,7 +49,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_an_exit_code_and_their_words(
     assert not (folder / "metrics.jsonl").read_text(encoding="utf-8")
 
 
-def test_functions_models_and_a_server_score_side_by_side(
+def test_functions_models_and_a_server_score_together(
     tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.py"
@@ -82,7 +82,7 @@ def test_functions_models_and_a_server_score_side_by_side(
     assert roles == {"reward_model", "reward_model_second"}
 
 
-def test_further_models_stand_beside_the_first_unless_they_are_mapped(
+def test_other_models_share_the_pool_of_the_first_unless_they_are_mapped(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     rewards = (
@@ -120,7 +120,7 @@ def test_further_models_stand_beside_the_first_unless_they_are_mapped(
         ),
     ],
 )
-def test_a_list_that_cannot_work_is_refused(
+def test_an_invalid_list_is_rejected(
     tiny_dir: Path, tmp_path: Path, settings: list[Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

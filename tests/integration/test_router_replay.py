@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import POLICY_ALONE, numbers, overrides, with_experts
-from tests.trainer.async_training.test_environments import numbers as own_numbers
+from tests.integration.runs import POLICY_ALONE, assert_same_numbers, two_steps, with_experts
+from tests.trainer.async_training.test_environments import numbers as numbers_of
 from tests.trainer.async_training.test_environments import play
-from trainer import load_config, run
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
@@ -18,13 +17,9 @@ R3 = f"{POLICY}.actor.router_replay.mode=R3"
 GAP = "training/rollout_probs_diff_mean"
 
 
-def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
-    where = "trainer.backend=local", "placement=colocate", "trainer.total_training_steps=2"
-    run(load_config(overrides(tiny, folder, *where, *more)))
-    return numbers(folder)
-
-
-def test_where_both_choose_alike_no_number_changes(tiny_dir: Path, tmp_path: Path) -> None:
+def test_replay_changes_no_number_if_the_actor_chooses_the_same_experts(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     """One update per step: a second one would change the weights, and thus the routing."""
     model = with_experts(tiny_dir, tmp_path / "model")
     more = (model, f"{POLICY}.actor.ppo_mini_batch_size=8", *POLICY_ALONE)
@@ -32,7 +27,9 @@ def test_where_both_choose_alike_no_number_changes(tiny_dir: Path, tmp_path: Pat
     assert two_steps(tiny_dir, tmp_path / "replayed", *more, R3) == plain
 
 
-def test_the_gap_to_a_rollout_of_another_type_shrinks(tiny_dir: Path, tmp_path: Path) -> None:
+def test_replay_shrinks_the_gap_to_a_rollout_of_another_dtype(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     sizes = {"num_experts": 32, "num_local_experts": 32, "num_hidden_layers": 4}
     sizes |= {"initializer_range": 0.2}
     model = with_experts(tiny_dir, tmp_path / "model", "Mixtral", **sizes)
@@ -54,19 +51,15 @@ def test_the_experts_of_vllm_are_replayed(tiny_dir: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "axis"), [("Mixtral", "ep"), ("Qwen3Moe", "pp")])
-def test_two_ranks_that_share_experts_or_layers_follow_one_process(
+def test_two_ranks_that_share_experts_or_layers_equal_one_process(
     family: str, axis: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     model = with_experts(tiny_dir, tmp_path / "model", family)
     more = (model, R3)
     of_one = two_steps(tiny_dir, tmp_path / "one", *more)
     spread = [f"{POLICY}.{section}.parallel.{axis}=2" for section in ("actor", "ref")]
-    found = two_steps(tiny_dir, tmp_path / "two", "trainer.n_gpus_per_node=2", *spread, *more)
-    for own, expected in zip(found, of_one, strict=True):
-        shared = {name for name in expected.keys() & own.keys() if "seqlen" not in name}
-        assert {"actor/pg_loss", "actor/grad_norm", GAP} <= shared
-        for name in shared:
-            assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    steps = two_steps(tiny_dir, tmp_path / "two", "trainer.n_gpus_per_node=2", *spread, *more)
+    assert_same_numbers(steps, of_one, "actor/pg_loss", "actor/grad_norm", GAP)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +76,7 @@ def test_two_ranks_that_share_experts_or_layers_follow_one_process(
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(
+def test_a_model_server_or_mode_without_replay_is_rejected(
     settings: list[str], message: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -92,14 +85,14 @@ def test_what_cannot_be_replayed_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", ["sampled", "retokenized"])
-def test_an_async_run_of_chunks_of_turns_is_the_synchronous_one(
+def test_an_async_run_that_generates_turns_in_chunks_equals_the_synchronous_run(
     history: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     model = with_experts(tiny_dir, tmp_path / "model")
     more = (model, R3, f"environment.history_tokens={history}")
     plain = play(tiny_dir, tmp_path / "plain", *more, recipe=PPO)
-    parts = (f"{POLICY}.rollout.max_new_tokens_per_call=3", "async_training.max_staleness=0")
-    found = play(tiny_dir, tmp_path / "async", *more, *parts)
-    for own, expected in zip(own_numbers(found), own_numbers(plain), strict=True):
+    chunks = (f"{POLICY}.rollout.max_new_tokens_per_call=3", "async_training.max_staleness=0")
+    in_chunks = play(tiny_dir, tmp_path / "async", *more, *chunks)
+    for metrics, expected in zip(numbers_of(in_chunks), numbers_of(plain), strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", GAP):
-            assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name

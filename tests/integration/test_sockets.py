@@ -16,7 +16,7 @@ from tests.sockets import listeners
 from tests.verl_like.groups import start
 
 OF_RAY_DEFAULT = {("DashboardAgent", "node"), ("DashboardAgent", "loopback")}
-"""What listens where `ray[default]` is installed alone, and no other cluster has its port."""
+"""These listen only if `ray[default]` is installed and no other cluster has their port."""
 
 
 def documented() -> set[tuple[str, str]]:
@@ -33,13 +33,13 @@ def documented() -> set[tuple[str, str]]:
 
 
 @pytest.mark.ray
-def test_a_run_on_ray_listens_on_what_the_docs_list(forked_python: Path) -> None:
-    told = found_by(forked_python, "tests.integration.listening", limit_s=150)
-    found = {tuple(each) for each in told["found"]}
+def test_a_run_on_ray_has_exactly_the_documented_sockets(forked_python: Path) -> None:
+    report = found_by(forked_python, "tests.integration.listening", limit_s=150)
+    found = {tuple(row) for row in report["found"]}
     assert found | OF_RAY_DEFAULT == documented()
 
 
-def test_without_ray_all_is_on_loopback() -> None:
+def test_without_ray_all_sockets_are_on_loopback() -> None:
     with start("child", {"actor": (Meeting, ())}, [2]) as group:
         workers = group.meet()
         address = group.open_weight_channel()[0]
@@ -50,7 +50,7 @@ def test_without_ray_all_is_on_loopback() -> None:
 
 
 @pytest.mark.ray
-def test_the_session_of_ray_and_its_token_are_the_users_alone(ray_session: None) -> None:
+def test_only_the_user_can_read_ray_s_session_and_token(ray_session: None) -> None:
     import ray
 
     session = Path(ray._private.worker._global_node.get_session_dir_path())

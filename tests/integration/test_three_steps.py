@@ -9,7 +9,7 @@ import json
 import math
 import os
 import subprocess
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +24,29 @@ from trainer import PPOTrainer, load_config, run
 NUM_STEPS = 5
 SPLIT_2_2 = ("placement=split", "trainer.n_gpus_per_node=4")
 COLOCATE_2 = ("placement=colocate", "trainer.n_gpus_per_node=2")
-ONE_RANK_A_ROLE = [
+ONE_RANK_PER_ROLE = [
     (f"placement={preset}", f"trainer.n_gpus_per_node={num_pools}")
     for preset, num_pools in (("colocate", 1), ("split", 2), ("standalone", 4))
 ]
 
 STEPS_BY_GRADIENTS = ("actor_rollout_ref.actor.optim.eps=1e-6", "critic.optim.eps=1e-6")
-"""AdamW moves a weight whose gradient is mere rounding, beside an eps of 1e-8, by a whole step."""
+"""With an eps of 1e-8, AdamW moves a weight by a full step if its gradient is only rounding."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, ray_session: None) -> Any:
-    """Run folders by (backend, placement), each created once."""
-    return partial(folder_of, {}, tmp_path_factory, tiny_dir)
+    """A function from (backend, placement) to the folder of a run, which runs once."""
 
-
-def folder_of(
-    made: dict[tuple[str, tuple[str, ...]], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_dir: Path,
-    backend: str,
-    placement: tuple[str, ...],
-    trainer: type[PPOTrainer] = PPOTrainer,
-) -> Path:
-    """Return the folder of a run, from `made` or by running it."""
-    key = backend, placement
-    if key not in made:
-        made[key] = tmp_path_factory.mktemp("run")
-        settings = golden.settings(tiny_dir, made[key], *placement, f"trainer.backend={backend}")
+    @cache
+    def folder_of(
+        backend: str, placement: tuple[str, ...], trainer: type[PPOTrainer] = PPOTrainer
+    ) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        settings = golden.settings(tiny_dir, folder, *placement, f"trainer.backend={backend}")
         run(load_config(settings), trainer)
-    return made[key]
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +79,14 @@ def test_the_rollout_has_the_actors_weights_after_each_sync(split_run: Any) -> N
         assert hashes["rollout"] == hashes["actor"]
 
 
-def overlapping(some: list[Any], others: list[Any]) -> list[Any]:
+def overlapping(calls: list[Any], others: list[Any]) -> list[Any]:
     """Return the calls that ran at the same time as one of the others."""
-    return [one for one in some if any(overlap(one, other) for other in others)]
+    return [call for call in calls if any(overlap(call, other) for other in others)]
 
 
-def overlap(one: Any, other: Any) -> bool:
-    ends = one["ts"] + one["dur"], other["ts"] + other["dur"]
-    return max(one["ts"], other["ts"]) < min(ends)
+def overlap(call: Any, other: Any) -> bool:
+    ends = call["ts"] + call["dur"], other["ts"] + other["dur"]
+    return max(call["ts"], other["ts"]) < min(ends)
 
 
 @pytest.mark.ray
@@ -105,9 +98,9 @@ def test_actor_and_critic_update_at_the_same_time_in_different_processes(split_r
 
 
 @pytest.mark.ray
-def test_readings_of_a_sample_on_different_pools_overlap(runs: Any) -> None:
+def test_log_probs_reference_and_values_on_different_pools_overlap(runs: Any) -> None:
     old, ref, values = (
-        calls(runs("ray", ONE_RANK_A_ROLE[-1]), f"compute_{name}")
+        calls(runs("ray", ONE_RANK_PER_ROLE[-1]), f"compute_{name}")
         for name in ("log_prob", "ref_log_prob", "values")
     )
     assert overlapping(old, ref)
@@ -116,32 +109,34 @@ def test_readings_of_a_sample_on_different_pools_overlap(runs: Any) -> None:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("backend", "placement"), [("local", ONE_RANK_A_ROLE[1]), ("ray", ONE_RANK_A_ROLE[2])]
+    ("backend", "placement"), [("local", ONE_RANK_PER_ROLE[1]), ("ray", ONE_RANK_PER_ROLE[2])]
 )
 def test_other_placements_and_backends_give_the_golden_curve_bit_for_bit(
     runs: Any, backend: str, placement: tuple[str, ...]
 ) -> None:
-    found, one_pool = numbers(runs(backend, placement)), numbers(runs("local", ONE_RANK_A_ROLE[0]))
-    assert found == one_pool
+    steps, one_pool = (
+        numbers(runs(backend, placement)),
+        numbers(runs("local", ONE_RANK_PER_ROLE[0])),
+    )
+    assert steps == one_pool
     expected = json.loads(golden.FILE.read_text(encoding="utf-8"))
-    for step, (ours, curve) in enumerate(zip(found, expected, strict=True), 1):
-        assert {name: ours[name] for name in curve} == pytest.approx(curve, rel=1e-4, abs=1e-6), (
-            f"step {step}"
-        )
+    for step, (metrics, curve) in enumerate(zip(steps, expected, strict=True), 1):
+        shared = {name: metrics[name] for name in curve}
+        assert shared == pytest.approx(curve, rel=1e-4, abs=1e-6), f"step {step}"
 
 
 @pytest.mark.ray
-def test_two_ranks_a_role_agree_bit_for_bit_on_other_pools_of_another_backend(
+def test_two_ranks_per_role_give_the_same_bits_on_other_pools_of_another_backend(
     runs: Any, split_run: Any
 ) -> None:
     assert numbers(runs("local", COLOCATE_2)) == numbers(split_run[0])
 
 
 @pytest.mark.ray
-def test_other_rank_counts_agree_to_rounding(runs: Any) -> None:
+def test_another_number_of_ranks_agrees_to_rounding(runs: Any) -> None:
     one_rank, two_ranks = (
         numbers(runs("local", (*placement, *STEPS_BY_GRADIENTS)))
-        for placement in (ONE_RANK_A_ROLE[0], COLOCATE_2)
+        for placement in (ONE_RANK_PER_ROLE[0], COLOCATE_2)
     )
     for one, two in zip(one_rank, two_ranks, strict=True):
         # global_seqlen is a rank's share of the tokens
@@ -152,9 +147,7 @@ def test_other_rank_counts_agree_to_rounding(runs: Any) -> None:
             ), name
 
 
-def test_a_role_is_added_by_one_class_one_entry_and_one_override(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_role_is_added_by_a_class_and_two_overrides(tiny_dir: Path, tmp_path: Path) -> None:
     role = (
         "+role_workers.verifier=tests.integration.recording.LengthVerifier",
         "+role_mapping.verifier=global_pool",
@@ -171,7 +164,7 @@ def test_a_role_is_added_by_one_class_one_entry_and_one_override(
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("backend", "num_processes"), [("ray", 1), ("local", 2)])
-def test_the_console_command_is_not_misled_by_namesakes(
+def test_the_console_command_imports_no_module_of_the_current_folder(
     tiny_dir: Path, tmp_path: Path, backend: str, num_processes: int
 ) -> None:
     """A folder with its own `trainer.py` and `workers/`, in the driver and in worker processes."""
@@ -191,14 +184,9 @@ def test_the_console_command_is_not_misled_by_namesakes(
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [VERL_LIKE, "ppo", *settings],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = numbers(tmp_path / "run")
+    (metrics,) = numbers(tmp_path / "run")
     curve = json.loads(golden.FILE.read_text(encoding="utf-8"))[0]
-    assert {name: found[name] for name in curve} == pytest.approx(curve, rel=1e-4, abs=1e-6)
+    assert {name: metrics[name] for name in curve} == pytest.approx(curve, rel=1e-4, abs=1e-6)

@@ -1,7 +1,4 @@
-"""Validation over the whole set with separate noise, and the contents of the run folder.
-
-In process.
-"""
+"""Validation over the full set with separate noise, and the contents of the run folder."""
 
 from __future__ import annotations
 
@@ -22,16 +19,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def run_in(folder: Path, tiny: Path, *more: str) -> Path:
-    run(
-        load_config(
-            overrides(tiny, folder, "trainer.backend=local", "data.train_batch_size=8", *more)
-        )
-    )
+    run(load_config(overrides(tiny, folder, "trainer.backend=local", *more)))
     return folder
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def validated_run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "rule.py").write_text(RULE, encoding="utf-8")
     sampling = [
@@ -42,96 +35,82 @@ def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_in(folder / "run", tiny_dir, *validation, f"reward.function.path={folder}/rule.py")
 
 
-def test_validation_comes_before_the_first_step_every_so_many_and_after_the_last(
-    finished: Path,
+def test_validation_runs_before_the_first_step_every_test_freq_and_after_the_last(
+    validated_run: Path,
 ) -> None:
-    validated = [line for line in lines(finished) if any(n.startswith("val-core/") for n in line)]
+    validated = [
+        line for line in lines(validated_run) if any(n.startswith("val-core/") for n in line)
+    ]
     assert [line["step"] for line in validated] == [0, 2, 3]
-    assert [line["step"] for line in lines(finished)] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines(validated_run)] == [0, 1, 2, 3]
 
 
-def test_metrics_of_validation_have_verls_names(finished: Path) -> None:
-    first = lines(finished)[0]
+def test_validation_metrics_have_verl_s_names(validated_run: Path) -> None:
+    first = lines(validated_run)[0]
     names = [name for name in first if name.startswith("val-core/")]
     core = {name.removeprefix("val-core/verl_like/tiny_letters/") for name in names}
-    assert core == {
-        "acc/mean@4",
-        "acc/best@4/mean",
-        "acc/best@4/std",
-        "acc/maj@4/mean",
-        "acc/maj@4/std",
-    }
+    of_four = {f"acc/{name}@4/{figure}" for name in ("best", "maj") for figure in ("mean", "std")}
+    assert core == {"acc/mean@4", *of_four}
     aux = "val-aux/verl_like/tiny_letters/"
     assert {f"{aux}reward/mean@4", f"{aux}acc/std@4", f"{aux}length/best@2/mean"} <= first.keys()
 
 
-def test_the_whole_set_is_validated_with_noise_of_its_own(finished: Path) -> None:
-    samples = lines(finished, "validation/0.jsonl")
+def test_the_full_set_is_validated_with_separate_noise(validated_run: Path) -> None:
+    samples = lines(validated_run, "validation/0.jsonl")
     assert len(samples) == 32 * 4
     assert [sample["uid"] for sample in samples[::4]] == [f"{row}-0" for row in range(32)]
     assert len({sample["output"] for sample in samples}) > 100
-    metric = lines(finished)[0]["val-core/verl_like/tiny_letters/acc/mean@4"]
+    metric = lines(validated_run)[0]["val-core/verl_like/tiny_letters/acc/mean@4"]
     assert metric == pytest.approx(sum(sample["acc"] for sample in samples) / len(samples))
 
 
-def test_validation_does_not_change_the_training(
-    finished: Path, tiny_dir: Path, tmp_path: Path
+def test_validation_does_not_change_training(
+    validated_run: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    rule = f"reward.function.path={finished.parent}/rule.py"
+    rule = f"reward.function.path={validated_run.parent}/rule.py"
     alone = run_in(tmp_path / "alone", tiny_dir, rule)
     trained = [
         {name: value for name, value in line.items() if not name.startswith("val-")}
-        for line in numbers(finished)
+        for line in numbers(validated_run)
     ]
     assert numbers(alone) == trained[1:]
 
 
-def test_numbers_of_the_reward_function_are_logged_in_training(finished: Path) -> None:
-    line, samples = lines(finished)[1], lines(finished, "rollouts/1.jsonl")
+def test_numbers_of_the_reward_function_are_logged_in_training(validated_run: Path) -> None:
+    line, samples = lines(validated_run)[1], lines(validated_run, "rollouts/1.jsonl")
     assert line["reward/acc/mean"] == pytest.approx(sum(sample["acc"] for sample in samples) / 16)
     assert line["reward/length/mean"] == pytest.approx(
         sum(len(sample["output"]) for sample in samples) / 16
     )
 
 
-def test_a_step_says_where_it_stands_and_what_a_token_took(finished: Path) -> None:
-    for step, line in enumerate(lines(finished)[1:], 1):
+def test_a_step_reports_its_number_its_epoch_and_times_per_token(validated_run: Path) -> None:
+    for step, line in enumerate(lines(validated_run)[1:], 1):
         assert (line["training/global_step"], line["training/epoch"]) == (step, 0)
         tokens = line["response_length/mean"] * 16
         assert line["timing_per_token_ms/gen"] == pytest.approx(
             line["timing_s/gen"] * 1000 / tokens, rel=1e-4
         )
-        assert line["timing_per_token_ms/update_actor"] * line[
-            "perf/total_num_tokens"
-        ] == pytest.approx(line["timing_s/update_actor"] * 1000, rel=1e-4)
+        update_ms = line["timing_per_token_ms/update_actor"] * line["perf/total_num_tokens"]
+        assert update_ms == pytest.approx(line["timing_s/update_actor"] * 1000, rel=1e-4)
         stages = [line[f"timing_s/{name}"] for name in PPOTrainer.stages]
         assert sum(stages) <= line["timing_s/step"]
-        assert (
-            line["timing_s/generate_sequences"] <= line["timing_s/gen"] + 0.01
-        )  # two processes' clocks
+        # two processes' clocks
+        assert line["timing_s/generate_sequences"] <= line["timing_s/gen"] + 0.01
         assert "timing_s/init_model" not in line
 
 
-def test_the_samples_of_every_step_are_kept(finished: Path) -> None:
+def test_the_samples_of_every_step_are_written(validated_run: Path) -> None:
     for step in (1, 2, 3):
-        samples = lines(finished, f"rollouts/{step}.jsonl")
+        samples = lines(validated_run, f"rollouts/{step}.jsonl")
         assert len(samples) == 16
         score = sum(sample["score"] for sample in samples) / 16
-        assert lines(finished)[step]["critic/score/mean"] == pytest.approx(score)
-        assert {
-            "step",
-            "uid",
-            "sample",
-            "data_source",
-            "input",
-            "output",
-            "gts",
-            "score",
-            "pred",
-        } <= samples[0].keys()
+        assert lines(validated_run)[step]["critic/score/mean"] == pytest.approx(score)
+        names = "step uid sample data_source input output gts score pred"
+        assert set(names.split()) <= samples[0].keys()
 
 
-def test_the_folder_says_what_ran_where(finished: Path, tiny_dir: Path) -> None:
-    saved = OmegaConf.load(finished / "config.yaml")
+def test_the_folder_has_configuration_and_placement(validated_run: Path, tiny_dir: Path) -> None:
+    saved = OmegaConf.load(validated_run / "config.yaml")
     assert saved.critic.model.path == f"{tiny_dir}/model"
-    assert "global_pool" in (finished / "placement.txt").read_text(encoding="utf-8")
+    assert "global_pool" in (validated_run / "placement.txt").read_text(encoding="utf-8")

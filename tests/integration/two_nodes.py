@@ -65,11 +65,8 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: dict[str, Any]) -> 
         "trainer.max_restarts=0",
     )
     run(load_config(overrides(tiny, folder / "first", *here, *mine)))
-    found: dict[str, Any] = {"came_from": (folder / "first" / "came_from.txt").read_text()}
-    found |= {
-        "nodes": list(nodes),
-        "critic_on": (folder / "first" / "node.txt").read_text(),
-    }
+    report: dict[str, Any] = {"came_from": (folder / "first" / "came_from.txt").read_text()}
+    report |= {"nodes": list(nodes), "critic_on": (folder / "first" / "node.txt").read_text()}
 
     second = folder / "second"
     second.mkdir()
@@ -86,8 +83,8 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: dict[str, Any]) -> 
     try:
         run(load_config(overrides(tiny, second, *here, *mine)))
     except Exception as error:  # noqa: BLE001 - it goes to the test, whatever it is
-        found |= {
+        report |= {
             "error": f"{type(error).__name__}: {error}",
             "seconds": time.monotonic() - lost_at[0],
         }
-    return found
+    return report

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import lines
-from tests.integration.test_axes import with_experts
+from tests.integration.runs import lines, with_experts
 from workers.config import ModelConfig
 from workers.models.load import load_model
 from workers.models.state import named_state
