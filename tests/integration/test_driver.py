@@ -1,11 +1,11 @@
-"""The driver: hooks, failures, what it sends and skips, and the samples."""
+"""The driver: hooks, failures, columns that it sends, passes that it skips, and samples."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tests.integration.runs import calls, lines, numbers, overrides
 from tests.waiting import wait_until_ended
 from trainer import load_config, loop, run
 from trainer.ppo.stages import PPOTrainer
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
 RIGGED = "tests.integration.rigged"
@@ -31,75 +32,84 @@ def train(
     return lines(folder)[-1]
 
 
-def test_hooks_are_called_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
+class GrpoRun(NamedTuple):
+    """Two steps of GRPO with validation, of a trainer that the configuration names."""
+
+    folder: Path
+    notes: list[str]
+    batch: DataProto
+
+
+@pytest.fixture(scope="module")
+def grpo_run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> GrpoRun:
+    folder = tmp_path_factory.mktemp("grpo")
     cls = f"trainer.cls={RIGGED}.NotedTrainer"
     validation = (f"data.val_files={tiny_dir}/val.parquet", "trainer.test_freq=2")
-    last = train(
-        tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=2", *validation, cls, trainer=None
-    )
+    train(tiny_dir, folder, *GRPO, "trainer.total_training_steps=2", *validation, cls, trainer=None)
+    return GrpoRun(folder, NotedTrainer.notes, NotedTrainer.batch)
+
+
+def test_hooks_are_called_in_the_documented_order(grpo_run: GrpoRun) -> None:
     validate = ["validate_begin", "validate_end"]
     step = ["step_begin {}", "sample_begin", "sample_end 16"]
     expected = ["init_end", "train_begin", *validate]
     expected += [*[note.format(1) for note in step], "step_end 1"]
     expected += [*[note.format(2) for note in step], *validate, "step_end 2", "train_end"]
-    assert NotedTrainer.notes == expected
-    assert last["mine"] == 42.0
+    assert grpo_run.notes == expected
+    assert lines(grpo_run.folder)[-1]["mine"] == 42.0
 
 
-def test_a_trainer_of_ones_own_must_be_one(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="trainer.cls=workers.roles.actor.ActorWorker is not a subclass"
-    ):
-        train(
-            tiny_dir, tmp_path, *GRPO, "trainer.cls=workers.roles.actor.ActorWorker", trainer=None
-        )
+def test_a_trainer_class_that_is_no_trainer_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
+    cls = "trainer.cls=workers.roles.actor.ActorWorker"
+    with pytest.raises(ConfigError, match=f"{cls} is not a subclass"):
+        train(tiny_dir, tmp_path, *GRPO, cls, trainer=None)
 
 
 def test_a_step_of_one_update_needs_no_pass_for_old_log_probs(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (*GRPO, "trainer.total_training_steps=2", ONE_STEP_PER_BATCH)
-    train(tiny_dir, tmp_path / "skipped", *settings)
-    assert calls(tmp_path / "skipped", "compute_log_prob") == []
+    without_pass, with_pass = tmp_path / "without", tmp_path / "with"
+    train(tiny_dir, without_pass, *settings)
+    assert calls(without_pass, "compute_log_prob") == []
     monkeypatch.setattr("trainer.ppo.stages.policy_is_current", lambda *_: False)
-    train(tiny_dir, tmp_path / "computed", *settings)
-    assert len(calls(tmp_path / "computed", "compute_log_prob")) == 2
-    for one, other in zip(
-        numbers(tmp_path / "skipped"), numbers(tmp_path / "computed"), strict=True
-    ):
-        # of the drawn tokens where there is no pass, of the whole distribution where there is one
-        assert one.pop("actor/entropy") == pytest.approx(other["actor/entropy"], rel=0.05)
-        assert one == pytest.approx({name: other[name] for name in one}, rel=1e-5, abs=1e-6)
+    train(tiny_dir, with_pass, *settings)
+    assert len(calls(with_pass, "compute_log_prob")) == 2
+    for metrics, expected in zip(numbers(without_pass), numbers(with_pass), strict=True):
+        # the entropy of the drawn tokens without a pass, of the full distribution with one
+        assert metrics.pop("actor/entropy") == pytest.approx(expected["actor/entropy"], rel=0.05)
+        shared = {name: expected[name] for name in metrics}
+        assert metrics == pytest.approx(shared, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    "more",
+    "setting",
     [
         "actor_rollout_ref.actor.ppo_epochs=2",
         "algorithm.use_kl_in_reward=true",
         "data.train_batch_size=16",
     ],
 )
-def test_old_log_probs_are_computed_where_the_first_pass_is_not_theirs(
-    tiny_dir: Path, tmp_path: Path, more: str
+def test_old_log_probs_are_computed_if_the_update_cannot_compute_them(
+    tiny_dir: Path, tmp_path: Path, setting: str
 ) -> None:
-    train(tiny_dir, tmp_path, *GRPO, ONE_STEP_PER_BATCH, more)
+    train(tiny_dir, tmp_path, *GRPO, ONE_STEP_PER_BATCH, setting)
     assert len(calls(tmp_path, "compute_log_prob")) == 1
 
 
-def test_grpo_runs_without_critic_and_reference(tiny_dir: Path, tmp_path: Path) -> None:
-    last = train(tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=2")
-    assert {
-        e["cat"] for name in ("init_model", "update_critic") for e in calls(tmp_path, name)
-    } <= {"actor", "rollout"}
+def test_grpo_runs_without_critic_and_reference(grpo_run: GrpoRun) -> None:
+    last = lines(grpo_run.folder)[-1]
+    roles = {call["cat"] for call in calls(grpo_run.folder, "init_model")}
+    assert roles == {"actor", "rollout"}
+    assert calls(grpo_run.folder, "update_critic") == []
     assert "critic/vf_loss" not in last
     assert "perf/overlap_ratio" in last
-    versions = NotedTrainer.batch.batch["policy_version"]
+    versions = grpo_run.batch.batch["policy_version"]
     assert versions.tolist() == [2] * 16  # the first step samples with version 1
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_a_reward_model_scores_beside_the_rules(
+def test_a_reward_model_and_rules_score_together(
     tiny_dir: Path, classifier: Path, tmp_path: Path, weight: float
 ) -> None:
     model = ("reward.model.enable=true", f"reward.model.path={classifier}")
@@ -107,8 +117,8 @@ def test_a_reward_model_scores_beside_the_rules(
     assert {e["cat"] for e in calls(tmp_path, "compute_rm_score")} == {"reward_model"}
     # a rule that weighs nothing is not called
     function_score = last["reward/function_score/mean"] if weight else 0.0
-    parts = weight * function_score + last["reward/model_score/mean"]
-    assert last["critic/score/mean"] == pytest.approx(parts, abs=1e-6)
+    total = weight * function_score + last["reward/model_score/mean"]
+    assert last["critic/score/mean"] == pytest.approx(total, abs=1e-6)
     assert last["reward/model_score/mean"] != 0
 
 
@@ -125,36 +135,23 @@ def test_empty_responses_and_rows_without_eos_train(
     assert batch["advantages"][batch["response_mask"] == 0].abs().sum() == 0
 
 
-def test_remax_compares_with_the_score_of_the_greedy_answer(tiny_dir: Path, tmp_path: Path) -> None:
-    train(
-        tiny_dir,
-        tmp_path,
-        *GRPO,
-        "algorithm.adv_estimator=remax",
-        "actor_rollout_ref.rollout.top_k=1",
-    )
+def test_remax_subtracts_the_clipped_score_of_the_greedy_response(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    remax = ("algorithm.adv_estimator=remax", "algorithm.score_clip=0.05")
+    prompts = f"data.train_files={tiny_dir}/train.parquet"  # some greedy responses have a score
+    train(tiny_dir, tmp_path, *GRPO, *remax, prompts, "actor_rollout_ref.rollout.top_k=1")
     batch = NotedTrainer.batch.batch
-    assert torch.equal(
-        batch["reward_baselines"], batch["token_level_scores"].sum(-1)
-    )  # all samples are greedy
-    train(tiny_dir, tmp_path / "sampled", *GRPO, "algorithm.adv_estimator=remax")
+    assert batch["token_level_scores"].abs().max() == pytest.approx(0.05)
+    assert torch.equal(batch["reward_baselines"], batch["token_level_scores"].sum(-1))
+    assert not batch["advantages"].any()  # every sample is greedy, so it is its own baseline
+
+    train(tiny_dir, tmp_path / "sampled", *GRPO, *remax, prompts)
     assert len(calls(tmp_path / "sampled", "generate_sequences")) == 2
     assert torch.equal(NotedTrainer.batch.batch["reward_baselines"], batch["reward_baselines"])
 
 
-def test_remax_clips_baselines_as_the_scores_they_are_compared_with(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    clipped = ("algorithm.adv_estimator=remax", "algorithm.score_clip=0.05")
-    scoring = f"data.train_files={tiny_dir}/train.parquet"  # greedy answers to some of these do
-    train(tiny_dir, tmp_path, *GRPO, *clipped, scoring, "actor_rollout_ref.rollout.top_k=1")
-    batch = NotedTrainer.batch.batch
-    assert batch["token_level_scores"].abs().max() == pytest.approx(0.05)
-    assert torch.equal(batch["reward_baselines"], batch["token_level_scores"].sum(-1))
-    assert not batch["advantages"].any()  # every sample is its own baseline
-
-
-def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(
+def test_dynamic_sampling_fills_the_batch_with_groups_of_different_scores(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     dynamic = (
@@ -163,13 +160,10 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(
     )
     last = train(tiny_dir, tmp_path, *GRPO, *dynamic, ONE_STEP_PER_BATCH)
     scores = NotedTrainer.batch.batch["token_level_scores"].sum(-1).view(8, 2)
-    assert (
-        int((scores[:, 0] == scores[:, 1]).sum())
-        == last["dynamic_sampling/num_groups_of_equal_scores"]
-    )
-    assert (
-        last["dynamic_sampling/num_gen_batches"] == len(calls(tmp_path, "generate_sequences")) > 1
-    )
+    num_equal = int((scores[:, 0] == scores[:, 1]).sum())
+    assert num_equal == last["dynamic_sampling/num_groups_of_equal_scores"]
+    num_batches = len(calls(tmp_path, "generate_sequences"))
+    assert last["dynamic_sampling/num_gen_batches"] == num_batches > 1
     assert len(set(NotedTrainer.batch.non_tensor_batch["uid"])) == 8
 
 
@@ -183,16 +177,12 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
 ) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_session")
-    broken = [
-        f"+role_workers.{role}={RIGGED}.Failing{role.capitalize()}" for role in ("critic", "actor")
-    ]
     settings = (
-        "placement=split",
-        "trainer.n_gpus_per_node=2",
-        f"trainer.backend={backend}",
-        *broken,
+        *("placement=split", "trainer.n_gpus_per_node=2", f"trainer.backend={backend}"),
+        *("timeouts.start_s=150", "timeouts.warn_s=0.02"),
+        f"+role_workers.critic={RIGGED}.FailingCritic",
+        f"+role_workers.actor={RIGGED}.FailingActor",
     )
-    settings += ("timeouts.start_s=150", "timeouts.warn_s=0.02")
     with pytest.raises(FloatingPointError, match="the critic is broken") as caught:
         train(tiny_dir, tmp_path, *settings, trainer=PPOTrainer)
     notes = "\n".join(caught.value.__notes__)
