@@ -50,7 +50,7 @@ def test_entropy_and_kl_are_reported_when_they_are_in_the_loss(
     assert metrics["actor/kl_loss"] > 0
 
 
-def test_an_update_without_old_log_probs_is_refused_by_who_writes_them(
+def test_an_update_without_old_log_probs_names_their_writer(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     del batch.batch["old_log_probs"]
@@ -58,22 +58,22 @@ def test_an_update_without_old_log_probs_is_refused_by_who_writes_them(
         actor_of(tiny_dir).update_actor(batch)
 
 
-def test_an_update_said_to_be_on_policy_finds_its_own_old_log_probs(
+def test_an_on_policy_update_computes_old_log_probs_itself(
     tiny_dir: Path, batch: DataProto
 ) -> None:
-    # in one pass, as the log-probs are: the last bits change with the number of tokens in a pass
-    given, found = (actor_of(tiny_dir, ppo_micro_batch_size_per_gpu=8) for _ in range(2))
-    batch.batch["old_log_probs"] = given.compute_log_prob(batch)[0].batch["old_log_probs"]
-    given.update_actor(batch)
+    # one pass for all: the last bits of log-probs depend on the number of tokens in a pass
+    separate, on_policy = (actor_of(tiny_dir, ppo_micro_batch_size_per_gpu=8) for _ in range(2))
+    batch.batch["old_log_probs"] = separate.compute_log_prob(batch)[0].batch["old_log_probs"]
+    separate.update_actor(batch)
     del batch.batch["old_log_probs"]
     batch.meta_info["on_policy"] = True
-    metrics = found.update_actor(batch)
+    metrics = on_policy.update_actor(batch)
     assert metrics["actor/ppo_kl"] == 0.0
-    assert found.weights_checksum() == given.weights_checksum()
+    assert on_policy.weights_checksum() == separate.weights_checksum()
 
 
 @pytest.mark.parametrize("more", [{"ppo_epochs": 2}, {"ppo_mini_batch_size": 4}])
-def test_an_update_of_several_steps_cannot_be_said_to_be_on_policy(
+def test_an_on_policy_update_of_several_optimizer_steps_is_rejected(
     tiny_dir: Path, batch: DataProto, more: dict[str, int]
 ) -> None:
     batch.meta_info["on_policy"] = True
@@ -81,7 +81,7 @@ def test_an_update_of_several_steps_cannot_be_said_to_be_on_policy(
         actor_of(tiny_dir, **more).update_actor(batch)
 
 
-def test_a_mini_batch_counts_prompts_each_with_n_samples(tiny_dir: Path, batch: DataProto) -> None:
+def test_the_mini_batch_size_counts_prompts_not_samples(tiny_dir: Path, batch: DataProto) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=2)
     config.actor_rollout_ref.rollout.n = 4
     actor = started(ActorWorker, config, 10)
@@ -91,7 +91,7 @@ def test_a_mini_batch_counts_prompts_each_with_n_samples(tiny_dir: Path, batch: 
     assert len(steps) == 1
 
 
-def test_greedy_rollouts_count_as_temperature_one() -> None:
+def test_greedy_rollouts_have_log_probs_of_temperature_1() -> None:
     assert log_prob_temperature(RolloutConfig(temperature=0.7)) == 0.7
     assert log_prob_temperature(RolloutConfig(temperature=0.7, do_sample=False)) == 1.0
     assert log_prob_temperature(RolloutConfig(temperature=0.0)) == 1.0
@@ -120,7 +120,7 @@ def gradient_norm(tiny_dir: Path, **actor: Any) -> float:
     return worker.update_actor(make_batch(4))["actor/grad_norm"]
 
 
-def test_a_log_prob_pass_gives_sums_of_squared_probabilities_when_it_is_asked(
+def test_sums_of_squared_probabilities_are_computed_on_demand(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     actor = actor_of(tiny_dir)

@@ -1,4 +1,4 @@
-"""The actor under `algorithm.rollout_correction`: the driver's weights, and the bypass."""
+"""The actor with `algorithm.rollout_correction`: weights from the driver, and the bypass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch() -> DataProto:
     return batch
 
 
-def test_the_driver_s_weights_weigh_the_loss(tiny_dir: Path, batch: DataProto) -> None:
+def test_the_driver_s_weights_scale_the_loss(tiny_dir: Path, batch: DataProto) -> None:
     plain = updated(tiny_dir, batch)
     batch.batch["rollout_is_weights"] = torch.full((4, 5), 0.5)
     weighed = updated(tiny_dir, batch, {"rollout_is": "token"})
@@ -46,74 +46,75 @@ def test_the_driver_s_weights_weigh_the_loss(tiny_dir: Path, batch: DataProto) -
         assert weighed[name] == pytest.approx(plain[name] / 2, rel=1e-4)
 
 
-def test_missing_weights_are_refused_by_who_writes_them(tiny_dir: Path, batch: DataProto) -> None:
+def test_missing_weights_name_their_writer(tiny_dir: Path, batch: DataProto) -> None:
     with pytest.raises(MissingColumnError, match="'rollout_is_weights'.*correct_rollout"):
         updated(tiny_dir, batch, {"rollout_is": "token"})
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo"])
-def test_a_bypass_is_the_loss_with_the_rollout_s_log_probs_as_old_ones(
+def test_a_bypass_uses_the_rollout_s_log_probs_as_old_ones(
     tiny_dir: Path, batch: DataProto, loss: str
 ) -> None:
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     chosen = {"policy_loss": PolicyLossConfig(loss_mode=loss)}
     expected = updated(tiny_dir, batch, **chosen)
     del batch.batch["old_log_probs"]
-    found = updated(tiny_dir, batch, {"bypass_mode": True}, **chosen)
-    assert {name: found[name] for name in expected} == expected
-    assert found["rollout_corr/k3_kl"] > 0, "the gap is still measured"
+    metrics = updated(tiny_dir, batch, {"bypass_mode": True}, **chosen)
+    assert {name: metrics[name] for name in expected} == expected
+    assert metrics["rollout_corr/k3_kl"] > 0, "the gap is still measured"
 
 
-def test_a_bypass_compares_with_the_distribution_that_tokens_were_drawn_from(
+def test_a_bypass_uses_the_truncated_log_probs_of_the_rollout(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     drawn = batch.batch["rollout_log_probs"].clone()
     expected = updated(tiny_dir, batch, {"bypass_mode": True})
     batch.batch["rollout_truncated_log_probs"] = drawn
     batch.batch["rollout_log_probs"] = drawn - 1.0
-    found = updated(tiny_dir, batch, {"bypass_mode": True})
-    assert found["actor/pg_loss"] == expected["actor/pg_loss"]
+    metrics = updated(tiny_dir, batch, {"bypass_mode": True})
+    assert metrics["actor/pg_loss"] == expected["actor/pg_loss"]
 
 
-def test_a_reinforce_bypass_weighs_by_the_policy_in_training(
+def test_a_reinforce_bypass_scales_by_the_ratio_of_the_policy_in_training(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     plain = updated(tiny_dir, batch, policy_loss=PolicyLossConfig(loss_mode="reinforce"))
     log_probs = started(ActorWorker, tiny_config(tiny_dir), 1).compute_log_prob(batch)[0]
     batch.batch["rollout_log_probs"] = log_probs.batch["old_log_probs"] - math.log(1.5)
-    found = updated(tiny_dir, batch, {**REINFORCE, "rollout_is": "token"})
-    assert found["actor/grad_norm"] == pytest.approx(1.5 * plain["actor/grad_norm"], rel=1e-4)
+    metrics = updated(tiny_dir, batch, {**REINFORCE, "rollout_is": "token"})
+    assert metrics["actor/grad_norm"] == pytest.approx(1.5 * plain["actor/grad_norm"], rel=1e-4)
     for figure, value in (("mean", 1.5), ("max", 1.5), ("seq_std", 0.0), ("eff_sample_size", 1.0)):
         name = f"rollout_corr/rollout_is_{figure}"
-        assert found[name] == pytest.approx(value, abs=1e-4)
+        assert metrics[name] == pytest.approx(value, abs=1e-4)
 
 
-def test_what_a_bypass_rejects_stays_in_the_denominators(tiny_dir: Path, batch: DataProto) -> None:
-    """Half of the rows are far off: the others keep their weight."""
+def test_samples_that_a_bypass_rejects_stay_in_the_denominators(
+    tiny_dir: Path, batch: DataProto
+) -> None:
     rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
     batch.batch["rollout_log_probs"][:2] -= 3.0
-    found = updated(tiny_dir, batch, {**REINFORCE, **rejecting})
-    assert found["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+    metrics = updated(tiny_dir, batch, {**REINFORCE, **rejecting})
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
 
     batch.batch["advantages"][:2] = 0.0
     expected = updated(tiny_dir, batch, policy_loss=PolicyLossConfig(loss_mode="reinforce"))
     for name in ("actor/grad_norm", "actor/pg_loss"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
 
 
-def test_a_bypass_that_rejects_everything_takes_a_step_of_zero(
+def test_a_bypass_that_rejects_all_samples_has_a_gradient_of_zero(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     batch.batch["rollout_log_probs"] -= 5.0
-    found = updated(
+    metrics = updated(
         tiny_dir, batch, {**REINFORCE, "rollout_rs": "seq_max_k3", "rollout_rs_threshold": "1"}
     )
-    assert found["actor/grad_norm"] == found["actor/pg_loss"] == 0.0
-    assert found["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+    assert metrics["actor/grad_norm"] == metrics["actor/pg_loss"] == 0.0
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_gradient_of_a_reinforce_bypass_is_that_of_the_expected_advantage(level: str) -> None:
+def test_the_gradient_of_a_reinforce_bypass_is_of_the_expected_advantage(level: str) -> None:
     """Its weights have no gradient of their own: w A grad(log p) = grad(w) A, by differences."""
     generator = torch.Generator().manual_seed(0)
     log_probs, behavior = (
@@ -125,9 +126,9 @@ def test_the_gradient_of_a_reinforce_bypass_is_that_of_the_expected_advantage(le
     correction = RolloutCorrection.of(settings)
 
     leaf = log_probs.clone().requires_grad_()
-    weights, kept = correction(leaf, behavior, mask, correction.gauge())
+    weights, remaining = correction(leaf, behavior, mask, correction.gauge())
     loss, _ = compute_policy_loss_reinforce(
-        behavior, leaf, advantages, kept, "token-sum", None, weights
+        behavior, leaf, advantages, remaining, "token-sum", None, weights
     )
     loss.backward()
 

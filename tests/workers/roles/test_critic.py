@@ -22,7 +22,7 @@ def test_values_start_at_zero(one_layer_dir: Path) -> None:
     assert values.abs().max() == 0
 
 
-def test_a_value_is_read_before_its_token(one_layer_dir: Path) -> None:
+def test_a_value_depends_only_on_earlier_tokens(one_layer_dir: Path) -> None:
     critic = critic_of(one_layer_dir)
     torch.nn.init.ones_(critic.engine.module.score.weight)
     batch = make_batch(6)
@@ -42,7 +42,7 @@ def test_values_are_zero_outside_the_response(one_layer_dir: Path) -> None:
     assert torch.equal(values != 0, batch.batch["response_mask"] != 0)
 
 
-def test_updates_bring_values_to_the_returns(one_layer_dir: Path) -> None:
+def test_updates_move_values_to_the_returns(one_layer_dir: Path) -> None:
     critic, batch = critic_of(one_layer_dir), make_batch(8)
     batch.batch["returns"].fill_(1.0)
     losses = []
@@ -62,7 +62,7 @@ def test_mini_batch_and_epochs_default_to_the_actor_s(one_layer_dir: Path) -> No
     assert (critic.mini_batch_size, critic.epochs) == (6, 3)
 
 
-def test_the_aggregation_is_the_actor_s_with_its_constant(one_layer_dir: Path) -> None:
+def test_the_aggregation_and_its_constant_default_to_the_actor_s(one_layer_dir: Path) -> None:
     losses = []
     for factor in (None, 4, 8):
         settings = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": factor}
@@ -74,14 +74,13 @@ def test_the_aggregation_is_the_actor_s_with_its_constant(one_layer_dir: Path) -
     assert losses[0] == pytest.approx(losses[1] * 4 / width)
 
 
-def test_the_critic_may_have_an_aggregation_of_its_own(one_layer_dir: Path) -> None:
+def test_the_critic_can_have_its_own_aggregation(one_layer_dir: Path) -> None:
     losses = {}
     for mode in (None, "token-mean", "token-sum"):
         config = tiny_config(one_layer_dir, ppo_mini_batch_size=8, loss_agg_mode="token-mean")
         config.critic.loss_agg_mode = mode
-        losses[mode] = started(CriticWorker, config, 20).update_critic(make_batch(8))[
-            "critic/vf_loss"
-        ]
+        metrics = started(CriticWorker, config, 20).update_critic(make_batch(8))
+        losses[mode] = metrics["critic/vf_loss"]
     assert losses[None] == losses["token-mean"]
     num_tokens = int(make_batch(8).batch["response_mask"].sum())
     assert losses["token-sum"] == pytest.approx(losses["token-mean"] * num_tokens, rel=1e-5)

@@ -11,7 +11,6 @@ from tests.workers.samples import make_batch, started, tiny_config
 from tests.workers.stand_ins import Group
 from verl_like.errors import WeightSyncError
 from workers.roles.critic import CriticCopyWorker, CriticWorker
-from workers.training import engine
 from workers.weights.sync import deliver_weights, publish_weights
 
 
@@ -20,13 +19,12 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def test_values_are_the_critics_at_the_version_that_was_delivered(tiny_dir: Path) -> None:
+def test_the_copy_s_values_are_the_critic_s_at_the_delivered_version(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
     config.actor_rollout_ref.model.compute_dtype = "bfloat16"
     config.critic.model.compute_dtype = "bfloat16"
     critic, copy = started(CriticWorker, config, 20), started(CriticCopyWorker, config)
-    held = {weight.dtype for weight in copy.engine.module.parameters()}
-    assert held == {torch.bfloat16}
+    assert {weight.dtype for weight in copy.engine.module.parameters()} == {torch.bfloat16}
     with pytest.raises(WeightSyncError, match="copy of the critic has no weights"):
         copy.compute_values(make_batch(8))
     trainers, generators = Group([critic]), Group([copy])
@@ -36,13 +34,13 @@ def test_values_are_the_critics_at_the_version_that_was_delivered(tiny_dir: Path
         deliver_weights(trainers, generators)
         published = critic.compute_values(make_batch(8)).batch["values"]
         critic.update_critic(make_batch(8))
-        found = copy.compute_values(make_batch(8)).batch
-        assert torch.equal(found["values"], published)
-        assert found["value_version"].tolist() == [version] * 8
+        columns = copy.compute_values(make_batch(8)).batch
+        assert torch.equal(columns["values"], published)
+        assert columns["value_version"].tolist() == [version] * 8
         assert not torch.equal(critic.compute_values(make_batch(8)).batch["values"], published)
 
 
-def test_weights_that_were_refused_are_not_scored_with(tiny_dir: Path) -> None:
+def test_a_copy_that_rejected_weights_computes_no_values(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
     critic, copy = started(CriticWorker, config, 1), started(CriticCopyWorker, config)
     copy.engine.commit(1)
@@ -55,10 +53,7 @@ def test_weights_that_were_refused_are_not_scored_with(tiny_dir: Path) -> None:
         copy.compute_values(make_batch(8))
 
 
-def test_the_copy_makes_no_optimizer(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "build_optimizer", None)  # who calls it fails
+def test_the_copy_has_no_optimizer(tiny_dir: Path) -> None:
     copy = started(CriticCopyWorker, tiny_config(tiny_dir))
     assert copy.engine.optimizer is None
     assert not any(weight.requires_grad for weight in copy.engine.module.parameters())
-    with pytest.raises(TypeError):
-        started(CriticWorker, tiny_config(tiny_dir), 20)

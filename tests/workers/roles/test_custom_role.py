@@ -32,7 +32,7 @@ def learn(tiny_dir: Path, steps: int = 4) -> tuple[list[float], torch.Tensor]:
     ]
 
 
-def test_a_role_of_the_user_s_learns_the_same_on_one_rank_and_on_two(tiny_dir: Path) -> None:
+def test_a_user_s_role_learns_the_same_on_one_rank_and_on_two(tiny_dir: Path) -> None:
     losses, verdicts = learn(tiny_dir)
     assert losses[-1] < losses[0] - 0.01
     assert ((verdicts > 0) & (verdicts < 1)).all()
@@ -40,7 +40,7 @@ def test_a_role_of_the_user_s_learns_the_same_on_one_rank_and_on_two(tiny_dir: P
         assert others == pytest.approx(losses, abs=1e-4)
 
 
-def test_the_example_runs_from_the_command_line_s_config(
+def test_the_example_runs_by_overrides_of_the_configuration(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -1,4 +1,4 @@
-"""Other roles than actor and critic under tensor or pipeline parallelism equal one process."""
+"""Roles with tensor or pipeline parallelism equal one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.roles.reference import ReferenceWorker
 from workers.training.row_proof import RowPasses
 
 
-def cut_over_all(axis: str) -> ParallelConfig:
+def split_over_all(axis: str) -> ParallelConfig:
     """Split a model over all ranks of this world along the axis."""
     return ParallelConfig(**{axis: int(os.environ.get("WORLD_SIZE", "1"))})
 
@@ -30,30 +30,32 @@ def cut_over_all(axis: str) -> ParallelConfig:
 AXES = ("tp", "pp")
 
 
-def sides_apart(folder: Path) -> tuple[dict[str, float], torch.Tensor]:
+def update_with_separate_sides(folder: Path) -> tuple[dict[str, float], torch.Tensor]:
     """Update on pairs with one pass per side; return log-probs after it."""
     config = test_preference.config_of(folder, "dpo", 2)
-    config.parallel = cut_over_all("pp")
+    config.parallel = split_over_all("pp")
     worker, batch = started(PreferenceWorker, config, 10), test_preference.batch_of("dpo")
     worker.engine.row_passes = RowPasses("single")
     metrics = learned(worker.update_model(batch))
     return metrics, worker.compute_log_prob(batch).batch["response_log_probs"]
 
 
-def test_stages_hand_on_the_states_of_each_side(tiny_dir: Path) -> None:
-    metrics, log_probs = sides_apart(tiny_dir)
-    for own, column in run_kept(2, sides_apart, tiny_dir):
-        assert own == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+def test_pipeline_stages_pass_on_the_activations_of_each_side(tiny_dir: Path) -> None:
+    metrics, log_probs = update_with_separate_sides(tiny_dir)
+    for rank_metrics, column in run_kept(2, update_with_separate_sides, tiny_dir):
+        assert rank_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
         torch.testing.assert_close(column, log_probs, atol=1e-4, rtol=0)
 
 
-def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.Tensor]]:
+def weights_around_updates(
+    folder: Path, axis: str, checkpoint: Path
+) -> list[dict[str, torch.Tensor]]:
     """Return the policy's weights around two updates, then the reference's.
 
     Another reference takes over between the two.
     """
     config = test_moving_average_engine.config_of(folder)
-    config.parallel = cut_over_all(axis)
+    config.parallel = split_over_all(axis)
     actor = started(ActorWorker, config, 10)
     reference = beside(actor, ReferenceWorker, config)
     found = [weights_of(actor)]
@@ -69,16 +71,16 @@ def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_a_reference_that_follows_moves_its_part_of_every_weight(
+def test_a_moving_average_reference_updates_its_shard_of_every_weight(
     tiny_dir: Path, axis: str, tmp_path: Path
 ) -> None:
-    for found in run_kept(2, followed, tiny_dir, axis, tmp_path):
+    for found in run_kept(2, weights_around_updates, tiny_dir, axis, tmp_path):
         test_moving_average_engine.assert_average(found, test_moving_average_engine.DECAY)
 
 
 def log_probs(folder: Path, axis: str, model: dict[str, Any]) -> list[torch.Tensor]:
     """Return the log-probs of an actor after an update, and of the reference that is its base."""
-    config = tiny_config(folder, ppo_mini_batch_size=4, parallel=cut_over_all(axis))
+    config = tiny_config(folder, ppo_mini_batch_size=4, parallel=split_over_all(axis))
     for name, value in model.items():
         setattr(config.actor_rollout_ref.model, name, value)
     actor = started(ActorWorker, config, 10)
@@ -97,7 +99,7 @@ def log_probs(folder: Path, axis: str, model: dict[str, Any]) -> list[torch.Tens
         ("pp", {"lora_rank": 4}, 2e-5),
     ],
 )
-def test_the_policy_s_base_and_its_casts_are_cut_as_it_is(
+def test_the_policy_s_base_and_its_casts_are_split_like_the_policy(
     tiny_dir: Path, axis: str, model: dict[str, Any], error: float
 ) -> None:
     alone = log_probs(tiny_dir, axis, model)
@@ -106,16 +108,16 @@ def test_the_policy_s_base_and_its_casts_are_cut_as_it_is(
             torch.testing.assert_close(own, expected, atol=error, rtol=0)
 
 
-def held(folder: Path, tp: int, **settings: Any) -> RoleModelSpec:
+def spec_of(folder: Path, tp: int, **settings: Any) -> RoleModelSpec:
     model = ModelConfig(path=str(folder / "model"))
     return RoleModelSpec("", model, parallel=ParallelConfig(tp=tp), **settings)
 
 
-def test_a_model_is_refused_by_the_key_of_its_role_before_it_has_weights(
+def test_an_impossible_tp_size_is_rejected_by_the_key_of_its_role(
     one_layer_dir: Path,
 ) -> None:
-    held(one_layer_dir, 2).check_axes(2)
+    spec_of(one_layer_dir, 2).check_axes(2)
     with pytest.raises(ConfigError, match=r"^critic.parallel.tp=3 does not divide .* \d+"):
-        held(one_layer_dir, 3, section="critic.model", head="scalar").check_axes(3)
+        spec_of(one_layer_dir, 3, section="critic.model", head="scalar").check_axes(3)
     with pytest.raises(ConfigError, match=r"^parallel.tp=3 does not divide"):
-        held(one_layer_dir, 3).check_axes(3)
+        spec_of(one_layer_dir, 3).check_axes(3)

@@ -66,18 +66,18 @@ def row_of(rows: DataProto, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, rows.batch["response_mask"][number][: len(tokens) - 1].bool()
 
 
-def test_weights_are_transformers_own_by_the_seed_and_refused_without_it(folder: Path) -> None:
-    made = load_model(model_of(folder), "token")
+def test_random_weights_equal_those_of_transformers_and_need_a_seed(folder: Path) -> None:
+    model = load_model(model_of(folder), "token")
     for name, weight in plain(folder).state_dict().items():
-        assert torch.equal(made.state_dict()[name], weight), name
+        assert torch.equal(model.state_dict()[name], weight), name
     other = load_model(replace(model_of(folder), random_init_seed=SEED + 1), "token")
-    embedding = made.get_input_embeddings().weight
+    embedding = model.get_input_embeddings().weight
     assert not torch.equal(other.get_input_embeddings().weight, embedding)
     with pytest.raises(ConfigError, match="no weights.*model.random_init_seed=<number>"):
         load_model(replace(model_of(folder), random_init_seed=None), "token")
 
 
-def test_supervised_fine_tuning_learns_from_the_loss_of_plain_transformers(folder: Path) -> None:
+def test_supervised_fine_tuning_has_the_loss_of_transformers_and_learns(folder: Path) -> None:
     model = TrainedModelConfig(path=str(folder / "model"), random_init_seed=SEED)
     worker = started(SFTWorker, RowWorkerConfig(model=model), 10)
     worker.engine.optimizer.param_groups[0]["lr"] = 1e-2
@@ -92,22 +92,22 @@ def test_supervised_fine_tuning_learns_from_the_loss_of_plain_transformers(folde
 
 
 def test_gradient_checkpointing_saves_memory_and_keeps_gradients(folder: Path) -> None:
-    batch, found, saved = make_batch(4), [], []
+    batch, grads, saved = make_batch(4), [], []
     for checkpointing in (False, True):
         config = config_of(folder, enable_gradient_checkpointing=checkpointing)
         actor = started(ActorWorker, config, 10)
-        kept: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
-        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+        def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         weights = {p.untyped_storage().data_ptr() for p in actor.engine.module.parameters()}
         actor.engine.module.train()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found.append(gradients(actor, batch, ACTOR_COLUMNS))
-        saved.append(sum(size for pointer, size in kept.items() if pointer not in weights))
+            grads.append(gradients(actor, batch, ACTOR_COLUMNS))
+        saved.append(sum(size for pointer, size in sizes.items() if pointer not in weights))
     assert saved[1] < 0.6 * saved[0]
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=0, msg=name)
+    for name, gradient in grads[0].items():
+        torch.testing.assert_close(grads[1][name], gradient, rtol=0, atol=0, msg=name)

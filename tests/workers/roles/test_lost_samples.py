@@ -1,4 +1,4 @@
-"""A rollout group loses ranks during generation: finished samples stay, others are repeated."""
+"""A rollout group loses ranks during generation: only unfinished samples are repeated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from workers.roles.rollout import RolloutWorker
 from workers.rollout.build import build_engine
 from workers.rollout.client import RolloutClient, Submission
 
-MADE: Counter[str] = Counter()
-"""By name, how often a sample was asked for of ranks that lived."""
+REQUESTS: Counter[str] = Counter()
+"""Requests per sample to ranks that live."""
 
 
 class Sampler(RolloutWorker):
@@ -35,13 +35,13 @@ class Sampler(RolloutWorker):
 
     def requests_of(self, data: DataProto) -> Any:
         requests = super().requests_of(data)
-        MADE.update(request.name for request in requests)
+        REQUESTS.update(request.name for request in requests)
         return requests
 
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    MADE.clear()
+    REQUESTS.clear()
     monkeypatch.setattr(future, "AFTER_DEATH_S", 0.0)
 
 
@@ -52,15 +52,15 @@ def engines(config: WorkersConfig, count: int, dead: tuple[int, ...] = ()) -> An
     return group
 
 
-def equal(one: DataProto, other: DataProto) -> bool:
-    reasons = [each.non_tensor_batch["finish_reason"].tolist() for each in (one, other)]
-    columns = one.batch.keys() == other.batch.keys()
-    same = all(torch.equal(column, other.batch[name]) for name, column in one.batch.items())
+def equal(samples: DataProto, other: DataProto) -> bool:
+    reasons = [batch.non_tensor_batch["finish_reason"].tolist() for batch in (samples, other)]
+    columns = samples.batch.keys() == other.batch.keys()
+    same = all(torch.equal(column, other.batch[name]) for name, column in samples.batch.items())
     return columns and same and reasons[0] == reasons[1]
 
 
 @pytest.mark.parametrize(
-    ("engine", "dead", "kept", "then"),
+    ("engine", "dead", "num_finished", "dead_next"),
     [
         ("native", (1,), 6, ()),
         ("native", (0, 2), 4, ()),
@@ -69,34 +69,34 @@ def equal(one: DataProto, other: DataProto) -> bool:
     ],
     ids=["one", "two", "all, then one of the next group", "one, then one of the next group"],
 )
-def test_lost_rows_alone_are_made_again_to_the_batch_of_an_undisturbed_group(
+def test_only_lost_samples_are_repeated_and_the_batch_is_the_same(
     one_layer_dir: Path,
     engine: str,
     dead: tuple[int, ...],
-    kept: int,
-    then: tuple[int, ...],
+    num_finished: int,
+    dead_next: tuple[int, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config, prompts = tiny_config(one_layer_dir), prompt_batch(10)
     config.actor_rollout_ref.rollout.name = engine
-    whole = RolloutClient(engines(config, 1)).generate(prompts)
-    MADE.clear()
-    of_next, numbers_kept = [then, ()], list[int]()
+    expected = RolloutClient(engines(config, 1)).generate(prompts)
+    REQUESTS.clear()
+    dead_ranks, finished = [dead_next, ()], list[int]()
 
-    def replace(error: LostSamplesError, found: Submission) -> Any:
-        assert f"samples {len(found.missing)} (uid/index) were not finished" in str(error)
-        numbers_kept.append(found.num_samples - sum(numbers_kept))
-        return engines(config, 2, of_next.pop(0))
+    def replace(error: LostSamplesError, submission: Submission) -> Any:
+        assert f"samples {len(submission.missing)} (uid/index) were not finished" in str(error)
+        finished.append(submission.num_samples - sum(finished))
+        return engines(config, 2, dead_ranks.pop(0))
 
-    assert equal(RolloutClient(engines(config, 3, dead)).generate(prompts, replace), whole)
-    assert numbers_kept[0] == kept
+    assert equal(RolloutClient(engines(config, 3, dead)).generate(prompts, replace), expected)
+    assert finished[0] == num_finished
     assert f"role rank {dead[0]} of 3 (here): gone The other ranks finish" in caplog.text
-    assert len(numbers_kept) == (2 if then else 1)
-    assert set(MADE.values()) == {1}, "by ranks that live every sample is made once"
-    assert len(MADE) == 10
+    assert len(finished) == (2 if dead_next else 1)
+    assert set(REQUESTS.values()) == {1}, "a live rank repeated a sample"
+    assert len(REQUESTS) == 10
 
 
-def test_a_group_that_is_not_replaced_ends_the_generation_with_the_names_of_what_is_lost(
+def test_without_a_new_group_the_error_names_the_lost_samples(
     one_layer_dir: Path,
 ) -> None:
     words = r"Of 10 samples 4 \(uid/index\) were not finished: 2-0/0, 2-0/1, 3-0/0, 3-0/1\."

@@ -1,4 +1,4 @@
-"""The workers of preference training: neither passes, padding nor ranks change the result."""
+"""The workers of preference training: passes, padding and ranks do not change the result."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def batch_of(loss: str) -> DataProto:
 
 
 def config_of(
-    one_layer_dir: Path, loss: str, rows_of_a_pass: int | None = None, packed: bool = True
+    one_layer_dir: Path, loss: str, rows_per_pass: int | None = None, packed: bool = True
 ) -> PreferenceWorkerConfig:
     path = str(one_layer_dir / "model")
     data = RowDataConfig(
-        use_dynamic_bsz=rows_of_a_pass is None, micro_batch_size_per_gpu=rows_of_a_pass or 8
+        use_dynamic_bsz=rows_per_pass is None, micro_batch_size_per_gpu=rows_per_pass or 8
     )
     return PreferenceWorkerConfig(
         model=TrainedModelConfig(path=path, use_remove_padding=packed),
@@ -72,23 +72,23 @@ def trained(one_layer_dir: Path, loss: str, *settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss", ["dpo", "orpo", "kto"])
-def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, one_layer_dir: Path) -> None:
+def test_passes_padding_and_ranks_do_not_change_an_update(loss: str, one_layer_dir: Path) -> None:
     alone = trained(one_layer_dir, loss)
     assert alone["metrics"][1]["train/loss"] < alone["metrics"][0]["train/loss"]
-    ranks = run_kept(2, trained, one_layer_dir, loss, 1)  # three passes beside two and a dummy
+    ranks = run_kept(2, trained, one_layer_dir, loss, 1)  # three passes, and two with a dummy
     others = [
         trained(one_layer_dir, loss, 2),
         trained(one_layer_dir, loss, None, False),
         {"metrics": ranks[1]["metrics"], "before": torch.cat([rank["before"] for rank in ranks])},
     ]
     for other in others:
-        for own, expected in zip(other["metrics"], alone["metrics"], strict=True):
-            assert own == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        for metrics, expected in zip(other["metrics"], alone["metrics"], strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
         torch.testing.assert_close(other["before"], alone["before"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo", "kto"])
-def test_a_dummy_gives_no_loss_and_no_gradient(loss: str, one_layer_dir: Path) -> None:
+def test_a_dummy_row_has_no_loss_and_no_gradient(loss: str, one_layer_dir: Path) -> None:
     worker = PreferenceWorker(config_of(one_layer_dir, loss))
     columns = {name: torch.zeros_like(column[:1]) for name, column in batch_of(loss).batch.items()}
     log_probs = torch.zeros(columns["response_mask"].shape, requires_grad=True)
@@ -104,11 +104,11 @@ def test_the_reference_is_the_model_before_training(one_layer_dir: Path) -> None
     batch, config = batch_of("dpo"), config_of(one_layer_dir, "dpo")
     config.model.lora_rank = 4
     worker = started(PreferenceWorker, config, 10)
-    apart = started(PreferenceReferenceWorker, config)
-    expected = apart.compute_ref_log_prob(batch).batch["response_log_probs"]
+    separate = started(PreferenceReferenceWorker, config)
+    expected = separate.compute_ref_log_prob(batch).batch["response_log_probs"]
     for _ in range(2):
-        found = worker.compute_ref_log_prob(batch).batch["response_log_probs"]
-        assert torch.equal(found, expected)  # the adapters are off, trained or not
-        assert worker.reference_checksum() == apart.reference_checksum()
+        log_probs = worker.compute_ref_log_prob(batch).batch["response_log_probs"]
+        assert torch.equal(log_probs, expected)  # computed without the adapters
+        assert worker.reference_checksum() == separate.reference_checksum()
         worker.update_model(batch)
     assert not torch.equal(worker.compute_log_prob(batch).batch["response_log_probs"], expected)

@@ -29,39 +29,39 @@ def actor_of(one_layer_dir: Path, **actor: Any) -> ActorWorker:
     return started(ActorWorker, config, 10)
 
 
-def whole(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
+def mini_batch_of(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
     rows = Rows.take(data, (*INPUTS, *names), actor.world_size)
     return mini_batch(rows, 0, 1, actor.engine.groups.data)
 
 
-def gradients_of(actor: ActorWorker, parts: str, budget: MicroBatchBudget) -> Gradients:
+def gradients_of(actor: ActorWorker, losses: str, budget: MicroBatchBudget) -> Gradients:
     """Return the gradients of the policy's loss, of PTX, or of both in one step."""
     engine = actor.engine
     policy = own_chunk(make_batch(POLICY), actor.rank, actor.world_size)
     text = own_chunk(text_rows(TEXT), actor.rank, actor.world_size)
-    text_batch = whole(actor, text)
+    text_batch = mini_batch_of(actor, text)
     with engine.running(engine.optimizer):
-        if parts == "ptx":
+        if losses == "ptx":
             engine.forward_backward(text_batch, budget, actor.ptx_loss)
         else:
-            batch = whole(actor, policy, "old_log_probs", "advantages")
+            batch = mini_batch_of(actor, policy, "old_log_probs", "advantages")
             engine.forward_backward(batch, budget, actor.objective(policy).loss)
-            if parts == "both":
+            if losses == "both":
                 engine.forward_backward(text_batch, budget, actor.ptx_loss)
         engine.sum_gradients()
-    found = {}
-    for name, weight in engine.module.named_parameters():
-        found[name] = full_tensor(weight.grad).clone()
+    weights = engine.module.named_parameters()
+    gradients = {name: full_tensor(weight.grad).clone() for name, weight in weights}
     engine.optimizer.zero_grad()
-    return found
+    return gradients
 
 
-def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_loss(
+def test_the_gradient_is_the_policy_s_plus_the_scaled_language_model_gradient(
     one_layer_dir: Path,
 ) -> None:
     actor = actor_of(one_layer_dir)
     policy, ptx, both = (
-        gradients_of(actor, parts, MicroBatchBudget(rows=3)) for parts in ("policy", "ptx", "both")
+        gradients_of(actor, losses, MicroBatchBudget(rows=3))
+        for losses in ("policy", "ptx", "both")
     )
     assert_equal_gradients(both, {name: policy[name] + ptx[name] for name in policy})
 
@@ -78,7 +78,7 @@ def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_lo
         assert (ptx[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_the_cut_into_passes_does_not_show(one_layer_dir: Path) -> None:
+def test_the_division_into_passes_does_not_change_the_gradient(one_layer_dir: Path) -> None:
     actor = actor_of(one_layer_dir)
     expected = gradients_of(actor, "both", MicroBatchBudget(rows=POLICY))
     assert_equal_gradients(gradients_of(actor, "both", MicroBatchBudget(tokens=25)), expected)
@@ -94,7 +94,7 @@ def on_ranks(one_layer_dir: Path, strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_two_ranks_train_as_one(one_layer_dir: Path, strategy: str) -> None:
+def test_two_ranks_train_like_one(one_layer_dir: Path, strategy: str) -> None:
     alone = on_ranks(one_layer_dir, strategy)
     ranks = run_kept(2, on_ranks, one_layer_dir, strategy)
     assert_equal_gradients(ranks[0]["gradients"], alone["gradients"])
@@ -102,18 +102,18 @@ def test_two_ranks_train_as_one(one_layer_dir: Path, strategy: str) -> None:
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-def test_every_optimizer_step_has_its_share_of_the_rows(one_layer_dir: Path) -> None:
+def test_every_optimizer_step_trains_on_an_equal_share_of_the_text(one_layer_dir: Path) -> None:
     actor = actor_of(one_layer_dir, ppo_epochs=2)
-    seen: list[int] = []
+    num_rows: list[int] = []
     ptx_loss = actor.ptx_loss
 
     def counted(outputs: Any, columns: Any, batch: MiniBatch) -> Any:
-        seen.append(batch.num_rows)
+        num_rows.append(batch.num_rows)
         return ptx_loss.compute(outputs, columns, batch)
 
     actor.ptx_loss = replace(ptx_loss, compute=counted)
     metrics = actor.update_actor(make_batch(POLICY), text_rows(12))
-    assert seen == [3, 3, 3, 3]
+    assert num_rows == [3, 3, 3, 3]
     assert 3 < metrics["actor/ptx_loss"] < 5
 
 

@@ -43,17 +43,17 @@ def scores_of_a_rank(one_layer_dir: str) -> tuple[bool, torch.Tensor]:
     return reference.engine.is_sharded, reference.compute_ref_log_prob(chunk).batch["ref_log_prob"]
 
 
-def test_on_two_ranks_each_has_the_whole_model_and_scores_are_the_same(one_layer_dir: Path) -> None:
+def test_each_of_two_ranks_has_the_full_int8_model_and_the_same_scores(one_layer_dir: Path) -> None:
     (sharded, first), (_, second) = run_kept(2, scores_of_a_rank, str(one_layer_dir))
-    whole = reference_of(one_layer_dir, "int8").compute_ref_log_prob(make_batch(8))
+    by_one = reference_of(one_layer_dir, "int8").compute_ref_log_prob(make_batch(8))
     assert not sharded
     torch.testing.assert_close(
-        torch.cat([first, second]), whole.batch["ref_log_prob"], atol=1e-2, rtol=0
+        torch.cat([first, second]), by_one.batch["ref_log_prob"], atol=1e-2, rtol=0
     )
 
 
 def test_a_teacher_scores_with_int8(one_layer_dir: Path) -> None:
-    batch, found = make_batch(8), []
+    batch, scores = make_batch(8), []
     for quantization in (None, "int8"):
         config = tiny_config(one_layer_dir)
         path = config.actor_rollout_ref.model.path
@@ -61,15 +61,15 @@ def test_a_teacher_scores_with_int8(one_layer_dir: Path) -> None:
         config.distillation = DistillationConfig(teacher_model=teacher)
         worker = started(TeacherWorker, config)
         assert is_quantized(worker.engine.module) == bool(quantization)
-        found.append(inside(worker.compute_teacher_log_prob(batch), "teacher_log_prob", batch))
-    assert 1e-6 < float((found[0] - found[1]).abs().mean()) < 0.02
+        scores.append(inside(worker.compute_teacher_log_prob(batch), "teacher_log_prob", batch))
+    assert 1e-6 < float((scores[0] - scores[1]).abs().mean()) < 0.02
 
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_reward_model_scores_with_int8(
     one_layer_dir: Path, classifier: Path, listed: bool
 ) -> None:
-    batch, found = make_batch(6), []
+    batch, scores = make_batch(6), []
     for quantization in (None, "int8"):
         config = tiny_config(one_layer_dir)
         path = str(classifier)
@@ -83,9 +83,9 @@ def test_a_reward_model_scores_with_int8(
         worker = started(RewardModelWorker, config)
         assert is_quantized(worker.engine.module) == bool(quantization)
         assert not isinstance(worker.engine.module.score.weight, Int8Weight)
-        found.append(worker.compute_rm_score(batch).batch["rm_scores"].sum(dim=1))
-    assert float((found[0] - found[1]).abs().max()) < 0.05 * float(found[0].abs().max())
-    assert not torch.equal(*found)
+        scores.append(worker.compute_rm_score(batch).batch["rm_scores"].sum(dim=1))
+    assert float((scores[0] - scores[1]).abs().max()) < 0.05 * float(scores[0].abs().max())
+    assert not torch.equal(*scores)
 
 
 def updated(one_layer_dir: Path, quantization: str | None) -> tuple[Any, ...]:
@@ -94,31 +94,31 @@ def updated(one_layer_dir: Path, quantization: str | None) -> tuple[Any, ...]:
     config.actor_rollout_ref.rollout.quantization = quantization
     actor = started(ActorWorker, config, 10)
     rollout = beside(actor, RolloutWorker, config)
-    found = []
+    metrics = []
     for version in range(2):
         assert rollout.update_weights(version).error is None
         assert rollout.weights_checksum() == actor.weights_checksum()
-        found.append(learned(actor.update_actor(make_batch(8, seed=version))))
+        metrics.append(learned(actor.update_actor(make_batch(8, seed=version))))
     owns = rollout.engine.owns_weights
-    return found, actor.weights_checksum(), owns, is_quantized(actor.engine.module)
+    return metrics, actor.weights_checksum(), owns, is_quantized(actor.engine.module)
 
 
-def test_an_actor_beside_an_int8_rollout_learns_bit_for_bit_as_without(one_layer_dir: Path) -> None:
+def test_an_int8_rollout_does_not_change_the_actor_bit_for_bit(one_layer_dir: Path) -> None:
     plain, rounded = (updated(one_layer_dir, quantization) for quantization in (None, "int8"))
     assert rounded[:2] == plain[:2]
     assert (plain[2:], rounded[2:]) == ((False, False), (True, False))
 
 
-def test_a_references_checksum_is_of_what_it_computes_with(one_layer_dir: Path) -> None:
-    plain, rounded, again = (reference_of(one_layer_dir, q) for q in (None, "int8", "int8"))
+def test_a_reference_s_checksum_is_of_its_rounded_weights(one_layer_dir: Path) -> None:
+    plain, rounded, repeated = (reference_of(one_layer_dir, q) for q in (None, "int8", "int8"))
     named = {name: weight.float() for name, weight in plain.engine.module.named_parameters()}
     for name, weight in rounded.engine.module.named_parameters():
         named[name] = weight.floats() if isinstance(weight, Int8Weight) else weight
     assert rounded.weights_checksum() == checksum_of(named.items())
-    assert rounded.weights_checksum() == again.weights_checksum() != plain.weights_checksum()
+    assert rounded.weights_checksum() == repeated.weights_checksum() != plain.weights_checksum()
 
 
-def test_a_sampler_keeps_the_weights_that_it_has_read(one_layer_dir: Path) -> None:
+def test_a_sampler_rounds_the_weights_like_a_reference(one_layer_dir: Path) -> None:
     config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.rollout.quantization = "int8"
     sampler, reference = started(SamplerWorker, config), reference_of(one_layer_dir, "int8")

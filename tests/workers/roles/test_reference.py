@@ -22,7 +22,7 @@ def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir: Path) -
     assert set(scores.batch.keys()) == {"ref_log_prob"}
 
 
-def test_a_reference_of_its_own_folder_is_that_model_also_beside_an_actor_with_adapters(
+def test_a_reference_with_its_own_folder_is_that_model_without_adapters(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     with_doubled_head(tiny_dir, tmp_path)
@@ -32,6 +32,6 @@ def test_a_reference_of_its_own_folder_is_that_model_also_beside_an_actor_with_a
     config.actor_rollout_ref.ref.model.path = str(tmp_path)
     config.actor_rollout_ref.model.lora_rank = 2
     assert ReferenceWorker.role_model(config).model.lora_rank == 0
-    three = (config, as_actor, tiny_config(tiny_dir))
-    hashes = [started(ReferenceWorker, each).weights_checksum() for each in three]
+    configs = (config, as_actor, tiny_config(tiny_dir))
+    hashes = [started(ReferenceWorker, c).weights_checksum() for c in configs]
     assert hashes[0] == hashes[1] != hashes[2]

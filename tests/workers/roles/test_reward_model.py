@@ -67,7 +67,7 @@ def test_a_critic_from_a_classifier_of_several_labels_starts_at_zero(
     assert values.abs().max() == 0
 
 
-def test_a_critic_reads_the_head_of_a_pickle(
+def test_a_critic_reads_the_head_from_pytorch_model_bin(
     tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
@@ -83,12 +83,12 @@ def test_a_critic_reads_the_head_of_a_pickle(
     assert values.abs().max() > 0
 
 
-def test_a_model_without_a_score_head_is_refused(tiny_dir: Path) -> None:
+def test_a_model_without_a_score_head_is_rejected(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="it is not a reward model with one output"):
         scorer(tiny_dir, tiny_dir / "model")
 
 
-def test_another_tokenizer_than_the_actor_s_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_than_the_actor_s_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir / "model")

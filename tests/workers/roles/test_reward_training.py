@@ -66,14 +66,14 @@ def exported(worker: RewardTrainingWorker, folder: Path) -> Path:
     return folder / "huggingface"
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for own, metrics in zip(found["metrics"], expected["metrics"], strict=True):
-        assert own == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(found["scores"], expected["scores"], atol=1e-3, rtol=0)
+def assert_same(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    for metrics, of_expected in zip(results["metrics"], expected["metrics"], strict=True):
+        assert metrics == pytest.approx(of_expected, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(results["scores"], expected["scores"], atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("settings", [{"center_coef": 0.1}, {"score_at": "legacy_mean"}])
-def test_cut_padding_and_gradient_checkpointing_do_not_change_an_update(
+def test_passes_padding_and_gradient_checkpointing_do_not_change_an_update(
     settings: Settings, one_layer_dir: Path
 ) -> None:
     folder = one_layer_dir / "model"
@@ -91,13 +91,13 @@ CASES: list[tuple[Settings, Settings]] = [
 ]
 
 
-def each_trained(path: Path) -> list[dict[str, Any]]:
+def train_all_cases(path: Path) -> list[dict[str, Any]]:
     return [trained(path, model, settings) for model, settings in CASES]
 
 
-def test_two_ranks_train_as_one(one_layer_dir: Path) -> None:
-    ranks = run_kept(2, each_trained, one_layer_dir / "model")
-    for case, alone in enumerate(each_trained(one_layer_dir / "model")):
+def test_two_ranks_train_like_one(one_layer_dir: Path) -> None:
+    ranks = run_kept(2, train_all_cases, one_layer_dir / "model")
+    for case, alone in enumerate(train_all_cases(one_layer_dir / "model")):
         scores = torch.cat([rank[case]["scores"] for rank in ranks])
         assert_same(ranks[0][case] | {"scores": scores}, alone)
 
@@ -117,14 +117,14 @@ def test_the_metrics_are_means_over_the_pairs(one_layer_dir: Path) -> None:
         "train/chosen_score": scores[:, 0].mean(),
         "train/rejected_score": scores[:, 1].mean(),
     }
-    found = {name: metrics[name] for name in expected}
-    assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
+    shared = {name: metrics[name] for name in expected}
+    assert shared == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
 
 
-def test_a_loss_of_the_user_s_is_found_by_its_dotted_path(one_layer_dir: Path) -> None:
+def test_a_loss_can_be_given_by_its_dotted_path(one_layer_dir: Path) -> None:
     path = "workers.losses.pairwise.compute_pairwise_loss_log_exp"
-    found = RewardTrainingWorker(RewardTrainingConfig(loss=path)).pairwise_loss
-    assert found is PAIRWISE_LOSSES["log_exp"]
+    worker = RewardTrainingWorker(RewardTrainingConfig(loss=path))
+    assert worker.pairwise_loss is PAIRWISE_LOSSES["log_exp"]
 
 
 def test_more_padding_does_not_change_a_score(one_layer_dir: Path) -> None:
@@ -154,11 +154,11 @@ def test_ppo_scores_by_the_exported_folder_as_training_does(
     folder = exported(worker, tmp_path / "step")
     torch.testing.assert_close(scored_in_ppo(one_layer_dir, folder), scores, atol=1e-6, rtol=0)
 
-    again = worker_of(folder)  # its training goes on, head and place of the score included
+    again = worker_of(folder)  # with its head and its score position
     torch.testing.assert_close(again.compute_scores(pairs()).batch["scores"], scores)
 
 
-def test_a_folder_that_reads_scores_elsewhere_is_refused(
+def test_a_folder_with_an_unknown_score_position_is_rejected(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     folder = exported(worker_of(one_layer_dir / "model"), tmp_path / "step")
@@ -186,7 +186,7 @@ def test_a_model_with_adapters_learns_and_is_exported_merged(
     torch.testing.assert_close(scored_in_ppo(one_layer_dir, folder), scores, atol=1e-5, rtol=0)
 
 
-def test_the_adapter_and_the_head_load_by_peft(one_layer_dir: Path, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_and_the_head(one_layer_dir: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -215,21 +215,21 @@ def test_the_adapter_and_the_head_load_by_peft(one_layer_dir: Path, tmp_path: Pa
         ),
     ],
 )
-def test_a_damaged_folder_is_refused_with_the_names(
+def test_a_folder_with_a_wrong_head_is_rejected(
     change: dict[str, torch.Tensor | None], problem: str, one_layer_dir: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = exported(worker_of(one_layer_dir / "model"), tmp_path / "step")
     tensors = load_file(folder / "model.safetensors") | change
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=problem):
         scored_in_ppo(one_layer_dir, folder)
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom"])
-def test_every_family_of_models_learns_and_transformers_gives_its_scores(
+def test_a_model_family_learns_and_transformers_computes_the_same_scores(
     family: str, tmp_path: Path
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
