@@ -72,6 +72,7 @@ def test_every_rule_of_a_field_is_next_to_its_key() -> None:
 
 
 def test_comments_are_wrapped_at_100_columns() -> None:
+    PPO.load_registries()
     tree = compose_tree(known_settings([], PPO), PPO)
     lines = annotated_yaml(tree, PPO.schema, meanings=True).splitlines()
     assert [line for line in lines if len(line) > 100] == []
