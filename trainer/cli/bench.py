@@ -1,6 +1,6 @@
 """usage: verl-like bench overlap RUN_DIR
        verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
-           [--generators 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
+           [--generators 1,2] [--trainers 1] [--max-staleness 0,1,4] [--json] ...
 
 `overlap` predicts how fast an asynchronous run would be. It reads the seconds of each phase from a
 run, or from the options, and simulates several numbers of generators: seconds per step, speed-up
@@ -136,10 +136,10 @@ def overlap(arguments: Sequence[str]) -> None:
             )
     rows = []
     for setup in setups:
-        for bound in sorted({0, *options.staleness}):
+        for bound in sorted({0, *options.max_staleness}):
             name = f"staleness {bound}" if bound else "synchronous"
             rows.append(PredictedRun.of(name, phases, replace(setup, max_staleness=bound)))
-    widest = replace(setups[0], max_staleness=max(options.staleness))
+    widest = replace(setups[0], max_staleness=max(options.max_staleness))
     ratios = []
     for generators, trainers in RATIOS:
         setup = _resized(widest, generators, trainers)
@@ -262,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=_Numbers(float, 0))
     add("--generators", type=_Numbers(int, 1), default=[1, 2])
     add("--trainers", type=_Numbers(int, 1), default=[1])
-    add("--staleness", type=_Numbers(int, 0, some_at_least=1), default=[0, 1, 4])
+    add("--max-staleness", type=_Numbers(int, 0, some_at_least=1), default=[0, 1, 4])
     add("--chunks", type=_Number(int, 0), default=0)
     add("--max-inflight", type=_Number(int, 0), default=0)
     add("--immediate-weights", action="store_true")

@@ -15,7 +15,7 @@ default, a reply has at most 512 tokens, each the most likely one (--temperature
 
 usage: verl-like chat MODEL --environment FILE.py:CLASS
            [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON]
-           [--turns N]
+           [--max-turns N]
 
 This form plays one trajectory. Press Enter for a turn of the model, or write a
 turn yourself. From a pipe, each line is a turn, then the model continues by
@@ -174,7 +174,7 @@ def talk(chat: Chat) -> None:
 
 
 def play(chat: Chat, options: argparse.Namespace) -> None:
-    """Play one trajectory turn by turn, until it ends or has `--turns` turns."""
+    """Play one trajectory turn by turn, until it ends or has `--max-turns` turns."""
     tools = [in_full(path) for path in options.tools]
     forms = forms_of(str(chat.tokenizer.chat_template))
     spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools, call_parser=forms)
@@ -194,7 +194,7 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
         rewards: list[float] = []
         if "failed" not in first:
             trajectory = ChatTrajectory(chat, host, row["prompt"], first)
-            for _ in range(options.turns):
+            for _ in range(options.max_turns):
                 answer = trajectory.turn()
                 if answer is None:
                     break
@@ -299,5 +299,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--tools", nargs="+", default=[])
     add("--kwargs", type=json_object, default={})
     add("--row", type=json_object, default={})
-    add("--turns", type=int, default=8)
+    add("--max-turns", type=int, default=8)
     return parser

@@ -1,6 +1,6 @@
 """usage: verl-like check-environment FILE.py:CLASS|PREFIX:ID [--say TEXT ...]
-           [--turns N] [--row JSON] [--kwargs JSON]
-           [--tools FILE.py:FUNCTION ...] [--step-s SECONDS]
+           [--max-turns N] [--row JSON] [--kwargs JSON]
+           [--tools FILE.py:FUNCTION ...] [--step-timeout-s SECONDS]
 
 Plays an environment without a model:
 
@@ -9,9 +9,9 @@ Plays an environment without a model:
 PREFIX:ID names one of another package, such as gymnasium:FrozenLake-v1. Each
 TEXT (default: 1 2 3) is the policy's response in a turn; the last one is
 repeated. It prints the observations, the time per step, and the reward at the
-end or after --turns turns (8). It checks that the same seed gives the same
+end or after --max-turns turns (8). It checks that the same seed gives the same
 trajectory, also when two run concurrently. If the environment raises, takes
-longer than --step-s seconds (30) for a reply or is otherwise wrong, the exit
+longer than --step-timeout-s seconds (30) for a reply or is otherwise wrong, the exit
 code is 1.
 """
 
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("verl-like check-environment", add_help=False)
     parser.add_argument("path")
     parser.add_argument("--say", nargs="+", default=["1", "2", "3"])
-    parser.add_argument("--turns", type=_above_0, default=8)
-    parser.add_argument("--step-s", type=_above_0, default=30.0)
+    parser.add_argument("--max-turns", type=_above_0, default=8)
+    parser.add_argument("--step-timeout-s", type=_above_0, default=30.0)
     parser.add_argument("--row", type=json_object, default={})
     parser.add_argument("--kwargs", type=json_object, default={})
     parser.add_argument("--tools", nargs="+", default=[])
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> None:
     tools = [in_full(path) for path in options.tools]
     spec = EnvironmentSpec(in_full(options.path), options.kwargs, tools)
     row = {"prompt": "", **options.row}
-    with closing(EnvironmentHost(spec, options.step_s)) as host:
-        lines, problems = check(host, row, options.say, options.turns)
+    with closing(EnvironmentHost(spec, options.step_timeout_s)) as host:
+        lines, problems = check(host, row, options.say, options.max_turns)
     print(*lines, sep="\n")
     if problems:
         print(*[f"error: {problem}" for problem in problems], sep="\n", file=sys.stderr)

@@ -28,7 +28,7 @@ def test_the_table_has_seconds_speed_up_and_limit_of_each_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "240")
-    lines = printed(capsys, *SECONDS, "--generators=1", "--staleness=0,1").splitlines()
+    lines = printed(capsys, *SECONDS, "--generators=1", "--max-staleness=0,1").splitlines()
     runs = [line.split() for line in lines[2:5]]
     assert runs[1][:5] == ["1", "1", "synchronous", "2.4", "1.00"]
     assert runs[1][-2:] == ["staleness", "bound"]

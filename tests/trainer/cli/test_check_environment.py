@@ -47,7 +47,11 @@ def test_tools_are_listed_and_called(capsys: pytest.CaptureFixture[str]) -> None
         ("Clock", (), "the same seed gives a different trajectory from reply 1 on"),
         ("Own", (), "two samples of a prompt begin with different observations"),
         ("Strange", ("--kwargs", '{"answer": "no"}'), "ValueError: the reward is None, not a"),
-        ("Hangs", ("--row", '{"number": 0}', "--step-s", "0.5"), "no answer within environment"),
+        (
+            "Hangs",
+            ("--row", '{"number": 0}', "--step-timeout-s", "0.5"),
+            "no answer within environment",
+        ),
     ],
 )
 def test_a_faulty_environment_is_an_error(
@@ -74,7 +78,7 @@ def test_a_parameter_of_reset_that_is_no_column_is_an_error(
 
 
 def test_an_unfinished_episode_has_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
-    main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--turns", "3"])
+    main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--max-turns", "3"])
     output = capsys.readouterr().out
     assert "not ended after 3 turns. If environment.max_turns ended it there, " in output
     assert "its reward would be 1.5\n" in output

@@ -316,7 +316,7 @@ def test_an_environment_is_played_by_hand_and_by_the_model(played: Path, chat_wi
         ["environment: end, reward 1", "2 turns, reward 0.75"],
         ["environment: end, reward 1", "3 turns, reward 0.5"],
     )
-    by_model = chat_with(played, "count.py:Count", "", "--turns", "1")
+    by_model = chat_with(played, "count.py:Count", "", "--max-turns", "1")
     assert by_model[1].startswith("policy: ")
     assert by_model[2:] == ["environment: 'no', reward -0.25", "1 turns, reward -0.25"]
 
