@@ -49,7 +49,7 @@ def test_tools_are_listed_and_called(capsys: pytest.CaptureFixture[str]) -> None
         ("Strange", ("--kwargs", '{"answer": "no"}'), "ValueError: the reward is None, not a"),
         (
             "Hangs",
-            ("--row", '{"number": 0}', "--step-timeout-s", "0.5"),
+            ("--row", '{"number": 0}', "--step-timeout-s=0.5"),
             "no answer within environment",
         ),
     ],
