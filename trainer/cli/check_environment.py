@@ -11,8 +11,8 @@ TEXT (default: 1 2 3) is the policy's response in a turn; the last one is
 repeated. It prints the observations, the time per step, and the reward at the
 end or after --max-turns turns (8). It checks that the same seed gives the same
 trajectory, also when two run concurrently. If the environment raises, takes
-longer than --step-timeout-s seconds (30) for a reply or is otherwise wrong, the exit
-code is 1.
+longer than --step-timeout-s seconds (30) for a reply or is otherwise wrong, the
+exit code is 1.
 """
 
 from __future__ import annotations
