@@ -71,7 +71,7 @@ class Simulated(ProcessTransport):
             at = self._free_at[rank]
         packed = _header(call.role, call.method, rank, began, seconds, **fields).packed()
         return Pending(
-            rank, Later(payload if call.counts else None, at), Later(packed, at), call.role
+            rank, Later(payload if call.sends_result else None, at), Later(packed, at), call.role
         )
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:

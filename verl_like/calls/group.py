@@ -200,7 +200,7 @@ class BoundMethod:
                     name: packer.pack(_resolved(values[place]), parts)
                     for name, values in split_kwargs.items()
                 },
-                counts=not self.call.returns_batch or place in collecting,
+                sends_result=not self.call.returns_batch or place in collecting,
             )
             if call.concurrent and parts:
                 raise DispatchError(

@@ -67,9 +67,9 @@ class Call:
     """One method call on one worker.
 
     With `returns_batch`, the result may be passed on to other workers, so the payload travels apart
-    from its header. `counts` is False for a rank that shares its model with a rank whose result is
-    collected: only its header comes back. A call with `concurrent` runs at once in its own thread,
-    and has no slots.
+    from its header. `sends_result` is False for a rank that shares its model with a rank whose
+    result is collected: only its header comes back. A call with `concurrent` runs at once in its
+    own thread, and has no slots.
     """
 
     role: str
@@ -77,7 +77,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     returns_batch: bool = False
-    counts: bool = True
+    sends_result: bool = True
     concurrent: bool = False
 
 

@@ -13,23 +13,16 @@ import contextlib
 import copy
 import faulthandler
 import gc
-import io
 import os
 import pickle
-import random
-import shutil
-import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import CoroutineType
-from typing import Any, TextIO
+from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -41,7 +34,7 @@ from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.result import split_result
 from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, chunk_of, unpack
 from verl_like.errors import WorkerError
-from verl_like.masking import add_secrets, mask_text
+from verl_like.masking import add_secrets
 from verl_like.process.info import (
     ProcessInfo,
     environment,
@@ -49,6 +42,7 @@ from verl_like.process.info import (
     torchrun_environment,
 )
 from verl_like.process.random_state import get_random_state, set_random_state
+from verl_like.process.role_log import RoleState
 from verl_like.process.store import open_store
 from verl_like.process.worker import Worker, construction, device_of
 from verl_like.registry import module_of_file
@@ -135,7 +129,7 @@ class WorkerHost:
 
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in order; the header carries the first error, if there is one."""
-        return self._answer(START, lambda: self._begin(master))[1]
+        return self._answer(START, self._begin, master)[1]
 
     def started(self) -> Header:
         """Return the header that `start` returned, so that another driver can read it."""
@@ -158,7 +152,7 @@ class WorkerHost:
         A concurrent call comes in its own thread. It leaves the process's random state and log as
         they are, because another role's call may be using them.
         """
-        return self._answer(call.method, lambda: self._run(call, parts), call.role)
+        return self._answer(call.method, self._run, call, parts, role=call.role)
 
     def stacks(self) -> str:
         """Return the Python stacks of the threads that are in a call, newest frame last."""
@@ -260,7 +254,7 @@ class WorkerHost:
         result.shard = chunk.shard if chunk else None
         fields["keys"] = *result.columns, *result.non_tensor_batch
         fields["rows"] = count_real_rows(result, chunk.num_rows if chunk else 0, where)
-        return result if call.counts else None, fields
+        return result if call.sends_result else None, fields
 
     def _enter_role(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
         """Open the role's log and make its random state the one of the process.
@@ -294,13 +288,13 @@ class WorkerHost:
             set_random_state(caller)
 
     def _answer(
-        self, method: str, work: Callable[[], Outcome], role: str | None = None
+        self, method: str, work: Callable[..., Outcome], *args: Any, role: str = ""
     ) -> tuple[Any, Header]:
         """Do the work and return its payload with a header, which carries its time or its error."""
         start, cpu = time.time(), time.process_time()
         (payload, fields), error = NOTHING, None
         try:
-            payload, fields = work()
+            payload, fields = work(*args)
         except UpstreamError as upstream:
             error = upstream.error
         except BaseException as failure:  # noqa: BLE001 - the process edge: every error travels
@@ -363,107 +357,3 @@ async def _caught(coroutine: CoroutineType[Any, Any, Any]) -> tuple[Any, BaseExc
         return await coroutine, None
     except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
         return None, error
-
-
-# --------------------------------------------------------------------------- one role of a process
-
-LONE_SURROGATES = "backslashreplace"
-"""The error handler for characters that no file can hold; samples may contain them."""
-
-
-class RoleState:
-    """One role of a process. Inside `with state:` all output goes to the role's log, too."""
-
-    def __init__(self, role: str, process_info: ProcessInfo):
-        """Seed the random state with (seed, role, rank), also if roles share the process."""
-        self.worker: Any = None
-        self.log: RotatingLog | None = None
-        self._teed: tuple[TextIO, TextIO] | None = None
-        path = process_info.log_path(role)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.log = RotatingLog(path)
-        seed = zlib.crc32(f"{process_info.seed}/{role}/{process_info.rank}".encode())
-        saved = get_random_state()
-        random.seed(seed)
-        np.random.seed(seed)
-        if torch.cuda.is_available():
-            torch.manual_seed(seed)
-        else:  # `torch.manual_seed` would keep a stack as text for every absent kind of device
-            torch.default_generator.manual_seed(seed)
-        self.random_state = get_random_state()
-        set_random_state(saved)
-
-    def close(self) -> None:
-        """Close the log; later output goes only to the process's own stream."""
-        if self.log is not None:
-            self.log.close()
-            self.log = None
-
-    def __enter__(self) -> None:
-        """Send output to the role's log, too."""
-        self._streams = sys.stdout, sys.stderr
-        if self.log is not None:
-            if self._teed != self._streams:
-                self._teed = self._streams
-                self._tees = _Tee(sys.stdout, self.log), _Tee(sys.stderr, self.log)
-            sys.stdout, sys.stderr = self._tees
-
-    def __exit__(self, *_: object) -> None:
-        """Restore the streams."""
-        sys.stdout, sys.stderr = self._streams
-
-
-class RotatingLog(io.TextIOBase):
-    """A log of limited size: when it is full, its content moves to a second file, `.1`.
-
-    The file is emptied in place, because the process writes a crash into the same open file.
-    """
-
-    LIMIT = 16 * 2**20
-    """Maximum size of each of the two files, in bytes."""
-
-    def __init__(self, path: Path) -> None:
-        """Append to the file."""
-        self._path = path
-        self._file = path.open("a", buffering=1, encoding="utf-8", errors=LONE_SURROGATES)
-        self._num_bytes = path.stat().st_size
-
-    def write(self, text: str) -> int:
-        """Append the text; a full file is first copied to `.1` and emptied."""
-        if self._num_bytes > self.LIMIT:
-            self._file.flush()
-            shutil.copyfile(self._path, self._path.with_name(self._path.name + ".1"))
-            os.truncate(self._path, 0)
-            self._num_bytes = 0
-        self._num_bytes += len(text.encode(errors=LONE_SURROGATES))
-        return self._file.write(text)
-
-    def flush(self) -> None:
-        """Write what is buffered to the file."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the log and its file."""
-        super().close()
-        self._file.close()
-
-
-class _Tee(io.TextIOBase):
-    """A stream that writes to the process's own stream and to the role's log, without secrets."""
-
-    def __init__(self, *streams: TextIO | RotatingLog):
-        self.streams = streams
-
-    def write(self, text: str) -> int:
-        masked = mask_text(text)
-        for stream in self.streams:
-            try:
-                stream.write(masked)
-            except UnicodeEncodeError as error:
-                stream.write(masked.encode(error.encoding, LONE_SURROGATES).decode(error.encoding))
-        return len(text)
-
-    def flush(self) -> None:
-        for stream in self.streams:
-            stream.flush()

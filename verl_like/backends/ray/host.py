@@ -97,8 +97,8 @@ class RayHost:
 
     def call_for_header(self, call: bytes | tuple[Any, ...], *parts: Any) -> bytes:
         """Run one method and return only its header: another rank returns the payload."""
-        does_not_count = _unpacked(call, returns_batch=True, counts=False)
-        return self._host.call(does_not_count, parts)[1].packed()
+        without_result = _unpacked(call, returns_batch=True, sends_result=False)
+        return self._host.call(without_result, parts)[1].packed()
 
 
 HostActor = ray.remote(RayHost)
@@ -120,12 +120,12 @@ def _device_index(process_info: ProcessInfo) -> int | None:
 
 
 def _unpacked(
-    call: bytes | tuple[Any, ...], returns_batch: bool = False, counts: bool = True
+    call: bytes | tuple[Any, ...], returns_batch: bool = False, sends_result: bool = True
 ) -> Call:
     """Return the call; one without arguments travels as role and method only."""
     parts: tuple[Any, ...] = pickle.loads(call) if isinstance(call, bytes) else call
     role, method, args, kwargs = parts if len(parts) == 4 else (*parts, (), {})
-    return Call(role, method, args, kwargs, returns_batch, counts)
+    return Call(role, method, args, kwargs, returns_batch, sends_result)
 
 
 def local_packages() -> list[str]:

@@ -117,14 +117,14 @@ class RayTransport(ProcessTransport):
             message = *message, call.args, call.kwargs
         # a worker cannot wait for an answer that comes over the driver's connection
         values = [part.value() if isinstance(part, AnswerPart) else part for part in parts]
-        key = rank, call.role, call.method, call.counts
+        key = rank, call.role, call.method, call.sends_result
         if key not in self._tasks:
             actor = self.actors[rank]
-            for_batch = actor.call_for_batch if call.counts else actor.call_for_header
+            for_batch = actor.call_for_batch if call.sends_result else actor.call_for_header
             method = for_batch if call.returns_batch else actor.call
             self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
         task = self._tasks[key].remote(pack(message) or message, *values)
-        payload, header = task if call.returns_batch and call.counts else (task, task)
+        payload, header = task if call.returns_batch and call.sends_result else (task, task)
         return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:

@@ -1,0 +1,125 @@
+"""A role of a worker process: its worker, its random state, and its log.
+
+state = RoleState("actor", process_info)
+with state:
+    print("this line is also in the role's log")
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from verl_like.masking import mask_text
+from verl_like.process.info import ProcessInfo
+from verl_like.process.random_state import get_random_state, set_random_state
+
+LONE_SURROGATES = "backslashreplace"
+"""The error handler for characters that no file can hold; samples may contain them."""
+
+
+class RoleState:
+    """One role of a process. Inside `with state:` all output goes to the role's log, too."""
+
+    def __init__(self, role: str, process_info: ProcessInfo):
+        """Seed the random state with (seed, role, rank), also if roles share the process."""
+        self.worker: Any = None
+        self.log: RotatingLog | None = None
+        self._teed: tuple[TextIO, TextIO] | None = None
+        path = process_info.log_path(role)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.log = RotatingLog(path)
+        seed = zlib.crc32(f"{process_info.seed}/{role}/{process_info.rank}".encode())
+        saved = get_random_state()
+        random.seed(seed)
+        np.random.seed(seed)
+        if torch.cuda.is_available():
+            torch.manual_seed(seed)
+        else:  # `torch.manual_seed` would keep a stack as text for every absent kind of device
+            torch.default_generator.manual_seed(seed)
+        self.random_state = get_random_state()
+        set_random_state(saved)
+
+    def close(self) -> None:
+        """Close the log; later output goes only to the process's own stream."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+
+    def __enter__(self) -> None:
+        """Send output to the role's log, too."""
+        self._streams = sys.stdout, sys.stderr
+        if self.log is not None:
+            if self._teed != self._streams:
+                self._teed = self._streams
+                self._tees = _Tee(sys.stdout, self.log), _Tee(sys.stderr, self.log)
+            sys.stdout, sys.stderr = self._tees
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the streams."""
+        sys.stdout, sys.stderr = self._streams
+
+
+class RotatingLog(io.TextIOBase):
+    """A log of limited size: when it is full, its content moves to a second file, `.1`.
+
+    The file is emptied in place, because the process writes a crash into the same open file.
+    """
+
+    LIMIT = 16 * 2**20
+    """Maximum size of each of the two files, in bytes."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to the file."""
+        self._path = path
+        self._file = path.open("a", buffering=1, encoding="utf-8", errors=LONE_SURROGATES)
+        self._num_bytes = path.stat().st_size
+
+    def write(self, text: str) -> int:
+        """Append the text; a full file is first copied to `.1` and emptied."""
+        if self._num_bytes > self.LIMIT:
+            self._file.flush()
+            shutil.copyfile(self._path, self._path.with_name(self._path.name + ".1"))
+            os.truncate(self._path, 0)
+            self._num_bytes = 0
+        self._num_bytes += len(text.encode(errors=LONE_SURROGATES))
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered to the file."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the log and its file."""
+        super().close()
+        self._file.close()
+
+
+class _Tee(io.TextIOBase):
+    """A stream that writes to the process's own stream and to the role's log, without secrets."""
+
+    def __init__(self, *streams: TextIO | RotatingLog):
+        self.streams = streams
+
+    def write(self, text: str) -> int:
+        masked = mask_text(text)
+        for stream in self.streams:
+            try:
+                stream.write(masked)
+            except UnicodeEncodeError as error:
+                stream.write(masked.encode(error.encoding, LONE_SURROGATES).decode(error.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in self.streams:
+            stream.flush()
