@@ -18,16 +18,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
-from typing import Any
+from functools import cache, partial, wraps
+from typing import Any, ParamSpec
 
 from verl_like.calls.future import gather
 from verl_like.errors import VerlLikeError, WeightSyncError
 from workers.weights.channel import SyncReport
-from workers.weights.connection import call_in_thread
 from workers.weights.sender import PublishReport
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 ALONE_S = 3.0
 """Seconds that one side of a sync may continue after the other has failed."""
 
@@ -36,6 +36,21 @@ class WeightsRejectedError(WeightSyncError):
     """Raised if all ranks were connected and at least one rejected the weights."""
 
 
+def _retry_if_rejected(sync: Callable[P, dict[str, float]]) -> Callable[P, dict[str, float]]:
+    """Let a sync run once more if a rank rejected the weights."""
+
+    @wraps(sync)
+    def attempt(*args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
+        try:
+            return sync(*args, **kwargs)
+        except WeightsRejectedError as error:
+            logger.warning("%s Retrying once.", error)
+            return sync(*args, **kwargs)
+
+    return attempt
+
+
+@_retry_if_rejected
 def sync_weights(
     actor_group: Any,
     rollout_group: Any,
@@ -49,19 +64,12 @@ def sync_weights(
     the rollout's dtype, or with `as_trained` in the dtype of training. If a rank rejects them, they
     are sent once more. Raises `WeightSyncError` if that fails, or if a rank is missing.
     """
-
-    def sync() -> dict[str, float]:
-        start = time.perf_counter()
-        if rollout_group.shares_processes_with(actor_group):
-            return _figures(rollout_group.update_weights(version), version, start)
-        address = actor_group.open_weight_channel()[0]
-        arguments = address, rollout_group.world_size, bucket_mb, as_trained
-        send = partial(actor_group.send_weights.remote, *arguments)
-        return _figures(
-            _transfer(actor_group, rollout_group, version, address, send), version, start
-        )
-
-    return _retry_if_rejected(sync)
+    start = time.perf_counter()
+    if rollout_group.shares_processes_with(actor_group):
+        return _figures(rollout_group.update_weights(version), version, start)
+    address, size = actor_group.open_weight_channel()[0], rollout_group.world_size
+    send = partial(actor_group.send_weights.remote, address, size, bucket_mb, as_trained)
+    return _figures(_transfer(actor_group, rollout_group, version, address, send), version, start)
 
 
 def publish_weights(
@@ -88,6 +96,7 @@ def publish_weights(
     return figures
 
 
+@_retry_if_rejected
 def deliver_weights(
     actor_group: Any, rollout_group: Any, version: int | None = None, sender: int = 0
 ) -> dict[str, float]:
@@ -99,32 +108,17 @@ def deliver_weights(
     Raises `WeightSyncError` with the errors of both sides if the delivery fails on any rank, and
     `WorkerDiedError` if a process of either side died.
     """
-
-    def deliver() -> dict[str, float]:
-        start = time.perf_counter()
-        if rollout_group.shares_processes_with(actor_group):
-            raise WeightSyncError(
-                "weights cannot be delivered to a rollout in the actor's own processes. Call "
-                "sync_weights(actor_group, rollout_group, version), which shares or copies them "
-                "within each process."
-            )
-        address, sent_version = actor_group.open_delivery.remote_on(sender, version).get()[0]
-        arguments = sender, address, rollout_group.world_size
-        send = partial(actor_group.deliver_weights.remote_on, *arguments)
-        return _figures(
-            _transfer(actor_group, rollout_group, sent_version, address, send), sent_version, start
+    start = time.perf_counter()
+    if rollout_group.shares_processes_with(actor_group):
+        raise WeightSyncError(
+            "weights cannot be delivered to a rollout in the actor's own processes. Call "
+            "sync_weights(actor_group, rollout_group, version), which shares or copies them "
+            "within each process."
         )
-
-    return _retry_if_rejected(deliver)
-
-
-def _retry_if_rejected(sync: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of a sync; repeat it once if a rank rejected the weights."""
-    try:
-        return sync()
-    except WeightsRejectedError as error:
-        logger.warning("%s Retrying once.", error)
-        return sync()
+    address, sent = actor_group.open_delivery.remote_on(sender, version).get()[0]
+    size = rollout_group.world_size
+    send = partial(actor_group.deliver_weights.remote_on, sender, address, size)
+    return _figures(_transfer(actor_group, rollout_group, sent, address, send), sent, start)
 
 
 def _transfer(
@@ -144,10 +138,10 @@ def _transfer(
 
 
 class _Side:
-    """One side of a transfer, as a future for `gather`; it fails once a rank misses the vote.
+    """One side of a transfer, for `gather`, which runs `get` of each side in a thread.
 
-    It runs in a thread, because a group of one rank may run its call in this process, and a failure
-    must reach the other side at once.
+    The threads are needed because a group of one rank may run its call in this process, and a
+    failure must reach the other side at once.
     """
 
     def __init__(
@@ -155,21 +149,22 @@ class _Side:
     ) -> None:
         self._name, self._call, self._version, self._give_up = name, call, version, give_up
         self.reports: list[SyncReport] | None = None
-        self.get: Callable[..., list[SyncReport]] = call_in_thread(name, self._reports).result
 
-    def _reports(self) -> list[SyncReport]:
+    def get(self, timeout: float | None) -> None:
+        """Run the call and store its reports; fail and stop the other side if a rank has not voted.
+
+        `timeout` is not used: each call has its deadline.
+        """
         try:
             future = self._call()
             self._name = str(future)
-            reports: list[SyncReport] = future.get()
-            self.reports = reports
+            self.reports = reports = future.get()
             if not all(report.voted for report in reports):
                 _raise_errors(reports, self._version)
         except Exception:
             with suppress(VerlLikeError):  # the sender may be gone
                 self._give_up().get(timeout=ALONE_S)
             raise
-        return reports
 
     def __str__(self) -> str:
         return self._name
