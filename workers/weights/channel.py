@@ -17,7 +17,6 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from struct import Struct
@@ -40,9 +39,7 @@ from workers.weights.checksum import (
 )
 from workers.weights.connection import (
     TRANSFER_TIMEOUT,
-    Address,
     Connection,
-    Connections,
     Manifest,
     name_errors,
 )
@@ -160,12 +157,20 @@ def _hashed(bucket: Bucket, watch: Stopwatch) -> Bucket:
 
 
 class Channel:
-    """One process's end of the transfer in one sync; rank 0 sends, all others receive."""
+    """One process's end of the transfer in one sync; rank 0 sends, all others receive.
+
+    With `drops_first`, the first bucket is not sent (fault injection).
+    """
 
     def __init__(
-        self, connection: Connection, store: SignedStore, rank: int, device: torch.device
+        self,
+        connection: Connection,
+        store: SignedStore,
+        rank: int,
+        device: torch.device,
+        drops_first: bool = False,
     ) -> None:
-        self.connection, self.rank = connection, rank
+        self.connection, self.rank, self._drops_first = connection, rank, drops_first
         self.device = device if connection.gpus is not None else HOST
         """Device of the buckets."""
         self._sign = store.sign
@@ -187,21 +192,16 @@ class Channel:
             self._rooms[index] = allocate_buffer(num_bytes, self.device)
         return self._rooms[index][:num_bytes]
 
-    def send(
-        self,
-        buckets: Iterable[Bucket],
-        summary: Callable[[], dict[str, Any]] = dict,
-        drops_first: bool = False,
-    ) -> None:
+    def send(self, buckets: Iterable[Bucket], summary: Callable[[], dict[str, Any]] = dict) -> None:
         """Broadcast the buckets, then an end marker.
 
         While one bucket is sent, the next one is taken from `buckets`, so the two must not share
-        memory. With `drops_first`, the first bucket is not sent (fault injection).
+        memory.
         """
         num_buckets, pending = 0, list[Finish]()
         for number, packed in enumerate(buckets):
             num_buckets += 1
-            if number == 0 and drops_first:
+            if number == 0 and self._drops_first:
                 continue
             bucket = self._on_device(packed, number)
             header = {"number": number, "tensors": bucket.entries}
@@ -315,36 +315,6 @@ class Channel:
         with name_errors("a broadcast could not start"):
             work: dist.Work = (group or self.connection.group).broadcast([tensor], options)
         return partial(_wait, work)
-
-
-@contextmanager
-def sending(
-    links: Connections, address: Address, num_receivers: int, device: torch.device
-) -> Iterator[Channel]:
-    """Open the sender's end at this address, once all receivers are connected."""
-    with (
-        links.store(address) as store,
-        links.sending(address, store, num_receivers, device) as connection,
-    ):
-        yield Channel(connection, store, 0, device)
-        store.delete_all()
-
-
-@contextmanager
-def receiving(
-    links: Connections,
-    address: Address,
-    rank: int,
-    num_receivers: int,
-    device: torch.device,
-    name: str,
-) -> Iterator[Channel]:
-    """Open a receiver's end: `rank` counts from 1, `name` is the same for all receivers."""
-    with (
-        links.store(address) as store,
-        links.receiving(address, store, rank, num_receivers, device, name) as connection,
-    ):
-        yield Channel(connection, store, rank, device)
 
 
 def allocate_buffer(num_bytes: int, device: torch.device = HOST, locked: bool = False) -> Tensor:

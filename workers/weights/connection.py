@@ -157,7 +157,7 @@ class Connections:
             give_up(address.part_of(join_weight_store(address.place)), num_receivers)
 
     @contextmanager
-    def store(self, address: Address) -> Iterator[SignedStore]:
+    def _store(self, address: Address) -> Iterator[SignedStore]:
         """Context with the sync's part of the sender's store.
 
         Connections to stores are reused, because torch resolves the peer's host name for each new
@@ -174,55 +174,57 @@ class Connections:
 
     @contextmanager
     def sending(
-        self, address: Address, store: SignedStore, num_receivers: int, device: torch.device
-    ) -> Iterator[Connection]:
-        """Open the sender's end of the groups, once all receivers are connected."""
-        with name_errors("cannot read which receivers are connected"):
-            others = wait_for_receivers(store, num_receivers)
-        receivers = str(others[0]["name"])
-        existing = self._by_receivers.pop(receivers, None)
-        numbers = {other["connection"] for other in others}
-        if existing is not None and (numbers, existing.size) != (
-            {existing.number},
-            num_receivers + 1,
-        ):
-            existing.close()
-            existing = None
-        gpus = [gpu_of(device), *(other["gpu"] for other in others)]
-        has_own_gpus = all(gpus) and len(set(gpus)) == len(gpus)
-        store.set("complete", json.dumps({"is_formed": existing is not None, "gpus": has_own_gpus}))
-        form = partial(form_groups, address, store, 0, num_receivers + 1, has_own_gpus)
-        with self._borrowed(receivers, existing or form()) as connection:
-            yield connection
+        self, address: Address, num_receivers: int, device: torch.device
+    ) -> Iterator[tuple[Connection, SignedStore]]:
+        """Open the sender's groups and its part of the store, once all receivers are connected."""
+        size = num_receivers + 1
+        with self._store(address) as store:
+            with name_errors("cannot read which receivers are connected"):
+                others = wait_for_receivers(store, num_receivers)
+            receivers = str(others[0]["name"])
+            existing = self._by_receivers.pop(receivers, None)
+            numbers = {other["connection"] for other in others}
+            if existing is not None and (numbers, existing.size) != ({existing.number}, size):
+                existing.close()
+                existing = None
+            gpus = [gpu_of(device), *(other["gpu"] for other in others)]
+            has_own_gpus = all(gpus) and len(set(gpus)) == len(gpus)
+            reply = {"is_formed": existing is not None, "gpus": has_own_gpus}
+            store.set("complete", json.dumps(reply))
+            connection = existing or form_groups(address, store, 0, size, has_own_gpus)
+            with self._borrowed(receivers, connection):
+                yield connection, store
+                store.delete_all()
 
     @contextmanager
     def receiving(
         self,
         address: Address,
-        store: SignedStore,
         rank: int,
         num_receivers: int,
         device: torch.device,
         name: str,
-    ) -> Iterator[Connection]:
+    ) -> Iterator[tuple[Connection, SignedStore]]:
         """Open a receiver's end: `rank` counts from 1, `name` is the same for all receivers."""
-        existing = self._by_receivers.pop(name, None)
-        if existing is not None and existing.place != address.place:
-            existing.close()
-            existing = None
-        info = {"connection": existing and existing.number, "gpu": gpu_of(device), "name": name}
-        reply = wait_for_sender(store, rank, num_receivers, info)
-        if existing is not None and not reply["is_formed"]:
-            existing.close()
-            existing = None
-        form = partial(form_groups, address, store, rank, num_receivers + 1, reply["gpus"])
-        with self._borrowed(name, existing or form()) as connection:
-            yield connection
+        with self._store(address) as store:
+            existing = self._by_receivers.pop(name, None)
+            if existing is not None and existing.place != address.place:
+                existing.close()
+                existing = None
+            info = {"connection": existing and existing.number, "gpu": gpu_of(device), "name": name}
+            reply = wait_for_sender(store, rank, num_receivers, info)
+            if existing is not None and not reply["is_formed"]:
+                existing.close()
+                existing = None
+            size = num_receivers + 1
+            connection = existing or form_groups(address, store, rank, size, reply["gpus"])
+            with self._borrowed(name, connection):
+                yield connection, store
 
     @contextmanager
-    def _borrowed(self, name: str, connection: Connection) -> Iterator[Connection]:
+    def _borrowed(self, name: str, connection: Connection) -> Iterator[None]:
         try:
-            yield connection
+            yield
         except BaseException:
             connection.close()
             raise

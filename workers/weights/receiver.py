@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
-from workers.weights.channel import Channel, SyncReport, receiving
+from workers.weights.channel import Channel, SyncReport
 from workers.weights.checksum import NamedTensors
 from workers.weights.connection import Address, Connections
 from workers.weights.host_copy import HostCopy
@@ -48,9 +48,12 @@ class WeightReceiver:
     def receive_weights(self, address: str, version: int) -> SyncReport:
         """Load the weights from the sender; commit the version if all ranks verified theirs."""
         problems: list[str] = []
-        who = self.rank + 1, self.world_size, self.device, self.role
+        where, place = Address.read(address), self.rank + 1
         try:
-            with receiving(self.connections, Address.read(address), *who) as channel:
+            with self.connections.receiving(
+                where, place, self.world_size, self.device, self.role
+            ) as (connection, store):
+                channel = Channel(connection, store, place, self.device)
                 problems += self._load(channel)
                 if channel.all_agree(not problems):
                     self.engine.commit(version)

@@ -28,7 +28,6 @@ from workers.weights.channel import (
     SyncReport,
     allocate_buffer,
     pack,
-    sending,
 )
 from workers.weights.checksum import NamedTensors, Stopwatch, hash_of
 from workers.weights.connection import Address, Connections, Manifest
@@ -129,11 +128,10 @@ class WeightSender:
         merging = None if as_trained else self._merging()
 
         def send(channel: Channel) -> None:
-            drops = self._is_to_drop()
             if merging is None:
-                channel.send(pack(tensors, limit, channel.room, channel.watch), drops_first=drops)
+                channel.send(pack(tensors, limit, channel.room, channel.watch))
             else:
-                send_changes(channel, tensors, limit, merging, self.sent, drops, stores=True)
+                send_changes(channel, tensors, limit, merging, self.sent, stores=True)
 
         try:
             if self.rank != 0:
@@ -185,18 +183,17 @@ class WeightSender:
         device = self.device if snapshot.merging is None else HOST
 
         def send(channel: Channel) -> None:
-            drops = self._is_to_drop(snapshot.version)
             if snapshot.merging is None:
-                channel.send(snapshot.buckets, drops_first=drops)
+                channel.send(snapshot.buckets)
             else:
                 limit = max((len(bucket.payload) for bucket in snapshot.buckets), default=1)
                 entries = previous.manifest()
                 sent = {name: (entries[name], tensor) for name, tensor in previous.tensors()}
-                send_changes(channel, snapshot.tensors(), limit, snapshot.merging, sent, drops)
+                send_changes(channel, snapshot.tensors(), limit, snapshot.merging, sent)
 
         try:
             with torch.cuda.stream(self.delivery_stream):
-                return self._send_through(address, num_receivers, device, send)
+                return self._send_through(address, num_receivers, device, send, snapshot.version)
         finally:
             self.snapshots.release(address)
 
@@ -235,15 +232,17 @@ class WeightSender:
         num_receivers: int,
         device: torch.device,
         send: Callable[[Channel], None],
+        version: int | None = None,
     ) -> SyncReport:
-        """Connect to the receivers, `send` to them and vote."""
-        where = Address.read(address)
+        """Connect to the receivers, `send` to them and vote; `version` is a published one."""
+        sending = self.connections.sending(Address.read(address), num_receivers, device)
         try:
-            with sending(self.connections, where, num_receivers, device) as channel:
+            with sending as (connection, store):
+                channel = Channel(connection, store, 0, device, self._is_to_drop(version))
                 send(channel)
                 agreed = channel.all_agree(True)
                 if not agreed:
-                    channel.connection.manifest = {}
+                    connection.manifest = {}
         except WeightSyncError as error:
             return SyncReport(f"{self.role} rank {self.rank}: {error}", voted=False)
         problem = None if agreed else "a receiving rank rejected the weights"
@@ -256,7 +255,6 @@ def send_changes(
     limit: int,
     merging: Mapping[str, Any],
     sent: SentTensors,
-    drops_first: bool = False,
     stores: bool = False,
 ) -> None:
     """Send the tensors that the receivers do not have, then the manifest of all weights.
@@ -289,7 +287,7 @@ def send_changes(
     def summary() -> dict[str, Any]:
         return {"manifest": manifest, "merging": merging}
 
-    channel.send(pack(changed(), limit, channel.room, channel.watch), summary, drops_first)
+    channel.send(pack(changed(), limit, channel.room, channel.watch), summary)
     channel.connection.manifest = manifest
 
 

@@ -36,7 +36,7 @@ from workers.rollout.vllm.setup import (
     check_tested_version,
     model_identity,
 )
-from workers.weights.channel import pack, sending
+from workers.weights.channel import Channel, pack
 from workers.weights.connection import Connections, call_in_thread
 
 ANSWER_S = 600.0
@@ -181,7 +181,8 @@ class VllmServer:
         address, ranks = self._links.new_address(), self._num_ranks
         told = call_in_thread("server", self.call, "receive_load", str(address), ranks)
         try:
-            with sending(self._links, address, ranks, self._device) as channel:
+            with self._links.sending(address, ranks, self._device) as (connection, store):
+                channel = Channel(connection, store, 0, self._device)
                 channel.send(pack(tensors, BUCKET_BYTES, channel.room, channel.watch))
         except WeightSyncError:
             if told.done():

@@ -27,7 +27,7 @@ from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import sample_tokens, uniforms_of
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.setup import ADAPTER, model_identity
-from workers.weights.channel import receiving
+from workers.weights.channel import Channel
 from workers.weights.connection import Address, Connections
 
 STEPS_BEHIND = 32
@@ -289,8 +289,9 @@ class WorkerExtension:
     def receive_load(self, address: str, num_ranks: int) -> None:
         """Load the weights that a client of the vLLM server sends to all its `num_ranks` ranks."""
         self._links = self._links or Connections()
-        who = self.rank + 1, num_ranks, self.device, "vllm"
-        with receiving(self._links, Address.read(address), *who) as channel:
+        where, place = Address.read(address), self.rank + 1
+        with self._links.receiving(where, place, num_ranks, self.device, "vllm") as (link, store):
+            channel = Channel(link, store, place, self.device)
             for layer in by_layer(channel.receive()):
                 self.load_tensors(layer)
         self._arrivals.changed += channel.corrupt
