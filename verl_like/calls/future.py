@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_like.calls.diagnose import (
@@ -147,8 +147,7 @@ class WorkerFuture:
             except Exception as error:  # noqa: BLE001 - stored, and raised at every `get`
                 failure = error
         if self._outcome is None:
-            failures = [self._failures[rank] for rank in sorted(self._failures)]
-            self._outcome = None, failure or _with_others(failures)
+            self._outcome = None, failure or _with_others(self._failures)
         self._keeps = ()
 
     def __del__(self) -> None:
@@ -228,40 +227,34 @@ class _Wait:
         """The ranks without an answer."""
         return [call.rank for call in self.future._open.values()]
 
-    def end_if_failed(self) -> bool:
-        """Settle the future if the grace period of the other ranks after a failure is over.
+    def check(self, stacks: Callable[[Transport], dict[int, str]]) -> WaitTimeoutError | None:
+        """Settle the future if it failed a grace period ago, or return an error if it is late.
 
-        The other ranks may be stuck in a collective that the failed rank has left.
+        After a failure, the other ranks may be stuck in a collective that the failed rank has left.
+        A late call may be waited for again.
         """
-        failures = self.future._failures
-        if not failures:
-            return False
-        if self._failed_at_s is None:
-            self._failed_at_s = self.clock.age_s
-        died = any(isinstance(failure, WorkerDiedError) for failure in failures.values())
-        limit_s = self.future.transport.deadlines.grace_s
-        grace_s = min(limit_s, AFTER_DEATH_S) if died else limit_s
-        if self.clock.age_s - self._failed_at_s < grace_s:
-            return False
-        late = self.future.late()
-        self.future.settle()
-        assert self.future._outcome is not None
-        _, failed = self.future._outcome
-        if failed is not None:
-            failed.add_note(f"not finished {grace_s:.0f} s after the failure: {late}")
-        return True
-
-    def timeout_error(self, stacks: Callable[[], dict[int, str]]) -> WaitTimeoutError | None:
-        """Return an error if the deadline has passed; the call may be waited for again."""
-        if self.future._failures or not self.clock.is_over():
-            self.clock.warn_if_old(self.future.late)
+        future, clock = self.future, self.clock
+        if future._outcome is not None or not future._open:
             return None
-        summary = f"{self.future.late()} did not finish within {self.clock.limit_s:.1f} s"
+        if failures := future._failures:
+            grace_s = future.transport.deadlines.grace_s
+            if future.lost_ranks:
+                grace_s = min(grace_s, AFTER_DEATH_S)
+            self._failed_at_s = self._failed_at_s or clock.age_s
+            if clock.age_s - self._failed_at_s >= grace_s:
+                failure = _with_others(failures)
+                failure.add_note(f"not finished {grace_s:.0f} s after the failure: {future.late()}")
+                future.settle(failure)
+                return None
+        if failures or not clock.is_over():
+            clock.warn_if_old(future.late)
+            return None
+        summary = f"{future.late()} did not finish within {clock.limit_s:.1f} s"
         explained = describe_late_call(
-            f"{self.future.name}: {summary}.",
-            likely_cause(stacks(), self.late),
-            stacks(),
-            self.future.transport,
+            f"{future.name}: {summary}.",
+            likely_cause(stacks(future.transport), self.late),
+            stacks(future.transport),
+            future.transport,
         )
         return WaitTimeoutError(f"{explained}\nIf the work is only slow, {self._way_out}.")
 
@@ -280,30 +273,34 @@ def wait_for(
         if transport.abandoned:
             transport.report_abandoned()
     _read_together(futures, timeout)
-    left = dict(enumerate(futures))
-    for place in _settle_answered(left):
-        del left[place]
-        yield place, None
-    if not left:
+    _settle_answered(futures)
+    waits: dict[int, _Wait] = {}
+    for place, future in enumerate(futures):
+        if future._outcome is None:
+            waits[place] = _Wait(future, timeout, began)
+        else:
+            yield place, None
+    if not waits:
         return
 
-    waits = {place: _Wait(future, timeout, began) for place, future in left.items()}
     watches = {transport: HangWatch(transport, began) for transport in transports}
     first = next(iter(transports))
     while waits:
         # the headers that come within the next second
-        future_of = {answer: future for future in left.values() for answer in future._open}
+        future_of = {answer: wait.future for wait in waits.values() for answer in wait.future._open}
         seconds = min(wait.clock.remaining() for wait in waits.values())
         ready = first.wait(list(future_of), seconds)
         for reference, (answer, lost) in zip(ready, _fetch_each(first, ready, 0.0), strict=True):
             future_of[reference].note(reference, lost or answer)
-        for place in _settle_answered(left):
-            del waits[place], left[place]
-            yield place, None
+        _settle_answered([wait.future for wait in waits.values()])
         for transport, watch in watches.items():
-            of_pool = {n: wait for n, wait in waits.items() if wait.future.transport is transport}
-            for place, error in _look(transport, of_pool, watch):
-                del waits[place], left[place]
+            of_pool = [wait for wait in waits.values() if wait.future.transport is transport]
+            _look([wait for wait in of_pool if wait.future._outcome is None], transport, watch)
+        stacks = functools.cache(lambda transport: transport.stacks(STACKS_S))
+        for place, wait in list(waits.items()):
+            error = wait.check(stacks)
+            if error is not None or wait.future._outcome is not None:
+                del waits[place]
                 yield place, error
 
 
@@ -329,13 +326,12 @@ def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> No
                 future._payloads[call.rank] = next(payloads)
 
 
-def _settle_answered(futures: Mapping[int, WorkerFuture]) -> list[int]:
-    """Settle the futures whose calls have all been answered, and return their places."""
-    answered = {place: future for place, future in futures.items() if not future._open}
-    unsettled = [future for future in answered.values() if future._outcome is None]
+def _settle_answered(futures: Sequence[WorkerFuture]) -> None:
+    """Settle the futures whose calls have all been answered."""
+    answered = [future for future in futures if not future._open and future._outcome is None]
     calls = [
         (future, call)
-        for future in unsettled
+        for future in answered
         for call in future.pending
         if not future._failures and call.rank not in future._payloads
     ]
@@ -347,9 +343,8 @@ def _settle_answered(futures: Mapping[int, WorkerFuture]) -> list[int]:
                 future._failures[call.rank] = type(lost)(f"{future.where(call)}: {lost}")
             else:
                 future._payloads[call.rank] = payload
-    for future in unsettled:
+    for future in answered:
         future.settle()
-    return list(answered)
 
 
 def _fetch_each(
@@ -368,45 +363,30 @@ def _fetch_each(
     return values
 
 
-def _look(
-    transport: Transport, waits: dict[int, _Wait], watch: HangWatch
-) -> Iterator[tuple[int, WaitTimeoutError | None]]:
-    """Look for ranks of a pool that are lost or stuck; yield the calls that this ends."""
-    lost = transport.lost(sorted({rank for wait in waits.values() for rank in wait.late}))
-    for wait in waits.values():
+def _look(waits: Sequence[_Wait], transport: Transport, watch: HangWatch) -> None:
+    """Look for ranks of a pool that are lost or stuck, and fail the calls that wait for them."""
+    lost = transport.lost(sorted({rank for wait in waits for rank in wait.late}))
+    for wait in waits:
         for reference, call in list(wait.future._open.items()):
             if call.rank in lost:
                 wait.future.note(reference, WorkerDiedError(lost[call.rank]))
 
-    well = {place: wait for place, wait in waits.items() if not wait.future._failures}
-    names = [wait.future.name for wait in well.values()]
+    well = [wait for wait in waits if not wait.future._failures]
     try:
         if well:
-            transport.check_companions(", ".join(dict.fromkeys(names)))
+            names = dict.fromkeys(wait.future.name for wait in well)
+            transport.check_companions(", ".join(names))
     except WorkerDiedError as error:
-        for place, wait in well.items():
+        for wait in well:
             wait.future.settle(WorkerDiedError(str(error)))
-            yield place, None
-        well = {}
-    watch.look_if_due(
-        {
-            wait.future.name: wait.late
-            for wait in well.values()
-            if wait.clock.age_s > wait.look_from_s
-        }
-    )
-
-    stacks = functools.cache(lambda: transport.stacks(STACKS_S))
-    for place, wait in waits.items():
-        if wait.future._outcome is None and wait.future._open:
-            if wait.end_if_failed():
-                yield place, None
-            elif late := wait.timeout_error(stacks):
-                yield place, late
+        well = []
+    slow = [wait for wait in well if wait.clock.age_s > wait.look_from_s]
+    watch.look_if_due({wait.future.name: wait.late for wait in slow})
 
 
-def _with_others(failures: Sequence[BaseException]) -> BaseException:
+def _with_others(by_rank: Mapping[int, BaseException]) -> BaseException:
     """Return the most informative failure (a death, if any), with the others as notes."""
+    failures = [by_rank[rank] for rank in sorted(by_rank)]
     first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
     others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
     _note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
@@ -496,16 +476,14 @@ def _wait_in_turn(
 ) -> None:
     """Wait for the futures at these places, and put each outcome into the queue as it comes."""
     left = list(places)
+    calls = [futures[place] for place in places]
     try:
-        if isinstance(futures[places[0]], WorkerFuture):
-            for n, error in wait_for([futures[place] for place in places], timeout):
-                place = places[n]
-                outcome = (None, error) if error else _outcome_of(futures[place], timeout)
-                left.remove(place)
-                arrived.put((place, outcome))
-        else:
-            place = left.pop()
-            arrived.put((place, _outcome_of(futures[place], timeout)))
+        is_call = isinstance(calls[0], WorkerFuture)
+        ended: Iterable[tuple[int, Any]] = wait_for(calls, timeout) if is_call else [(0, None)]
+        for n, error in ended:
+            outcome = (None, error) if error else _outcome_of(calls[n], timeout)
+            left.remove(places[n])
+            arrived.put((places[n], outcome))
     except Exception as error:  # noqa: BLE001 - it is the error of every call that is left
         for place in left:
             arrived.put((place, (None, error)))
