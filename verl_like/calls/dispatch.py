@@ -181,6 +181,24 @@ class Mode:
     collecting_ranks: Callable[[CallTarget], list[int]] = all_ranks
 
 
+def mode_of_functions(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> Mode:
+    """Return the mode of a user's functions, which checks what `dispatch_fn` returns."""
+
+    @functools.wraps(dispatch_fn)
+    def checked(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
+        split_args, split_kwargs = dispatch_fn(target, *args, **kwargs)
+        for name, values in [*enumerate(split_args), *split_kwargs.items()]:
+            if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
+                raise DispatchError(
+                    f"{target.call_site}: the dispatch function must return a list with one "
+                    f"element per worker ({target.world_size}) for every argument, but returned "
+                    f"{type(values).__name__} for argument {name!r}."
+                )
+        return split_args, split_kwargs
+
+    return Mode(checked, collect_fn)
+
+
 @dataclass(frozen=True)
 class Registration:
     """The settings that `@register` attaches to a method; `register` explains them."""
@@ -322,7 +340,7 @@ def register_dispatch_mode(
             f"dispatch mode {dispatch_mode_name} already exists. Change it with "
             "update_dispatch_mode."
         )
-    member.mode = Mode(dispatch_fn, collect_fn)
+    member.mode = mode_of_functions(dispatch_fn, collect_fn)
     return member
 
 
@@ -334,7 +352,7 @@ def update_dispatch_mode(
     For the functions see `register_dispatch_mode`. An unknown name raises `DispatchError`.
     """
     name = getattr(dispatch_mode, "name", dispatch_mode)
-    Dispatch.from_name(str(name)).mode = Mode(dispatch_fn, collect_fn)
+    Dispatch.from_name(str(name)).mode = mode_of_functions(dispatch_fn, collect_fn)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
@@ -371,7 +389,7 @@ def mode_of(dispatch_mode: Any, where: str) -> Mode:
                 f"{where}: a dict dispatch mode needs dispatch_fn and collect_fn; missing: "
                 f"{', '.join(sorted(missing))}."
             )
-        return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
+        return mode_of_functions(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
     name = str(getattr(dispatch_mode, "name", dispatch_mode))
     known = {member.name: member.mode for member in Dispatch.members.values() if member.mode}
     if name not in known:

@@ -180,26 +180,16 @@ class BoundMethod:
             )
         target = CallTarget(self.group, self.role, self.name, self.function, rank)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
-        for name, values in [*enumerate(split_args), *split_kwargs.items()]:
-            if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
-                raise DispatchError(
-                    f"{self.name}: the dispatch function must return a list with one element per "
-                    f"worker ({target.world_size}) for every argument, but returned "
-                    f"{type(values).__name__} for argument {name!r}."
-                )
-
+        split, num_args = [*split_args, *split_kwargs.values()], len(split_args)
         transport = target.transport
         collecting = self.mode.collecting_ranks(target)
         packer, pending = Packer(transport.share), []
         for place, rank in enumerate(target.ranks):
-            parts: list[Any] = []
+            values, parts = packer.pack([_resolved(of_ranks[place]) for of_ranks in split])
             call = replace(
                 self.call,
-                args=tuple(packer.pack(_resolved(values[place]), parts) for values in split_args),
-                kwargs={
-                    name: packer.pack(_resolved(values[place]), parts)
-                    for name, values in split_kwargs.items()
-                },
+                args=tuple(values[:num_args]),
+                kwargs=dict(zip(split_kwargs, values[num_args:], strict=True)),
                 sends_result=not self.call.returns_batch or place in collecting,
             )
             if call.concurrent and parts:

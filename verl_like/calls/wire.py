@@ -207,20 +207,24 @@ class Packer:
         self.keeps: list[Any] = []
         """Shared parts that must stay alive until the call has ended."""
 
-    def pack(self, value: Any, parts: list[Any]) -> Any:
-        """Return the value as it travels in a call, after its parts were added to `parts`."""
-        if isinstance(value, FutureChunk):
-            first = len(parts)
-            parts += [value.payload, *value.headers]
-            return ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index)
-        if id(value) not in self._shared:
-            if num_bytes(value) < SHARED_BYTES:
-                return value
-            part, keeper = self._share(value)
-            self._shared[id(value)] = value, part
-            self.keeps.append(keeper)
-        parts.append(self._shared[id(value)][1])
-        return Slot(len(parts) - 1)
+    def pack(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return a rank's arguments as they travel in its call, and the parts next to the call."""
+        packed, parts = list(values), list[Any]()
+        for place, value in enumerate(values):
+            if isinstance(value, FutureChunk):
+                first = len(parts)
+                parts += [value.payload, *value.headers]
+                packed[place] = ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index)
+                continue
+            if id(value) not in self._shared:
+                if num_bytes(value) < SHARED_BYTES:
+                    continue
+                part, keeper = self._share(value)
+                self._shared[id(value)] = value, part
+                self.keeps.append(keeper)
+            packed[place] = Slot(len(parts))
+            parts.append(self._shared[id(value)][1])
+        return packed, parts
 
 
 def num_bytes(value: Any) -> int:
