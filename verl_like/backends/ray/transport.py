@@ -224,9 +224,12 @@ class RayTransport(ProcessTransport):
         reference would take the driver several times as long.
         """
         packed = pack_batch(value)
-        if packed is not None and packed.num_bytes < SHARED_BYTES:
+        if packed is None:
+            reference = ray.put(value)
+            return reference, reference
+        if packed.num_bytes < SHARED_BYTES:
             return packed, None
-        stored = put_once(value if packed is None else packed)
+        stored = put_once(packed)
         return stored.reference, stored
 
 
@@ -312,7 +315,7 @@ def pack_batch(value: Any) -> Packed | None:
 
 
 class Stored:
-    """A value in the store, which stays there as long as this object exists."""
+    """A batch in the store, which stays there as long as this object exists."""
 
     def __init__(self, reference: Any) -> None:
         """`reference` is a Ray `ObjectRef`."""
@@ -324,11 +327,8 @@ _held: weakref.WeakValueDictionary[tuple[str, bytes], Stored] = weakref.WeakValu
 _putting = threading.Lock()
 
 
-def put_once(value: Any) -> Stored:
-    """Put the value into the store, unless an equal batch is already there."""
-    packed = value if isinstance(value, Packed) else pack_batch(value)
-    if packed is None:
-        return Stored(ray.put(value))
+def put_once(packed: Packed) -> Stored:
+    """Put a batch into the store, unless an equal batch is already there."""
     digest = xxhash.xxh3_128(packed.head)
     for buffer in packed.buffers:
         digest.update(buffer.raw())

@@ -11,7 +11,7 @@ import torch
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Modes
 from verl_like import DataProto
-from verl_like.backends.ray.transport import RayTransport, put_once
+from verl_like.backends.ray.transport import RayTransport, Stored, pack_batch, put_once
 from verl_like.batch.ragged import Ragged
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -22,22 +22,28 @@ def batch(rows: int = 50_000, **meta: object) -> DataProto:
     return DataProto.from_dict(columns, {"uid": [f"{row}" for row in range(rows)]}, meta)
 
 
+def put_batch(data: DataProto) -> Stored:
+    packed = pack_batch(data)
+    assert packed is not None
+    return put_once(packed)
+
+
 def test_an_equal_batch_is_put_only_once_while_it_is_referenced() -> None:
-    first, second = put_once(batch(4)), put_once(batch(4))
+    first, second = put_batch(batch(4)), put_batch(batch(4))
     assert second.reference == first.reference
     assert torch.equal(ray.get(second.reference).batch["x"], torch.arange(4))
     gone = first.reference.hex()
     del first, second
-    assert put_once(batch(4)).reference.hex() != gone
+    assert put_batch(batch(4)).reference.hex() != gone
 
 
 def test_any_difference_makes_another_batch() -> None:
-    first, changed, renamed = put_once(batch(4)), batch(4), batch(4)
+    first, changed, renamed = put_batch(batch(4)), batch(4), batch(4)
     changed.batch["x"].numpy()[3] = 7  # nothing of torch sees this
     renamed.non_tensor_batch["uid"][0] = "other"
     for other in (changed, renamed, batch(4, temperature=0.5), batch(5)):
-        assert put_once(other).reference != first.reference
-    assert ray.get(put_once(changed).reference).batch["x"].tolist() == [0, 1, 2, 7]
+        assert put_batch(other).reference != first.reference
+    assert ray.get(put_batch(changed).reference).batch["x"].tolist() == [0, 1, 2, 7]
 
 
 def test_a_batch_that_is_small_without_padding_is_sent_with_the_call() -> None:
@@ -54,9 +60,9 @@ def test_a_batch_that_is_small_without_padding_is_sent_with_the_call() -> None:
 
 
 def test_other_and_incomparable_values_are_put_unchanged() -> None:
-    assert ray.get(put_once("text").reference) == "text"
+    assert ray.get(RayTransport.share("text")[0]) == "text"
     lambda_batch = DataProto.from_dict({"x": torch.arange(2)}, meta_info={"key": lambda: 3})
-    assert ray.get(put_once(lambda_batch).reference).meta_info["key"]() == 3
+    assert ray.get(RayTransport.share(lambda_batch)[0]).meta_info["key"]() == 3
 
 
 def test_two_calls_on_a_batch_put_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
