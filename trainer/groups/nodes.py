@@ -7,9 +7,8 @@ node is restarted.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from trainer.config.devices import devices_of
@@ -19,6 +18,7 @@ from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import InsufficientResourcesError, PlacementError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node, ProcessNeeds
+from verl_like.threads import in_daemon
 
 
 def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
@@ -119,13 +119,8 @@ def begin_cluster(config: RunConfig, at_end: ExitStack) -> None:
     if trainer.backend != "ray" or trainer.dry_run or joined_cluster(config):
         return
 
-    def start() -> None:
-        with suppress(Exception):
-            _connect(config, ())
-
-    thread = threading.Thread(target=start, name="cluster", daemon=True)
-    thread.start()
-    at_end.callback(thread.join)  # waits for the start even after an error
+    starting = in_daemon("cluster", _connect, config, ())
+    at_end.callback(starting.exception)  # waits for the start even after an error
 
 
 def require_shared_folder(config: RunConfig, placement: Placement) -> None:

@@ -30,6 +30,7 @@ from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
+from verl_like.threads import in_daemon
 
 if TYPE_CHECKING:
     from verl_like.backends.ray import RayResourcePool
@@ -104,24 +105,10 @@ def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
 
     If some fail, the first error is raised with the others in its notes.
     """
-    errors: dict[int, BaseException] = {}
-
-    def attempt(number: int) -> None:
-        try:
-            calls[number]()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            errors[number] = error
-
-    threads = [
-        threading.Thread(target=attempt, args=(n,), name="start", daemon=True)
-        for n in range(len(calls))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    running = [in_daemon("start", call) for call in calls]
+    errors = [error for future in running if (error := future.exception()) is not None]
     if errors:
-        first, *others = (errors[number] for number in sorted(errors))
+        first, *others = errors
         for other in others:
             first.add_note(f"another start failed, too: {type(other).__name__}: {other}")
         raise first

@@ -32,6 +32,7 @@ from verl_like.process.child import start_child
 from verl_like.process.host import Recipes, WorkerHost, pack_recipes
 from verl_like.process.info import ONE_THREAD, ProcessInfo, checked_worker_env
 from verl_like.process.worker import Worker
+from verl_like.threads import in_daemon
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -187,26 +188,21 @@ class InlineTransport(_LocalTransport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Run the call now; a concurrent call, which may take long, runs in its own thread."""
-        isolated, answer = copy.deepcopy(call), Future[Any]()
+        isolated = copy.deepcopy(call)
         if call.concurrent:
-            work = isolated, (), answer
-            threading.Thread(target=self._run, args=work, daemon=True).start()
+            answer = in_daemon(call.method, self._run, isolated, ())
         else:
+            answer = Future()
             # the host copies batches
             values = [v if isinstance(v, DataProto) else copy.deepcopy(v) for v in _resolve(parts)]
             with _one_call:
-                self._run(isolated, values, answer)
+                answer.set_result(self._run(isolated, values))
         return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
 
-    def _run(self, call: Call, parts: Sequence[Any], answer: Future[Any]) -> None:
-        try:
-            value, header = self.host.call(call, parts)
-            is_batch = isinstance(value, DataProto)
-            answer.set_result((value.writable_copy() if is_batch else copy.deepcopy(value), header))
-        except BaseException as error:
-            answer.set_exception(error)
-            if not call.concurrent:
-                raise
+    def _run(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
+        value, header = self.host.call(call, parts)
+        is_batch = isinstance(value, DataProto)
+        return value.writable_copy() if is_batch else copy.deepcopy(value), header
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Return the stacks of the calls that are running in this process."""

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +28,7 @@ from verl_like.errors import WeightSyncError
 from verl_like.process.info import environment, new_secret
 from verl_like.process.machine import address_toward
 from verl_like.process.store import SignedStore, open_store
+from verl_like.threads import in_daemon
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)
@@ -91,7 +92,7 @@ def join_weight_store(place: str) -> TCPStore:
     """
     host, _, port = place.rpartition(":")
     join = partial(TCPStore, host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
-    joining = call_in_thread("joining its store", join)
+    joining = in_daemon("weight sync: joining its store", join)
     with name_errors(f"cannot reach the sender's store at {place}"):
         while not wait([joining], LOOK_S).done:
             with suppress(TimeoutError):
@@ -326,25 +327,11 @@ def form_group(form: Callable[[], Any], store: SignedStore) -> Any:
     A rank may have died since it registered. Gloo then waits for it for 20 s, in one case for
     100 s, and cannot be interrupted. So `form` runs in a thread, which is abandoned if necessary.
     """
-    forming = call_in_thread("forming its group", form)
+    forming = in_daemon("weight sync: forming its group", form)
     while not wait([forming], LOOK_S).done:
         with name_errors("the sender is gone"):
             _read(store.over(join_weight_store(f"{store.host}:{store.port}")), "complete")
     return forming.result()
-
-
-def call_in_thread(name: str, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Run a blocking call in a daemon thread, and return its future."""
-    future = Future[Any]()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised by result()
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"weight sync: {name}", daemon=True).start()
-    return future
 
 
 @contextmanager

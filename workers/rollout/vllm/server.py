@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import RolloutError, WeightSyncError
+from verl_like.threads import in_daemon
 from workers.models.folder import read_hf_config
 from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals
@@ -37,7 +38,7 @@ from workers.rollout.vllm.setup import (
     model_identity,
 )
 from workers.weights.channel import Channel, pack
-from workers.weights.connection import Connections, call_in_thread
+from workers.weights.connection import Connections
 
 ANSWER_S = 600.0
 """Time limit for one reply of the server, such as the end of a load, and between two tokens."""
@@ -179,7 +180,7 @@ class VllmServer:
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         address, ranks = self._links.new_address(), self._num_ranks
-        told = call_in_thread("server", self.call, "receive_load", str(address), ranks)
+        told = in_daemon("weight sync: server", self.call, "receive_load", str(address), ranks)
         try:
             with self._links.sending(address, ranks, self._device) as (connection, store):
                 channel = Channel(connection, store, 0, self._device)
