@@ -246,7 +246,6 @@ class WorkerHost:
         if fields.get("metrics") is None and not isinstance(result, DataProto):
             return result, fields
 
-        chunk = chunk or chunk_of([*args, *kwargs.values()])
         fields["only_padding"] = chunk is not None and chunk.shard.rows == 0
         if not isinstance(result, DataProto):
             return None, fields
