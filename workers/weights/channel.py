@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from struct import Struct
@@ -192,8 +192,8 @@ class Channel:
             self._rooms[index] = allocate_buffer(num_bytes, self.device)
         return self._rooms[index][:num_bytes]
 
-    def send(self, buckets: Iterable[Bucket], summary: Callable[[], dict[str, Any]] = dict) -> None:
-        """Broadcast the buckets, then an end marker.
+    def send(self, buckets: Iterable[Bucket], summary: Mapping[str, Any] | None = None) -> None:
+        """Broadcast the buckets, then an end marker with the summary, which `buckets` may fill.
 
         While one bucket is sent, the next one is taken from `buckets`, so the two must not share
         memory.
@@ -210,7 +210,7 @@ class Channel:
             self.num_bytes += bucket.num_bytes
             _finish(pending)
             pending = started
-        _finish([*pending, *self._start_header(END, {"number": num_buckets, **summary()})])
+        _finish([*pending, *self._start_header(END, {"number": num_buckets, **(summary or {})})])
 
     def _on_device(self, bucket: Bucket, number: int) -> Bucket:
         """Copy a bucket of published weights from host memory to this channel's GPU.

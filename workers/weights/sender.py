@@ -284,9 +284,7 @@ def send_changes(
             else:
                 yield PREFIX + name, changes
 
-    def summary() -> dict[str, Any]:
-        return {"manifest": manifest, "merging": merging}
-
+    summary = {"manifest": manifest, "merging": merging}
     channel.send(pack(changed(), limit, channel.room, channel.watch), summary)
     channel.connection.manifest = manifest
 
