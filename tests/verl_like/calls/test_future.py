@@ -172,6 +172,17 @@ def test_a_failure_is_logged_while_a_call_on_the_same_pool_is_pending(
     assert late.get() == ["late"]
 
 
+def test_a_call_that_failed_before_its_last_answer_can_be_gathered_again() -> None:
+    store = Store({"bad": header(RemoteError.of(KeyError("of the worker")))})
+    store.pending["late"], store.deadlines = threading.Event(), Deadlines(grace_s=0.01)
+    pending = [Pending(0, name, name, "role") for name in ("bad", "late")]
+    call = WorkerFuture("call", store, pending, lambda _, payloads: payloads)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="of the worker") as caught:
+            gather(call)
+    assert sum("not finished 0 s after the failure" in n for n in caught.value.__notes__) == 1
+
+
 def test_a_result_that_cannot_be_fetched_is_the_error_of_its_call() -> None:
     class Lossy(Store):
         def fetch(self, reference: Any) -> Any:
