@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.verl_like.groups import start
 from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import make_batch, tiny_config
-from verl_like import RayResourcePool, RayWorkerGroup
-from verl_like.backends.local import LocalWorkerGroup
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.group import ClassWithInitArgs
 from verl_like.errors import RolloutError, WeightSyncError
-from verl_like.placement.pools import ResourcePool
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.client import RolloutClient, Submission
@@ -24,44 +21,40 @@ from workers.weights.sync import deliver_weights, publish_weights
 WITHOUT_EOS = META | {"eos_token_id": 63}
 
 
-class Refusing(RolloutWorker):
-    """One of its ranks rejects weights, if the test says so."""
+class RejectingRollout(RolloutWorker):
+    """A rollout of which one rank can be told to reject weights."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def refuse_on_rank(self, rank: int) -> None:
-        def refuse(tensors: Any, seen: Any = None) -> None:
+    def reject_weights_on(self, rank: int) -> None:
+        def reject(tensors: Any, seen: Any = None) -> None:
             raise WeightSyncError("this rank takes none")
 
         if self.rank == rank:
-            self.engine.load_weights = refuse
+            self.engine.load_weights = reject
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def group(one_layer_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two ranks without weights."""
-    config = tiny_config(one_layer_dir)
-    recipe = ClassWithInitArgs(Refusing, config)
-    if request.param != "ray":
-        made: Any = LocalWorkerGroup(ResourcePool([2]), recipe)
-        made.init_model()
-        yield made
-        made.shutdown()
-        return
-    request.getfixturevalue("ray_session")
-    pool = RayResourcePool([2], cpus_per_process=0.5)
-    made = RayWorkerGroup(pool, recipe)
-    made.init_model()
-    yield made
-    made.shutdown()
-    pool.release()
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    roles = {"rollout": (RejectingRollout, (tiny_config(one_layer_dir),))}
+    with start(request.param, roles, [2]) as started:
+        started.init_model()
+        yield started
 
 
-def test_weights_come_between_two_takes_or_all_ranks_end_with_an_error(
-    one_layer_dir: Path, group: Any
-) -> None:
+@pytest.fixture
+def actor(one_layer_dir: Path) -> Iterator[Any]:
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
-    actor = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(ActorWorker, config))
-    actor.init_model(10)
+    with start("local", {"actor": (ActorWorker, (config,))}, [1]) as started:
+        started.init_model(10)
+        yield started
+
+
+def test_weights_arrive_between_two_takes_or_all_ranks_raise_an_error(
+    actor: Any, group: Any
+) -> None:
     publish_weights(actor, 0)
     deliver_weights(actor, group, 0)
 
@@ -81,13 +74,12 @@ def test_weights_come_between_two_takes_or_all_ranks_end_with_an_error(
     gap = (now - samples.batch["rollout_log_probs"]).abs()[0]
     assert gap[2:].max() < 1e-5 < gap[:2].max()
 
-    group.refuse_on_rank(1)
+    group.reject_weights_on(1)
     client.submit(Submission(prompt_batch(1, meta=WITHOUT_EOS)))
     client.take(max_tokens=2)
-    with pytest.raises(WeightSyncError, match="worker rank 1: this rank takes none"):
+    with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
         deliver_weights(actor, group, 1)
     with pytest.raises(
         RolloutError, match="new weights arrived during a generation .* were rejected"
     ):
         client.take()
-    actor.shutdown()

@@ -1,4 +1,4 @@
-"""The rollout without an actor has the weights of its folder, in the engine's type."""
+"""The rollout without an actor has the weights of its folder, in the engine's dtype."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from workers.roles.rollout import SamplerWorker
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_that_waits_for_weights_gets_those_that_the_others_have_read(
-    tiny_dir: Path, dtype: str
-) -> None:
+def test_the_engine_gets_the_weights_of_the_folder(tiny_dir: Path, dtype: str) -> None:
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.rollout.dtype = dtype
     worker = started(SamplerWorker, config)
     assert worker.engine.version == 0
-    own, read = dict(worker.engine.named_weights()), dict(worker.folder_weights())
-    assert own.keys() == read.keys()
-    assert all(torch.equal(own[name], tensor) for name, tensor in read.items())
+    weights, read = dict(worker.engine.named_weights()), dict(worker.folder_weights())
+    assert weights.keys() == read.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in read.items())
     assert next(iter(read.values())).dtype == getattr(torch, dtype)

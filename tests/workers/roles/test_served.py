@@ -42,7 +42,7 @@ def train(actor: Any, seed: int, loss: str = "cross_entropy") -> list[float]:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_state_trains_to_the_bits_of_an_actor_of_its_own(one_layer_dir: Path, rank: int) -> None:
+def test_a_state_trains_like_a_separate_actor_bit_for_bit(one_layer_dir: Path, rank: int) -> None:
     alone = started(ServedActorWorker, config_of(one_layer_dir, rank))
     alone.add_state("a", rank, 5)
     alone.use_state("a")
@@ -69,7 +69,7 @@ def test_a_state_trains_to_the_bits_of_an_actor_of_its_own(one_layer_dir: Path, 
     assert shared.weights_checksum() == base
 
 
-def test_a_copy_stays_what_it_was_and_a_dropped_state_is_gone(one_layer_dir: Path) -> None:
+def test_a_copied_state_keeps_its_weights_until_it_is_dropped(one_layer_dir: Path) -> None:
     actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
     actor.add_state("a", 4)
     actor.use_state("a")
@@ -85,7 +85,7 @@ def test_a_copy_stays_what_it_was_and_a_dropped_state_is_gone(one_layer_dir: Pat
         actor.use_state("frozen")
 
 
-def test_parts_that_a_client_froze_do_not_move(one_layer_dir: Path) -> None:
+def test_frozen_modules_are_not_trained(one_layer_dir: Path) -> None:
     actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
     actor.add_state("a", 4, None, ("attn",))
     actor.use_state("a")
@@ -97,7 +97,7 @@ def test_parts_that_a_client_froze_do_not_move(one_layer_dir: Path) -> None:
     assert any("attn" in name for name in before)
 
 
-def test_a_checkpoint_of_another_rank_comes_back_with_its_moments(
+def test_a_checkpoint_of_another_rank_restores_weights_and_moments(
     one_layer_dir: Path, tmp_path: Path
 ) -> None:
     actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_another_rank_comes_back_with_its_moments(
     assert (train(actor, 2), actor.weights_checksum()) == expected
 
 
-def test_our_policy_losses_have_their_names_and_settings(one_layer_dir: Path) -> None:
+def test_policy_losses_are_chosen_by_name_with_their_settings(one_layer_dir: Path) -> None:
     actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
     actor.add_state("a", 4)
     actor.use_state("a")
@@ -126,12 +126,12 @@ def test_our_policy_losses_have_their_names_and_settings(one_layer_dir: Path) ->
         actor.forward_backward(wrong, "verl_like:vanilla")
 
 
-def test_unlike_ranks_and_kinds_are_rejected(one_layer_dir: Path) -> None:
-    whole = started(ServedActorWorker, config_of(one_layer_dir, 0))
+def test_a_state_of_another_kind_or_with_an_existing_name_is_rejected(one_layer_dir: Path) -> None:
+    full = started(ServedActorWorker, config_of(one_layer_dir, 0))
     with pytest.raises(
         ConfigError, match="trains all weights .*, so it cannot add a state of rank 4"
     ):
-        whole.add_state("a", 4)
+        full.add_state("a", 4)
     adapted = started(ServedActorWorker, config_of(one_layer_dir, 4))
     with pytest.raises(ConfigError, match="trains adapters .*, so it cannot add a state of rank 0"):
         adapted.add_state("a", 0)

@@ -1,4 +1,4 @@
-"""The teacher scores as the model in its folder does, without anybody's LoRA."""
+"""The teacher computes log-probs with the model in its folder, without LoRA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.config import teacher_model
 from workers.roles.teacher import TeacherWorker
 
 
-def test_its_log_probs_are_those_of_its_model_at_the_rollouts_temperature(tiny_dir: Path) -> None:
+def test_log_probs_are_the_teacher_model_s_at_the_rollout_s_temperature(tiny_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(tiny_dir)
@@ -36,7 +36,7 @@ def test_its_log_probs_are_those_of_its_model_at_the_rollouts_temperature(tiny_d
     )
 
 
-def test_the_students_adapters_are_not_the_teachers(tiny_dir: Path) -> None:
+def test_the_teacher_has_no_adapters_of_the_student(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.model.lora_rank = 4
     config.distillation.teacher_model.model_path = "teacher"

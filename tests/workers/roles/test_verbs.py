@@ -1,4 +1,4 @@
-"""A driver that calls the four verbs gets the weights and numbers of the composed updates."""
+"""A driver that calls the four verbs gets the weights and numbers of `update_actor`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drive(group: Any, batch: DataProto) -> list[float]:
     return norms
 
 
-def test_the_verbs_alone_make_the_weights_of_update_actor(groups: list[Any]) -> None:
+def test_the_verbs_give_the_weights_of_update_actor(groups: list[Any]) -> None:
     composed, driven = groups
     for group in groups:
         group.init_model(3)
@@ -69,21 +69,21 @@ def test_the_verbs_alone_make_the_weights_of_update_actor(groups: list[Any]) -> 
     assert torch.equal(scored.padded("entropys"), expected.padded("entropys"))
 
 
-def test_parts_of_a_mini_batch_add_up_by_its_denominators(one_layer_dir: Path) -> None:
-    whole, parts = (started(CriticWorker, config_of(one_layer_dir), 1) for _ in range(2))
+def test_chunks_of_a_mini_batch_add_up_to_its_loss_and_gradient(one_layer_dir: Path) -> None:
+    full, chunked = (started(CriticWorker, config_of(one_layer_dir), 1) for _ in range(2))
     batch = make_batch(NUM_ROWS)
-    outputs, metrics = whole.forward_backward(batch, "value")
+    outputs, metrics = full.forward_backward(batch, "value")
     counts = {"num_rows": NUM_ROWS, "num_tokens": int(batch.batch["response_mask"].sum())}
-    halves = [parts.forward_backward(batch[rows], "value", counts) for rows in HALVES]
+    halves = [chunked.forward_backward(batch[rows], "value", counts) for rows in HALVES]
     values = torch.cat([half.batch.padded("values") for half in halves])
     torch.testing.assert_close(values, outputs.padded("values"))
     losses = [half.metrics["vf_loss"] for half in halves]
     assert sum(losses) == pytest.approx(metrics["vf_loss"], rel=1e-5)
-    norms = [worker.optim_step()["grad_norm"] for worker in (whole, parts)]
+    norms = [worker.optim_step()["grad_norm"] for worker in (full, chunked)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_a_step_takes_settings_of_its_own_and_only_for_itself(one_layer_dir: Path) -> None:
+def test_settings_of_an_optimizer_step_apply_only_to_that_step(one_layer_dir: Path) -> None:
     actor = started(ActorWorker, config_of(one_layer_dir), 3)
     (group,) = actor.engine.optimizer.param_groups
     before = {name: group[name] for name in ("lr", "betas", "weight_decay")}
@@ -96,7 +96,7 @@ def test_a_step_takes_settings_of_its_own_and_only_for_itself(one_layer_dir: Pat
     assert {name: group[name] for name in before} == before
 
 
-def test_what_a_verb_does_not_know_is_refused_with_what_it_knows(one_layer_dir: Path) -> None:
+def test_an_unknown_loss_or_output_is_rejected_with_the_known_names(one_layer_dir: Path) -> None:
     config = config_of(one_layer_dir)
     actor, reference = started(ActorWorker, config, 1), started(ReferenceWorker, config)
     with pytest.raises(
