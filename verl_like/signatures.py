@@ -37,8 +37,8 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
     """Reject an object that is not callable or does not accept this call."""
     if not callable(function):
         raise ConfigError(
-            f"{subject} is a {type(function).__name__}, which cannot be called. Use a function or "
-            "a class."
+            f"{subject} has the type {type(function).__name__}, which cannot be called. Use a "
+            "function or a class."
         )
     signature = signature_of(function)
     if signature is None:

@@ -45,7 +45,7 @@ def test_matching_signatures_are_accepted() -> None:
         ),
         (lambda batch, seed, more: None, "missing a required argument: 'more'"),
         (lambda batch, sede: None, "missing a required argument: 'sede'"),
-        (3, "it is a int, which cannot be called"),
+        (3, "it has the type int, which cannot be called"),
     ],
 )
 def test_a_wrong_signature_is_rejected_with_the_call(function: Any, words: str) -> None:
@@ -91,5 +91,5 @@ def test_a_registry_rejects_functions_with_a_wrong_signature() -> None:
     with pytest.raises(ConfigError, match=r"^loss 'mine' has .*\(\), but is called with \(batch"):
         losses.register("mine")(lambda: None)
     assert "mine" not in losses
-    with pytest.raises(ConfigError, match="^loss 'math.pi' is a float"):
+    with pytest.raises(ConfigError, match="^loss 'math.pi' has the type float"):
         losses.look_up("math.pi")

@@ -33,8 +33,8 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     models = _called(model, roles) if is_function else model
     if isinstance(models, tuple | list):
         wanted = ", ".join(f'"{role}": ...' for role in roles)
-        words = f"a {type(models).__name__} of {len(models)}"
-        raise ConfigError(f"model is {words}: pass a dict of roles, {{{wanted}}}.")
+        words = f"{len(models)} models in a {type(models).__name__}"
+        raise ConfigError(f"model has {words}: pass a dict of roles, {{{wanted}}}.")
     if not isinstance(models, Mapping):
         return {roles[0]: models}
 
@@ -85,20 +85,20 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
 
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(
-            f"model is a {type(model).__name__}: pass a folder, a name on the hub, or a model of "
-            "transformers. If a module wraps a model, pass the inner model. Other processes can "
-            "load a custom module only if AutoConfig.register and AutoModelForCausalLM.register "
-            "have added its class to transformers."
+            f"model has the type {type(model).__name__}: pass a folder, a name on the hub, or "
+            "a model of transformers. If a module wraps a model, pass the inner model. Other "
+            "processes can load a custom module only if AutoConfig.register and "
+            "AutoModelForCausalLM.register have added its class to transformers."
         )
     if hasattr(model, "merge_and_unload"):
         raise ConfigError(
-            f"model is a {type(model).__name__}: its folder would have only adapters. Pass "
+            f"model has the type {type(model).__name__}: its folder would have only adapters. Pass "
             "model.merge_and_unload(), and train LoRA with the keys lora_rank and lora_alpha."
         )
     if not hasattr(tokenizer, "save_pretrained"):
         raise ConfigError(
-            f"model is a {type(model).__name__} in memory, and tokenizer={tokenizer!r:.60}. Pass "
-            "the model's tokenizer, too."
+            f"model is an object in memory ({type(model).__name__}), and tokenizer="
+            f"{tokenizer!r:.60}. Pass the model's tokenizer, too."
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -126,10 +126,10 @@ def file_names(data: Any) -> Any:
 def rows_in_memory(data: Any, subject: str) -> list[Any]:
     """Return the items of a list, a `datasets.Dataset`, or any other iterable."""
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
-        parts = f" of {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
+        keys = f" with the keys {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
         raise ConfigError(
-            f"{subject} is a {type(data).__name__}{parts}: pass a list, a datasets.Dataset (one "
-            "split of a DatasetDict), or file names."
+            f"{subject} has the type {type(data).__name__}{keys}: pass a list, a datasets."
+            "Dataset (one split of a DatasetDict), or file names."
         )
     items = list(data)
     if not items:
@@ -163,15 +163,18 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # a NumPy or torch value
         return value.tolist()
-    raise TypeError(f"{value!r:.60} is a {type(value).__name__}, which JSON cannot represent")
+    raise TypeError(f"JSON cannot represent {value!r:.60}, of type {type(value).__name__}")
 
 
 def prompt_row(item: Any, prompt_key: str) -> Row:
     """Return a row in verl's schema for a text, a chat, or a dict.
 
-    A dict keeps its columns, but if it lacks `reward_model`, its `ground_truth` moves there.
+    A dict keeps its columns, but if it lacks `reward_model`, its `ground_truth` moves there. A dict
+    without a prompt is returned as it is, for the error text.
     """
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
+    if row.get(prompt_key) is None:
+        return row
     row.setdefault("data_source", DATA_SOURCE)
     if "reward_model" not in row:
         row["reward_model"] = {"ground_truth": ground_truth_of(row)}

@@ -25,6 +25,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import overrides_of
 from trainer.config.unused_keys import unused_reason
+from trainer.data.files import good_rows
+from trainer.data.formats import json_rows
 from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.folder import committed, read_marker
@@ -49,6 +51,8 @@ class PythonRun:
 
     recipe: ClassVar[str]
     """Dotted path of the recipe, which is imported when the first run is created."""
+    example: ClassVar[str]
+    """Arguments after the model in an example of a call."""
     model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
     """Role of a model -> its section of the configuration; a single model belongs to the first."""
     flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
@@ -82,6 +86,14 @@ class PythonRun:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
+    def require(self, **arguments: Any) -> None:
+        """Raise an error with an example of a call if an argument is None."""
+        missing = [name for name, value in arguments.items() if value is None]
+        if missing:
+            name = type(self).__name__
+            example = f'{name}("Qwen/Qwen3-0.6B", {self.example})'
+            raise ConfigError(f"{name} needs {' and '.join(missing)}, such as {example}.")
+
     def __repr__(self) -> str:
         """Return the class, its model's path and the run folder."""
         model = self.settings.get(f"{next(iter(self.model_sections.values()))}.path")
@@ -109,6 +121,9 @@ class PythonRun:
         if has_places:
             self._defaults["trainer.backend"] = "ray"
         config = self.config()
+        for key, rows in data.items():
+            if rows is not None and not is_file_name(rows):
+                self._check_rows(key, Path(derived[key]), config)
         inline_pools = config.resource_pool_spec.keys() - config.child_pools
         on_gpus = devices_of(config.trainer).type == "cuda"
         has_ranks = any(sum(sizes) > 1 for sizes in config.resource_pool_spec.values())
@@ -129,6 +144,13 @@ class PythonRun:
         is_new = key != "data.train_files" or not committed(self.folder)
         return write_rows(items, key, path, may_differ=is_new)
 
+    def _check_rows(self, key: str, path: Path, config: Any) -> None:
+        """Raise an error for a row in memory, now in a file, that the run could not use."""
+        rows = ((f"{key}, row {number}", row) for number, (_, row) in enumerate(json_rows(path)))
+        if config.data.on_bad_row == "error":
+            for _ in good_rows(rows, lambda _, row: self.check_row(row, config), "error"):
+                pass
+
     # --------------------------------------------------------------------- for a recipe to override
 
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
@@ -147,6 +169,10 @@ class PythonRun:
     def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
         """Convert items of data in memory to rows with the columns that the recipe's files have."""
         return [text_row(item) for item in items]
+
+    def check_row(self, row: Row, config: Any) -> None:
+        """Raise a ValueError if the row's columns or their types are not those of the recipe."""
+        raise NotImplementedError
 
     def defaults_for(self, num_rows: int) -> dict[str, Any]:
         """Return settings for this number of rows in memory; the user's settings override them."""

@@ -29,11 +29,16 @@ from trainer.api.flat_names import (
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
+from trainer.data import files
 from trainer.data.config import DataConfig
-from trainer.data.files import other_columns
+from trainer.data.lm_rows import check_lm_row
+from trainer.data.pairs import check_labeled, check_pair
 from trainer.ppo.config import PPOConfig
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
+from workers.config.rows import loss_reads
+
+PAIR = '[{"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}]'
 
 
 class PPO(PythonRun):
@@ -46,6 +51,7 @@ class PPO(PythonRun):
     """
 
     recipe = "trainer.ppo.recipe.PPO"
+    example = '["Say a joke."], lambda response: len(response)'
     flat_names = OF_PPO
     model_sections = {
         "actor": "actor_rollout_ref.model",
@@ -56,7 +62,7 @@ class PPO(PythonRun):
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         prompts: Any = None,
         reward: Callable[..., Any] | Sequence[Any] | Section | None = None,
         *,
@@ -137,9 +143,7 @@ class PPO(PythonRun):
         prompts, val_prompts, tokenizer, reward = (
             settings.pop(name, None) for name in PPO_OBJECTS_OF_TRL.values()
         )
-        if prompts is None:
-            name = type(self).__name__
-            raise ConfigError(f"{name} needs prompts: {name}(model, prompts, reward).")
+        self.require(model=model, prompts=prompts)
         if reward is not None:
             rewards = reward if isinstance(reward, list | tuple) else [reward]
             settings["reward"] = reward if isinstance(reward, Mapping) else {"list": rewards}
@@ -205,8 +209,13 @@ class PPO(PythonRun):
         """Return prompts in verl's schema."""
         prompt_key = settings.get("data.prompt_key", "prompt")
         rows = [prompt_row(item, prompt_key) for item in items]
-        self._columns = other_columns(rows, prompt_key)
+        self._columns = files.other_columns(rows, prompt_key)
         return rows
+
+    def check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a prompt, unless the user's class reads them."""
+        if not config.data.custom_cls.path:
+            files.prompt_row(row, config.data.prompt_key, needs_rules=False)
 
     def defaults_for(self, num_rows: int) -> dict[str, Any]:
         """Put all prompts into one batch if they are fewer than the default batch."""
@@ -309,8 +318,7 @@ class RowsRun(PythonRun):
         rows, val_rows, tokenizer = (
             settings.pop(name, None) for name in ROW_OBJECTS_OF_TRL.values()
         )
-        if model is None or rows is None:
-            raise ConfigError(f"{type(self).__name__}(model, rows) needs both arguments.")
+        self.require(model=model, rows=rows)
         data = {"data.train_files": rows, "data.val_files": val_rows}
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
@@ -324,6 +332,11 @@ class SFT(RowsRun):
     """
 
     recipe = "trainer.sft.recipe.SFT"
+    example = '[{"prompt": "2 + 2", "response": "4"}]'
+
+    def check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a text, a prompt with a response, or a chat."""
+        check_lm_row(row)
 
 
 class RewardTraining(RowsRun):
@@ -336,6 +349,11 @@ class RewardTraining(RowsRun):
     """
 
     recipe = "trainer.reward_model.recipe.REWARD_MODEL"
+    example = PAIR
+
+    def check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a pair."""
+        check_pair(row)
 
 
 class DPO(RowsRun):
@@ -347,6 +365,14 @@ class DPO(RowsRun):
     """
 
     recipe = "trainer.preference.recipe.DPO"
+    example = PAIR
+
+    def check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a pair or, if the loss reads labels, of a response with a label."""
+        if loss_reads(config, "desirable"):
+            check_labeled(row)
+        else:
+            check_pair(row)
 
 
 class KTO(DPO):
@@ -358,3 +384,4 @@ class KTO(DPO):
     """
 
     presets = {"loss": "kto"}
+    example = '[{"prompt": "Hi", "completion": "Hello!", "label": True}]'

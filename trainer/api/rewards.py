@@ -46,7 +46,7 @@ def reward_list(
         function = item.get("function")
         if not isinstance(reward, Mapping) and not callable(reward):
             raise ConfigError(
-                f"a reward is a {type(reward).__name__}: pass a function, or a dict such as "
+                f"reward={reward!r:.60}: pass a function, or a dict such as "
                 "{'name': 'style', 'kind': 'model', 'path': 'models/style'}."
             )
         if callable(function):
@@ -70,9 +70,9 @@ def model_folder_of(model: Any, path: Path) -> str:
     """Write a reward model in memory to a folder for its role, and return the folder."""
     if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
         raise ConfigError(
-            f"a reward is a {type(model).__name__}: a model of transformers can be a reward if it "
-            "is a sequence classifier with one label, such as verl_like.RewardTraining makes. To "
-            "score with another model, pass a function that calls the model."
+            f"a reward has the type {type(model).__name__}: a model of transformers can be a "
+            "reward if it is a sequence classifier with one label, such as verl_like."
+            "RewardTraining makes. To score with another model, pass a function that calls it."
         )
     model.save_pretrained(path)
     return str(path)

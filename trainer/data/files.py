@@ -225,7 +225,7 @@ def _custom_rows(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
         raise ConfigError(
-            f"data.custom_cls: {custom.name} returned a {type(dataset).__name__}, which has no "
+            f"data.custom_cls: {custom.name} returned {dataset!r:.60}, which has no "
             "rows to read. Return an iterable, or an object with __len__ and __getitem__."
         )
     rows = (

@@ -223,30 +223,56 @@ def _encode(row: Row, tokenizer: Any) -> EncodedRow:
 def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     """Return tokens and loss mask of a row; a ValueError says what is wrong with it."""
     row = readable(row)
-    for columns, encode in ENCODERS.items():
-        if all(row.get(column) is not None for column in columns):
-            encoded = encode(row, tokenizer)
-            if not teaches([encoded]):
-                raise ValueError("the row has no token in the loss")
-            return encoded
+    encoded = ENCODERS[check_lm_row(row)](row, tokenizer)
+    if not teaches([encoded]):
+        raise ValueError("the row has no token in the loss")
+    return encoded
 
-    raise ValueError(
-        "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; columns: "
-        f"{filled_columns(row)}"
-    )
+
+def check_lm_row(row: Row) -> str:
+    """Return the column with the tokens in the loss; a ValueError says what is wrong with a row."""
+    if row.get("messages") is not None:
+        _check_chat(row["messages"])
+        return "messages"
+    has_response = row.get("prompt") is not None and row.get("response") is not None
+    if not has_response and row.get("text") is None:
+        raise ValueError(
+            "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; columns: "
+            f"{filled_columns(row)}"
+        )
+    if has_response and row["prompt"] in ("", []):
+        raise ValueError("'prompt' is empty")
+    if has_response and not isinstance(row["prompt"], str):
+        check_messages("prompt", row["prompt"])
+    column = "response" if has_response else "text"
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"{column!r} is {value!r:.80}, not a text")
+    if not value.strip():
+        raise ValueError(f"{column!r} is empty")
+    check_length(value)
+    return column
+
+
+def _check_chat(messages: Any) -> None:
+    check_messages("messages", messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("'messages' has no message of the assistant")
+    for number, message in enumerate(messages):
+        content = message["content"]
+        text = content.strip() if isinstance(content, str) else content
+        if message["role"] == "assistant" and not (text or message.get("tool_calls")):
+            raise ValueError(f"message {number} of 'messages' is an empty assistant message")
 
 
 def _encode_text(row: Row, tokenizer: Any) -> LMRow:
-    text = _filled_string(row, "text")
-    ids = _with_end(tokenizer(text)["input_ids"], tokenizer)
+    ids = _with_end(tokenizer(row["text"])["input_ids"], tokenizer)
     return LMRow(ids, np.ones(len(ids), dtype=np.bool_))
 
 
 def _encode_response(row: Row, tokenizer: Any) -> LMRow:
-    if row["prompt"] in ("", []):
-        raise ValueError("'prompt' is empty")
     prompt = encode_prompt(row["prompt"], tokenizer)
-    response = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
+    response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
     if row.get("finish_reason") != LENGTH_LIMIT:
         response = _with_end(response, tokenizer)
     ids = np.concatenate([prompt, np.array(response, dtype=np.int64)])
@@ -256,16 +282,7 @@ def _encode_response(row: Row, tokenizer: Any) -> LMRow:
 def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
     from jinja2 import TemplateError
 
-    messages = row["messages"]
-    check_messages("messages", messages)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("'messages' has no message of the assistant")
-    for number, message in enumerate(messages):
-        content = message["content"]
-        text = content.strip() if isinstance(content, str) else content
-        if message["role"] == "assistant" and not (text or message.get("tool_calls")):
-            raise ValueError(f"message {number} of 'messages' is an empty assistant message")
-    template = tokenizer.chat_template
+    messages, template = row["messages"], tokenizer.chat_template
     if template is None:
         raise ValueError(
             f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template; "
@@ -312,16 +329,6 @@ def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tup
     return spans
 
 
-def _filled_string(row: Row, column: str) -> str:
-    value = row[column]
-    if not isinstance(value, str):
-        raise ValueError(f"{column!r} is a {type(value).__name__}, not a string")
-    if not value.strip():
-        raise ValueError(f"{column!r} is empty")
-    check_length(value)
-    return value
-
-
 def _with_end(ids: list[int], tokenizer: Any) -> NDArray[np.int64]:
     """Return the tokens with one eos at their end."""
     eos = tokenizer.eos_token_id
@@ -329,12 +336,12 @@ def _with_end(ids: list[int], tokenizer: Any) -> NDArray[np.int64]:
     return np.array(ids if has_end else [*ids, eos], dtype=np.int64)
 
 
-ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
-    ("messages",): _encode_chat,
-    ("prompt", "response"): _encode_response,
-    ("text",): _encode_text,
+ENCODERS: dict[str, Callable[[Row, Any], LMRow]] = {
+    "messages": _encode_chat,
+    "response": _encode_response,
+    "text": _encode_text,
 }
-"""Maps columns to the function that encodes a row with them; the first match counts."""
+"""Maps the column with the tokens in the loss to the function that encodes the row."""
 
 
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

@@ -33,6 +33,7 @@ from trainer.data.files import Row, filled_columns
 from trainer.data.lm_rows import (
     EncodedRow,
     LMRow,
+    check_lm_row,
     cut_rows,
     encode_lm_row,
     encode_rows,
@@ -93,14 +94,7 @@ def _encode(row: Row, tokenizer: Any) -> EncodedRow:
 
 def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     """Return the tokens of both sides of a row; a ValueError says what is wrong with it."""
-    missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"it has no {' and no '.join(map(repr, missing))}; columns: {filled_columns(row)}"
-        )
-    if row["chosen"] == row["rejected"]:
-        raise ValueError(f"'chosen' and 'rejected' are equal: {str(row['chosen'])!r:.80}")
-
+    check_pair(row)
     chosen, rejected = (_encode_side(row, side, tokenizer) for side in ("chosen", "rejected"))
     if row.get("prompt") is None:
         chosen, rejected = _after_common_beginning(chosen, rejected)
@@ -112,6 +106,23 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     return PairRow(chosen, rejected, _margin(row))
 
 
+def check_pair(row: Row) -> None:
+    """Raise a ValueError if a row's columns and their types are not those of a pair."""
+    missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"it has no {' and no '.join(map(repr, missing))}; columns: {filled_columns(row)}"
+        )
+    if row["chosen"] == row["rejected"]:
+        raise ValueError(f"'chosen' and 'rejected' are equal: {str(row['chosen'])!r:.80}")
+    for side in ("chosen", "rejected"):
+        try:
+            check_lm_row(_lm_row(row.get("prompt"), row[side]))
+        except ValueError as problem:
+            raise ValueError(f"{side!r}: {problem}") from problem
+    _margin(row)
+
+
 def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
     """Return one side of a row; if the row has a prompt, only what follows it is in the loss."""
     reply, prompt = row[side], row.get("prompt")
@@ -119,23 +130,31 @@ def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
         if prompt is not None:
             finish_reason = row.get(f"{side}_finish_reason")
             return encode_reply(prompt, reply, tokenizer, finish_reason)
-        return encode_lm_row({"text" if isinstance(reply, str) else "messages": reply}, tokenizer)
+        return encode_lm_row(_lm_row(prompt, reply), tokenizer)
     except ValueError as problem:
         raise ValueError(f"{side!r}: {problem}") from problem
 
 
 def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:
     """Encode a prompt and its reply, which is a text or messages; only the reply is in the loss."""
+    encoded = encode_lm_row(_lm_row(prompt, reply, finish_reason), tokenizer)
     if isinstance(reply, str):
-        row = {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
-        return encode_lm_row(row, tokenizer)
+        return encoded
+    start = len(encode_prompt(prompt, tokenizer))
+    return LMRow(encoded.ids, encoded.in_loss & (np.arange(len(encoded.ids)) >= start))
+
+
+def _lm_row(prompt: Any, reply: Any, finish_reason: Any = None) -> Row:
+    """Return a prompt, if any, and its reply as a row for `encode_lm_row`."""
+    if prompt is None:
+        return {"text" if isinstance(reply, str) else "messages": reply}
+    if isinstance(reply, str):
+        return {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
     if not isinstance(prompt, list) or not isinstance(reply, list):
         raise ValueError(
             "the response must be a text, or, if the prompt is a list of messages, such a list"
         )
-    encoded = encode_lm_row({"messages": [*prompt, *reply]}, tokenizer)
-    start = len(encode_prompt(prompt, tokenizer))
-    return LMRow(encoded.ids, encoded.in_loss & (np.arange(len(encoded.ids)) >= start))
+    return {"messages": [*prompt, *reply]}
 
 
 def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRow]:
@@ -251,22 +270,29 @@ def _encode_labeled_row(row: Row, tokenizer: Any) -> EncodedRow:
 
 def encode_labeled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
     """Return the responses of a row with their labels; a ValueError says what is wrong."""
-    if row.get("chosen") is not None and row.get("rejected") is not None:
+    column = check_labeled(row)
+    if column is None:
         pair = encode_pair(row, tokenizer)
         return [(pair.chosen, True), (pair.rejected, False)]
+    response = encode_reply(row["prompt"], row[column], tokenizer, row.get("finish_reason"))
+    return [(response, LABELS[str(row["label"]).lower()])]
 
+
+def check_labeled(row: Row) -> str | None:
+    """Return the column of the response, or None for a pair; a ValueError says what is wrong."""
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        check_pair(row)
+        return None
     columns = [name for name in RESPONSES if row.get(name) is not None]
     if not columns or row.get("prompt") is None or row.get("label") is None:
         raise ValueError(
             "it has neither 'prompt', 'completion' (or 'response') and 'label', nor 'chosen' and "
             f"'rejected'; columns: {filled_columns(row)}"
         )
-    response = encode_reply(row["prompt"], row[columns[0]], tokenizer, row.get("finish_reason"))
-    label = row["label"]
-    text = str(label).lower()
-    if text not in LABELS:
-        raise ValueError(f"'label' is {label!r}, neither true nor false")
-    return [(response, LABELS[text])]
+    check_lm_row(_lm_row(row["prompt"], row[columns[0]]))
+    if str(row["label"]).lower() not in LABELS:
+        raise ValueError(f"'label' is {row['label']!r}, neither true nor false")
+    return columns[0]
 
 
 def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:

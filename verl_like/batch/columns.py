@@ -130,8 +130,7 @@ def _cut_list(name: str, value: Any, num_chunks: int) -> list[Any]:
     if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % num_chunks:
         shown = f"of {len(value)}" if hasattr(value, "__len__") else repr(value)
         raise BatchError(
-            f"{name} is a {type(value).__name__} {shown}: it does not divide into {num_chunks} "
-            "chunks."
+            f"{name} ({type(value).__name__} {shown}) does not divide into {num_chunks} chunks."
         )
     size = len(value) // num_chunks
     return [value[start : start + size] for start in range(0, size * num_chunks, size or 1)]

@@ -245,8 +245,8 @@ class DataProto:
                 arrays[name] = column
             else:
                 raise BatchError(
-                    f"column {name!r} is a {type(column).__name__}. Use a torch.Tensor or a numpy "
-                    "array."
+                    f"column {name!r} has the type {type(column).__name__}. Use a "
+                    "torch.Tensor or a numpy array."
                 )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 

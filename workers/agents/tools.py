@@ -56,7 +56,7 @@ class Tool:
         """Make a tool of a typed function with a docstring; errors name the setting `key`."""
         where = key or f"environment: {getattr(function, '__name__', function)}"
         if not callable(function) or isinstance(function, type):
-            kind = "a class" if isinstance(function, type) else f"a {type(function).__name__}"
+            kind = "a class" if isinstance(function, type) else f"{function!r:.60}"
             raise ConfigError(
                 f"{where} is {kind}, not a function. Use a function with type hints and a "
                 "docstring."

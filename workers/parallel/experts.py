@@ -58,7 +58,7 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
             or len(arguments) != NUM_ARGUMENTS + 1
         ):
             raise ConfigError(
-                f"{key}={size}: {name} is a {type(experts).__name__}, which is not supported: each "
+                f"{key}={size}: {name} ({type(experts).__name__}) is not supported: each "
                 "weight must have the experts as its first dim, and the forward pass must take "
                 f"{NUM_ARGUMENTS} arguments (states, chosen experts, weights). Leave {key} at 1."
             )

@@ -68,12 +68,13 @@ def test_names_of_files_and_data_sets_are_recognized() -> None:
 
 
 def test_a_value_that_json_lacks_is_named_with_its_row(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"prompts, row 1: b'x' is a bytes"):
+    with pytest.raises(ConfigError, match=r"prompts, row 1: JSON .* b'x', of type bytes\."):
         write_rows([{"prompt": "a"}, {"image": b"x"}], "prompts", tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [([], "is empty"), ({"a": 1}, "a dict of a: .*one split"), (3, "a int")]
+    ("data", "words"),
+    [([], "is empty"), ({"a": 1}, "dict with the keys a: .*one split"), (3, "has the type int:")],
 )
 def test_invalid_data_is_rejected(data: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

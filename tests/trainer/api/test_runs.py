@@ -12,7 +12,18 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.integration.runs import numbers
-from trainer import PPO, SFT, RunResult, config_hash, load_config, main_ppo
+from trainer import (
+    DPO,
+    GRPO,
+    KTO,
+    PPO,
+    SFT,
+    RewardTraining,
+    RunResult,
+    config_hash,
+    load_config,
+    main_ppo,
+)
 from trainer.config.compose import load_config as load_recipe_config
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.hooks import Hooks
@@ -262,6 +273,52 @@ def test_a_key_that_an_argument_sets_is_rejected(tmp_path: Path) -> None:
         SFT("a", ROWS, save_to=tmp_path, optim={"lrr": 1.0})
     with pytest.raises(ConfigError, match="reward.list is set twice"):
         PPO("a", PROMPTS, len, save_to=tmp_path, **{"reward.list": [len]})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: GRPO(), r"GRPO needs model and prompts, such as GRPO\(\"Qwen/.*, lambda response"),
+        (lambda: PPO("a"), r"PPO needs prompts, such as PPO\("),
+        (lambda: KTO(rows=[{}]), r"KTO needs model, such as KTO\(.*\"label\": True"),
+    ],
+)
+def test_a_call_without_its_arguments_is_answered_with_an_example(call: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+PAIR = {"prompt": "say a", "chosen": "aa", "rejected": "b"}
+LABELED = {"prompt": "say a", "completion": "aa", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("cls", "good", "bad", "words"),
+    [
+        (GRPO, "say a", {"question": "a"}, "no column 'prompt'; non-empty columns: question"),
+        (PPO, "say a", 3, "'prompt' is 3, neither a text nor messages"),
+        (SFT, "abc", {"a": 1}, "it has neither 'messages', .*columns: a"),
+        (SFT, "abc", 3, "'messages' is 3, neither a text nor messages"),
+        (SFT, "abc", {"messages": []}, "not a list of messages with role and content"),
+        (SFT, "abc", {"prompt": "a", "response": 3}, "'response' is 3, not a text"),
+        (RewardTraining, PAIR, {"chosen": "a"}, "it has no 'rejected'; columns: chosen"),
+        (DPO, PAIR, {**PAIR, "rejected": "aa"}, "'chosen' and 'rejected' are equal: 'aa'"),
+        (DPO, PAIR, {**PAIR, "chosen": 3}, "'chosen': the response must be a text"),
+        (DPO, PAIR, LABELED, "it has no 'chosen' and no 'rejected'"),
+        (KTO, LABELED, {**LABELED, "label": "good"}, "'label' is 'good', neither true nor false"),
+        (KTO, PAIR, {"prompt": "a"}, "it has neither 'prompt', 'completion'"),
+    ],
+)
+def test_rows_in_memory_are_checked_before_the_run(
+    cls: Any, good: Any, bad: Any, words: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match=rf"data\.train_files, row 1: .*{words}"):
+        cls(tiny_dir / "model", [good, bad], save_to=folder)
+    assert not folder.exists()
+    with pytest.raises(ConfigError, match=r"data\.val_files, row 0: "):
+        cls(tiny_dir / "model", [good], eval_dataset=[bad], save_to=folder)
+    cls(tiny_dir / "model", [good, bad], save_to=folder, **{"data.on_bad_row": "skip"})
 
 
 def test_runs_without_a_folder_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class RayWorkerGroup(_RunningWorkers):
         """
         if not isinstance(resource_pool, RayResourcePool):
             raise PlacementError(
-                f"RayWorkerGroup needs a RayResourcePool, got a {type(resource_pool).__name__}."
+                f"RayWorkerGroup needs a RayResourcePool, not {type(resource_pool).__name__}."
             )
         if detached and not resource_pool.detached:
             raise PlacementError(

@@ -93,7 +93,7 @@ def test_a_shortage_of_cpus_raises_an_error() -> None:
         RayResourcePool(
             [1], use_gpu=True, cpus_per_process=1.0, accelerator_type="NoSuchCard"
         ).bundles()
-    with pytest.raises(PlacementError, match="needs a RayResourcePool, got a ResourcePool"):
+    with pytest.raises(PlacementError, match="needs a RayResourcePool, not ResourcePool"):
         RayWorkerGroup(ResourcePool([1]), RayClassWithInitArgs(Adder))
 
 
