@@ -49,20 +49,6 @@ class SignedStore(Store):
         """The host of the underlying `TCPStore`."""
         return self._store.host
 
-    @property
-    def port(self) -> int:
-        """The port of the underlying `TCPStore`."""
-        return self._store.port
-
-    def over(self, store: TCPStore) -> SignedStore:
-        """Return this namespace with another connection to the store.
-
-        A request that waits blocks all other requests on its connection.
-        """
-        other = SignedStore(store, self._secret, "")
-        other._prefix = self._prefix
-        return other
-
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value with a signature over its name and content."""
         content = value.encode() if isinstance(value, str) else bytes(value)

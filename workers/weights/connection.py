@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -279,14 +279,21 @@ def _read(store: SignedStore, key: str) -> dict[str, Any]:
 def form_groups(
     address: Address, store: SignedStore, rank: int, size: int, has_own_gpus: bool
 ) -> Connection:
-    """Create the gloo and NCCL groups; all ranks have registered."""
+    """Create the gloo and NCCL groups of ranks that have registered; raise once it is given up.
+
+    A rank may have died since it registered. Gloo then waits for it for 20 s, in one case for
+    100 s, and cannot be interrupted. So gloo has a thread, which is abandoned if necessary.
+    """
     with name_errors("the group of sender and receivers did not form"):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = JOIN_TIMEOUT
         options._devices = _gloo_devices(store.host)
-        own_store = PrefixStore("weights", store)
-        group = form_group(partial(dist.ProcessGroupGloo, own_store, rank, size, options), store)
-        connection = Connection(address.place, address.number, size, group)
+        own_store, name = PrefixStore("weights", store), "weight sync: forming its group"
+        forming = in_daemon(name, dist.ProcessGroupGloo, own_store, rank, size, options)
+        while not wait([forming], LOOK_S).done:
+            with name_errors("the sender is gone"):  # gloo's wait blocks its own connection
+                _read(address.part_of(join_weight_store(address.place)), "complete")
+        connection = Connection(address.place, address.number, size, forming.result())
         if has_own_gpus:
             # a connection of its own: NCCL's threads use it as long as the group exists
             other = SignedStore(join_weight_store(address.place), address.secret, "gpus")
@@ -319,19 +326,6 @@ def group_of_gpus(store: Store, rank: int, size: int) -> Any:
     options._timeout = 2 * TRANSFER_TIMEOUT
     with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
         return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def form_group(form: Callable[[], Any], store: SignedStore) -> Any:
-    """Return the group that `form` creates, or raise once the sync is given up.
-
-    A rank may have died since it registered. Gloo then waits for it for 20 s, in one case for
-    100 s, and cannot be interrupted. So `form` runs in a thread, which is abandoned if necessary.
-    """
-    forming = in_daemon("weight sync: forming its group", form)
-    while not wait([forming], LOOK_S).done:
-        with name_errors("the sender is gone"):
-            _read(store.over(join_weight_store(f"{store.host}:{store.port}")), "complete")
-    return forming.result()
 
 
 @contextmanager
