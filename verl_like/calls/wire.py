@@ -209,20 +209,22 @@ class Packer:
 
     def pack(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return a rank's arguments as they travel in its call, and the parts next to the call."""
-        packed, parts = list(values), list[Any]()
-        for place, value in enumerate(values):
+        packed: list[Any] = []
+        parts: list[Any] = []
+        for value in values:
             if isinstance(value, FutureChunk):
                 first = len(parts)
                 parts += [value.payload, *value.headers]
-                packed[place] = ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index)
+                packed.append(ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index))
                 continue
             if id(value) not in self._shared:
                 if num_bytes(value) < SHARED_BYTES:
+                    packed.append(value)
                     continue
                 part, keeper = self._share(value)
                 self._shared[id(value)] = value, part
                 self.keeps.append(keeper)
-            packed[place] = Slot(len(parts))
+            packed.append(Slot(len(parts)))
             parts.append(self._shared[id(value)][1])
         return packed, parts
 
