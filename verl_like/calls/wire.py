@@ -216,16 +216,15 @@ class Packer:
                 first = len(parts)
                 parts += [value.payload, *value.headers]
                 packed.append(ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index))
-                continue
-            if id(value) not in self._shared:
-                if num_bytes(value) < SHARED_BYTES:
-                    packed.append(value)
-                    continue
-                part, keeper = self._share(value)
-                self._shared[id(value)] = value, part
-                self.keeps.append(keeper)
-            packed.append(Slot(len(parts)))
-            parts.append(self._shared[id(value)][1])
+            elif id(value) in self._shared or num_bytes(value) >= SHARED_BYTES:
+                if id(value) not in self._shared:
+                    part, keeper = self._share(value)
+                    self._shared[id(value)] = value, part
+                    self.keeps.append(keeper)
+                packed.append(Slot(len(parts)))
+                parts.append(self._shared[id(value)][1])
+            else:
+                packed.append(value)
         return packed, parts
 
 
