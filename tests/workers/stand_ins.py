@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from verl_like.errors import WeightSyncError
-from workers.weights.channel import Channel, Finish
+from workers.weights.channel import Channel
 from workers.weights.checksum import checksum_of
 from workers.weights.host_copy import HostCopy
 from workers.weights.module_writer import ModuleWriter
@@ -166,7 +166,7 @@ def flip_a_bit_on_the_way(patch: pytest.MonkeyPatch) -> None:
     """Flip a bit of a sent weight in every sync."""
     start = Channel._start_broadcast
 
-    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Finish:
+    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Any:
         if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
             tensor = tensor.clone()
             tensor[700] ^= 16
@@ -179,7 +179,7 @@ def flip_a_bit_of_text(patch: pytest.MonkeyPatch, text: bytes) -> None:
     """Flip a bit of a header that contains this text in every sync."""
     start = Channel._start_broadcast
 
-    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Finish:
+    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Any:
         is_bytes = tensor.dtype == torch.uint8
         if channel.rank == 0 and is_bytes and text in tensor.numpy().tobytes():
             tensor = tensor.clone()

@@ -18,7 +18,6 @@ import hmac
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from struct import Struct
 from typing import Any
 
@@ -49,8 +48,6 @@ ALIGNMENT = 16
 END = -1
 """Sent instead of a bucket's size, after the last bucket."""
 HOST = torch.device("cpu")
-Finish = Callable[[], None]
-"""A function that waits until an operation is done."""
 AllocateBuffer = Callable[[int, int], Tensor]
 """A function that returns a buffer for a bucket, given the bucket's number and size."""
 _LENGTHS = Struct("<qq")
@@ -198,7 +195,7 @@ class Channel:
         While one bucket is sent, the next one is taken from `buckets`, so the two must not share
         memory.
         """
-        num_buckets, pending = 0, list[Finish]()
+        num_buckets, pending = 0, list[dist.Work]()
         for number, packed in enumerate(buckets):
             num_buckets += 1
             if number == 0 and self._drops_first:
@@ -208,9 +205,9 @@ class Channel:
             started = self._start_header(bucket.payload.numel(), header)
             started.append(self._start_broadcast(bucket.payload, self.connection.gpus))
             self.num_bytes += bucket.num_bytes
-            _finish(pending)
+            _wait(pending)
             pending = started
-        _finish([*pending, *self._start_header(END, {"number": num_buckets, **(summary or {})})])
+        _wait([*pending, *self._start_header(END, {"number": num_buckets, **(summary or {})})])
 
     def _on_device(self, bucket: Bucket, number: int) -> Bucket:
         """Copy a bucket of published weights from host memory to this channel's GPU.
@@ -234,22 +231,22 @@ class Channel:
         number, previous = 0, None
         while True:
             size, header = self._receive_header()
-            payload, finish = None, None
+            payload, arriving = None, None
             if size == END and header is None:
                 self.corrupt.append("the end marker (wrong signature)")
             if size != END:
                 payload = self.room(number, size)
-                finish = self._start_broadcast(payload, self.connection.gpus)
+                arriving = self._start_broadcast(payload, self.connection.gpus)
             if previous is not None:
                 yield from self._verified(*previous)
-            if payload is None or finish is None:
+            if payload is None or arriving is None:
                 header = header or {"number": number}
                 sent = header.pop("number")
                 if sent != number:
                     self.corrupt.append(f"{number} of {sent} buckets")
                 self.summary = header
                 return
-            finish()
+            _wait([arriving])
             number, previous = number + 1, (number, payload, header)
 
     def all_agree(self, ok: bool) -> bool:
@@ -287,7 +284,7 @@ class Channel:
                 self.corrupt.append(name)
         yield from bucket.tensors()
 
-    def _start_header(self, size: int, header: dict[str, Any]) -> list[Finish]:
+    def _start_header(self, size: int, header: dict[str, Any]) -> list[dist.Work]:
         """Start sending the size and the signed header of the next bucket."""
         text = json.dumps(header).encode()
         first = _LENGTHS.pack(size, len(text)) + self._sign(b"%d" % size, text)
@@ -305,16 +302,16 @@ class Channel:
 
     def _received(self, num_bytes: int) -> bytes:
         content = torch.empty(num_bytes, dtype=torch.uint8)
-        self._start_broadcast(content)()
+        _wait([self._start_broadcast(content)])
         return content.numpy().tobytes()
 
-    def _start_broadcast(self, tensor: Tensor, group: Any = None) -> Finish:
-        """Start broadcasting a tensor; the returned function waits for the end of the broadcast."""
+    def _start_broadcast(self, tensor: Tensor, group: Any = None) -> dist.Work:
+        """Start broadcasting a tensor."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
         with name_errors("a broadcast could not start"):
             work: dist.Work = (group or self.connection.group).broadcast([tensor], options)
-        return partial(_wait, work)
+        return work
 
 
 def allocate_buffer(num_bytes: int, device: torch.device = HOST, locked: bool = False) -> Tensor:
@@ -331,11 +328,7 @@ def allocate_buffer(num_bytes: int, device: torch.device = HOST, locked: bool = 
     return buffer
 
 
-def _finish(started: Iterable[Finish]) -> None:
-    for finish in started:
-        finish()
-
-
-def _wait(work: dist.Work) -> None:
+def _wait(broadcasts: Iterable[dist.Work]) -> None:
     with name_errors("a broadcast was interrupted: a worker died or fell behind"):
-        work.wait()
+        for work in broadcasts:
+            work.wait()
