@@ -3,7 +3,7 @@
 Payloads stay in the object store and go from worker to worker as references. Requests for stacks
 and concurrent calls take a separate connection (`verl_like.backends.rpc`).
 
-Calls and batches are pickled by `pack` before Ray sees them, because Ray's own pickler takes
+Calls and batches are pickled by `pickled` before Ray sees them, because Ray's own pickler takes
 several times as long. Equal batches are put into the store once (`put_once`), because
 several roles read the same columns in a step.
 """
@@ -123,7 +123,7 @@ class RayTransport(ProcessTransport):
             for_batch = actor.call_for_batch if call.sends_result else actor.call_for_header
             method = for_batch if call.returns_batch else actor.call
             self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
-        task = self._tasks[key].remote(pack(message) or message, *values)
+        task = self._tasks[key].remote(pickled(message) or message, *values)
         payload, header = task if call.returns_batch and call.sends_result else (task, task)
         return Pending(rank, payload, header, call.role)
 
@@ -223,7 +223,7 @@ class RayTransport(ProcessTransport):
         A batch that is small without its padding travels with the call: to put it and to pass a
         reference would take the driver several times as long.
         """
-        packed = pack_batch(value)
+        packed = pickled_batch(value)
         if packed is None:
             reference = ray.put(value)
             return reference, reference
@@ -275,11 +275,11 @@ def _describe_memory(text: str) -> str:
 # ------------------------------------------------------------------------------- values on the way
 
 
-class Packed:
+class PickledBatch:
     """A pickle with separate buffers, which unpickles to the value itself."""
 
     def __init__(self, head: bytes, buffers: Sequence[pickle.PickleBuffer]) -> None:
-        """`head` and `buffers` come from `pack`."""
+        """`head` and `buffers` come from `pickled`."""
         self.head, self.buffers = head, list(buffers)
 
     @property
@@ -296,7 +296,7 @@ def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:
     return pickle.loads(head, buffers=buffers)
 
 
-def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
+def pickled(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
     """Pickle the value, append its data to `buffers`; return None if only Ray can pickle it."""
     if cloudpickle.list_registry_pickle_by_value():
         return None
@@ -307,14 +307,14 @@ def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes 
     return None if any(word in head for word in ONLY_FOR_RAY) else head
 
 
-def pack_batch(value: Any) -> Packed | None:
+def pickled_batch(value: Any) -> PickledBatch | None:
     """Pickle a batch with its buffers; None if it is not a batch, or only Ray can pickle it."""
     buffers: list[pickle.PickleBuffer] = []
-    head = pack(value, buffers) if type(value) is DataProto else None
-    return None if head is None else Packed(head, buffers)
+    head = pickled(value, buffers) if type(value) is DataProto else None
+    return None if head is None else PickledBatch(head, buffers)
 
 
-class Stored:
+class StoredBatch:
     """A batch in the store, which stays there as long as this object exists."""
 
     def __init__(self, reference: Any) -> None:
@@ -322,18 +322,18 @@ class Stored:
         self.reference = reference
 
 
-_held: weakref.WeakValueDictionary[tuple[str, bytes], Stored] = weakref.WeakValueDictionary()
+_held: weakref.WeakValueDictionary[tuple[str, bytes], StoredBatch] = weakref.WeakValueDictionary()
 """The batches in the store, by connection to a cluster and digest of the content."""
 _putting = threading.Lock()
 
 
-def put_once(packed: Packed) -> Stored:
+def put_once(packed: PickledBatch) -> StoredBatch:
     """Put a batch into the store, unless an equal batch is already there."""
     digest = xxhash.xxh3_128(packed.head)
     for buffer in packed.buffers:
         digest.update(buffer.raw())
     key = ray.get_runtime_context().get_worker_id(), digest.digest()
     with _putting:
-        stored = _held.get(key) or Stored(ray.put(packed))
+        stored = _held.get(key) or StoredBatch(ray.put(packed))
         _held[key] = stored
         return stored

@@ -13,17 +13,17 @@ import torch
 from ray import cloudpickle
 
 from verl_like import DataProto
-from verl_like.backends.ray.transport import Packed, pack
+from verl_like.backends.ray.transport import PickledBatch, pickled
 
 
 def test_a_packed_batch_is_read_back_without_copies_of_its_columns() -> None:
     columns = {"x": torch.randperm(3000), "half": torch.rand(3000).bfloat16()}
     data = DataProto.from_dict(columns, {"uid": list("abc") * 1000}, {"temperature": 0.5})
     inner: list[pickle.PickleBuffer] = []
-    head = pack(data, inner)
+    head = pickled(data, inner)
     assert head is not None
     outer: list[pickle.PickleBuffer] = []
-    text = pickle.dumps(Packed(head, inner), 5, buffer_callback=outer.append)
+    text = pickle.dumps(PickledBatch(head, inner), 5, buffer_callback=outer.append)
     assert sum(len(buffer.raw()) for buffer in outer) == 8 * 3000 + 2 * 3000
     back = pickle.loads(text, buffers=outer)
     assert all(torch.equal(back.batch[name], data.batch[name]) for name in columns)
@@ -35,9 +35,9 @@ def test_a_packed_batch_is_read_back_without_copies_of_its_columns() -> None:
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
 def test_values_with_object_references_are_left_to_ray() -> None:
-    assert pack(("actor", "update", (ray.put(1),), {})) is None
-    assert pack(("actor", "update", (), {"more": [{"reference": ray.put(1)}]})) is None
-    assert pack(("actor", "update", (1,), {})) is not None
+    assert pickled(("actor", "update", (ray.put(1),), {})) is None
+    assert pickled(("actor", "update", (), {"more": [{"reference": ray.put(1)}]})) is None
+    assert pickled(("actor", "update", (1,), {})) is not None
 
 
 def test_functions_and_classes_without_a_module_are_left_to_ray(
@@ -45,13 +45,13 @@ def test_functions_and_classes_without_a_module_are_left_to_ray(
 ) -> None:
     local = type("Own", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Own", local, raising=False)
-    assert pack(local()) is None
-    assert pack(lambda: 3) is None
+    assert pickled(local()) is None
+    assert pickled(lambda: 3) is None
 
     module = ModuleType("of_a_notebook")
     monkeypatch.setitem(sys.modules, "of_a_notebook", module)
     cloudpickle.register_pickle_by_value(module)
     try:
-        assert pack(1) is None
+        assert pickled(1) is None
     finally:
         cloudpickle.unregister_pickle_by_value(module)

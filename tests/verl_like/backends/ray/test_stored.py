@@ -11,7 +11,7 @@ import torch
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Modes
 from verl_like import DataProto
-from verl_like.backends.ray.transport import RayTransport, Stored, pack_batch, put_once
+from verl_like.backends.ray.transport import RayTransport, StoredBatch, pickled_batch, put_once
 from verl_like.batch.ragged import Ragged
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -22,8 +22,8 @@ def batch(rows: int = 50_000, **meta: object) -> DataProto:
     return DataProto.from_dict(columns, {"uid": [f"{row}" for row in range(rows)]}, meta)
 
 
-def put_batch(data: DataProto) -> Stored:
-    packed = pack_batch(data)
+def put_batch(data: DataProto) -> StoredBatch:
+    packed = pickled_batch(data)
     assert packed is not None
     return put_once(packed)
 
