@@ -213,11 +213,10 @@ class _Wait:
             limit_s = times.limit_s(name, future.rows, limits)
             is_first = limit_s == limits.call_s
             self._way_out = "raise timeouts.call_s" if is_first else "raise timeouts.min_call_s"
-        median_s = times.median_s(name)
-        self.look_from_s = LOOK_FROM * (median_s or 0.0)
-        if future._limit is not None:  # its process cannot show a stack before it has started
-            self.look_from_s = math.inf
-        is_first_call = median_s is None and future._limit is None and timeout is None
+        median_s, is_start = times.median_s(name), future._limit is not None
+        # a process cannot show a stack before it has started
+        self.look_from_s = math.inf if is_start else LOOK_FROM * (median_s or 0.0)
+        is_first_call = median_s is None and not is_start and timeout is None
         suffix = ", the first of its calls, which may load or compile" if is_first_call else ""
         self.clock = WaitClock(f"{name}{suffix}", limit_s, limits.warn_s, since)
         self._failed_at_s: float | None = None

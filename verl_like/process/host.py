@@ -101,8 +101,6 @@ class WorkerHost:
         self._one_call = threading.RLock()
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
-        self._known_meshes: dict[str, Any] | None = None
-        """The meshes that constructors registered; None if a call registered more."""
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
         self._master: tuple[str, int] | None = None
@@ -203,6 +201,8 @@ class WorkerHost:
             process_info = replace(self.process_info, role=role, master=self._master)
             with construction(process_info, self._workers), self._enter_role(state):
                 self._workers[role] = state.worker = cls(*args, **kwargs)
+        for state in self._states.values():
+            state.first_meshes = state.meshes
         return NOTHING
 
     def _set_up_process(self, master: tuple[str, int] | None) -> None:
@@ -308,17 +308,9 @@ class WorkerHost:
 
         # Drivers read the header of `start`, which has the meshes. They may leave a call's header
         # unread, so once a call has registered a mesh every later header carries the meshes.
-        meshes: dict[str, Any] | None = {
-            role: dict(positions)
-            for role, state in self._states.items()
-            if (positions := getattr(state.worker, "_mesh_positions", None))
-        }
-        if method == START:
-            self._known_meshes = meshes
-        elif meshes == self._known_meshes:
-            meshes = None
-        else:
-            self._known_meshes = None
+        meshes, states = None, self._states
+        if method == START or any(s.meshes is not s.first_meshes for s in states.values()):
+            meshes = {role: state.meshes for role, state in states.items() if state.meshes}
         header = Header(
             role=role or self.process_info.name,
             method=method,

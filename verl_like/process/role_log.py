@@ -33,6 +33,8 @@ class RoleState:
     def __init__(self, role: str, process_info: ProcessInfo):
         """Seed the random state with (seed, role, rank), also if roles share the process."""
         self.worker: Any = None
+        self.first_meshes: Any = None
+        """The meshes that were registered when the roles of the process had been constructed."""
         self.log: RotatingLog | None = None
         self._teed: tuple[TextIO, TextIO] | None = None
         path = process_info.log_path(role)
@@ -49,6 +51,11 @@ class RoleState:
             torch.default_generator.manual_seed(seed)
         self.random_state = get_random_state()
         set_random_state(saved)
+
+    @property
+    def meshes(self) -> Any:
+        """The meshes that the worker has registered: the same dict until it registers another."""
+        return getattr(self.worker, "_mesh_positions", None)
 
     def close(self) -> None:
         """Close the log; later output goes only to the process's own stream."""

@@ -238,7 +238,9 @@ class Worker(VerlWorker):
         Of the ranks with the same slice, only the one with `is_collect` returns its result to the
         driver.
         """
-        self._mesh_positions[mesh_name] = (int(dp_rank), bool(is_collect))
+        position = int(dp_rank), bool(is_collect)
+        if self._mesh_positions.get(mesh_name) != position:  # a new dict shows that it has changed
+            self._mesh_positions = {**self._mesh_positions, mesh_name: position}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def ping(self) -> None:
