@@ -32,7 +32,16 @@ from trainer.ppo.sample import FILTERED, balance, collect_groups, greedy_scores
 from trainer.ppo.score import policy_is_current
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import PolicyWeights, RolloutWeights, averaged_weights, update_reference
-from trainer.ppo.update import EntropyController, add_chosen_tokens, filters, rows_per_update
+from trainer.ppo.update import (
+    EntropyController,
+    add_chosen_tokens,
+    columns_of_correction,
+    correct_rollout,
+    resample_by_score,
+    rows_per_update,
+    without_skipped,
+    without_truncated,
+)
 from trainer.record import Metrics, Run
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
 from trainer.rollouts.samples import repeat_prompts
@@ -170,13 +179,23 @@ class PPOTrainer(Trainer):
 
         On separate pools, they train at the same time.
         """
-        config, step = self.config, self.global_step
+        config, step, algorithm = self.config, self.global_step, self.config.algorithm
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
         metrics: Metrics = {}
-        for row_filter in filters(config, step, self.balance):
-            batch, filtered = row_filter.run(batch)
-            metrics |= filtered
-            self.call_hook("on_filter", row_filter.reason, batch)
+        if algorithm.mask_truncated:
+            batch, metrics = without_truncated(batch)
+            self.call_hook("on_filter", "algorithm.mask_truncated", batch)
+        batch = without_skipped(batch)
+        self.call_hook("on_filter", "on_failure=skip", batch)
+        if columns_of_correction(algorithm.rollout_correction):
+            batch, corrected = correct_rollout(batch, algorithm.rollout_correction)
+            metrics |= corrected
+            self.call_hook("on_filter", "algorithm.rollout_correction", batch)
+        if algorithm.use_pf_ppo:
+            batch, resampled = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
+            batch, _ = self.balance(batch)
+            metrics |= resampled
+            self.call_hook("on_filter", "algorithm.use_pf_ppo", batch)
         batch = add_chosen_tokens(batch, config, step)
 
         calls = []

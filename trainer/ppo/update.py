@@ -25,8 +25,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,43 +46,12 @@ from workers.rewards.weighted import SKIPPED
 from workers.rollout.sample import LENGTH_LIMIT
 
 logger = logging.getLogger(__name__)
-WithMetrics = tuple[DataProto, dict[str, float]]
 LARGEST_ERROR = 1.0
 """Distances of the entropy to its target are clipped to this many nats."""
 ENTROPY_COEFF_LR = 0.1
 """Change of the log-coefficient per step and nat of distance."""
 RANGE = 100.0
 """The coefficient stays within `actor.entropy_coeff` divided and multiplied by this factor."""
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A transformation of the samples before the losses see them."""
-
-    reason: str
-    """The key that configures it; the sample log names it for samples that it leaves out."""
-    run: Callable[[DataProto], WithMetrics]
-
-
-def filters(
-    config: PPOConfig, step: int, balance: Callable[[DataProto], WithMetrics]
-) -> list[Filter]:
-    """Return the filters of this run in order; `balance` orders resampled rows over the ranks."""
-    algorithm, active = config.algorithm, []
-    if algorithm.mask_truncated:
-        active.append(Filter("algorithm.mask_truncated", without_truncated))
-    active.append(Filter("on_failure=skip", lambda batch: (without_skipped(batch), {})))
-    if columns_of_correction(algorithm.rollout_correction):
-        correct = partial(correct_rollout, config=algorithm.rollout_correction)
-        active.append(Filter("algorithm.rollout_correction", correct))
-    if algorithm.use_pf_ppo:
-
-        def resample(batch: DataProto) -> WithMetrics:
-            batch, metrics = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
-            return balance(batch)[0], metrics
-
-        active.append(Filter("algorithm.use_pf_ppo", resample))
-    return active
 
 
 def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataProto:

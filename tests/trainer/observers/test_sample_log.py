@@ -19,7 +19,8 @@ from trainer.observers.sample_log import (
     tokens_by_sample,
 )
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.update import filters
+from trainer.ppo.stages import PPOTrainer
+from trainer.ppo.update import EntropyController
 from trainer.report.accounts import describe_log
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError
@@ -155,10 +156,16 @@ def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = N
     watch.on_generated(trainer, batch)
     batch = batch if to_update is None else to_update
     watch.on_stage_begin(trainer, "update", batch)
-    for sample_filter in filters(config, 1, lambda rows: (rows, {})):
-        batch, _ = sample_filter.run(batch)
-        watch.on_filter(trainer, sample_filter.reason, batch)
-    watch.on_update(trainer, batch)
+    config.trainer.critic_warmup = 1  # no role is trained in this step
+    stage: Any = SimpleNamespace(
+        config=config,
+        global_step=1,
+        groups={},
+        balance=lambda rows: (rows, {}),
+        call_hook=lambda hook, *args: getattr(watch, hook)(trainer, *args),
+        entropy_ctrl=EntropyController(config.actor_rollout_ref.actor),
+    )
+    PPOTrainer.update(stage, batch)
     watch.on_step_end(trainer, metrics)
     names = "training/num_excluded_tokens/"
     left_out = {n.removeprefix(names): v for n, v in metrics.items() if n.startswith(names)}
