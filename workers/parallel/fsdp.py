@@ -102,7 +102,7 @@ def _prefetch_layers(module: Any) -> None:
 def begin_pass(
     module: Any, one_unit: bool, last: bool, strategy: str = "fsdp", waits: bool = False
 ) -> None:
-    """Set which weights stay gathered after the next backward pass of a mini-batch.
+    """Set which weights of a sharded module stay gathered after the next backward pass.
 
     After the last pass, no weights stay gathered. Weights that stay gathered throughout a pass
     (with shard_grad_op, all weights) are gathered once per mini-batch. A model that is one unit
@@ -110,6 +110,8 @@ def begin_pass(
     reduce layer by layer, since a rank cannot store all gradients. If `waits`, other forward passes
     still wait for their backward passes, so FSDP must not finalize the backward pass.
     """
+    if not isinstance(module, FSDPModule):
+        return
     module.set_reshard_after_backward(last, recurse=one_unit or strategy == "shard_grad_op")
     module.set_is_last_backward(not waits)
     if one_unit:

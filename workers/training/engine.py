@@ -18,15 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from verl_like.batch.ragged import rectangle_of
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import Head, set_training_mode
+from workers.models.precision import computing_in
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import add_up_gradients
+from workers.parallel.offload import to_device
 from workers.parallel.sharding import settle
 from workers.training.build import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
@@ -37,7 +40,10 @@ from workers.training.microbatch import (
     RowColumns,
     Rows,
     all_reduce,
+    detached,
+    micro_batches,
     mini_batch,
+    spread,
 )
 from workers.training.model import Model, ModelSettings
 from workers.training.optim import (
@@ -51,8 +57,9 @@ from workers.training.optim import (
 from workers.training.packing import check_rows
 from workers.training.parts.layers import RouterReplay
 from workers.training.parts.load_balancing import LoadBalancing
-from workers.training.passes import Passes, PassOutputs, SmallerPasses
-from workers.training.readings import INPUTS, Reading
+from workers.training.passes import Cuts, PassOutputs
+from workers.training.readings import INPUTS, TOKENS, Reading
+from workers.training.smaller_passes import SmallerPasses
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -111,7 +118,7 @@ class TrainEngine(Model):
         self.reading = reading or Reading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
-        self.smaller_passes = SmallerPasses()
+        self.smaller_passes = SmallerPasses(self)
         self.names_of_step: list[str] = []
         """Names of the rows with gradients in the next optimizer step, for messages."""
 
@@ -122,7 +129,6 @@ class TrainEngine(Model):
         """
         build_model(self, worker)
         self.reading.begin(self)
-        self.passes = Passes(self, self.reading)
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
             self.guard = NonfiniteGuard(self.groups)
@@ -141,9 +147,15 @@ class TrainEngine(Model):
         ragged if the mask is. `names` are further columns that the model reads.
         """
         rows = self.take(data, names, self.reading.inputs)
+        pass_outputs: PassOutputs = {}
         self.module.eval()
-        with self.running():
-            return self.passes.forward(rows, budget, wanted)
+        with self.running(), torch.no_grad(), computing_in(self.module, self.cast):
+            cuts = self.cut(rows.columns, budget)
+            batches = micro_batches(rows.columns, cuts, self.groups.data, self.device)
+            for outputs, num_real in self.layers.forward(self.reading, batches, wanted):
+                for name, column in outputs.items():
+                    pass_outputs.setdefault(name, []).append(column[:num_real])
+            return self.restored(rows, pass_outputs, cuts)
 
     def forward_backward(
         self,
@@ -161,27 +173,11 @@ class TrainEngine(Model):
         balancing = self.part(LoadBalancing) if loss.is_balanced else None
         balanced = None
         if balancing is not None:
-            balanced = balancing.added_to(loss, self.passes, batch, budget)
+            balanced = balancing.added_to(loss, self, batch, budget)
             loss = balanced.loss
         set_training_mode(self.module)
         try:
-            if (
-                self.is_alone
-                and balanced is None
-                and pass_outputs is None
-                and not self.has_gradients
-            ):
-                train = partial(self.passes.train, batch, loss=loss)
-                totals = self.smaller_passes.run(
-                    train,
-                    budget,
-                    self.optimizer.zero_grad,
-                    longest=lambda: max(
-                        self.passes.reading.cut(batch.columns, budget)[1], default=0
-                    ),
-                )
-            else:
-                totals = self.passes.train(batch, budget, loss, pass_outputs)
+            totals = self.add_gradients(batch, budget, loss, pass_outputs)
         except BaseException:
             # gradients of an incomplete mini-batch must not reach an optimizer step
             self.optimizer.zero_grad(set_to_none=True)
@@ -198,6 +194,44 @@ class TrainEngine(Model):
         if balanced is not None:
             metrics |= balanced.metrics(self.groups, self.device)
         return metrics
+
+    def add_gradients(
+        self,
+        batch: MiniBatch,
+        budget: MicroBatchBudget,
+        loss: Loss,
+        pass_outputs: PassOutputs | None = None,
+    ) -> dict[str, Tensor]:
+        """Run forward and backward passes; return this rank's contributions to the metrics.
+
+        Columns stay ragged until they reach the loss, whose arguments are padded [rows, R] as in
+        verl. Token ids, their mask and their positions are padded only if the loss declares them.
+        """
+        totals: dict[str, Tensor] = {}
+        names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
+        cuts = self.cut(batch.columns, budget)
+        batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)
+        passes = self.layers.train(self.reading, batches, loss)
+        with computing_in(self.module, self.cast):
+            for outputs, columns, num_real, losses in passes:
+                if pass_outputs is not None:
+                    for name, column in outputs.items():
+                        pass_outputs.setdefault(name, []).append(detached(column[:num_real]))
+                rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
+                inputs = {n: to_device(rectangle_of(columns[n]), self.device) for n in names}
+                for name, values in inputs.items():
+                    # infinity becomes NaN, which no formula clamps, so the step will be skipped
+                    if values.is_floating_point():
+                        inputs[name] = values.masked_fill(values.isinf(), torch.nan)
+                total, shares = loss.compute(rectangles, inputs, batch)
+                losses.append(total)
+                for name, share in shares.items():
+                    if num_real:
+                        share = share.detach().float()
+                    else:  # a dummy adds nothing
+                        share = torch.zeros((), device=self.device)
+                    totals[name] = totals[name] + share if name in totals else share
+        return totals
 
     def forward_backward_rows(
         self,
@@ -218,8 +252,23 @@ class TrainEngine(Model):
         pass_outputs: PassOutputs = {}
         with self.running(self.optimizer):
             metrics = self.forward_backward(batch, budget, loss, pass_outputs)
-        cuts = self.passes.cut(batch.columns, budget)
-        return metrics, self.passes.restored(rows, pass_outputs, cuts)
+        cuts = self.cut(batch.columns, budget)
+        return metrics, self.restored(rows, pass_outputs, cuts)
+
+    def cut(self, columns: RowColumns, budget: MicroBatchBudget) -> Cuts:
+        """Return the rows of every micro-batch."""
+        reads, num_stages = self.reading.reads(columns), self.dims.pp
+        cuts = self.row_passes.cut(columns["input_ids"], reads, budget)
+        if budget.tokens is None or num_stages == 1:
+            return cuts
+        # at least as many micro-batches as stages, so that all stages have work
+        return spread(cuts, self.row_passes.lengths(reads), num_stages)
+
+    def restored(self, rows: Rows, pass_outputs: PassOutputs, cuts: Cuts) -> RowColumns:
+        """Return the outputs of micro-batches in the order of the rows."""
+        columns = {name: rows.restore(column, cuts) for name, column in pass_outputs.items()}
+        of_all: RowColumns = self.layers.from_last(columns)
+        return of_all
 
     def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> dict[str, float]:
         """Clip the accumulated gradients, take an optimizer step, and clear them.

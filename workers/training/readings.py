@@ -18,7 +18,7 @@ from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
 from workers.training.lm_head import DEFAULT, TokenOutputs, token_columns
-from workers.training.microbatch import MicroBatchBudget, RowColumns, cut
+from workers.training.microbatch import RowColumns
 from workers.training.packing import Feed, last_token_reads, read, response_reads
 
 if TYPE_CHECKING:
@@ -49,14 +49,6 @@ class Reading:
     def feeds(self, columns: RowColumns) -> list[Feed]:
         """Return the arguments of the forward passes over a micro-batch: one pass."""
         return [self.model.feed(columns, self.reads(columns))]
-
-    def cut(
-        self, columns: RowColumns, budget: MicroBatchBudget
-    ) -> tuple[list[list[int]], list[int]]:
-        """Return the rows of every micro-batch, and the number of tokens per row."""
-        reads = self.reads(columns)
-        rows = self.model.row_passes
-        return rows.cut(columns["input_ids"], reads, budget), rows.lengths(reads)
 
     def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass; return [rows, R] columns, zero outside the response mask."""
@@ -154,25 +146,12 @@ class Pairs(Reading):
 
     def reads(self, columns: RowColumns) -> Ragged:
         """Mark the tokens of both sides at which the head is computed."""
-        return self.of_rows.reads(rows_of_pairs(columns))
+        return self.of_rows.reads(rows_of_pairs(columns)).unflatten(0, (-1, 2))
 
     def feeds(self, columns: RowColumns) -> list[Feed]:
         """Return the arguments of every forward pass over a micro-batch of pairs."""
         parts = self._passes(columns)
         return [self.model.feed(part, self.of_rows.reads(part)) for part in parts]
-
-    def cut(
-        self, columns: RowColumns, budget: MicroBatchBudget
-    ) -> tuple[list[list[int]], list[int]]:
-        """Return the pairs of every micro-batch, and the number of tokens per pair."""
-        rows = self.model.row_passes
-        of_pairs = torch.tensor(rows.lengths(self.reads(columns))).view(-1, 2)
-        are_padded = rows.kind == "padded"
-        # with padding, the cost of a pair is twice the length of its longer side
-        tokens = 2 * of_pairs.amax(dim=1) if are_padded else of_pairs.sum(dim=1)
-        lengths = tokens.tolist()
-        budget = rows.of_all_ranks(budget)
-        return cut(lengths, budget, rectangles=are_padded, single=rows.apart), lengths
 
     def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass over both sides; return [pairs, 2, ...] columns."""

@@ -83,32 +83,40 @@ class RowPasses:
         return self.border is not None
 
     def lengths(self, reads: Ragged) -> list[int]:
-        """Return the number of tokens per row that a pass computes."""
-        lengths: list[int] = needed_lengths(reads, whole_rows=self.apart).tolist()
+        """Return the number of tokens per row, or per pair of rows, that a pass computes."""
+        tokens = needed_lengths(reads, whole_rows=self.apart)
+        if reads.lengths.dim() == 2:
+            sides = tokens.view(reads.lengths.shape)
+            # with padding, the cost of a pair is twice the length of its longer side
+            tokens = 2 * sides.amax(dim=1) if self.kind == "padded" else sides.sum(dim=1)
+        lengths: list[int] = tokens.tolist()
         return lengths
 
     def cut(self, ids: Ragged, reads: Ragged, budget: MicroBatchBudget) -> list[list[int]]:
-        """Return the row numbers of every micro-batch."""
-        lengths, budget = self.lengths(reads), self.of_all_ranks(budget)
-        if self.is_square and budget.tokens is not None:
+        """Return the numbers of the rows, or of the pairs of rows, of every micro-batch.
+
+        Ranks that share a pass add up their budgets.
+        """
+        lengths, are_pairs = self.lengths(reads), reads.lengths.dim() == 2
+        if self.ranks is not None and budget.tokens is not None:
+            budget = MicroBatchBudget(tokens=budget.tokens * self.ranks.size)
+        if self.is_square and budget.tokens is not None and not are_pairs:
             longest = max(lengths, default=0)
             budget = MicroBatchBudget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
-        order = prefix_order(ids, reads, lengths) if self.shares else None
+        order = prefix_order(ids, reads, lengths) if self.shares and not are_pairs else None
         if order is not None:
             saved = [int((1 - COST_OF_COPY) * shared) for shared in order.shared]
             return cut(lengths, budget, order=order.rows, saved=saved)
-        return cut(lengths, budget, rectangles=self.kind == "padded", border=self.border)
+        single, rectangles = are_pairs and self.apart, self.kind == "padded"
+        return cut(lengths, budget, rectangles=rectangles, border=self.border, single=single)
 
     def num_shared(self, ids: Ragged, reads: Ragged) -> int:
         """Return the number of tokens in these rows that passes skip because of shared prefixes."""
-        order = prefix_order(ids, reads, self.lengths(reads)) if self.shares else None
+        if not self.shares:
+            return 0
+        ids, reads = ids.flatten(), reads.flatten()
+        order = prefix_order(ids, reads, self.lengths(reads))
         return 0 if order is None else sum(order.shared)
-
-    def of_all_ranks(self, budget: MicroBatchBudget) -> MicroBatchBudget:
-        """Return a rank's token budget, multiplied by the number of ranks that share a pass."""
-        if self.ranks is None or budget.tokens is None:
-            return budget
-        return MicroBatchBudget(tokens=budget.tokens * self.ranks.size)
 
     def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
         """Return the arguments of a pass over these rows, with each segment as a separate row."""

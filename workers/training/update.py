@@ -56,7 +56,7 @@ def update(
     with engine.running(engine.optimizer):
         for number, (order, index) in enumerate(places):
             batch = mini_batch(order, index, count, group, device)
-            metrics = engine.forward_backward(batch, budget, loss)
+            metrics = engine.smaller_passes.forward_backward(batch, budget, loss)
             for other, other_loss in others:
                 share = mini_batch(other, number, len(places), group, device)
                 metrics |= engine.forward_backward(share, budget, other_loss)

@@ -48,7 +48,7 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
     data = batch_with_more()
     rows = Rows.take(data, (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
-        totals: dict[str, torch.Tensor] = worker.engine.passes.train(
+        totals: dict[str, torch.Tensor] = worker.engine.add_gradients(
             mini_batch(rows, 0, 1, None), MicroBatchBudget(rows=6), loss_of(worker, data)
         )
     return totals

@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,10 @@ from workers.cpu import linear
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
+from workers.training.loss import Loss, lm_loss
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import guarded_step
-from workers.training.passes import SmallerPasses
+from workers.training.smaller_passes import SmallerPasses
 
 
 def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
@@ -201,20 +203,30 @@ def test_a_single_row_out_of_memory_ends_the_run(tiny_dir: Path) -> None:
 
 
 def test_smaller_passes_have_room_for_the_longest_row() -> None:
-    smaller, budget = SmallerPasses(), MicroBatchBudget(tokens=1000)
     passes: list[int | None] = []
 
-    def train(fitting: MicroBatchBudget) -> dict[str, torch.Tensor]:
+    def train(_: Any, fitting: MicroBatchBudget, __: Loss) -> dict[str, float]:
         passes.append(fitting.tokens)
         if (fitting.tokens or 0) > 700:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return {}
 
+    engine: Any = SimpleNamespace(
+        is_alone=True,
+        has_gradients=False,
+        part=lambda kind: None,
+        forward_backward=train,
+        reading=SimpleNamespace(reads=lambda lengths: lengths),
+        row_passes=SimpleNamespace(lengths=list),
+    )
+    smaller, budget = SmallerPasses(engine), MicroBatchBudget(tokens=1000)
     for longest in (600, 650, 200):
-        smaller.run(train, budget, lambda: None, functools.partial(int, longest))
+        batch: Any = SimpleNamespace(columns=[longest, 100])
+        smaller.forward_backward(batch, budget, lm_loss())
     assert passes == [1000, 600, 650, 600]
+    batch = SimpleNamespace(columns=[800])
     with pytest.raises(torch.OutOfMemoryError):
-        smaller.run(train, budget, lambda: None, lambda: 800)
+        smaller.forward_backward(batch, budget, lm_loss())
 
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.workers.samples import random_row, started
+from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
@@ -17,6 +20,8 @@ from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
 from workers.roles.rows import SFTWorker
 from workers.training.engine import INPUTS
+from workers.training.mfu import needed_flops
+from workers.training.microbatch import Rows
 from workers.training.readings import Pairs, Reading, RowScores
 from workers.training.row_proof import RowPasses
 
@@ -94,3 +99,15 @@ def test_a_score_reads_only_real_tokens(score_at: str, one_layer_dir: Path) -> N
                 numbers = head(body(ids).last_hidden_state)[0, :, 0]
             expected = numbers[-1] if score_at == "last_token" else numbers.mean()
             assert float(scores[pair, side]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+
+
+def test_operations_count_the_shared_prompt_of_a_pair_once(one_layer_dir: Path) -> None:
+    row = LMRow(np.arange(10, 20), np.arange(10) >= 6)
+    batch = pair_batch([PairRow(row, row)], ["pair"], pad_token_id=0)
+    engine = worker_of(LikelierWorker, one_layer_dir).engine
+    columns = Rows.take(batch, engine.reading.inputs).columns
+    ids, reads = columns["input_ids"], engine.reading.reads(columns)
+    assert engine.row_passes.num_shared(ids, reads) == 5, "the head is read at the sixth token"
+    shared = needed_flops(engine, batch, trains=True)
+    engine.row_passes = replace(engine.row_passes, shares=False)
+    assert shared < needed_flops(engine, batch, trains=True)

@@ -12,9 +12,9 @@ the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import recomputes
 from workers.models.memory_shapes import meta_model
 from workers.models.support.proof import Support, relative_error
-from workers.parallel.fsdp import note_all_units
+from workers.parallel.fsdp import begin_pass, note_all_units
 from workers.parallel.pipeline import (
     Action,
     Pipeline,
@@ -33,16 +33,15 @@ from workers.parallel.pipeline import (
 )
 from workers.parallel.placements import local_part
 from workers.parallel.stages import NoStages, StageParts, Stages, stage_ranges
+from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import RowColumns
 from workers.training.model import Model, ModelPart
 from workers.training.packing import model_inputs, padded_feed, read
 from workers.training.parts.layers import MatrixSplit
 from workers.training.passes import MicroBatches, Named
+from workers.training.readings import Reading
 from workers.training.row_proof import LARGEST_ERROR, probe_rows
-
-if TYPE_CHECKING:
-    from workers.training.passes import Passes
 
 
 class StagePlan(ModelPart):
@@ -114,70 +113,65 @@ class PipelineLayers:
         return frozenset() if tied is None or not self.has_last else frozenset((tied,))
 
     def forward(
-        self,
-        passes: Passes,
-        micro_batches: MicroBatches,
-        compute: Callable[[RowColumns, int], object],
-        after: Callable[[int], None] | None = None,
-    ) -> None:
-        """Run forward passes; the last stage computes outputs, other stages send states on."""
+        self, reading: Reading, micro_batches: MicroBatches, wanted: TokenOutputs = DEFAULT
+    ) -> Iterator[tuple[RowColumns, int]]:
+        """Run forward passes; the last stage yields outputs, other stages send states on."""
         for action in self.pipeline.actions(len(micro_batches), trains=False):
             columns, num_real = micro_batches[action.number]
-            shapes = self._shapes(action, passes, columns)
+            shapes = self._shapes(action, reading, columns)
+            outputs: RowColumns = {}
             with self.pipeline.computing(action, shapes) as results:
                 if self._is_last(action):
-                    compute(columns, num_real)
+                    outputs = reading.outputs(columns, wanted)
                 else:
-                    results += self._states(passes, columns)
-            if after is not None:
-                after(num_real)
+                    results += self._states(reading, columns)
+            yield outputs, num_real
 
     def train(
-        self,
-        passes: Passes,
-        micro_batches: MicroBatches,
-        compute: Callable[[RowColumns, int], Tensor],
-        loss: Loss,
-    ) -> None:
-        """Run forward and backward passes in the order of the schedule."""
+        self, reading: Reading, micro_batches: MicroBatches, loss: Loss
+    ) -> Iterator[tuple[RowColumns, RowColumns, int, list[Tensor]]]:
+        """Run the passes in the schedule's order; the last stage yields what `AllLayers` yields."""
         num_left = len(micro_batches) * num_chunks(self.pipeline.kind)
         for action in self.pipeline.actions(len(micro_batches)):
             columns, num_real = micro_batches[action.number]
             if not action.is_forward:
                 num_left -= 1
                 if self.runs_again:
-                    passes.reading.feeds(columns)
-                waits = len(self.pipeline.waiting) > 1
-                passes.begin_backward(is_last=num_left == 0, waits=waits)
+                    reading.feeds(columns)
+                strategy, waits = self.model.sharding.strategy, len(self.pipeline.waiting) > 1
+                module, is_one_unit = self.model.module, self.model.is_one_unit
+                begin_pass(module, is_one_unit, num_left == 0, strategy, waits)
                 self.pipeline.backward(action)
                 continue
-            shapes = self._shapes(action, passes, columns)
+            shapes = self._shapes(action, reading, columns)
             with self.pipeline.computing(action, shapes) as results:
                 if self._is_last(action):
-                    results.append(compute(columns, num_real))
+                    yield reading.outputs(columns, loss.wanted), columns, num_real, results
                 else:
-                    results += self._states(passes, columns, loss)
+                    results += self._states(reading, columns, loss)
 
     def _is_last(self, action: Action) -> bool:
         """True if the action produces the model's outputs."""
         return self.pipeline.stage_of(action) == self.pipeline.last
 
     def _states(
-        self, passes: Passes, columns: RowColumns, loss: Loss | None = None
+        self, reading: Reading, columns: RowColumns, loss: Loss | None = None
     ) -> list[Tensor]:
         """Return the states for the next stage, and the terms that this stage adds to the loss."""
         module = self.model.module
-        states = [module(**model_inputs(module, feed)) for feed in passes.reading.feeds(columns)]
+        states = [module(**model_inputs(module, feed)) for feed in reading.feeds(columns)]
         if loss is not None and loss.of_stage is not None:
             states += loss.of_stage(columns)
         return states
 
-    def _shapes(self, action: Action, passes: Passes, columns: RowColumns) -> list[tuple[int, ...]]:
+    def _shapes(
+        self, action: Action, reading: Reading, columns: RowColumns
+    ) -> list[tuple[int, ...]]:
         """Return the shapes of the states from the previous stage; the first stage has none."""
         if self.pipeline.stage_of(action) == 0:
             return []
         width = self.model.module.config.get_text_config().hidden_size
-        feeds = passes.reading.feeds(columns)
+        feeds = reading.feeds(columns)
         return [(*feed.inputs["input_ids"].shape, width) for feed in feeds]
 
     def from_last(self, result: Any) -> Any:
