@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from trainer.ppo.compute_advantage import compares_with_greedy
+from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.estimate import Estimation
 from trainer.ppo.roles import declaring_class, scorings_of
 from trainer.ppo.score import (
     measures_reference,
@@ -26,6 +25,7 @@ from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of, rm_column
 from workers.config import model_rewards
+from workers.config.conditions import has_only_teacher, has_teacher
 
 REUSE_NOTICE = (
     "note: samples of the current weights need no separate pass for old log-probs: an update is "
@@ -137,8 +137,15 @@ def step_nodes(config: PPOConfig) -> list[CallNode]:
 
     graph.add_rewards("gen" if algorithm.filter_groups.enable else "score")
     graph.add_readings("score")
-    for part in Estimation(config).parts():
-        graph.on_driver("adv", part.name, part.reads, *part.writes)
+    of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
+    graph.on_driver("adv", "token rewards", ("token_level_scores", *of_kl), "token_level_rewards")
+    estimated = () if has_only_teacher(config) else ("advantages", "returns")
+    if estimated:
+        estimator = algorithm.adv_estimator
+        graph.on_driver("adv", estimator, columns_read(estimator), *estimated)
+    if has_teacher(config):
+        reads = ("old_log_probs", "teacher_log_prob", *estimated)
+        graph.on_driver("adv", "distillation", reads, "advantages", "returns")
 
     corrected = columns_of_correction(algorithm.rollout_correction)
     if corrected:

@@ -16,7 +16,7 @@ student's own samples); Thinking Machines, On-Policy Distillation, 2025 (per tok
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.returns import is_last_inside, returns_of
-from trainer.ppo.compute_advantage import advantages_of, columns_read
+from trainer.ppo.compute_advantage import advantages_of
 from trainer.ppo.config import KLControlConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places, masked_mean
@@ -33,21 +33,10 @@ from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses import kl as kl_estimators
 
 Metrics = dict[str, float]
-LEARNED = "advantages", "returns"
-
-
-@dataclass(frozen=True)
-class EstimationPart:
-    """A part of the stage: its function, and its name and columns for the printed dataflow."""
-
-    name: str
-    reads: Sequence[str]
-    writes: Sequence[str]
-    run: Callable[[DataProto], tuple[DataProto, Metrics]]
 
 
 class Estimation:
-    """The parts that a configuration needs, in order, and their state between steps.
+    """Estimates advantages as configured, and keeps the state between steps.
 
     Example:
 
@@ -62,32 +51,15 @@ class Estimation:
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Add advantages and returns to the batch."""
-        metrics: Metrics = {}
-        for part in self.parts():
-            batch, part_metrics = part.run(batch)
-            metrics |= part_metrics
+        batch, metrics = self.token_rewards(batch)
+        if not has_only_teacher(self.config):
+            batch = advantages_of(batch, self.config.algorithm)
+            batch, new_metrics = self.running_norm.advantages(batch)
+            metrics |= new_metrics
+        if has_teacher(self.config):
+            batch, new_metrics = distill(batch, self.config)
+            metrics |= new_metrics
         return batch, metrics
-
-    def parts(self) -> list[EstimationPart]:
-        """Return the parts that this run has: token rewards, the estimator, the teacher."""
-        algorithm, config = self.config.algorithm, self.config
-        of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
-        reads = ("token_level_scores", *of_kl)
-        parts = [
-            EstimationPart("token rewards", reads, ("token_level_rewards",), self.token_rewards)
-        ]
-        from_rewards = not has_only_teacher(config)
-        if from_rewards:
-            estimator = algorithm.adv_estimator
-            parts.append(
-                EstimationPart(estimator, columns_read(estimator), LEARNED, self.advantages)
-            )
-        if has_teacher(config):
-            reads = ("old_log_probs", "teacher_log_prob", *(LEARNED if from_rewards else ()))
-            parts.append(
-                EstimationPart("distillation", reads, LEARNED, lambda batch: distill(batch, config))
-            )
-        return parts
 
     def token_rewards(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Set the token rewards: the scores, clamped, normalized and minus the KL as configured."""
@@ -103,10 +75,6 @@ class Estimation:
             batch, self.kl_ctrl, algorithm.kl_penalty, scores, algorithm.kl_penalty_per
         )
         return batch, metrics | new_metrics
-
-    def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Estimate advantages, and normalize them if configured."""
-        return self.running_norm.advantages(advantages_of(batch, self.config.algorithm))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the KL coefficient and the running moments."""
