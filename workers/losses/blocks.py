@@ -44,24 +44,20 @@ def sum_over_blocks(
     if counts.get("global_batch_size") is None:
         counts["global_batch_size"] = mask.bool().any(dim=-1).sum()
     names: list[str] = []
-
-    def compute(leaf: Tensor, rows: slice) -> Numbers:
-        total, metrics = share(leaf, rows, counts)
-        names[:] = metrics
-        return total, *metrics.values()
-
-    total, *numbers = cast(Callable[..., Numbers], _SumOverBlocks.apply)(predicted, compute)
+    sums = cast(Callable[..., Numbers], _SumOverBlocks.apply)
+    total, *numbers = sums(predicted, share, counts, names)
     return total, dict(zip(names, numbers, strict=True))
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """Sum the results of `compute(leaf, rows)` over blocks; only the first result, the loss, has a
-    gradient.
+    """Sum a loss and its metrics over blocks; only the loss, the first result, has a gradient.
+
+    The names of the metrics are added to `names`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, predicted: Tensor, compute: Callable[[Tensor, slice], Numbers]
+        ctx: Any, predicted: Tensor, share: Share, counts: Denominators, names: list[str]
     ) -> Numbers:
         wants_gradient = predicted.requires_grad
         gradient = torch.empty_like(predicted) if wants_gradient else None
@@ -69,10 +65,11 @@ class _SumOverBlocks(torch.autograd.Function):
         for rows in row_blocks(predicted):
             leaf = predicted[rows].detach().requires_grad_(wants_gradient)
             with torch.set_grad_enabled(wants_gradient):
-                numbers = compute(leaf, rows)
+                loss, metrics = share(leaf, rows, counts)
             if gradient is not None:
-                (gradient[rows],) = torch.autograd.grad(numbers[0], leaf)
-            block = [number.detach() for number in numbers]
+                (gradient[rows],) = torch.autograd.grad(loss, leaf)
+            names[:] = metrics
+            block = [number.detach() for number in (loss, *metrics.values())]
             totals = [a + b for a, b in zip(totals, block, strict=True)] if totals else block
 
         ctx.gradient = gradient
@@ -80,7 +77,7 @@ class _SumOverBlocks(torch.autograd.Function):
         return tuple(totals)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "a loss in blocks is differentiated once"
-        return gradient.mul_(grad_loss), None
+        return gradient.mul_(grad_loss), None, None, None

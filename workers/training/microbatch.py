@@ -296,14 +296,12 @@ def cut(
     rectangles: bool = False,
     border: int | None = None,
     single: bool = False,
-    order: Sequence[int] | None = None,
-    saved: Sequence[int] | None = None,
+    saved: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
     """Return the row numbers of every micro-batch, without rows of length 0.
 
-    By default, the `order` of the rows is longest first. `saved` has, for each row in this order,
-    the number of tokens by which it uses less of the budget if the row before it is in the same
-    micro-batch.
+    Rows are ordered longest first, or as in `saved`. It has, for each row, the number of tokens by
+    which it uses less of the budget if the row before it is in the same micro-batch.
 
     With `rectangles`, a row uses as many tokens of the budget as the longest row of its
     micro-batch. Rows of more than `border` tokens never share a micro-batch with shorter rows. With
@@ -313,10 +311,9 @@ def cut(
         size = budget.rows if budget.rows is not None else budget.tokens
         raise ConfigError(f"a micro-batch needs at least 1 row or token, not {size}.")
 
-    if order is None:
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    less = dict(zip(order, saved or [0] * len(order), strict=True))
-    order = [row for row in order if lengths[row]]
+    if saved is None:
+        saved = dict.fromkeys(sorted(range(len(lengths)), key=lambda row: -lengths[row]), 0)
+    order = [row for row in saved if lengths[row]]
     longest, limit = max(lengths, default=0), budget.tokens
     if limit is not None and longest > limit:
         raise ConfigError(
@@ -335,7 +332,7 @@ def cut(
             continue
         room = 0
         for row in side:
-            size = lengths[cuts[-1][0]] if rectangles and room else lengths[row] - less[row]
+            size = lengths[cuts[-1][0]] if rectangles and room else lengths[row] - saved[row]
             if size > room:
                 cuts.append([])
                 room, size = limit or 0, lengths[row]

@@ -106,7 +106,7 @@ class RowPasses:
         order = prefix_order(ids, reads, lengths) if self.shares and not are_pairs else None
         if order is not None:
             saved = [int((1 - COST_OF_COPY) * shared) for shared in order.shared]
-            return cut(lengths, budget, order=order.rows, saved=saved)
+            return cut(lengths, budget, saved=dict(zip(order.rows, saved, strict=True)))
         single, rectangles = are_pairs and self.apart, self.kind == "padded"
         return cut(lengths, budget, rectangles=rectangles, border=self.border, single=single)
 
