@@ -480,16 +480,14 @@ def _wait_in_turn(
         is_call = isinstance(calls[0], WorkerFuture)
         ended: Iterable[tuple[int, Any]] = wait_for(calls, timeout) if is_call else [(0, None)]
         for n, error in ended:
-            outcome = (None, error) if error else _outcome_of(calls[n], timeout)
+            value = None
+            if error is None:
+                try:
+                    value = calls[n].get(timeout)
+                except Exception as failure:  # noqa: BLE001 - `gather` raises it, with all others
+                    error = failure
             left.remove(places[n])
-            arrived.put((places[n], outcome))
+            arrived.put((places[n], (value, error)))
     except Exception as error:  # noqa: BLE001 - it is the error of every call that is left
         for place in left:
             arrived.put((place, (None, error)))
-
-
-def _outcome_of(future: Any, timeout: float | None) -> Outcome:
-    try:
-        return future.get(timeout), None
-    except Exception as error:  # noqa: BLE001 - `gather` raises it, with all others
-        return None, error

@@ -12,7 +12,7 @@ import contextlib
 import marshal
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from verl_like.batch.protocol import DataProto, Shard
+from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import place_chunk
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import DispatchError, WorkerError
@@ -275,18 +275,3 @@ def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         return value.copy()
     return value.writable_copy() if isinstance(value, DataProto) else value
-
-
-class Chunk(NamedTuple):
-    """The row count, with padding, of the chunk that a method got, and the chunk's `Shard`."""
-
-    num_rows: int
-    shard: Shard
-
-
-def chunk_of(arguments: Iterable[Any]) -> Chunk | None:
-    """Return the first chunk among the arguments, to compare the result's rows with."""
-    for value in arguments:
-        if isinstance(value, DataProto) and value.shard is not None:
-            return Chunk(len(value), value.shard)
-    return None

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from verl_like.batch.protocol import DataProto
+from verl_like.batch.protocol import DataProto, Shard
 from verl_like.batch.split import count_real_rows, rows_of, value_of
 from verl_like.calls.diagnose import SIGNAL, stacks_of_calls
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.result import split_result
-from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, chunk_of, unpack
+from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, unpack
 from verl_like.errors import WorkerError
 from verl_like.masking import add_secrets
 from verl_like.process.info import (
@@ -224,12 +224,16 @@ class WorkerHost:
         if call.concurrent:
             return self._finished(method(*call.args, **call.kwargs)), {}
         mark: Registration | None = getattr(method, ATTRIBUTE, None)
-        args, kwargs, chunk = list(call.args), call.kwargs, None
+        args, kwargs = list(call.args), call.kwargs
+        shard: Shard | None = None  # of the first chunk, before the method changes it
+        num_rows = 0
         if args or kwargs:
             readonly = mark is not None and mark.readonly
             args = [unpack(value, parts, readonly) for value in args]
             kwargs = {name: unpack(value, parts, readonly) for name, value in kwargs.items()}
-            chunk = chunk_of([*args, *kwargs.values()])
+            for value in (*args, *kwargs.values()):
+                if shard is None and isinstance(value, DataProto) and value.shard is not None:
+                    shard, num_rows = value.shard, len(value)
             args = [value_of(value) for value in args]
             kwargs = {name: value_of(value) for name, value in kwargs.items()}
         with self._enter_role(state):
@@ -241,18 +245,18 @@ class WorkerHost:
             declared = "" if mark is None else mark.returns
             result, metrics, form = split_result(result, declared, where)
             fields = {"metrics": metrics, "returned": form}
-        elif chunk is not None:
+        elif shard is not None:
             result = rows_of(result)
         if fields.get("metrics") is None and not isinstance(result, DataProto):
             return result, fields
 
-        fields["only_padding"] = chunk is not None and chunk.shard.rows == 0
+        fields["only_padding"] = shard is not None and shard.rows == 0
         if not isinstance(result, DataProto):
             return None, fields
         result = copy.copy(result)
-        result.shard = chunk.shard if chunk else None
+        result.shard = shard
         fields["keys"] = *result.columns, *result.non_tensor_batch
-        fields["rows"] = count_real_rows(result, chunk.num_rows if chunk else 0, where)
+        fields["rows"] = count_real_rows(result, num_rows, where)
         return result if call.sends_result else None, fields
 
     def _enter_role(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
