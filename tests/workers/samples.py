@@ -51,7 +51,9 @@ def tiny_config(
     path = str(Path(tiny_dir) / "model")
     policy = ModelConfig(path=path)
     config = WorkersConfig(
-        actor_rollout_ref=ActorRolloutRefConfig(model=policy, rollout=RolloutConfig(n=1)),
+        actor_rollout_ref=ActorRolloutRefConfig(
+            model=policy, rollout=RolloutConfig(n=1, name="native")
+        ),
         critic=CriticConfig(
             model=CriticModelConfig(path=path),
             optim={"lr": 1e-3},

@@ -25,6 +25,7 @@ from trainer.async_training.config import (
     GeneratorSettings,
 )
 from trainer.async_training.topology import TRAINER_POOL, counts, generator_pool
+from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from trainer.ppo.recipe import complete as complete_ppo
@@ -73,7 +74,10 @@ def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, S
 
 
 def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
-    """Return the settings with integer keys; a command's `.1` and YAML's `1` mean the same."""
+    """Return the settings with integer keys and chosen engines.
+
+    A command's `.1` and YAML's `1` mean the same.
+    """
     settings = config.async_training.generator_settings
     for generator in settings:
         if not str(generator).isdecimal() or (
@@ -83,7 +87,15 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
                 f"{GENERATOR_SETTINGS} has {generator!r}. Use each generator's number, 0 to "
                 f"{config.async_training.generators - 1}, at most once."
             )
-    return {int(generator): changes for generator, changes in settings.items()}
+    from workers.rollout.build import engine_for  # slow import: loads torch
+
+    device_type = devices_of(config.trainer).type
+    numbered = {int(generator): changes for generator, changes in settings.items()}
+    for generator, changes in numbered.items():
+        if changes.name is not None:
+            engine = engine_for(changes.name, device_type)
+            numbered[generator] = changed(changes, {"name": engine})
+    return numbered
 
 
 def _workers(config: AsyncConfig) -> dict[str, str]:

@@ -17,17 +17,18 @@ of best and worst. The same command continues a killed run.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from trainer.ppo.verl import translate
-from verl_like.config_key import Section, key, when
+from verl_like.config_key import Section, changed, key, when
 from verl_like.errors import ConfigError
 from workers.config import (
     ModelConfig,
@@ -126,11 +127,19 @@ class BestOfNConfig(SamplingOnlyConfig):
     """The run; its checkpoints hold a position but no weights."""
 
 
+C = TypeVar("C", bound=SamplingOnlyConfig)
+
+
 def inactive_roles(config: Any) -> dict[str, str]:
     """Map each role that a run does not need to the reason."""
     if model_rewards(config):
         return {}
     return {"reward_model": NO_REWARD_MODEL}
+
+
+def without_adapter(config: C, keys: Collection[str]) -> tuple[C, Sequence[str]]:
+    """Return the configuration without LoRA: the rollout has the weights of the model's folder."""
+    return changed(config, {"actor_rollout_ref.model.lora_rank": 0}), ()
 
 
 def check(config: BestOfNConfig) -> None:
@@ -184,6 +193,7 @@ BEST_OF_N = Recipe(
     placements=placement_presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
+    complete=without_adapter,
     checks=(check,),
     translate=translate,
 )

@@ -83,7 +83,7 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
     from workers.rollout.build import engine_for, notices_of_engine
 
     device_type = devices_of(config.trainer).type
-    name = engine_for(rollout, device_type)
+    name = engine_for(rollout.name, device_type)
     changes: dict[str, Any] = {"actor_rollout_ref.rollout.name": name}
     if device_type == "cuda":
         sizes = {"update_weights_bucket_megabytes": BUCKET_MB_ON_GPUS}

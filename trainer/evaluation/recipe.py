@@ -12,6 +12,7 @@ from trainer.best_of_n.recipe import (
     ONLY_IN_TRAINING,
     SamplingOnlyConfig,
     inactive_roles,
+    without_adapter,
 )
 from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import TrainerConfig
@@ -78,6 +79,7 @@ EVAL = Recipe(
     placements=placement_presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
+    complete=without_adapter,
     checks=(check,),
     translate=translate,
 )

@@ -94,7 +94,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         """Load the policy; the LR schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
-        self.sends_adapter = takes_adapter(self.policy, self.device.type)
+        self.sends_adapter = takes_adapter(self.policy)
         self.sends_changed = self.policy.rollout.weight_sync == "changed" and not self.sends_adapter
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)

@@ -30,7 +30,6 @@ from verl_like.calls.dispatch import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl_like.config_key import changed
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.agents.faults import Faults
@@ -48,7 +47,6 @@ from workers.rollout.batches import REQUEST, NoiseOf, batch_of, samples_of
 from workers.rollout.build import (
     build_engine,
     check_engine,
-    engine_for,
     ranks_per_engine,
     takes_adapter,
     tokenizer_of,
@@ -82,8 +80,6 @@ class RolloutWorker(WeightReceiver, Worker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
-        name = engine_for(config.actor_rollout_ref.rollout, self.device.type)
-        config = changed(config, {"actor_rollout_ref.rollout.name": name})
         self.policy = config.actor_rollout_ref
         self.config = self.policy.rollout
         self.prompt_width: int = config.data.max_prompt_length
@@ -97,7 +93,7 @@ class RolloutWorker(WeightReceiver, Worker):
         )
         self._whole_config = config
         sends_changed = self.config.weight_sync == "changed"
-        takes_changes = sends_changed and not takes_adapter(self.policy, self.device.type)
+        takes_changes = sends_changed and not takes_adapter(self.policy)
         self.copy = HostCopy() if takes_changes else None
         self.players = self._players(config)
         self._requests: dict[int, int] = {}
@@ -315,9 +311,6 @@ class SamplerWorker(RolloutWorker):
     """
 
     is_frozen = True
-
-    def __init__(self, config: WorkersConfig) -> None:
-        super().__init__(changed(config, {"actor_rollout_ref.model.lora_rank": 0}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

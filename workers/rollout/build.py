@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 SECTION = "actor_rollout_ref.rollout"
 
 
-def engine_for(rollout: RolloutConfig, device_type: str) -> str:
+def engine_for(name: str, device_type: str) -> str:
     """Return the configured engine.
 
     "auto" is vllm on GPUs if a supported version is installed, otherwise native.
     """
-    if rollout.name != AUTO:
-        return rollout.name
+    if name != AUTO:
+        return name
     if device_type != "cuda":
         return "native"
     try:
@@ -51,10 +51,10 @@ def engine_for(rollout: RolloutConfig, device_type: str) -> str:
     return "vllm"
 
 
-def takes_adapter(policy: ActorRolloutRefConfig, device_type: str) -> bool:
+def takes_adapter(policy: ActorRolloutRefConfig) -> bool:
     """True if the engine loads the base model itself, so that syncs send only the LoRA adapter."""
     rollout = policy.rollout
-    is_vllm = engine_for(rollout, device_type) == "vllm" and not rollout.server_urls
+    is_vllm = rollout.name == "vllm" and not rollout.server_urls
     return is_vllm and policy.model.lora_rank > 0 and not rollout.merge_lora
 
 
@@ -72,6 +72,7 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
 def check_engine(config: WorkersConfig, world_size: int) -> None:
     """Reject an unknown engine, and settings that do not fit it or the number of processes."""
     rollout = config.actor_rollout_ref.rollout
+    assert rollout.name != AUTO, "`settle` has chosen the engine"
     user_engine(rollout.name)
     check_options(rollout.engine_kwargs)
     urls = rollout.server_urls
@@ -225,7 +226,7 @@ def _vllm_engine(
     options = dict(policy.rollout.engine_kwargs)
     if policy.rollout.quantization:
         options["quantization"] = policy.rollout.quantization
-    loads_base = takes_adapter(policy, worker.device.type)
+    loads_base = takes_adapter(policy)
     settings = VllmSettings(
         model_path=str(model_folder(policy.model.path, weights=loads_base)),
         dtype=name_of(rollout_dtype(policy, worker.device.type)),

@@ -346,8 +346,10 @@ def buffer_of_three_chunks() -> ExperienceBuffer:
 
 def test_generators_with_the_rollout_of_the_first_living_one_validate() -> None:
     needed = ("data.train_files=x", "actor_rollout_ref.model.path=y", "async_training.generators=4")
-    config = load_config([*needed, "async_training.generator_settings.1={name: hf}"], ASYNC)
+    others = (f"async_training.generator_settings.{n}" for n in ("1={name: hf}", "2={name: auto}"))
+    config = load_config([*needed, *others], ASYNC)
 
+    assert config.rollout_of(2).name == "native"
     assert config.validators([0, 1, 2, 3]) == [0, 2, 3]
     assert config.validators([1, 2, 3]) == [1]
     assert config.validators([2, 3]) == [2, 3]

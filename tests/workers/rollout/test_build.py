@@ -67,7 +67,7 @@ def test_each_rank_of_an_engine_uses_its_own_device(
 
 
 def engine_of(device_type: str, **keys: Any) -> str:
-    return build.engine_for(RolloutConfig(**keys), device_type)
+    return build.engine_for(RolloutConfig(**keys).name, device_type)
 
 
 def test_the_default_engine_is_vllm_on_gpus_and_native_on_cpus(

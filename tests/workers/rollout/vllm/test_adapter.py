@@ -75,14 +75,14 @@ def test_the_base_of_an_adapter_sleeps_in_host_memory(
 def test_only_vllm_in_process_gets_unmerged_adapters() -> None:
     rollout = RolloutConfig(name="vllm")
     policy = ActorRolloutRefConfig(model=ModelConfig(path="any", lora_rank=8), rollout=rollout)
-    assert takes_adapter(policy, "cpu")
+    assert takes_adapter(policy)
     for other in (
         replace(policy, model=replace(policy.model, lora_rank=0)),
         replace(policy, rollout=replace(rollout, merge_lora=True)),
         replace(policy, rollout=replace(rollout, name="native")),
         replace(policy, rollout=replace(rollout, server_urls=["http://here:8000"])),
     ):
-        assert not takes_adapter(other, "cpu")
+        assert not takes_adapter(other)
 
 
 def test_setting_the_size_of_the_adapter_is_rejected() -> None:
