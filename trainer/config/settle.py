@@ -40,38 +40,36 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
     `keys` are the keys that the user set. A key that this run does not read gets a notice and its
     default value, so that it cannot have an effect anywhere. Roles that cannot work are errors.
     """
-    unused: dict[str, list[str]] = {}
-    left = set(keys)
-    while True:
-        config = with_simulated(composed, keys)
-        config, about_engine = _with_engine(config, keys)
-        named_roles = names_below("role_mapping", keys)
-        mapping = drop_preset_names(config.role_mapping, named_roles)
-        config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
-        config, placed = place_roles(recipe, config, keys)
-        notices = [*about_engine, *completed, *placed]
-        new_unused = unused_among(config, [key for key in keys if key in left])
-        if not new_unused:
-            notices += [notice_of(names, reason) for reason, names in unused.items()]
-            return freeze(config), [*notices, *unused_in_items(config, keys)]
-        for reason, names in new_unused.items():
-            unused.setdefault(reason, []).extend(names)
-        unread = {name for names in new_unused.values() for name in names}
-        left -= unread
-        composed = _without(composed, unread)
+    config = with_simulated(composed, keys)
+    config, about_engine = _with_engine(config, keys)
+    mapping = drop_preset_names(config.role_mapping, names_below("role_mapping", keys))
+    config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
+    config, placed = place_roles(recipe, config, keys)
+    config, unused = _without_unread(config, keys)
+    return freeze(config), [*about_engine, *completed, *placed, *unused]
 
 
-def _without(config: C, keys: Collection[str]) -> C:
-    """Reset these keys to their defaults; remove those that are arguments of a registered entry."""
+def _without_unread(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
+    """Reset the keys that the run does not read, and return notices about them.
+
+    Arguments of a registered entry are removed. Without a key, the run may not read others.
+    """
     schema, default = type(config), type(config)()
-    for name in keys:
-        for key in path_to(schema, name)[-1:]:
-            value = read(default, key.name)
-            if key.rules.arguments_of and name != key.name:
-                value = dict(read(config, key.name))
-                value.pop(name.removeprefix(f"{key.name}."), None)
-            config = changed(config, {key.name: value})
-    return config
+    unused: dict[str, list[str]] = {}
+    left = list(keys)
+    while new := unused_among(config, left):
+        for reason, names in new.items():
+            unused.setdefault(reason, []).extend(names)
+            for name in names:
+                left.remove(name)
+                key = path_to(schema, name)[-1]
+                value = read(default, key.name)
+                if key.rules.arguments_of and name != key.name:
+                    value = dict(read(config, key.name))
+                    value.pop(name.removeprefix(f"{key.name}."), None)
+                config = changed(config, {key.name: value})
+    notices = [notice_of(names, reason) for reason, names in unused.items()]
+    return config, [*notices, *unused_in_items(config, keys)]
 
 
 def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:

@@ -141,7 +141,8 @@ def complete(
             f"{correction.rollout_is_threshold}) is set, as by correction=decoupled_token_is; "
             "correction=disabled turns it off"
         )
-    if config.algorithm.adv_estimator == "grpo_process" and has_environment(config):
+    is_by_process = config.algorithm.adv_estimator == "grpo_process"
+    if is_by_process and has_environment(config) and not has_only_teacher(config):
         notices.append(
             "note: algorithm.adv_estimator=grpo_process is biased where the policy chooses its "
             "number of steps, as in an environment; rloo_process is not"
@@ -155,7 +156,7 @@ def needs_correction(config: PPOConfig) -> str:
     key, quantization = "quantization", rollout.quantization
     if not quantization and rollout.name == "vllm":
         key, quantization = "engine_kwargs.quantization", rollout.engine_kwargs.get("quantization")
-    if quantization:
+    if quantization and not rollout.server_urls:
         return f"actor_rollout_ref.rollout.{key}={quantization} rounds the rollout's weights"
     if config.actor_rollout_ref.model.fp8_linear:
         return "actor_rollout_ref.model.fp8_linear=true rounds the trainer's products"

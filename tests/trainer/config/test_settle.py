@@ -18,6 +18,11 @@ from trainer.ppo.roles import models_of
 from verl_like.config_key import changed
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+SERVER = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.server_urls=[http://a]"]
+ONLY_TEACHER = [
+    *("distillation.teacher_model.model_path=t", "distillation.use_task_rewards=false"),
+    "environment=file.py:Class",
+]
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
 
 
@@ -59,10 +64,21 @@ def test_changed_returns_another_read_only_configuration() -> None:
         other.trainer.seed = 8
 
 
-def test_an_unread_key_has_its_default_value() -> None:
-    settings = ["critic.optim.lr=1", "critic.ppo_mini_batch_size=7", "trainer.critic_warmup=5"]
-    config = load_config([*NEEDED, *GRPO, *settings])
-    assert config == load_config([*NEEDED, *GRPO])
+@pytest.mark.parametrize(
+    ("read", "unread"),
+    [
+        (GRPO, ["critic.optim.lr=1", "critic.ppo_mini_batch_size=7", "trainer.critic_warmup=5"]),
+        (SERVER, ["actor_rollout_ref.rollout.quantization=fp8"]),
+        (ONLY_TEACHER, ["algorithm.adv_estimator=grpo_process"]),
+    ],
+)
+def test_an_unread_key_has_its_default_value(
+    read: list[str], unread: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config([*NEEDED, *read, *unread])
+    (notice,) = caplog.messages
+    assert "no effect" in notice
+    assert config == load_config([*NEEDED, *read])
 
 
 def test_keys_below_an_unread_key_are_unread(caplog: pytest.LogCaptureFixture) -> None:
