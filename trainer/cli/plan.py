@@ -73,9 +73,9 @@ OPTIONS = ("gpus", "per_node", *NUMBERS, "device", "lengths", *OF_PPO, *OF_ROWS)
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan."""
-    logging.getLogger("trainer.config.compose").setLevel(
-        logging.ERROR
-    )  # hides notices about dropped pools
+    logging.getLogger("trainer.config.compose").addFilter(
+        lambda record: not record.getMessage().startswith("note: ")  # such as about dropped pools
+    )
     torch.set_num_threads(1)  # models are tried out at tiny sizes, where more threads cost time
     print(plan(arguments, terminal_width()))
     gc.freeze()  # the process ends: Python's last collection would take a second

@@ -109,9 +109,8 @@ def checked_config(
     check_fields(composed)
     config, notices = settle(recipe, composed, keys_set(parsed))
     check_run(config)
-    for check in recipe.checks:
-        check(config)
-    return config, notices
+    warnings = [text for check in recipe.checks for text in check(config) or ()]
+    return config, [*warnings, *notices]
 
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:

@@ -65,8 +65,8 @@ class Recipe(Generic[C]):
     """
     registries: Sequence[str] = ()
     """The modules that register names for keys; they may import torch."""
-    checks: Sequence[Callable[[C], None]] = ()
-    """Rules between fields: each raises `ConfigError`."""
+    checks: Sequence[Callable[[C], Sequence[str] | None]] = ()
+    """Rules between fields: each raises `ConfigError`, or returns warnings to show."""
     translate: Callable[[Sequence[Override]], Sequence[Override]] = lambda settings: settings
     """Translates another system's keys into ours, before settings are checked."""
     settings_of_configuration: Callable[[str, str], Sequence[str]] | None = None

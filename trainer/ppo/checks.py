@@ -21,7 +21,6 @@ from trainer.ppo.compute_advantage import (
     get_estimator,
 )
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
-from trainer.ppo.contradictions import log_warnings
 from trainer.ppo.roles import models_of, rollouts_of
 from trainer.ppo.sample import METRIC_KEY
 from trainer.ppo.update import longest_row
@@ -47,12 +46,6 @@ REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 LORA_RANK = "actor_rollout_ref.model.lora_rank"
-
-
-def validate(config: PPOConfig) -> None:
-    """Reject settings that cannot work together, and warn about contradictory settings."""
-    reject(config)
-    log_warnings(config)
 
 
 def reject(config: PPOConfig) -> None:

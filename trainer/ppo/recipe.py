@@ -163,11 +163,13 @@ def needs_correction(config: PPOConfig) -> str:
     return ""
 
 
-def check(config: PPOConfig) -> None:
-    """Run the checks across PPO's keys; they import torch, so they do not run before `--help`."""
-    from trainer.ppo.checks import validate
+def check(config: PPOConfig) -> list[str]:
+    """Run the checks across PPO's keys, and return warnings about them."""
+    from trainer.ppo.checks import reject  # slow import: loads torch
+    from trainer.ppo.contradictions import contradictions
 
-    validate(config)
+    reject(config)
+    return [f"warning [{name}]: {text}" for name, text in contradictions(config)]
 
 
 PPO = Recipe(

@@ -111,7 +111,7 @@ NO_WARNINGS = [
 
 def warnings_of(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
     """Return the named warnings of a configuration."""
-    with caplog.at_level(logging.WARNING, "trainer.ppo.contradictions"):
+    with caplog.at_level(logging.WARNING, "trainer.config.compose"):
         load_config([*NEEDED, *overrides])
     return [text for text in caplog.messages if text.startswith("warning [")]
 
