@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from verl_like.batch.ragged import rectangle_of
 from verl_like.errors import ConfigError
@@ -35,8 +34,10 @@ from workers.training.build import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import (
+    Cuts,
     MicroBatchBudget,
     MiniBatch,
+    PassOutputs,
     RowColumns,
     Rows,
     all_reduce,
@@ -56,8 +57,7 @@ from workers.training.optim import (
 )
 from workers.training.packing import check_rows
 from workers.training.parts.layers import RouterReplay
-from workers.training.parts.load_balancing import LoadBalancing
-from workers.training.passes import Cuts, PassOutputs
+from workers.training.parts.load_balancing import BalancedLoss, LoadBalancing
 from workers.training.readings import INPUTS, TOKENS, Reading
 from workers.training.smaller_passes import SmallerPasses
 
@@ -170,10 +170,10 @@ class TrainEngine(Model):
         outputs of the model are appended to `pass_outputs`, one column per micro-batch.
         """
         assert self.optimizer is not None, "a frozen engine was asked for gradients"
-        balancing = self.part(LoadBalancing) if loss.is_balanced else None
-        balanced = None
-        if balancing is not None:
-            balanced = balancing.added_to(loss, self, batch, budget)
+        balancing, balanced = self.part(LoadBalancing), None
+        if balancing is not None and loss.is_balanced:
+            choices = balancing.count_choices(self, batch, budget)
+            balanced = BalancedLoss(balancing, loss, choices)
             loss = balanced.loss
         set_training_mode(self.module)
         try:
@@ -201,13 +201,13 @@ class TrainEngine(Model):
         budget: MicroBatchBudget,
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, torch.Tensor]:
         """Run forward and backward passes; return this rank's contributions to the metrics.
 
         Columns stay ragged until they reach the loss, whose arguments are padded [rows, R] as in
         verl. Token ids, their mask and their positions are padded only if the loss declares them.
         """
-        totals: dict[str, Tensor] = {}
+        totals: dict[str, torch.Tensor] = {}
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
         cuts = self.cut(batch.columns, budget)
         batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)

@@ -39,6 +39,10 @@ Columns = dict[str, Tensor]
 """Padded columns by name, as losses read them."""
 RowColumns = dict[str, Any]
 """Columns of rows: a `Ragged` for token columns, a tensor for the others."""
+Cuts = list[list[int]]
+"""The rows of every micro-batch."""
+PassOutputs = dict[str, list[Column]]
+"""Name -> one column of outputs per micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +301,7 @@ def cut(
     border: int | None = None,
     single: bool = False,
     saved: Mapping[int, int] | None = None,
-) -> list[list[int]]:
+) -> Cuts:
     """Return the row numbers of every micro-batch, without rows of length 0.
 
     Rows are ordered longest first, or as in `saved`. It has, for each row, the number of tokens by
@@ -324,7 +328,7 @@ def cut(
     if single:
         return [[row] for row in order]
     num_long = 0 if border is None else sum(lengths[row] > border for row in order)
-    cuts: list[list[int]] = []
+    cuts: Cuts = []
     for side in (order[:num_long], order[num_long:]):
         if budget.rows is not None:
             most = budget.rows
@@ -341,9 +345,7 @@ def cut(
     return cuts
 
 
-def spread(
-    cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int
-) -> list[list[int]]:
+def spread(cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int) -> Cuts:
     """Split the largest micro-batches until there are `num_passes`, or only single rows."""
     batches = [list(rows) for rows in cuts]
     while len(batches) < num_passes:

@@ -7,17 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from verl_like.batch.ragged import Column
 from workers.parallel.fsdp import begin_pass
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import RowColumns
 from workers.training.readings import Reading
 
-Cuts = list[list[int]]
-"""The rows of every micro-batch."""
-PassOutputs = dict[str, list[Column]]
-"""Name -> one column of outputs per micro-batch."""
 MicroBatches = Sequence[tuple[RowColumns, int]]
 Named = Iterator[tuple[str, Tensor]]
 

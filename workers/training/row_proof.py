@@ -29,7 +29,7 @@ from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import AttendRows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
-from workers.training.microbatch import MicroBatchBudget, RowColumns, cut
+from workers.training.microbatch import Cuts, MicroBatchBudget, RowColumns, cut
 from workers.training.packing import (
     Feed,
     model_inputs,
@@ -92,7 +92,7 @@ class RowPasses:
         lengths: list[int] = tokens.tolist()
         return lengths
 
-    def cut(self, ids: Ragged, reads: Ragged, budget: MicroBatchBudget) -> list[list[int]]:
+    def cut(self, ids: Ragged, reads: Ragged, budget: MicroBatchBudget) -> Cuts:
         """Return the numbers of the rows, or of the pairs of rows, of every micro-batch.
 
         Ranks that share a pass add up their budgets.

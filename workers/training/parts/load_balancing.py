@@ -74,12 +74,6 @@ class LoadBalancing(ModelPart):
         """Record the arguments of a pass."""
         self.feed, self.router_logits = feed, []
 
-    def added_to(
-        self, loss: Loss, engine: TrainEngine, batch: MiniBatch, budget: MicroBatchBudget
-    ) -> BalancedLoss:
-        """Count the expert choices of a mini-batch; return `loss` plus the load-balancing loss."""
-        return BalancedLoss(self, loss, self.count_choices(engine, batch, budget))
-
     def count_choices(
         self, engine: TrainEngine, batch: MiniBatch, budget: MicroBatchBudget
     ) -> ExpertLoad:
