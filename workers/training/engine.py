@@ -59,7 +59,6 @@ from workers.training.packing import check_rows
 from workers.training.parts.layers import RouterReplay
 from workers.training.parts.load_balancing import BalancedLoss, LoadBalancing
 from workers.training.readings import INPUTS, TOKENS, Reading
-from workers.training.smaller_passes import SmallerPasses
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -118,7 +117,8 @@ class TrainEngine(Model):
         self.reading = reading or Reading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
-        self.smaller_passes = SmallerPasses(self)
+        self.smaller_budgets: dict[MicroBatchBudget, MicroBatchBudget] = {}
+        """Budget that ran out of memory -> smaller budget that fitted (`smaller_passes`)."""
         self.names_of_step: list[str] = []
         """Names of the rows with gradients in the next optimizer step, for messages."""
 
@@ -172,7 +172,9 @@ class TrainEngine(Model):
         assert self.optimizer is not None, "a frozen engine was asked for gradients"
         balancing, balanced = self.part(LoadBalancing), None
         if balancing is not None and loss.is_balanced:
-            choices = balancing.count_choices(self, batch, budget)
+            cuts = self.cut(batch.columns, budget)
+            batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)
+            choices = balancing.count_choices(self, self.reading, batches)
             balanced = BalancedLoss(balancing, loss, choices)
             loss = balanced.loss
         set_training_mode(self.module)

@@ -18,6 +18,7 @@ from verl_like.errors import BatchError
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, Rows, count_mini_batches, mini_batch
 from workers.training.optim import OptimStepSettings
+from workers.training.smaller_passes import forward_backward_with_retry
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -56,7 +57,7 @@ def update(
     with engine.running(engine.optimizer):
         for number, (order, index) in enumerate(places):
             batch = mini_batch(order, index, count, group, device)
-            metrics = engine.smaller_passes.forward_backward(batch, budget, loss)
+            metrics = forward_backward_with_retry(engine, batch, budget, loss)
             for other, other_loss in others:
                 share = mini_batch(other, number, len(places), group, device)
                 metrics |= engine.forward_backward(share, budget, other_loss)

@@ -29,7 +29,7 @@ from workers.roles.critic import CriticWorker
 from workers.training.loss import Loss, lm_loss
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import guarded_step
-from workers.training.smaller_passes import SmallerPasses
+from workers.training.smaller_passes import forward_backward_with_retry
 
 
 def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
@@ -218,15 +218,16 @@ def test_smaller_passes_have_room_for_the_longest_row() -> None:
         forward_backward=train,
         reading=SimpleNamespace(reads=lambda lengths: lengths),
         row_passes=SimpleNamespace(lengths=list),
+        smaller_budgets={},
     )
-    smaller, budget = SmallerPasses(engine), MicroBatchBudget(tokens=1000)
+    budget = MicroBatchBudget(tokens=1000)
     for longest in (600, 650, 200):
         batch: Any = SimpleNamespace(columns=[longest, 100])
-        smaller.forward_backward(batch, budget, lm_loss())
+        forward_backward_with_retry(engine, batch, budget, lm_loss())
     assert passes == [1000, 600, 650, 600]
     batch = SimpleNamespace(columns=[800])
     with pytest.raises(torch.OutOfMemoryError):
-        smaller.forward_backward(batch, budget, lm_loss())
+        forward_backward_with_retry(engine, batch, budget, lm_loss())
 
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:

@@ -21,21 +21,15 @@ from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import computing_in
 from workers.training.loss import Loss
-from workers.training.microbatch import (
-    Columns,
-    MicroBatchBudget,
-    MiniBatch,
-    RowColumns,
-    all_reduce,
-    micro_batches,
-)
+from workers.training.microbatch import Columns, MiniBatch, RowColumns, all_reduce
 from workers.training.model import Model, ModelPart
 from workers.training.packing import Feed
+from workers.training.passes import MicroBatches
+from workers.training.readings import Reading
 
 if TYPE_CHECKING:
     from workers.config import ParallelConfig
     from workers.parallel.groups import RankGroups
-    from workers.training.engine import TrainEngine
 
 COEF = "actor_rollout_ref.actor.router_aux_loss_coef"
 
@@ -75,27 +69,24 @@ class LoadBalancing(ModelPart):
         self.feed, self.router_logits = feed, []
 
     def count_choices(
-        self, engine: TrainEngine, batch: MiniBatch, budget: MicroBatchBudget
+        self, model: Model, reading: Reading, micro_batches: MicroBatches
     ) -> ExpertLoad:
         """Count the expert choices for the tokens of the mini-batch on all ranks.
 
         A token counts once for every expert that it chose.
         """
-        groups, device = engine.groups, engine.device
-        cuts = engine.cut(batch.columns, budget)
-        batches = micro_batches(batch.columns, cuts, groups.data, device)
         counts: list[Tensor] = []
-        with torch.no_grad(), computing_in(engine.module, engine.cast):
-            for _, num_real in engine.layers.forward(engine.reading, batches):
+        with torch.no_grad(), computing_in(model.module, model.cast):
+            for _, num_real in model.layers.forward(reading, micro_batches):
                 if self.router_logits:
                     counted = torch.stack([self._counts(logits) for logits in self.router_logits])
                     counts.append(counted if num_real else torch.zeros_like(counted))
         num_layers, num_tokens, shares = 0, 0, None
         if counts:
-            total = all_reduce(torch.stack(counts).sum(dim=0), groups.loss)
+            total = all_reduce(torch.stack(counts).sum(dim=0), model.groups.loss)
             num_layers, num_tokens = len(total), int(total[0, -1])
             shares = total[:, :-1] / max(num_tokens, 1)
-        of_all = all_reduce(torch.tensor([num_layers], device=device), groups.pp)
+        of_all = all_reduce(torch.tensor([num_layers], device=model.device), model.groups.pp)
         return ExpertLoad(shares, num_tokens, int(of_all))
 
     def _counts(self, logits: Tensor) -> Tensor:
