@@ -32,14 +32,20 @@ TRUTH = "ground_truth"
 SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
 """By alternative name of a parameter: the field that it gets."""
 SHORT_PLURALS = [f"{name}s" for name in SHORT_NAMES]
-BATCH_MARKS = ("solution_strs", "responses")
-"""A function with one of these parameters scores a whole batch in one call."""
 COMPLETIONS = "completions"
 """The parameter that marks a reward function written for TRL.
 
-It scores a whole batch. Its parameters for columns have singular names, and completions of chats
-are lists of messages.
+The completions of chats are lists of messages.
 """
+BATCH_MARKS = {"solution_strs", "responses"}
+"""A function with one of these parameters scores a whole batch in one call."""
+
+# The calling conventions. By parameter: the entry of a sample that it gets, as one value or, if
+# the function scores a whole batch, as a list. Columns have their own names in all of them.
+FIELDS_WITHOUT_SIGNATURE = {name: name for name in SAMPLE_FIELDS}
+FIELDS_OF_SAMPLE = FIELDS_WITHOUT_SIGNATURE | SHORT_NAMES
+FIELDS_OF_BATCH = {f"{name}s": entry for name, entry in FIELDS_OF_SAMPLE.items()}
+FIELDS_OF_TRL = {**FIELDS_WITHOUT_SIGNATURE, "prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
 
 
 @dataclass(frozen=True)
@@ -76,36 +82,34 @@ class RewardCall:
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # a function in C without a signature
-            return cls(function, {name: name for name in SAMPLE_FIELDS}, kwargs)
+            return cls(function, FIELDS_WITHOUT_SIGNATURE, kwargs)
 
         parameters = signature.parameters
-        of_trl = COMPLETIONS in parameters and COMPLETIONS not in columns
-        takes_batches = of_trl or any(mark in parameters for mark in BATCH_MARKS)
+        if COMPLETIONS in parameters and COMPLETIONS not in columns:
+            convention = FIELDS_OF_TRL
+        elif not BATCH_MARKS.isdisjoint(parameters):
+            convention = FIELDS_OF_BATCH
+        else:
+            convention = FIELDS_OF_SAMPLE
+        takes_batches = convention is not FIELDS_OF_SAMPLE
         returned = inspect.formatannotation(signature.return_annotation).strip("'\"")
-        is_list = returned.removeprefix("typing.").lower().startswith("list")
-        if is_list and not takes_batches:
+        if not takes_batches and returned.removeprefix("typing.").lower().startswith("list"):
             raise ConfigError(
                 f"the reward function returns a {returned}, but it is called on one sample. "
                 "Return a number, or score a batch with the parameter responses or solution_strs."
             )
-        plural = "s" if takes_batches and not of_trl else ""
-        # by parameter: the entry of a sample that it gets
-        fills = {column: column for column in columns}
-        fills |= {f"{name}{plural}": name for name in SAMPLE_FIELDS}
-        if of_trl:
-            fills |= {"prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
-        else:
-            fills |= {f"{name}{plural}": entry for name, entry in SHORT_NAMES.items()}
+        fills = {column: column for column in columns} | convention
         if not has_truth:
             fills = {name: entry for name, entry in fills.items() if entry != TRUTH}
         for parameter in parameters.values():
             _check_filled(parameter, {*fills, *kwargs}, columns, has_truth)
 
-        fields = {name: fills[name] for name in parameters if name in fills}
         takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if takes_rest and takes_batches:
-            duplicates = () if of_trl else SHORT_PLURALS
-            fields = {name: fills[name] for name in fills if name not in duplicates} | fields
+        names = {*parameters}
+        if takes_rest and takes_batches:  # `**kwargs` gets an entry once, by its long name
+            duplicates = SHORT_PLURALS if convention is FIELDS_OF_BATCH else ()
+            names |= fills.keys() - duplicates
+        fields = {name: fills[name] for name in fills if name in names}
         return cls(function, fields, kwargs, takes_batches, takes_rest)
 
     @property
@@ -126,16 +130,12 @@ class RewardCall:
     def __call__(self, sample: Sample) -> Any:
         """Call the function on a sample; a coroutine function returns a coroutine."""
         read = dict(sample) if self.takes_rest else {}
-        for name, entry in self.fields.items():
-            if entry in sample:
-                read[name] = sample[entry]
+        read |= {name: sample[entry] for name, entry in self.fields.items() if entry in sample}
         return self.function(**(read | self.kwargs))
 
     def whole_batch(self, samples: Sequence[Sample]) -> Any:
         """Call the function on all samples at once."""
-        read = {}
-        for name, entry in self.fields.items():
-            read[name] = [_value(sample, entry) for sample in samples]
+        read = {name: [_value(s, entry) for s in samples] for name, entry in self.fields.items()}
         return self.function(**(read | self.kwargs))
 
 
@@ -158,22 +158,21 @@ def _check_filled(
         )
 
     takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    has_default = parameter.default is not parameter.empty
-    if not (takes_many or has_default or parameter.name in known):
-        if not has_truth and parameter.name in (TRUTH, f"{TRUTH}s"):
-            theirs = f" (the rows' columns: {', '.join(columns)})" if columns else ""
-            raise ConfigError(
-                f"the reward function has the parameter {parameter.name}, but no row has a ground "
-                "truth: neither reward_model.ground_truth nor a column ground_truth. Use a column "
-                f"that exists{theirs}, or give the parameter a default."
-            )
-        theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
-        fields = [name for name in (*SHORT_NAMES, *SAMPLE_FIELDS) if has_truth or name != TRUTH]
+    if takes_many or parameter.default is not parameter.empty or parameter.name in known:
+        return
+    if not has_truth and parameter.name in (TRUTH, f"{TRUTH}s"):
+        theirs = f" (the rows' columns: {', '.join(columns)})" if columns else ""
         raise ConfigError(
-            f"the reward function has an unknown parameter {parameter.name!r}."
-            f"{nearest(parameter.name, [*fields, *columns])} Available: "
-            f"{', '.join(fields)}{theirs}, and the names in reward.function.kwargs (`kwargs` in "
-            "reward.list). "
-            "A function of a whole batch has plural names, such as responses. Rename the "
-            "parameter, or give it a default."
+            f"the reward function has the parameter {parameter.name}, but no row has a ground "
+            "truth: neither reward_model.ground_truth nor a column ground_truth. Use a column "
+            f"that exists{theirs}, or give the parameter a default."
         )
+    theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
+    fields = [name for name in (*SHORT_NAMES, *SAMPLE_FIELDS) if has_truth or name != TRUTH]
+    raise ConfigError(
+        f"the reward function has an unknown parameter {parameter.name!r}."
+        f"{nearest(parameter.name, [*fields, *columns])} Available: "
+        f"{', '.join(fields)}{theirs}, and the names in reward.function.kwargs (`kwargs` in "
+        "reward.list). A function of a whole batch has plural names, such as responses. Rename "
+        "the parameter, or give it a default."
+    )
