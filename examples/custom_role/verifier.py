@@ -46,7 +46,7 @@ class VerifierWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_verdicts(self, data: DataProto) -> DataProto:
-        """Return the probability that each whole response is good, [rows]."""
+        """Return `verdicts` [rows], the probabilities that the whole responses are good."""
         return DataProto.from_dict(
             {"verdicts": self.engine.score_rows(data, self.budget).sigmoid()}
         )

@@ -33,8 +33,10 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     models = _called(model, roles) if is_function else model
     if isinstance(models, tuple | list):
         wanted = ", ".join(f'"{role}": ...' for role in roles)
-        words = f"{len(models)} models in a {type(models).__name__}"
-        raise ConfigError(f"model has {words}: pass a dict of roles, {{{wanted}}}.")
+        raise ConfigError(
+            f"model is a {type(models).__name__} of {len(models)} items. Pass a dict from role to "
+            f"model: {{{wanted}}}."
+        )
     if not isinstance(models, Mapping):
         return {roles[0]: models}
 

@@ -92,9 +92,9 @@ def check_run(config: AsyncConfig) -> None:
             near = {max(number // ranks, 1) * ranks, -(-number // ranks) * ranks}
             ends = f" ends in a batch of {prompts} prompts, which" if key == "total_prompts" else ""
             raise ConfigError(
-                f"data.{key}={number}{ends or ' prompts'} cannot be split evenly over the "
-                f"{ranks} trainer ranks, whose generators differ (async_training.sample_routes); "
-                "nearest values that can: "
+                f"data.{key}={number}{ends or ' prompts'} is not divisible by the {ranks} "
+                "trainer ranks, each of which has its own generators "
+                "(async_training.sample_routes). Nearest values that are: "
                 f"{' and '.join(map(str, sorted(near)))}."
             )
 

@@ -28,8 +28,6 @@ Route = tuple[int, int]
 """
 TRAINER_POOL = "trainer_pool"
 """The pool whose ranks are the trainers."""
-PRESETS = ("1m1t", "2m1t", "1m2t", "2m2t")
-"""Names that messages show as examples; `<N>m<M>t` exists for any two numbers."""
 
 
 def role_on(role: str, generator: int) -> str:
@@ -52,8 +50,8 @@ def counts(preset: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
     if match is None:
         raise ConfigError(
-            f"{preset!r} is not a topology. Set the numbers of generators and trainers as in "
-            f"{', '.join(PRESETS)}, each 1 or more."
+            f"{preset!r} is not a topology. Write <generators>m<trainers>t, such as 2m1t for 2 "
+            "generators and 1 trainer; both numbers are 1 or more."
         )
     return int(match[1]), int(match[2])
 

@@ -23,7 +23,7 @@ from trainer.check_loss import BrokenRelation, check_loss
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Check, and print which relations hold or which one does not."""
+    """Check the target and print which relations hold; exit with the first one that does not."""
     parser = argparse.ArgumentParser("verl-like check-loss", add_help=False)
     parser.add_argument("target")
     parser.add_argument("--kind")

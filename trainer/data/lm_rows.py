@@ -199,9 +199,10 @@ def read_lm_rows(
 ) -> list[LMRow]:
     """Return the rows of the files that the configuration's `key` names, in order.
 
-    With `loss_on_all` every token is in the loss, whatever the columns. A bad row is an error, or
-    skipped and counted. Rows of more than `max_length` tokens are cut at their end; a row that is
-    left without a token in the loss is dropped. A log line reports these numbers.
+    With `loss_on_all`, every token is in the loss, whatever the columns. A bad row raises an error;
+    with `on_bad_row="skip"`, it is skipped and counted. Rows of more than `max_length` tokens are
+    cut at their end; a row that is left without a token in the loss is dropped. A log line reports
+    these numbers.
     """
     encoded, num_bad = encode_rows(
         key, files, "language model", _encode, tokenizer, on_bad_row, limit

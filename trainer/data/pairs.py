@@ -74,9 +74,9 @@ def read_pairs(
 ) -> list[PairRow]:
     """Return the pairs of the files that the configuration's `key` names, in order.
 
-    A bad row is an error, or skipped and counted. Sides of more than `max_length` tokens are cut at
-    their end; a pair is then dropped if a side has no response left, or if both sides are equal. A
-    log line reports these numbers.
+    A bad row raises an error; with `on_bad_row="skip"`, it is skipped and counted. Sides of more
+    than `max_length` tokens are cut at their end; a pair is then dropped if a side has no response
+    left, or if both sides are equal. A log line reports these numbers.
     """
     encoded, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row, limit)
     why = "a response is empty, or both sides are equal"
@@ -223,8 +223,9 @@ def read_labeled(
 ) -> list[LabeledRow]:
     """Return the rows of the files that the configuration's `key` names, in order.
 
-    A bad row is an error, or skipped and counted. Rows of more than `max_length` tokens are cut at
-    their end; a row that is left without a response is dropped. A log line has these numbers.
+    A bad row raises an error; with `on_bad_row="skip"`, it is skipped and counted. Rows of more
+    than `max_length` tokens are cut at their end; a row that is left without a response is dropped.
+    A log line reports these numbers.
     """
     rows, num_bad = encode_rows(
         key, files, "labelled", _encode_labeled_row, tokenizer, on_bad_row, limit

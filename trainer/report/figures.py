@@ -261,7 +261,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a bar of 100 % for each role of an asynchronous run."""
+    """Return a chart with a bar per role: percentages of time busy, waiting and syncing."""
     roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
     if not roles:
         return ""

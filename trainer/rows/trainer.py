@@ -55,7 +55,7 @@ class RowTrainer(Trainer, Generic[R]):
     @classmethod
     @abstractmethod
     def read_rows(cls, config: Any, key: str, files: Any, tokenizer: Any) -> list[R]:
-        """Return the rows of the files that the configuration's `key` names."""
+        """Return the rows of `files`; errors name the configuration's `key`."""
 
     @staticmethod
     @abstractmethod

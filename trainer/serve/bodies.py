@@ -20,7 +20,7 @@ Stop = list[Natural] | list[Annotated[str, Field(min_length=1)]]
 
 
 class Body(BaseModel):
-    """Base class of the bodies; alone, a request without fields."""
+    """Base class of the request bodies, and the body of a handler without parameters."""
 
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
 

@@ -94,7 +94,8 @@ def save(
             stored[f"array:{name}"] = _bytes_tensor(array.tobytes() or bytes(1))
         else:
             raise BatchError(
-                f"column {name!r} has dtype {array.dtype}, which a batch file cannot store."
+                f"column {name!r} has dtype {array.dtype}, which a batch file cannot store. "
+                "Convert it to numbers, text or objects, or remove it with pop() first."
             )
         specs.append(spec)
 

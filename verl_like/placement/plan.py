@@ -86,7 +86,8 @@ class Placement:
             needs: pool -> the resources of one process; by default one device and the CPUs above.
 
         Raises:
-            PlacementError: a pool without roles, a role without a pool, or a wrong number.
+            PlacementError: a pool has no role, a role's pool does not exist, a process count is
+                below 1, or `cpus_per_process` is not above 0.
             InsufficientResourcesError: the nodes lack devices, CPUs or custom resources.
         """
         counts = {

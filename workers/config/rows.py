@@ -95,7 +95,7 @@ class RewardTrainingConfig(RowWorkerConfig):
     """Keys of reward-model training: the model, the loss of its scores, and where it scores."""
 
     loss: str = key("log_sigmoid", registry="pairwise loss")
-    """Loss, as a function of the difference between a pair's scores."""
+    """Loss, as a function of chosen score - rejected score - margin."""
     center_coef: float = key(0.0, at_least=0)
     """Weight of (chosen score + rejected score)², which keeps scores near zero; 0 disables it."""
     score_at: str | None = key(None, choices=SCORE_AT)

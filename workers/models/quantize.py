@@ -137,7 +137,10 @@ class Int8Weight(Tensor):
 def write(weight: Int8Weight, values: Tensor) -> None:
     """Quantize `values` into `weight`, block by block; a non-finite value makes its row NaN."""
     if values.shape != weight.shape:
-        raise ValueError(f"{list(values.shape)} does not fit a weight of {list(weight.shape)}")
+        raise ValueError(
+            f"values of shape {list(values.shape)} do not fit an int8 weight of shape "
+            f"{list(weight.shape)}"
+        )
     rows = zip(
         values.split(ROWS_AT_ONCE),
         weight.numbers.split(ROWS_AT_ONCE, dim=1),

@@ -67,7 +67,8 @@ def settle(
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
         raise ConfigError(
-            f"{name}={size} and {axes_key(section)}.shard={shard} set the same size. Set only one."
+            f"{name}={size} and {axes_key(section)}.shard={shard} both set the number of shards, "
+            "but differ. Set only one."
         )
     if size == -1 and shard != -1:
         size, name = shard, f"{axes_key(section)}.shard"

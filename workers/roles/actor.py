@@ -1,4 +1,4 @@
-"""The actor: the policy in training. A rollout in the same process reads the actor's engine."""
+"""The actor: the policy in training. A rollout in its process gets the engine's weights."""
 
 from __future__ import annotations
 

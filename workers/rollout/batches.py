@@ -167,8 +167,8 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
             f"{len(wrong)} of {len(batch)} samples differ from what the rollout sampled (hash "
             f"mismatch; uid/index: {names}{', …' if len(wrong) > NAMED else ''}): prompts, "
             "responses, token_versions, position_ids or response_mask were changed after "
-            f"sampling. If a stage or hook changes tokens on purpose, drop the column {COLUMN!r} "
-            "in it."
+            f"sampling. If a stage or hook changes tokens on purpose, let it also drop the "
+            f"column {COLUMN!r}."
         )
     return {"training/num_hash_matched_samples": float(len(batch))}
 

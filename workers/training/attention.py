@@ -366,8 +366,9 @@ def eager_attention(
 ) -> Tensor:
     """Return attention by matrix products with float32 scores, for features that sdpa lacks.
 
-    Scores are bounded by tanh, or each head has a sink, which takes part in every softmax and
-    contributes no value. Queries, keys and values are [rows, heads, tokens, size].
+    With `softcap`, tanh bounds the scores. With `sinks`, each head has a sink, which takes part in
+    every softmax and contributes no value.
+    Queries, keys and values are [rows, heads, tokens, size].
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))

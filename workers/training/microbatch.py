@@ -313,7 +313,9 @@ def cut(
     """
     if (budget.rows or budget.tokens or 0) < 1:
         size = budget.rows if budget.rows is not None else budget.tokens
-        raise ConfigError(f"a micro-batch needs at least 1 row or token, not {size}.")
+        raise ConfigError(
+            f"a micro-batch needs at least 1 row or token, not {size}. Raise {budget.keys}."
+        )
 
     if saved is None:
         saved = dict.fromkeys(sorted(range(len(lengths)), key=lambda row: -lengths[row]), 0)

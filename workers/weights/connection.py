@@ -281,8 +281,9 @@ def form_groups(
 ) -> Connection:
     """Create the gloo and NCCL groups of ranks that have registered; raise once it is given up.
 
-    A rank may have died since it registered. Gloo then waits for it for 20 s, in one case for
-    100 s, and cannot be interrupted. So gloo has a thread, which is abandoned if necessary.
+    A rank may have died since it registered. Gloo then waits 20 s for this rank, or 100 s
+    on one of the connections, and cannot be interrupted. So gloo has a thread, which is abandoned
+    if necessary.
     """
     with name_errors("the group of sender and receivers did not form"):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

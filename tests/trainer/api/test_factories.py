@@ -43,7 +43,7 @@ def returns_nothing() -> None:
         (returns_nothing, "model=returns_nothing returned None. .*actor, critic, reward_model"),
         ({"actor": "policy", "critik": "values"}, "'critik'.*Did you mean 'critic'"),
         ({"critic": "values"}, "model has no actor; it has critic"),
-        (lambda: ["a", "b"], r'of 2: pass a dict of roles, \{"actor": ...,'),
+        (lambda: ["a", "b"], r'of 2 items. Pass a dict from role to model: \{"actor": ...,'),
     ],
 )
 def test_an_invalid_model_is_rejected_with_the_roles(model: Any, message: str) -> None:

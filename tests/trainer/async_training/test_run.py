@@ -262,7 +262,7 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
         ),
         (
             [*APART, "data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=7"],
-            "=7 prompts cannot be split evenly over the 2 trainer ranks.*that can: 6 and 8",
+            "=7 prompts is not divisible by the 2 trainer ranks.*that are: 6 and 8",
         ),
         (
             ["async_training.sampler=ready_first", "data.total_prompts=12", BY_PROMPTS],

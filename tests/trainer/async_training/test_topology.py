@@ -63,7 +63,7 @@ def test_the_table_shows_every_route() -> None:
 
 @pytest.mark.parametrize("preset", ["m1t", "0m1t", "1m1", "2m-1t", ""])
 def test_an_unknown_preset_is_rejected(preset: str) -> None:
-    with pytest.raises(ConfigError, match="1m1t, 2m1t, 1m2t, 2m2t"):
+    with pytest.raises(ConfigError, match="<generators>m<trainers>t"):
         counts(preset)
 
 

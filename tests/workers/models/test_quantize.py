@@ -107,7 +107,7 @@ def test_only_copies_write_to_a_weight() -> None:
     weight = int8(torch.ones(2, 3))
     with pytest.raises(TypeError, match="mul_.*would write to a weight that is quantized"):
         weight.mul_(2)
-    with pytest.raises(ValueError, match=r"\[3, 2\] does not fit a weight of \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"shape \[3, 2\] do not fit .* shape \[2, 3\]"):
         weight.copy_(torch.ones(3, 2))
     assert torch.equal(weight.floats(), torch.ones(2, 3))
 

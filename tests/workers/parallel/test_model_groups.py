@@ -13,7 +13,7 @@ from workers.parallel.sharding import dims_of, settle
 def test_the_axes_fill_the_pool() -> None:
     config = FSDPConfig()
     assert dims_of(4, settle("fsdp", config, ParallelConfig(pp=2))) == ParallelDims(pp=2, shard=2)
-    with pytest.raises(ConfigError, match="fsdp_size=2 and parallel.shard=4 set the same size"):
+    with pytest.raises(ConfigError, match="fsdp_size=2 and parallel.shard=4 both set the number"):
         settle("fsdp", FSDPConfig(fsdp_size=2), ParallelConfig(shard=4))
     assert dims_of(4, settle("fsdp", config, ParallelConfig(shard=2))) == ParallelDims(
         replicate=2, shard=2
