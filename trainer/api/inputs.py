@@ -49,7 +49,10 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
         if item is None:
             raise ConfigError(f"model has None for the role {role}: {_wanted(roles)}")
     if roles[0] not in models:
-        raise ConfigError(f"model has no {roles[0]}; it has {', '.join(models) or 'no roles'}.")
+        raise ConfigError(
+            f"model has no {roles[0]}; it has {', '.join(models) or 'no roles'}. "
+            f"Pass the {roles[0]}'s model, too."
+        )
     return dict(models)
 
 
@@ -126,7 +129,10 @@ def file_names(data: Any) -> Any:
 
 
 def rows_in_memory(data: Any, subject: str) -> list[Any]:
-    """Return the items of a list, a `datasets.Dataset`, or any other iterable."""
+    """Return the items of any iterable, such as a list or a `datasets.Dataset`.
+
+    Errors call the data `subject`.
+    """
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         keys = f" with the keys {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
         raise ConfigError(
@@ -135,7 +141,7 @@ def rows_in_memory(data: Any, subject: str) -> list[Any]:
         )
     items = list(data)
     if not items:
-        raise ConfigError(f"{subject} is empty.")
+        raise ConfigError(f"{subject} is empty. Pass at least one row.")
     return items
 
 

@@ -150,7 +150,10 @@ def _check_generators(config: AsyncConfig) -> None:
     for generator, settings in async_training.generator_settings.items():
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
-            raise ConfigError(f"{where}: this run has generators 0 to {topology.generators - 1}.")
+            raise ConfigError(
+                f"{where}: this run has generators 0 to {topology.generators - 1}. Name one of "
+                "them, or raise async_training.generators."
+            )
         of_generator = config.of_role(generator_role(generator))
         try:
             check_fields(of_generator)

@@ -145,7 +145,7 @@ def teaches(sides: Sequence[LMRow]) -> bool:
 
 
 def stop_tokens(tokenizer: Any, path: str) -> list[int]:
-    """Return the tokens that end a sample of the model in that folder."""
+    """Return the tokens that end a sample of the model in the folder `path`."""
     return [id for id in (tokenizer.eos_token_id, *generation_eos(path)) if id is not None]
 
 
@@ -212,7 +212,9 @@ def read_lm_rows(
         encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
     rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "no token is in the loss")
     if not rows:
-        raise ConfigError(f"{story}. No row is left to train or validate on.")
+        raise ConfigError(
+            f"{story}. No row is left to train or validate on. Fix the rows, or allow longer ones."
+        )
     logger.info("%s", story)
     return [row.sides[0] for row in rows]
 

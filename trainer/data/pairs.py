@@ -82,7 +82,9 @@ def read_pairs(
     why = "a response is empty, or both sides are equal"
     rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, why)
     if not rows:
-        raise ConfigError(f"{story}. No pair is left to train or validate on.")
+        raise ConfigError(
+            f"{story}. No pair is left to train or validate on. Fix the rows, or allow longer ones."
+        )
     logger.info("%s", story)
     return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]
 
@@ -107,7 +109,7 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
 
 
 def check_pair(row: Row) -> None:
-    """Raise a ValueError if a row's columns and their types are not those of a pair."""
+    """Raise a ValueError if the row has no valid pair."""
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
         raise ValueError(
@@ -241,7 +243,7 @@ def read_labeled(
     if num_good in (0, len(labeled)):
         raise ConfigError(
             f"{story}. Of the remaining rows, {num_good} are good and "
-            f"{len(labeled) - num_good} are bad; KTO needs both."
+            f"{len(labeled) - num_good} are bad. KTO needs both: add rows with the other label."
         )
     logger.info("%s; %d of the remaining rows are good", story, num_good)
 

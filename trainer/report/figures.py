@@ -248,7 +248,7 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
 
 
 def shares(rows: Sequence[tuple[str, float, float]]) -> str:
-    """Return the phases' percentages of a step as one bar of 100 %."""
+    """Return an SVG chart with one bar: the phases' percentages of a step."""
     left, drawn, legend = 0.0, [], {}
     for (name, _, share), color in zip(rows, COLORS, strict=False):
         drawn.append(Bar(0, left, share, color, height=0.6))
@@ -261,7 +261,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a chart with a bar per role: percentages of time busy, waiting and syncing."""
+    """Return an SVG chart with a bar per role: percentages of time busy, waiting and syncing."""
     roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
     if not roles:
         return ""
@@ -285,7 +285,7 @@ def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a bar of trajectories for each number of turns, divided by outcome."""
+    """Return an SVG chart with a bar per number of turns: its trajectories by outcome."""
     drawn = []
     for row, counts in enumerate(by_turns.values()):
         left, total = 0, sum(counts.values())

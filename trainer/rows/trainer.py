@@ -32,7 +32,7 @@ MOST_NUMBERS = 3
 
 
 def num_steps(config: RowConfig, num_rows: int) -> int:
-    """Return the number of steps of a run on this many rows."""
+    """Return the number of steps of a run on `num_rows` rows."""
     size = config.data.train_batch_size
     return config.trainer.num_steps(lambda epochs: -(-epochs * num_rows // size))
 
@@ -60,7 +60,7 @@ class RowTrainer(Trainer, Generic[R]):
     @staticmethod
     @abstractmethod
     def make_batch(rows: Sequence[R], uids: Sequence[str], pad_token_id: int) -> DataProto:
-        """Make a padded batch of rows."""
+        """Make a batch of rows with these `uids`, padded with `pad_token_id`."""
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -161,7 +161,7 @@ class RowTrainer(Trainer, Generic[R]):
         return self.in_order(self.validation, "val")
 
     def in_order(self, rows: Sequence[R], name: str) -> Iterator[DataProto]:
-        """Yield the rows in order, as many per batch as a step has."""
+        """Yield the rows in order, as many per batch as a step has; uids begin with `name`."""
         size = self.config.data.train_batch_size
         for start in range(0, len(rows), size):
             part = rows[start : start + size]

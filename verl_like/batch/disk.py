@@ -139,7 +139,8 @@ def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
             if name.startswith("tensor:"):
                 kinds[name.removeprefix("tensor:")] = str(column.dtype)
         raise BatchError(
-            f"safetensors cannot hold the dtype of one of the columns {kinds}: {error}"
+            f"safetensors cannot hold the dtype of one of the columns {kinds}: {error}. "
+            "Convert the column, or remove it with pop() first."
         ) from error
     finally:
         draft.unlink(missing_ok=True)
@@ -149,7 +150,7 @@ def load(
     path: str | os.PathLike[str],
     build: Callable[[int | None, dict[str, Column], dict[str, Array], dict[str, Any]], T],
 ) -> T:
-    """Read a file of `save` and build a batch from it; raise `BatchError` for any other file."""
+    """Read a file of `save` and `build` a batch of its parts; reject any other file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no batch file at {os.fspath(path)!r}.")
     try:
@@ -163,7 +164,8 @@ def load(
             return build(document["rows"], columns, arrays, meta)
     except _DAMAGE as error:
         raise BatchError(
-            f"{os.fspath(path)!r} is not a batch file, or is damaged: {error}"
+            f"{os.fspath(path)!r} is not a batch file, or is damaged: {error}. Pass a file of "
+            "DataProto.save_to_disk."
         ) from error
 
 
@@ -196,7 +198,7 @@ def _read_array(spec: dict[str, Any], stored: Any) -> Array:
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:
-    """Return the value in JSON's types.
+    """Return the value in JSON's types; errors call it `where`.
 
     A subclass of a known type is rejected, because it would come back as its base class.
     """

@@ -108,7 +108,7 @@ class Placement:
         return cls(plans)
 
     def moved(self, pool: str, nodes: Sequence[Node]) -> Placement:
-        """Return the plan after a loss of nodes; `nodes` are the living ones.
+        """Return the plan after a loss of nodes; `nodes` are the remaining ones.
 
         The pool moves to nodes where the other pools leave room, preferably to its old ones.
         """

@@ -3,8 +3,7 @@
     @PAIRWISE_LOSSES.register("mine")
     def compute_pairwise_loss_mine(gap): ...        # [pairs] -> [pairs]
 
-The gap is the score of the chosen response, minus that of the rejected one, minus the pair's
-margin.
+The gap is chosen score - rejected score - margin.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def get_pairwise_loss(name: str) -> PairwiseLoss:
 def compute_reward_loss(
     loss: PairwiseLoss, scores: Tensor, margins: Tensor, center_coef: float
 ) -> Tensor:
-    """Return the loss [pairs] of scores [pairs, 2].
+    """Return the loss [pairs] of `scores` [pairs, 2] and `margins` [pairs].
 
     `center_coef` times the square of the sum of a pair's scores is added, to pull scores toward
     zero.
@@ -66,6 +65,6 @@ def compute_reward_loss(
 
 
 def rank_accuracy(scores: Tensor) -> Tensor:
-    """Return 1 for each pair with a higher score of the chosen response, 0.5 for a tie, else 0."""
+    """Return 1 for each pair whose chosen score is higher, 0.5 for a tie, otherwise 0."""
     gap = scores[:, 0] - scores[:, 1]
     return (gap > 0).to(scores.dtype) + 0.5 * (gap == 0)

@@ -128,7 +128,9 @@ class Int8Weight(Tensor):
             write(first, args[1])
             return first
         if func._schema.is_mutable and isinstance(first, Int8Weight):
-            raise TypeError(f"{func} would write to a weight that is quantized to int8")
+            raise TypeError(
+                f"{func} would write to a weight that is quantized to int8. Write with copy_()."
+            )
 
         plain = [arg.floats() if isinstance(arg, Int8Weight) else arg for arg in args]
         return func(*plain, **kwargs)
@@ -164,7 +166,10 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 def int8_linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
     """Run `linear` with inputs [..., in] quantized row by row; it has no gradient."""
     if torch.is_grad_enabled() and input.requires_grad:
-        raise TypeError("int8 weights are for models that are not trained: they have no gradient")
+        raise TypeError(
+            "int8 weights are for models that are not trained: they have no gradient. Leave out "
+            "quantization, or run the model under torch.no_grad()."
+        )
     numbers, scales = quantized(input.reshape(-1, input.shape[-1]))
     result = torch._int_mm(numbers, weight.numbers).float().mul_(scales).mul_(weight.scales)
     if bias is not None:

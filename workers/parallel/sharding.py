@@ -49,8 +49,8 @@ def settle(
 ) -> Sharding:
     """Return the sharding for a strategy; raise if the user's `fsdp_config` contradicts it.
 
-    `fsdp_size` and `parallel.shard` are the same setting. Quantized weights are whole on every
-    rank.
+    `fsdp_size` and `parallel.shard` both set the number of shards. Quantized weights are whole
+    on every rank.
     """
     base, offloads = STRATEGIES["ddp" if quantization else strategy]
     unsharded = base in ("single", "ddp")
@@ -146,7 +146,7 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
     if dims.tp > 1:
         raise ConfigError(
             f"{key} keeps whole experts on their ranks, but parallel.tp={dims.tp} splits each "
-            "over its ranks. Set one of them to 1."
+            "expert over its ranks. Set one of them to 1."
         )
     if strategy in ("single", "ddp"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The actor: the policy in training. A rollout in its process gets the engine's weights."""
+"""The actor: the policy in training. A rollout in the same process takes the engine's weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     def compute_log_prob(self, data: DataProto) -> CallResult:
         """Return `old_log_probs` and `entropys` of the responses under the current policy.
 
-        If `meta_info["sum_pi_squared"]` is true, it also returns the column of this name, which
+        If `meta_info["sum_pi_squared"]` is true, also return the column `sum_pi_squared`, which
         some advantage estimators need.
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
@@ -130,9 +130,10 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         optimizer steps; each step adds their language-model loss, times `ptx.coef`.
 
         The batch needs no `old_log_probs` in two cases. With `meta_info["on_policy"]`, the samples
-        come from the current policy, and the forward pass of the update computes them. Under
-        `bypass_mode`, the rollout's log-probs replace them. `meta_info["entropy_coeff"]` overrides
-        `actor.entropy_coeff`, unless that is 0.
+        come from the current policy, and the forward pass of the update computes the
+        log-probs. Under `bypass_mode`, the rollout's log-probs replace them.
+
+        `meta_info["entropy_coeff"]` overrides `actor.entropy_coeff`, unless that is 0.
         """
         objective = self.objective(data)
         if objective.on_policy:
@@ -182,7 +183,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_average(self, on: bool) -> None:
-        """Swap in the moving average of the weights, or swap it out.
+        """With `on`, swap in the moving average of the weights; otherwise, swap it out.
 
         Do not train while it is swapped in.
         """

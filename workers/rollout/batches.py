@@ -63,7 +63,7 @@ def batch_of(
     truncated: bool = False,
     no_choices: Tensor | None = None,
 ) -> DataProto:
-    """Return a batch with one row per sample; `widths` are those of prompts and responses.
+    """Return a batch with one row per sample; `widths` has the widths of prompts and responses.
 
     `version` is the engine's version, which is recorded for responses without sampled tokens. If
     `no_choices` (an empty tensor of expert choices) is given, the batch has a column with the
@@ -119,7 +119,8 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
     if len(chosen) < needed:
         raise RolloutError(
             f"rollout: {sample.name} has the experts of {len(chosen)} tokens, but its "
-            f"last token was sampled after {needed} tokens."
+            f"last token was sampled after {needed} tokens. The engine must return the experts of "
+            "all of them."
         )
     length = len(sample.prompt) + len(sample.tokens)
     return torch.cat([chosen, chosen.new_zeros(length - len(chosen), *chosen.shape[1:])])

@@ -446,7 +446,7 @@ def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., 
 
 
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:
-    """Describe in one line how the attention of a training engine is computed."""
+    """Describe in one line how an engine computes attention; `why_not` is added in parentheses."""
     config = module.config.get_text_config()
     built_with, beyond = config._attn_implementation, _beyond_sdpa(module)
     if not packs:

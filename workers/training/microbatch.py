@@ -47,7 +47,7 @@ PassOutputs = dict[str, list[Column]]
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
-    """The maximum size of a micro-batch on one rank: `rows`, or `tokens` with those of prompts.
+    """The maximum size of a micro-batch on one rank: `rows`, or `tokens`, prompts included.
 
         MicroBatchBudget(tokens=16384)          # set exactly one of the two
 
@@ -149,7 +149,7 @@ class Rows:
     def restore(self, chunks: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
         """Return the results `chunks` as one float32 column on the CPU, in the order of the rows.
 
-        `order` has the row numbers of each chunk's micro-batch; rows that are in none are zero.
+        `order` has the row numbers of each chunk's micro-batch; rows in no micro-batch are zero.
         Ragged results become a column of the same kind as the response mask.
         """
         rows = torch.tensor([row for numbers in order for row in numbers], dtype=torch.int64)
@@ -225,7 +225,7 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:
-    """Return the names of rows in messages: uid and sample index, or the row number."""
+    """Return the names of rows in messages: uid and sample index, or its number from `start`."""
     uids, index = data.non_tensor_batch.get("uid"), data.columns.get("sample_index")
     if uids is None:
         return [f"row {start + row}" for row in range(len(data))]
@@ -304,8 +304,8 @@ def cut(
 ) -> Cuts:
     """Return the row numbers of every micro-batch, without rows of length 0.
 
-    Rows are ordered longest first, or as in `saved`. It has, for each row, the number of tokens by
-    which it uses less of the budget if the row before it is in the same micro-batch.
+    Rows are ordered longest first, or as in `saved`. `saved` maps a row to the number of tokens
+    that it shares with the row before it, and that cost no budget in the same micro-batch.
 
     With `rectangles`, a row uses as many tokens of the budget as the longest row of its
     micro-batch. Rows of more than `border` tokens never share a micro-batch with shorter rows. With

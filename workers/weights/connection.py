@@ -58,7 +58,7 @@ class Address:
 
     @classmethod
     def read(cls, text: str) -> Address:
-        """Parse the output of `str`."""
+        """Parse `text`, the output of `str`."""
         place, number, secret = text.split("/")
         return cls(place, int(number), secret)
 
@@ -242,7 +242,7 @@ def gpu_of(device: torch.device) -> str:
 def wait_for_sender(
     store: SignedStore, rank: int, num_receivers: int, info: dict[str, Any]
 ) -> dict[str, Any]:
-    """Register this receiver; return the sender's reply once all have registered."""
+    """Register this receiver with `info`; return the sender's reply once all have registered."""
     with name_errors("cannot reach the sender's store"):
         store.set(f"joined/{rank}", json.dumps(info))
     with name_errors("the sender is gone"), _naming_absent(store, num_receivers):
@@ -271,7 +271,9 @@ def give_up(store: SignedStore, num_receivers: int) -> None:
 def _read(store: SignedStore, key: str) -> dict[str, Any]:
     text = store.get(key).decode()
     if text == GIVEN_UP:
-        raise WeightSyncError("weight sync: stopped, because another rank failed.")
+        raise WeightSyncError(
+            "weight sync: stopped, because another rank failed. See that rank's error."
+        )
     info: dict[str, Any] = json.loads(text)
     return info
 
@@ -279,10 +281,10 @@ def _read(store: SignedStore, key: str) -> dict[str, Any]:
 def form_groups(
     address: Address, store: SignedStore, rank: int, size: int, has_own_gpus: bool
 ) -> Connection:
-    """Create the gloo and NCCL groups of ranks that have registered; raise once it is given up.
+    """Create the gloo and NCCL groups of registered ranks; raise once the sync is given up.
 
-    A rank may have died since it registered. Gloo then waits 20 s for this rank, or 100 s
-    on one of the connections, and cannot be interrupted. So gloo has a thread, which is abandoned
+    A rank may have died since it registered. Gloo then waits 20 s for this rank, or 100 s on one of
+    the connections, and cannot be interrupted. So gloo has a thread, which is abandoned
     if necessary.
     """
     with name_errors("the group of sender and receivers did not form"):
