@@ -258,7 +258,7 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
         ([*APART, "algorithm.use_pf_ppo=true"], "use_pf_ppo=true selects a batch's rows from"),
         (
             [*APART, *ENDS_AT_13],
-            "=13 ends in a batch of 5 prompts, .* 2 trainer ranks.*values that can: 12 and 14",
+            "=13 ends in a batch of 5 prompts, .* 2 trainer ranks.*values that are: 12 and 14",
         ),
         (
             [*APART, "data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=7"],
