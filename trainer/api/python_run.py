@@ -49,15 +49,15 @@ ENDS = ("trainer.total_epochs", "trainer.total_training_steps", "data.total_prom
 class PythonRun:
     """A run of a recipe: settings, and the files that they name. `fit` starts it."""
 
-    recipe: ClassVar[str]
+    _recipe_path: ClassVar[str]
     """Dotted path of the recipe, which is imported when the first run is created."""
-    example: ClassVar[str]
+    _example: ClassVar[str]
     """Arguments after the model in an example of a call."""
-    model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
+    _model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
     """Role of a model -> its section of the configuration; a single model belongs to the first."""
-    flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
+    _flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
     """Flat name -> the key that it sets."""
-    presets: ClassVar[Mapping[str, str]] = {}
+    _presets: ClassVar[Mapping[str, str]] = {}
     """Settings of the class, which the call may override."""
 
     def __init__(
@@ -73,8 +73,8 @@ class PythonRun:
         reject_nested_run()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
-        self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)
-        settings = {**self.presets, **settings_of(keys, self.flat_names, self._recipe)}
+        self._recipe: Recipe[Any] = load_object(self._recipe_path, type(self).__name__)
+        settings = {**self._presets, **settings_of(keys, self._flat_names, self._recipe)}
         named = settings.pop(FOLDER_KEY, None)
         self.folder = _run_folder(named, self._recipe.name)
 
@@ -86,17 +86,17 @@ class PythonRun:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def require(self, **arguments: Any) -> None:
+    def _require(self, **arguments: Any) -> None:
         """Raise an error with an example of a call if an argument is None."""
         missing = [name for name, value in arguments.items() if value is None]
         if missing:
             name = type(self).__name__
-            example = f'{name}("Qwen/Qwen3-0.6B", {self.example})'
+            example = f'{name}("Qwen/Qwen3-0.6B", {self._example})'
             raise ConfigError(f"{name} needs {' and '.join(missing)}, such as {example}.")
 
     def __repr__(self) -> str:
         """Return the class, its model's path and the run folder."""
-        model = self.settings.get(f"{next(iter(self.model_sections.values()))}.path")
+        model = self.settings.get(f"{next(iter(self._model_sections.values()))}.path")
         return f"{type(self).__name__}(model={str(model)!r}, folder={str(self.folder)!r})"
 
     def _take(
@@ -106,7 +106,7 @@ class PythonRun:
         make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
-        derived = self.model_settings(model, tokenizer, inputs)
+        derived = self._model_settings(model, tokenizer, inputs)
         self._defaults: dict[str, Any] = {
             "trainer.backend": "local",
             "trainer.save_freq": LAST_STEP_ONLY,
@@ -116,7 +116,7 @@ class PythonRun:
                 derived[key] = self._files(key, rows, settings, inputs)
         _reject_duplicates(derived, settings)
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived}
-        self.settings |= self.plain_settings(settings, inputs)
+        self.settings |= self._plain_settings(settings, inputs)
         has_places = any(key.partition(".")[0] in PLACES for key in settings)
         if has_places:
             self._defaults["trainer.backend"] = "ray"
@@ -137,9 +137,9 @@ class PythonRun:
         """Return the value of `key`: the given file names, or a new file with the rows."""
         if is_file_name(rows):
             return file_names(rows)
-        items = self.rows_of(rows_in_memory(rows, key), settings)
+        items = self._rows_of(rows_in_memory(rows, key), settings)
         if key == "data.train_files":
-            self._defaults |= self.defaults_for(len(items))
+            self._defaults |= self._defaults_for(len(items))
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
         is_new = key != "data.train_files" or not committed(self.folder)
         return write_rows(items, key, path, may_differ=is_new)
@@ -148,14 +148,14 @@ class PythonRun:
         """Raise an error for a row in memory, now in a file, that the run could not use."""
         rows = ((f"{key}, row {number}", row) for number, (_, row) in enumerate(json_rows(path)))
         if config.data.on_bad_row == "error":
-            for _ in good_rows(rows, lambda _, row: self.check_row(row, config), "error"):
+            for _ in good_rows(rows, lambda _, row: self._check_row(row, config), "error"):
                 pass
 
-    # --------------------------------------------------------------------- for a recipe to override
+    # -------------------------------------------------------------- for a subclass to override
 
-    def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
+    def _model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
         """Return key -> path for every model; models in memory share the tokenizer."""
-        models = models_by_role(model, list(self.model_sections))
+        models = models_by_role(model, list(self._model_sections))
         are_all_paths = all(isinstance(item, str | Path) for item in models.values())
         paths: dict[str, Any] = {}
         for role, item in models.items():
@@ -163,22 +163,22 @@ class PythonRun:
             its_tokenizer = (
                 None if isinstance(item, str | Path) and not are_all_paths else tokenizer
             )
-            paths[f"{self.model_sections[role]}.path"] = model_path(item, its_tokenizer, folder)
+            paths[f"{self._model_sections[role]}.path"] = model_path(item, its_tokenizer, folder)
         return paths
 
-    def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
+    def _rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
         """Convert items of data in memory to rows with the columns that the recipe's files have."""
         return [text_row(item) for item in items]
 
-    def check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any) -> None:
         """Raise a ValueError if the row's columns or their types are not those of the recipe."""
         raise NotImplementedError
 
-    def defaults_for(self, num_rows: int) -> dict[str, Any]:
+    def _defaults_for(self, num_rows: int) -> dict[str, Any]:
         """Return settings for this number of rows in memory; the user's settings override them."""
         return {}
 
-    def plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
+    def _plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
         """Return the user's settings, with objects replaced by files."""
         return dict(settings)
 
@@ -205,9 +205,9 @@ class PythonRun:
         The run resumes as `trainer.resume_mode` says: by default, from the newest checkpoint in the
         run folder. By default, it also saves a checkpoint after its last step.
         """
-        return self.run_with(self._length(steps))
+        return self._run_with(self._length(steps))
 
-    def run_with(self, length: dict[str, int]) -> RunResult:
+    def _run_with(self, length: dict[str, int]) -> RunResult:
         """Run until the length in this setting, such as a number of steps, is reached."""
         with surviving_broken_pipes():
             return run(self._config(length), callbacks=self.callbacks)
@@ -227,9 +227,9 @@ class PythonRun:
         if steps is None:
             return {}
         require_counts(steps=steps)
-        return {"trainer.total_training_steps": self.steps_made() + steps}
+        return {"trainer.total_training_steps": self._steps_made() + steps}
 
-    def steps_made(self) -> int:
+    def _steps_made(self) -> int:
         """Return the step from which a run with these settings continues."""
         start = self.settings.get("trainer.resume_from_path")
         mode = self.settings.get("trainer.resume_mode", "auto")

@@ -50,10 +50,10 @@ class PPO(PythonRun):
         run.fit(steps=10)
     """
 
-    recipe = "trainer.ppo.recipe.PPO"
-    example = '["Say a joke."], lambda response: len(response)'
-    flat_names = OF_PPO
-    model_sections = {
+    _recipe_path = "trainer.ppo.recipe.PPO"
+    _example = '["Say a joke."], lambda response: len(response)'
+    _flat_names = OF_PPO
+    _model_sections = {
         "actor": "actor_rollout_ref.model",
         "critic": "critic.model",
         "reward_model": "reward.model",
@@ -143,7 +143,7 @@ class PPO(PythonRun):
         prompts, val_prompts, tokenizer, reward = (
             settings.pop(name, None) for name in PPO_OBJECTS_OF_TRL.values()
         )
-        self.require(model=model, prompts=prompts)
+        self._require(model=model, prompts=prompts)
         if reward is not None:
             rewards = reward if isinstance(reward, list | tuple) else [reward]
             settings["reward"] = reward if isinstance(reward, Mapping) else {"list": rewards}
@@ -186,7 +186,7 @@ class PPO(PythonRun):
             )
 
         length = self._prompts_of(**require_counts(**counts))
-        return self.run_with(length)
+        return self._run_with(length)
 
     def _prompts_of(
         self, num_episodes: int, max_timesteps: int, update_timesteps: int
@@ -203,33 +203,33 @@ class PPO(PythonRun):
             )
         per_rollout = size // update_timesteps
         prompts = num_episodes * max_timesteps * per_rollout
-        return {"data.total_prompts": self.steps_made() * size + prompts}
+        return {"data.total_prompts": self._steps_made() * size + prompts}
 
-    def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
+    def _rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
         """Return prompts in verl's schema."""
         prompt_key = settings.get("data.prompt_key", "prompt")
         rows = [prompt_row(item, prompt_key) for item in items]
         self._columns = files.other_columns(rows, prompt_key)
         return rows
 
-    def check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any) -> None:
         """Check the columns of a prompt, unless the user's class reads them."""
         if not config.data.custom_cls.path:
             files.prompt_row(row, config.data.prompt_key, needs_rules=False)
 
-    def defaults_for(self, num_rows: int) -> dict[str, Any]:
+    def _defaults_for(self, num_rows: int) -> dict[str, Any]:
         """Put all prompts into one batch if they are fewer than the default batch."""
         few = num_rows < DataConfig.train_batch_size
         return {"data.train_batch_size": num_rows} if few else {}
 
-    def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
+    def _model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
         """Enable the reward model if one is passed."""
-        settings = super().model_settings(model, tokenizer, inputs)
+        settings = super()._model_settings(model, tokenizer, inputs)
         if "reward.model.path" in settings:
             settings["reward.model.enable"] = True
         return settings
 
-    def plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
+    def _plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
         """Replace reward functions by files."""
         plain = dict(settings)
         if "reward.list" in settings:
@@ -247,13 +247,13 @@ class GRPO(PPO):
         run.fit(steps=100)
     """
 
-    presets = {"algorithm": "grpo"}
+    _presets = {"algorithm": "grpo"}
 
 
 class AsyncPPO(PPO):
     """PPO that generates and trains at the same time; the parameters are those of `PPO`."""
 
-    recipe = "trainer.async_training.recipe.ASYNC"
+    _recipe_path = "trainer.async_training.recipe.ASYNC"
 
 
 class RowsRun(PythonRun):
@@ -318,7 +318,7 @@ class RowsRun(PythonRun):
         rows, val_rows, tokenizer = (
             settings.pop(name, None) for name in ROW_OBJECTS_OF_TRL.values()
         )
-        self.require(model=model, rows=rows)
+        self._require(model=model, rows=rows)
         data = {"data.train_files": rows, "data.val_files": val_rows}
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
@@ -331,10 +331,10 @@ class SFT(RowsRun):
         SFT("Qwen/Qwen3-0.6B", [{"prompt": "2 + 2", "response": "4"}], lr=1e-5).fit(steps=10)
     """
 
-    recipe = "trainer.sft.recipe.SFT"
-    example = '[{"prompt": "2 + 2", "response": "4"}]'
+    _recipe_path = "trainer.sft.recipe.SFT"
+    _example = '[{"prompt": "2 + 2", "response": "4"}]'
 
-    def check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any) -> None:
         """Check the columns of a text, a prompt with a response, or a chat."""
         check_lm_row(row)
 
@@ -348,10 +348,10 @@ class RewardTraining(RowsRun):
         RewardTraining("Qwen/Qwen3-0.6B", [pair]).fit()
     """
 
-    recipe = "trainer.reward_model.recipe.REWARD_MODEL"
-    example = PAIR
+    _recipe_path = "trainer.reward_model.recipe.REWARD_MODEL"
+    _example = PAIR
 
-    def check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any) -> None:
         """Check the columns of a pair."""
         check_pair(row)
 
@@ -364,10 +364,10 @@ class DPO(RowsRun):
         DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
     """
 
-    recipe = "trainer.preference.recipe.DPO"
-    example = PAIR
+    _recipe_path = "trainer.preference.recipe.DPO"
+    _example = PAIR
 
-    def check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any) -> None:
         """Check the columns of a pair or, if the loss reads labels, of a response with a label."""
         if loss_reads(config, "desirable"):
             check_labeled(row)
@@ -383,5 +383,5 @@ class KTO(DPO):
         KTO("Qwen/Qwen3-0.6B", [{"prompt": "Hi", "completion": "Hello!", "label": True}]).fit()
     """
 
-    presets = {"loss": "kto"}
-    example = '[{"prompt": "Hi", "completion": "Hello!", "label": True}]'
+    _presets = {"loss": "kto"}
+    _example = '[{"prompt": "Hi", "completion": "Hello!", "label": True}]'

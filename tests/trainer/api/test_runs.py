@@ -182,7 +182,7 @@ def test_a_run_resumes_only_with_its_own_rows(
     with pytest.raises(ConfigError, match=r"a run on different rows .*choose another folder"):
         PPO(tiny_dir / "model", ["say a"] * 8, save_to=ppo.folder, **SMALL)
     assert (ppo.folder / "inputs" / "train_files.jsonl").read_text() == before
-    assert make_ppo(tiny_dir, ppo.folder).steps_made() == 2
+    assert make_ppo(tiny_dir, ppo.folder)._steps_made() == 2
 
 
 def test_hooks_of_ppo_are_called_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
