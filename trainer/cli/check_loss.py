@@ -1,14 +1,21 @@
-"""usage: verl-like check-loss FILE.py:FUNCTION|MODULE.FUNCTION|NAME|trl:NAME|verl:NAME
-           [--kind policy|value|preference|estimator] [--set KEY=VALUE ...] [--skip RELATION ...]
+"""usage: verl-like check-loss
+           FILE.py:FUNCTION|MODULE.FUNCTION|NAME|trl:NAME|verl:NAME
+           [--kind policy|value|preference|estimator]
+           [--set KEY=VALUE ...] [--skip RELATION ...]
 
-Calls a loss or an advantage estimator on small batches that are cut, padded, permuted and filled
-with garbage in ways that must not change the result, forward and backward. It names the first
-relation that does not hold, with the smallest batch that shows it and the likely cause; the exit
-code is then 1.
+Checks a loss or an advantage estimator:
 
-  verl-like check-loss my_losses.py:my_loss        your own; parameters are filled by their names
-  verl-like check-loss vanilla                     a built-in loss
-  verl-like check-loss trl:grpo --set epsilon=0.1  TRL's or verl's, installed next to this package
+  verl-like check-loss my_losses.py:my_loss   yours; parameters are filled by
+                                              their names
+  verl-like check-loss vanilla                a built-in loss
+  verl-like check-loss trl:grpo --set epsilon=0.1
+                                              TRL's or verl's, installed next to
+                                              this package
+
+It is called on small batches that are cut, padded, permuted and filled with
+garbage in ways that must not change the result, forward and backward. The
+command names the first relation that does not hold, with the smallest batch
+that shows it and the likely cause; the exit code is then 1.
 """
 
 from __future__ import annotations

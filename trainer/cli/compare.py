@@ -1,8 +1,12 @@
 """usage: verl-like compare RUN RUN ... [--page FILE]
 
-Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, the
-last and the best value of every metric (mean and deviation of runs that differ only in
-trainer.seed), the phases of a step, and the placements. The page FILE (default: comparison.html in
+Compares two or more run folders, in any state:
+
+  verl-like compare runs/a runs/b --page a_b.html
+
+Prints how each run ended, the keys that differ, the last and the best value of
+every metric (mean and deviation of runs that differ only in trainer.seed), the
+phases of a step, and the placements. The page FILE (default: comparison.html in
 the current folder) has the same tables and every curve of all runs on one axis.
 """
 

@@ -2,9 +2,18 @@ r"""usage: verl-like make-tiny DIR [--sums] [--seed N] [--num-train N] [--num-va
            [--hidden-size N] [--num-layers N]
 
 Writes a tiny model to DIR/model, and prompts to DIR/train.parquet and
-DIR/val.parquet. Without --sums, the model is a Llama with random weights and a
-token per character. Each prompt asks for a letter; the reward is the fraction
-of that letter in the response.
+DIR/val.parquet. To train it:
+
+  verl-like make-tiny tiny
+  verl-like ppo trainer.backend=local actor_rollout_ref.model.path=tiny/model \
+      data.train_files=tiny/train.parquet data.val_files=tiny/val.parquet \
+      data.max_prompt_length=16 data.max_response_length=8 \
+      data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+      trainer.total_training_steps=20
+
+Without --sums, the model is a Llama with random weights and a token per
+character. Each prompt asks for a letter; the reward is the fraction of that
+letter in the response.
 
   --sums         sums instead, such as "What is 3 + 4?", in GSM8K's format; the
                  model already solves about a third of them
@@ -13,13 +22,6 @@ of that letter in the response.
   --hidden-size  width of the model, a multiple of 8 (default: 64)
   --num-layers   layers of the model (default: 2)
   --seed         seed of the weights and the prompts (default: 0)
-
-  verl-like make-tiny tiny
-  verl-like ppo trainer.backend=local actor_rollout_ref.model.path=tiny/model \
-      data.train_files=tiny/train.parquet data.val_files=tiny/val.parquet \
-      data.max_prompt_length=16 data.max_response_length=8 \
-      data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-      trainer.total_training_steps=20
 """
 
 from __future__ import annotations

@@ -1,20 +1,28 @@
-"""usage: verl-like migrate verl|openrlhf|trl|colossalchat|chatgpt SCRIPT-OR-COMMAND [ARGUMENT ...]
-           [--prove]
+"""usage: verl-like migrate verl|openrlhf|trl|colossalchat|chatgpt
+           SCRIPT-OR-COMMAND [ARGUMENT ...] [--prove]
 
-Runs a shell script in a sandbox where nothing trains, and prints every training that it would start
-as a command of verl-like. The shell handles variables, loops and files, and arguments after the
-script go to the script. Below each command, it lists what happened to each flag: renamed, built in,
-or not supported (with an alternative). Defaults that differ between the two systems are set
-explicitly. A command that cannot be reproduced faithfully is rejected. With --prove as the last
-argument, it also compares loss and estimator with verl's or TRL's own functions on small batches.
+Prints every training that a shell script would start as a verl-like command:
 
-  verl-like migrate verl run_qwen2-7b.sh                   main_ppo, SFT, async, one-step off-policy
-  NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out    variables and arguments of the script
-  verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, train_sft, _rm, _dpo
-  verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo, kto; or a YAML
-  verl-like migrate colossalchat mmmt_prompt.sh            train_prompts, 1mmt_prompt, mmmt_prompt
+  verl-like migrate verl run_qwen2-7b.sh
+                       main_ppo, SFT, async, one-step off-policy
+  NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out
+                       variables and arguments of the script
+  verl-like migrate openrlhf train_ppo_llama_ray.sh
+                       train_ppo_ray, train_sft, _rm, _dpo
+  verl-like migrate trl "trl grpo --config grpo.yaml"
+                       grpo, sft, reward, dpo, kto; or a YAML
+  verl-like migrate colossalchat mmmt_prompt.sh
+                       train_prompts, 1mmt_prompt, mmmt_prompt
   verl-like migrate verl python3 -m verl.trainer.main_ppo data.train_files=x ...
-                                                           a command: no sandbox is needed
+                       a command: no sandbox is needed
+
+The script runs in a sandbox where nothing trains. The shell handles variables,
+loops and files, and arguments after the script go to the script. Below each
+command, migrate lists what happened to each flag: renamed, built in, or not
+supported (with an alternative). Defaults that differ between the two systems
+are set explicitly. A command that cannot be reproduced faithfully is rejected.
+With --prove as the last argument, it also compares loss and estimator with
+verl's or TRL's own functions on small batches.
 """
 
 from __future__ import annotations

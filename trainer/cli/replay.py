@@ -2,21 +2,30 @@
            [--from-start] [--backend local|run]
        verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
-Repeats step K of the run folder RUN in a temporary folder, from the newest checkpoint before it:
-same samples, same numbers. It prints the metrics (except times, speed and memory) and the saved
-batches that differ in any bit, at most 20; the exit code is then 1. RUN is only read. Runs of
+Repeats step K of the run folder RUN in a temporary folder, from the newest
+checkpoint before it: same samples, same numbers. RUN is only read.
+
+  verl-like replay runs/verl_like/ppo --step 7
+  verl-like replay runs/verl_like/ppo --step 7 --stage update --break
+
+It prints the metrics (except times, speed and memory) and the saved batches
+that differ in any bit, at most 20; the exit code is then 1. Runs of
 `verl-like async` are rejected, because they depend on timing.
 
-  --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
-                     RUN; otherwise the earlier stages recompute it
-  --break            open the debugger right before; roles of one process run in this process, so
-                     breakpoint() also works in their code
-  --from-start       if no earlier checkpoint exists: repeat all K steps from the beginning
-  --trajectory UID   only the samples of that uid in rollouts/, played against the observations
-                     that trainer.max_batches_to_keep saved in RUN; names the first different token
-  --live             use the live environment; names the first different observation
-  --backend run      use the run's backend; local (the default) needs no cluster and has the same
-                     number of processes
+  --stage update     only that stage, with its input that
+                     trainer.max_batches_to_keep saved in RUN; otherwise the
+                     earlier stages recompute it
+  --break            open the debugger right before; roles of one process run
+                     in this process, so breakpoint() also works in their code
+  --from-start       if no earlier checkpoint exists: repeat all K steps from
+                     the beginning
+  --trajectory UID   only the samples of that uid in rollouts/, played against
+                     the observations that trainer.max_batches_to_keep saved in
+                     RUN; names the first different token
+  --live             use the live environment; names the first different
+                     observation
+  --backend run      use the run's backend; local (the default) needs no cluster
+                     and has the same number of processes
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """usage: verl-like report RUN_DIR
 
-Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its
-report when it ends, also when it fails. This command writes it again, also for a run in progress.
+Writes RUN_DIR/report.html: one file that opens in any browser without a
+network. A run writes its report when it ends, also when it fails. This command
+writes it again, also for a run in progress.
+
+  verl-like report runs/verl_like/ppo
 """
 
 from __future__ import annotations

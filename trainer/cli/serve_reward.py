@@ -1,17 +1,21 @@
-"""usage: verl-like serve-reward [--function FILE.py[:NAME]] [--kwargs JSON]
+r"""usage: verl-like serve-reward [--function FILE.py[:NAME]] [--kwargs JSON]
            [--sandbox JSON] [--host HOST] [--port PORT] [--token-env NAME]
            [--sample-timeout-s S] [--batch-timeout-s S] [--trust-programs]
 
-Loads a reward function, prints the address, and serves until it gets SIGINT or SIGTERM. Without
---function, the rule of each sample's data_source scores it. A run calls it with
+Loads a reward function, prints the address, and serves until it gets SIGINT or
+SIGTERM. Then a run calls it:
 
-  reward.list='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
+  verl-like serve-reward --function reward.py:score --port 8000
+  verl-like ppo ... \
+    reward.list='[{name: my, kind: remote, url: "http://127.0.0.1:8000/score"}]'
 
-The scores equal those of a run with the same function and sandbox. --sandbox sets keys of
-reward.sandbox; --trust-programs is reward.trust_programs. A sample may take --sample-timeout-s
-seconds (default 10), a batch --batch-timeout-s (120). The server listens only on this machine
-(port 8000; 0 picks a free port), unless you set --host. This needs --token-env, the name of an
-environment variable that holds a secret.
+Without --function, the rule of each sample's data_source scores it. The scores
+equal those of a run with the same function and sandbox. --sandbox sets keys of
+reward.sandbox; --trust-programs is reward.trust_programs. A sample may take
+--sample-timeout-s seconds (default 10), a batch --batch-timeout-s (120). The
+server listens only on this machine (port 8000; 0 picks a free port), unless you
+set --host. This needs --token-env, the name of an environment variable that
+holds a secret.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -63,6 +64,12 @@ def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
     )
     os.close(pipe)
     assert cut.stderr == b""  # as after `| head`
+
+
+def test_every_help_text_fits_80_columns() -> None:
+    modules = {target.rpartition(".")[0] for target in main.COMMANDS.values()}
+    lines = [line for name in modules for line in str(resolve_name(name).__doc__).splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_help_of_ppo_imports_no_large_package() -> None:
