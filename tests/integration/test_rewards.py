@@ -40,7 +40,7 @@ def test_a_run_whose_rewards_all_fail_exits_with_their_error(
     error = ended.value.code
     assert isinstance(error, str), "the exit code is not 1"
     assert error.startswith(
-        f"error: the reward function broken in {path} failed for 8 of 8 samples"
+        f"error: the reward function 'broken' in {path} failed for 8 of 8 samples"
     )
     assert "more than reward.max_failed_fraction=0.5 allows" in error
     assert error.endswith(

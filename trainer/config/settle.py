@@ -25,7 +25,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import notice_of, unused_among, unused_in_items
 from verl_like.config_key import changed, freeze
 from verl_like.errors import ConfigError, nearest
-from verl_like.placement.roles import expand_roles, roles_named
+from verl_like.placement.roles import expand_roles, roles_by_pool, roles_named
 from verl_like.registry import load_object
 from workers.config.rollout import RolloutConfig
 
@@ -152,6 +152,7 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
 
     spec = {pool: sizes for pool, sizes in spec.items() if pool in used}
     config = changed(config, {"resource_pool_spec": spec})
+    roles_by_pool(spec, config.role_mapping)  # raises if a pool does not exist
     if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
             f"note: the pools get different numbers of devices: {spec}. Pools with only frozen "

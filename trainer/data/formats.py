@@ -21,6 +21,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,9 @@ def _json_row(line: bytes) -> Any:
     except UnicodeDecodeError as err:
         return ValueError(f"not UTF-8 ({err})")
     except ValueError as err:
+        reason = f"{err.msg}, character {err.pos + 1}" if isinstance(err, JSONDecodeError) else err
         return ValueError(
-            f"not JSON ({err}); files other than .parquet and .csv need a JSON object per line"
+            f"not JSON ({reason}); files other than .parquet and .csv need a JSON object per line"
         )
     if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
         return ValueError(f"nested deeper than {DEEPEST} levels")

@@ -44,7 +44,12 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"cannot load a tokenizer from {key}={path}: {there}.\n{err}") from err
+        text = f"cannot load a tokenizer from {key}={path}: {there}."
+        patterns = ("*token*", "*vocab*", "*.model")
+        if folder.is_dir() and not any(file for name in patterns for file in folder.glob(name)):
+            way_out = "Copy tokenizer.json and tokenizer_config.json from the base model."
+            raise ConfigError(f"{text} {way_out}") from err
+        raise ConfigError(f"{text}\n{err}") from err
     check_template(tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

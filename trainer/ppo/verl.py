@@ -29,7 +29,7 @@ from hydra.core.override_parser.types import Override
 from trainer.config.keys import config_keys
 from trainer.config.settings import as_text, keys_in, parse
 from trainer.ppo.config import PPOConfig
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
 
 SHARDED = dict.fromkeys(("fsdp2", "megatron", "mindspeed", "veomni"), "fsdp")
 NEVER = {"0": "-1", "False": "-1"}
@@ -265,9 +265,10 @@ def configuration(
     files = [Path(folder, place, f"{name}.yaml") for folder in folders for place in places]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
+        names = [other.stem for file in files for other in file.parent.glob("*.yaml")]
         raise ConfigError(
-            f"--config-name {name}: there is no {files[0]}; run this command in the "
-            "folder of the script."
+            f"--config-name {name}: there is no {files[0]}.{nearest(name, names)} Run this command "
+            "in the folder of the script that has this configuration."
         )
     return file, _keys_of(file)
 

@@ -34,7 +34,7 @@ from verl_like.process.sandbox import Sandbox
 from verl_like.registry import Registry, load_from, load_object
 from workers.agents.calls import FORMS, Parser, call_like, of_user, parse
 from workers.agents.seeds import seed_globals
-from workers.agents.tools import Tool, answer_call, waited
+from workers.agents.tools import NO_TOOLS, Tool, answer_call, waited
 
 
 @dataclass(frozen=True)
@@ -309,10 +309,6 @@ class Loaded:
             and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             and parameter.name not in ("row", "rng")
         ]
-
-
-NO_TOOLS = {"reset", "step", "get_reward"}
-"""Public methods that the policy cannot call, except a `step` that is a tool (`_step_is_tool`)."""
 
 
 def _has_step(cls: type) -> bool:

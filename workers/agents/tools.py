@@ -28,6 +28,11 @@ from typing import Any, Literal, get_args, get_origin
 from verl_like.errors import ConfigError, nearest
 from workers.agents.calls import ToolCall
 
+NO_TOOLS = {"reset", "step", "get_reward"}
+"""Public methods of an environment that the policy cannot call, except a `step` that is a tool."""
+WHICH_METHODS = (
+    "An environment's tools are its methods other than reset, step, get_reward and _names."
+)
 LONGEST_ANSWER = 100_000
 """Maximum characters of a tool's reply; the rest is cut off."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object"}
@@ -54,7 +59,9 @@ class Tool:
     @staticmethod
     def of(function: Any, key: str) -> Tool:
         """Make a tool of a typed function with a docstring; errors name the setting `key`."""
-        where = key or f"environment: {getattr(function, '__name__', function)}"
+        name = getattr(function, "__name__", str(function))
+        where = key or f"environment: the tool {name}"
+        rule = "" if key else f"{nearest(name, NO_TOOLS)} {WHICH_METHODS}"
         if not callable(function) or isinstance(function, type):
             kind = "a class" if isinstance(function, type) else f"{function!r:.60}"
             raise ConfigError(
@@ -65,7 +72,7 @@ class Tool:
         if not docstring:
             raise ConfigError(
                 f"{where} has no docstring. Add one: the policy reads it to learn what the "
-                "tool does."
+                f"tool does.{rule}"
             )
         hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
         description, described = read_docstring(docstring, list(parameters))
@@ -79,7 +86,9 @@ class Tool:
                     f"{name!r}. Use named arguments."
                 )
             if name not in hints:
-                raise ConfigError(f"{where}: the argument {name!r} has no type hint. Add one.")
+                raise ConfigError(
+                    f"{where}: the argument {name!r} has no type hint. Add one.{rule}"
+                )
             schema = _schema(hints[name], f"{where}: {name}")
             properties[name] = schema | described.get(name, {})
             if parameter.default is parameter.empty:

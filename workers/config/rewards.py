@@ -151,7 +151,7 @@ class RewardConfig(Section):
     def label(self) -> str:
         """The reward in messages: the user's function and its file, or the reward's name."""
         if self.kind == "function" and self.path:
-            return f"the reward function {self.function} in {self.path}"
+            return f"the reward function {self.function!r} in {self.path}"
         return f"the reward {self.name!r}"
 
 

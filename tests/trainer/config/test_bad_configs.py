@@ -47,6 +47,7 @@ SETTINGS = [
         "no role uses the pool 'rm'.*reward_model is mapped to it.*reward.model.enable=false",
     ),
     ("+role_mapping.critc=global_pool", "Did you mean 'critic'"),
+    ("role_mapping.critic=globl_pool", "'globl_pool', which does not exist. Did.*'global_pool'"),
     (
         "actor_rollout_ref.model.lora_rank=4 actor_rollout_ref.model.target_modules=[q_projj]",
         r"model.target_modules=\['q_projj'\].*Did you mean 'q_proj'",
@@ -204,7 +205,7 @@ FILES = [
     (row_without_prompt, "p.jsonl, line 2.*no column 'prompt'.*data.on_bad_row=skip"),
     (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),
     (asserts_as_tests, "ground_truth has an assert.*forge its score.*reward.trust_programs=true"),
-    (model_without("token*"), "cannot load a tokenizer.*it holds.*model.safetensors"),
+    (model_without("token*"), "cannot load a tokenizer.*model.safetensors. Copy tokenizer.json"),
     (
         model_without("chat_template*"),
         "row 0: it is a chat.*has no chat template.*chat_template.jinja",

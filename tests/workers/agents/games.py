@@ -243,6 +243,14 @@ class Rolls:
         return 2 * number
 
 
+class MisspeltStep:
+    def reset(self):
+        return "begin"
+
+    def stpe(self, text):
+        return "end"
+
+
 class NoReset:
     reset = None
 

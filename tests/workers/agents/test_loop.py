@@ -257,6 +257,7 @@ def test_lone_surrogates_in_observations_are_replaced(play: Play, tokenizer: Any
         ("Nowhere", {}, "has no such name"),
         ("add", {}, "is neither a class with a method `reset`"),
         ("NoReset", {}, "is neither a class with a method `reset`"),
+        ("MisspeltStep", {}, "tool stpe has no docstring.*mean 'step'.*methods other than reset"),
         ("NarrowStep", {}, r"step is called with \(the policy's text\)"),
         ("ByPlace", {}, "reset is called with keyword arguments, but 'row' is positional-only"),
         ("Count", {"turn": 2}, r"environment.kwargs=\{'turn': 2\}: .*'turn'"),
