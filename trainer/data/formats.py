@@ -195,7 +195,9 @@ def _json_row(line: bytes) -> Any:
     except UnicodeDecodeError as err:
         return ValueError(f"not UTF-8 ({err})")
     except ValueError as err:
-        reason = f"{err.msg}, character {err.pos + 1}" if isinstance(err, JSONDecodeError) else err
+        reason = str(err)
+        if isinstance(err, JSONDecodeError):
+            reason = f"{err.msg.removesuffix(' at')} at character {err.pos + 1}"
         return ValueError(
             f"not JSON ({reason}); files other than .parquet and .csv need a JSON object per line"
         )

@@ -101,7 +101,7 @@ class SavedRun:
             raise CheckpointError(
                 f"--step={step}: {self.folder} has no checkpoint of an earlier step (it has "
                 f"{named(steps)}). Repeat all {step} steps with --from-start, or replay a step "
-                "after one of these; trainer.max_ckpt_to_keep=null keeps all checkpoints of a run."
+                "after a checkpoint; trainer.max_ckpt_to_keep=null keeps all checkpoints of a run."
             )
         if trainer.resume_mode == "resume_path":
             assert trainer.resume_from_path is not None, "resume_path comes with a path"

@@ -154,7 +154,8 @@ def _check_filled(
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise ConfigError(
             f"the reward function's parameter {parameter.name!r} is positional-only, but "
-            "functions are called with keyword arguments. Drop the / from its signature."
+            "functions are called with keyword arguments. Drop the / from its signature, or pass "
+            "a function that calls it."
         )
 
     takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
