@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
-    from trainer.async_training.samplers import SAMPLERS as SAMPLERS
+    from trainer.async_training.samplers import BATCH_SAMPLERS as BATCH_SAMPLERS
     from trainer.async_training.samplers import BatchSampler as BatchSampler
     from trainer.async_training.samplers import BufferView as BufferView
     from trainer.async_training.samplers import SampleChunk as SampleChunk
@@ -25,21 +25,23 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.loop import Trainer as Trainer
     from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from trainer.ppo.advantages.registry import has_kl_in_loss as has_kl_in_loss
-    from trainer.ppo.mismatch import self_test as self_test
+    from trainer.ppo.mismatch import diagnose_rollout_gap as diagnose_rollout_gap
     from trainer.ppo.stages import PPOTrainer as PPOTrainer
     from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
-    from trainer.run_folder.metrics import goal_message as goal_message
+    from trainer.run_folder.metrics import reached_goal as reached_goal
     from trainer.run_folder.metrics import reduce_metrics as reduce_metrics
     from trainer.run_folder.tracking import Tracker as Tracker
     from trainer.sft.step import SFTTrainer as SFTTrainer
     from verl_like.config_key import KeyRules as KeyRules
-    from workers.agents.environment import ADAPTERS as ADAPTERS
+    from verl_like.config_key import When as When
+    from verl_like.config_key import key as key
+    from workers.agents.environment import ENVIRONMENT_ADAPTERS as ENVIRONMENT_ADAPTERS
     from workers.columns import read_columns as read_columns
     from workers.columns import write_columns as write_columns
     from workers.config import FSDPConfig as FSDPConfig
     from workers.config import ModelConfig as ModelConfig
     from workers.config import OptimConfig as OptimConfig
-    from workers.config.rollout import ENGINES as ENGINES
+    from workers.config.rollout import ROLLOUT_ENGINES as ROLLOUT_ENGINES
     from workers.losses.aggregate import agg_loss as agg_loss
     from workers.losses.pairwise import PAIRWISE_LOSSES as PAIRWISE_LOSSES
     from workers.losses.preference.registry import PREFERENCE_LOSSES as PREFERENCE_LOSSES
@@ -71,7 +73,7 @@ _NAMES = {
     "trainer.async_training.samplers": (
         "BatchSampler",
         "BufferView",
-        "SAMPLERS",
+        "BATCH_SAMPLERS",
         "SampleChunk",
         "SelectedBatch",
         "select_chunks",
@@ -81,17 +83,17 @@ _NAMES = {
     "trainer.config.schema": ("RunConfig", "TRACKERS"),
     "trainer.loop": ("Trainer",),
     "trainer.ppo.advantages.registry": ("ADVANTAGE_ESTIMATORS", "has_kl_in_loss"),
-    "trainer.ppo.mismatch": ("self_test",),
+    "trainer.ppo.mismatch": ("diagnose_rollout_gap",),
     "trainer.ppo.stages": ("PPOTrainer",),
     "trainer.reward_model.step": ("RewardModelTrainer",),
-    "trainer.run_folder.metrics": ("goal_message", "reduce_metrics"),
+    "trainer.run_folder.metrics": ("reached_goal", "reduce_metrics"),
     "trainer.run_folder.tracking": ("Tracker",),
     "trainer.sft.step": ("SFTTrainer",),
-    "verl_like.config_key": ("KeyRules",),
-    "workers.agents.environment": ("ADAPTERS",),
+    "verl_like.config_key": ("KeyRules", "When", "key"),
+    "workers.agents.environment": ("ENVIRONMENT_ADAPTERS",),
     "workers.columns": ("read_columns", "write_columns"),
     "workers.config": ("FSDPConfig", "ModelConfig", "OptimConfig"),
-    "workers.config.rollout": ("ENGINES",),
+    "workers.config.rollout": ("ROLLOUT_ENGINES",),
     "workers.losses.aggregate": ("agg_loss",),
     "workers.losses.pairwise": ("PAIRWISE_LOSSES",),
     "workers.losses.preference.registry": ("PREFERENCE_LOSSES",),

@@ -24,7 +24,7 @@ from trainer.async_training.activity import Activity
 from trainer.async_training.chunks import ChunkStream, Demand, Loader, OpenChunks
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.samplers import (
-    SAMPLERS,
+    BATCH_SAMPLERS,
     SampleChunk,
     SelectedBatch,
     chosen,
@@ -78,7 +78,7 @@ class ExperienceBuffer:
     ) -> None:
         """While the trainer waits, it calls `check_trainers`, which raises if a process is lost."""
         self.settings = config.async_training
-        self._sampler = SAMPLERS.look_up(config.async_training.sampler)()
+        self._sampler = BATCH_SAMPLERS.look_up(config.async_training.sampler)()
         self.stream = ChunkStream(config, loader)
         self.open = OpenChunks(config, self.stream)
         self._activity, self._check_trainers = activity, check_trainers

@@ -21,7 +21,7 @@ from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.resume import ResumePoint
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.config import ENGINES
+from workers.config import ROLLOUT_ENGINES
 from workers.weights.sender import WeightSender
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def _check_generators(config: AsyncConfig) -> None:
     at_once = async_training.weight_update == "immediate"
     for generator, role in enumerate(topology.roles()):
         rollout = config.rollout_of(generator)
-        engine = ENGINES.look_up(rollout.name)
+        engine = ROLLOUT_ENGINES.look_up(rollout.name)
         if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):
             raise ConfigError(
                 f"async_training.weight_update=immediate: {role}'s engine {rollout.name} cannot "

@@ -1,6 +1,6 @@
 """Chunks of samples, and the samplers that choose a batch from the finished ones.
 
-    @SAMPLERS.register("newest_first")
+    @BATCH_SAMPLERS.register("newest_first")
     class NewestFirst(BatchSampler):
         def choose(self, view: BufferView) -> SelectedBatch: ...
 
@@ -183,7 +183,7 @@ def _check(sampler: Any, subject: str) -> None:
     check_call(sampler, subject, CallSignature())
 
 
-SAMPLERS: Registry[type[BatchSampler]] = Registry("sampler", _check)
+BATCH_SAMPLERS: Registry[type[BatchSampler]] = Registry("sampler", _check)
 """Names for `async_training.sampler`: subclasses of `BatchSampler`."""
 
 
@@ -226,7 +226,7 @@ def _in_time(view: BufferView, ready: Sequence[SampleChunk]) -> SelectedBatch:
     return SelectedBatch(select_chunks(ordered or (), view.num_samples))
 
 
-@SAMPLERS.register("in_order")
+@BATCH_SAMPLERS.register("in_order")
 class InOrder(BatchSampler):
     """Uses prompts in order, so it waits for slow chunks."""
 
@@ -241,7 +241,7 @@ class InOrder(BatchSampler):
         return SelectedBatch() if waits else SelectedBatch(taken)
 
 
-@SAMPLERS.register("random")
+@BATCH_SAMPLERS.register("random")
 class RandomOrder(BatchSampler):
     """Chooses chunks at random, seeded by the run's seed and the batch's number."""
 
@@ -251,7 +251,7 @@ class RandomOrder(BatchSampler):
         return _in_time(view, [view.ready[place] for place in order])
 
 
-@SAMPLERS.register("ready_first")
+@BATCH_SAMPLERS.register("ready_first")
 class ReadyFirst(BatchSampler):
     """Uses chunks as they finish.
 
@@ -263,7 +263,7 @@ class ReadyFirst(BatchSampler):
         return _in_time(view, view.ready)
 
 
-@SAMPLERS.register("version_window")
+@BATCH_SAMPLERS.register("version_window")
 class VersionWindow(BatchSampler):
     """Drops chunks that are too old, and uses the oldest of the others first."""
 

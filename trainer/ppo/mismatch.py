@@ -1,8 +1,8 @@
 """Explain a gap between the log-probs of the rollout and of the trainer.
 
-Call `self_test` by hand on a trainer whose models are built. It generates twice, compares the
-log-probs, and changes no weights. `trainer.ppo.score` computes the gap metrics of every step that
-computes old log-probs.
+Call `diagnose_rollout_gap` by hand on a trainer whose models are built. It generates twice,
+compares the log-probs, and changes no weights. `trainer.ppo.score` computes the gap metrics of
+every step that computes old log-probs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def largest_gap(batch: DataProto) -> float:
 
 @dataclass(frozen=True)
 class GapMeasurements:
-    """The measurements of `self_test`."""
+    """The measurements of `diagnose_rollout_gap`."""
 
     gap: float
     """Largest log-prob gap with the run's sampling settings."""
@@ -77,7 +77,7 @@ def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
     return cause, f"the largest log-prob gap is {gap:.3g}: {story}."
 
 
-def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
+def diagnose_rollout_gap(trainer: Any, prompts: DataProto) -> tuple[str, str]:
     """Return the name of the cause of the gap between rollout and actor, and a sentence about it.
 
     The prompts are sampled once as configured and once without truncation; the actor computes the

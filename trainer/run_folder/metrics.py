@@ -70,7 +70,7 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
     return numbers
 
 
-def goal_message(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
+def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
     """Return a description of the first metric that reached its goal, or "" if none did.
 
     `goals` maps names to numbers, as `trainer.stop_at`; a metric reaches its goal from below.

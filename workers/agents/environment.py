@@ -138,7 +138,7 @@ class EnvironmentAdapter(Environment):
         """
 
 
-ADAPTERS: Registry[str] = Registry("adapter of environments")
+ENVIRONMENT_ADAPTERS: Registry[str] = Registry("adapter of environments")
 """By prefix: module and name of an `EnvironmentAdapter`, or of a function (id, kwargs) -> agent."""
 for _prefix, _class in {
     "gem": "Gem",
@@ -151,7 +151,7 @@ for _prefix, _class in {
     "textarena": "TextArena",
     "verifiers": "agent",
 }.items():
-    ADAPTERS.register(_prefix)(f"workers.agents.adapters.{_prefix}:{_class}")
+    ENVIRONMENT_ADAPTERS.register(_prefix)(f"workers.agents.adapters.{_prefix}:{_class}")
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class EnvironmentSpec:
         ]
         if self.path:
             target = object_at(self.path, "environment")
-            if inspect.isfunction(target) and self.path.partition(":")[0] in ADAPTERS:
+            if inspect.isfunction(target) and self.path.partition(":")[0] in ENVIRONMENT_ADAPTERS:
                 target, kwargs = target(_parts(self.path)[2], kwargs), {}
             if inspect.isfunction(target) and "row" in inspect.signature(target).parameters:
                 return self._agent(target, kwargs, parser)
@@ -329,7 +329,7 @@ def in_full(path: str) -> str:
     """Return a path with an absolute file name, because each process has its own folder."""
     where, name, own_id = _parts(path)
     prefix = path.partition(":")[0]
-    if prefix in ADAPTERS:
+    if prefix in ENVIRONMENT_ADAPTERS:
         adapter = load_from(where, name, path, path)
         return f"{prefix}:{getattr(adapter, 'id_in_full', str)(own_id)}"
     if not name or not where.endswith(".py"):
@@ -340,8 +340,8 @@ def in_full(path: str) -> str:
 def _parts(path: str) -> tuple[str, str, str]:
     """Split a path into the file or module, the name in it, and the id after the name, or ""."""
     prefix, _, rest = path.partition(":")
-    if prefix in ADAPTERS:
-        where, _, name = ADAPTERS[prefix].partition(":")
+    if prefix in ENVIRONMENT_ADAPTERS:
+        where, _, name = ENVIRONMENT_ADAPTERS[prefix].partition(":")
         return where, name, rest
     name, _, own_id = rest.partition(":")
     return prefix, name, own_id
@@ -354,12 +354,13 @@ def object_at(path: str, key: str) -> Any:
         where, _, name = path.rpartition(".")
     if not where or not name:
         raise ConfigError(
-            f"{key}={path}: use FILE.py:NAME, or package.module:NAME.{nearest(path, ADAPTERS)}"
+            f"{key}={path}: use FILE.py:NAME, or package.module:NAME."
+            f"{nearest(path, ENVIRONMENT_ADAPTERS)}"
         )
     try:
         return load_object(f"{where}:{name}" if own_id else path, key)
     except ConfigError as error:
-        raise ConfigError(f"{error}{nearest(where, ADAPTERS)}") from error
+        raise ConfigError(f"{error}{nearest(where, ENVIRONMENT_ADAPTERS)}") from error
 
 
 def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:

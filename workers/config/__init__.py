@@ -49,7 +49,7 @@ from workers.config.rewards import (
     ScoringConfig,
     UserCodeConfig,
 )
-from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingConfig
+from workers.config.rollout import ROLLOUT_ENGINES, RolloutConfig, ValidationSamplingConfig
 
 
 @dataclass(kw_only=True)

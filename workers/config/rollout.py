@@ -11,11 +11,11 @@ from verl_like.registry import Registry
 from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
-ENGINES: Registry[Any] = Registry("rollout engine")
+ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine")
 """Names for `rollout.name`: the built-in engines; a dotted path names your own class."""
 AUTO = "auto"
 for _built_in in (AUTO, "native", "hf", "vllm"):
-    ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
+    ROLLOUT_ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
 FP8 = "fp8"
 WEIGHT_SYNCS = ("full", "changed")
 """Contents of a weight sync."""

@@ -19,7 +19,7 @@ from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import CallSignature, check_call, check_methods
 from workers.config import has_environment
 from workers.config.policy import replays_routing
-from workers.config.rollout import AUTO, ENGINES, FP8
+from workers.config.rollout import AUTO, FP8, ROLLOUT_ENGINES
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.quantize import check_device
@@ -117,8 +117,8 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
 
 def user_engine(name: str) -> type[RolloutEngine] | None:
     """Return your class if `name` is a dotted path; None for a built-in engine."""
-    engine = ENGINES.look_up(name)
-    if name in ENGINES:
+    engine = ROLLOUT_ENGINES.look_up(name)
+    if name in ROLLOUT_ENGINES:
         return None
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(

@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import PPOTrainer, load_config, run
-from trainer.ppo.mismatch import GapMeasurements, explain_gap, self_test
+from trainer.ppo.mismatch import GapMeasurements, diagnose_rollout_gap, explain_gap
 from workers.losses import blocks
 from workers.losses.mismatch import MismatchGauge
 
@@ -108,7 +108,7 @@ class Probe(PPOTrainer):
 
     def step(self):
         prompts = next(iter(self.loader))
-        Probe.verdicts = [self_test(self, prompts)[0]]
+        Probe.verdicts = [diagnose_rollout_gap(self, prompts)[0]]
         generate = self.rollouts.generate
 
         def truncated(batch, **settings):
@@ -118,12 +118,12 @@ class Probe(PPOTrainer):
             return samples
 
         self.rollouts.generate = truncated
-        Probe.verdicts.append(self_test(self, prompts)[0])
+        Probe.verdicts.append(diagnose_rollout_gap(self, prompts)[0])
         self.rollouts.generate = generate
         with torch.no_grad():
             worker = self.groups["rollout"].transport.host._workers["rollout"]
             worker.engine.weights_checksum = lambda: "another"
-        Probe.verdicts.append(self_test(self, prompts)[0])
+        Probe.verdicts.append(diagnose_rollout_gap(self, prompts)[0])
         return {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.run_folder.metrics import goal_message, reduce_metrics
+from trainer.run_folder.metrics import reached_goal, reduce_metrics
 from verl_like.errors import BatchError, ConfigError
 
 
@@ -30,12 +30,12 @@ def test_a_metric_without_values_raises() -> None:
 
 def test_a_goal_is_reached_at_its_value() -> None:
     goals = {"critic/score/mean": 0.5}
-    assert goal_message({"critic/score/mean": 0.49}, goals) == ""
-    assert goal_message({"critic/score/mean": 0.5}, goals).startswith(
+    assert reached_goal({"critic/score/mean": 0.49}, goals) == ""
+    assert reached_goal({"critic/score/mean": 0.5}, goals).startswith(
         "critic/score/mean=0.5 has reached 0.5"
     )
 
 
 def test_a_goal_of_an_unknown_metric_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'critic/score/mea'.*critic/score/mean"):
-        goal_message({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})
+        reached_goal({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})
