@@ -95,6 +95,12 @@ def test_names_for_verl_code_can_be_imported_and_are_not_in_all() -> None:
     assert names & {*module.__all__, *dir(module)} == set()
 
 
+def test_errors_can_be_imported_and_completion_does_not_show_them() -> None:
+    errors = {name for name in find("verl_like").__all__ if name.endswith("Error")}
+    assert len(errors) == 18
+    assert errors & {*dir(find("verl_like"))} == set()
+
+
 def test_each_name_is_in_only_one_public_module() -> None:
     users, authors = (set(find(module).__all__) for module in PUBLIC)
     assert users & authors == set()

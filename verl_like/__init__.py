@@ -196,5 +196,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, which completion and the error about a misspelled name suggest."""
-    return __all__
+    """Return the names that completion suggests: the public names without the errors."""
+    return [name for name in __all__ if _MODULE_OF[name] != "verl_like.errors"]

@@ -130,13 +130,13 @@ def with_full_paths(config: Any) -> Any:
 
 
 def check_promptless_rows(config: Any) -> None:
-    """Reject a number of trajectories instead of files unless an environment makes the prompts."""
+    """Reject a number of prompts instead of files unless an environment makes the prompts."""
     for setting in ("train_files", "val_files"):
         files = getattr(config.data, setting)
         if is_num_prompts(files) and not has_environment(config):
             raise ConfigError(
-                f"data.{setting}={files} is a number of trajectories, but there is no "
-                f"environment. Set environment=FILE.py:CLASS, or set data.{setting} to a file."
+                f"data.{setting}={files} is a number of prompts, but there is no "
+                f"environment that makes them. Set environment=FILE.py:CLASS, or name a file."
             )
 
 
