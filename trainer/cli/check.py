@@ -44,7 +44,7 @@ from trainer.config.keys import leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import keys_set
-from trainer.config.unused_keys import unused_among, unused_reason
+from trainer.config.unused_keys import unused_reason
 from trainer.launch import check, describe_plan, nominal_placement, trainer_class
 from trainer.memory import describe_axes
 from trainer.planner.simulate import measured_phases, prediction_lines
@@ -83,8 +83,10 @@ def explain(
     `config` is the configuration of `recipe` with the user's `settings`.
     """
     known = known_settings(settings, recipe)
-    keys = keys_set(known)
-    unused = unused_among(config, keys).items()
+    unused: dict[str, list[str]] = {}
+    for key in keys_set(known):
+        if reason := unused_reason(config, key):
+            unused.setdefault(reason, []).append(key)
     changes = change_lines(config, recipe, known)
     config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
@@ -98,7 +100,9 @@ def explain(
         "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
         "Metrics to watch": watch_lines(config),
         "Changed from the defaults": changes,
-        "Keys that you set without effect": [f"{', '.join(names)}: {why}" for why, names in unused],
+        "Keys that you set without effect": [
+            f"{', '.join(names)}: {why}" for why, names in unused.items()
+        ],
     }
     return "\n\n".join(
         "\n".join([title, "-" * len(title), *(lines or ["nothing"])])

@@ -120,10 +120,26 @@ def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Overrid
     """
     full = [part for setting in settings for part in _in_full(parse(setting))]
     parsed = list(recipe.translate(full))
-    refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
-    _reject([refusal for refusal in refusals if refusal], recipe)
+    _reject([text for name in keys_of(parsed) if (text := unknown_key(name, recipe))], recipe)
     for setting in parsed:
-        _reject_ineffective(setting, recipe)
+        name, value = setting.key_or_group, setting.value()
+        presets = recipe.preset_names(name)
+        if setting.is_sweep_override():
+            raise ConfigError(
+                f"{setting.input_line}: several values are a sweep. Add --multirun for a sweep, "
+                f"write a list as {name}=[1,2], or quote a text with commas."
+            )
+        if presets and isinstance(value, str) and value not in presets:
+            raise ConfigError(
+                f"{name}={value}: there is no such preset.{nearest(value, presets)} Known: "
+                f"{', '.join(presets)}."
+            )
+        key = keys_by_name(recipe.schema).get(name)
+        if setting.is_delete() and key is not None and key.is_section and not presets:
+            raise ConfigError(
+                f"~{name}: this section cannot be removed, because its keys have defaults. Leave "
+                f"out ~{name}."
+            )
     return parsed
 
 
@@ -144,48 +160,50 @@ def _in_full(setting: Override) -> list[Override]:
     if full is None or setting.is_delete():
         return [setting]
     if isinstance(value, dict):
-        if not _are_paths(value):
-            return [setting]
+        is_section = value.keys() & {field.name for field in fields(EnvironmentConfig)}
+        if is_section or not all(":" in str(path) for path in value.values()):
+            return [setting]  # keys of the section, and not environments by name
         full = "environment.paths"
     return [parse(f"{full}={setting.get_value_string()}")]
 
 
-def _are_paths(values: dict[str, Any]) -> bool:
-    """Return whether the values are environments by name, and not keys of a section."""
-    is_section = values.keys() & {field.name for field in fields(EnvironmentConfig)}
-    return not is_section and all(":" in str(value) for value in values.values())
-
-
-def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
-    """Reject an unknown preset, several values for one key, and the deletion of a section."""
-    name, value = setting.key_or_group, setting.value()
-    presets = recipe.preset_names(name)
-    if setting.is_sweep_override():
-        raise ConfigError(
-            f"{setting.input_line}: several values are a sweep. Add --multirun for a sweep, write "
-            f"a list as {name}=[1,2], or quote a text with commas."
-        )
-    if presets and isinstance(value, str) and value not in presets:
-        raise ConfigError(
-            f"{name}={value}: there is no such preset.{nearest(value, presets)} Known: "
-            f"{', '.join(presets)}."
-        )
-    key = keys_by_name(recipe.schema).get(name)
-    if setting.is_delete() and key is not None and key.is_section and not presets:
-        raise ConfigError(
-            f"~{name}: this section cannot be removed, because its keys have defaults. Leave out "
-            f"~{name}."
-        )
-
-
 def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfig:
-    """Return the tree of known settings in the recipe's schema, not yet checked."""
+    """Return the tree of known settings in the recipe's schema, not yet checked.
+
+    A deleted key gets the schema's default again.
+    """
     chosen = [setting for setting in settings if is_preset(setting, recipe)]
     lines = tuple(setting.input_line or "" for setting in chosen)
     tree = copy.deepcopy(_tree_of_files(recipe, lines))
+    known = keys_by_name(recipe.schema)
     for setting in settings:
-        if setting not in chosen:
-            _put(tree, setting, recipe)
+        name, value = setting.key_or_group, setting.value()
+        around = key_of_own_name(name, recipe.schema)
+        if setting in chosen:
+            continue
+        if setting.is_delete() and name in known:
+            OmegaConf.update(tree, name, read(recipe.schema(), name), merge=False)
+            continue
+        if setting.is_delete():
+            section, _, own_name = name.rpartition(".")
+            default = read(recipe.schema(), section) if section in known else {}
+            OmegaConf.select(tree, section).pop(own_name, None)
+            if isinstance(default, dict) and own_name in default:
+                OmegaConf.update(tree, name, default[own_name])
+            continue
+        kind = known[name].kind if name in known else None
+        if around is not None:
+            kind = typing.get_args(around.kind)[-1]
+        if typing.get_origin(kind) is list and isinstance(value, str | int):
+            value = [value]
+        if around is not None:  # OmegaConf builds these sections only from whole values
+            for part in reversed(name.removeprefix(f"{around.name}.").split(".")):
+                value = {part: value}
+            name = around.name
+        try:
+            OmegaConf.update(tree, name, value, merge=True)
+        except OmegaConfBaseException as err:
+            raise ConfigError(wrong_value(setting.input_line or "", err, recipe)) from err
     return tree
 
 
@@ -261,36 +279,6 @@ def register(recipe: Recipe[Any], schema: Any) -> None:
             "role_mapping": {role: pool for pool, roles in pools.items() for role in roles},
         }
         store.store(group="placement", name=preset, package="_global_", node=node)
-
-
-def _put(tree: DictConfig, setting: Override, recipe: Recipe[Any]) -> None:
-    """Put one setting into the tree; a deleted key gets the schema's default again."""
-    name, value, known = setting.key_or_group, setting.value(), keys_by_name(recipe.schema)
-    if setting.is_delete():
-        if name in known:
-            OmegaConf.update(tree, name, read(recipe.schema(), name), merge=False)
-        else:
-            section, _, own_name = name.rpartition(".")
-            default = read(recipe.schema(), section) if section in known else {}
-            OmegaConf.select(tree, section).pop(own_name, None)
-            if isinstance(default, dict) and own_name in default:
-                OmegaConf.update(tree, name, default[own_name])
-        return
-
-    is_list = name in known and typing.get_origin(known[name].kind) is list
-    section_of_name = key_of_own_name(name, recipe.schema)
-    if section_of_name is not None and section_of_name.name == "resource_pool_spec":
-        is_list = True
-    if is_list and isinstance(value, str | int):
-        value = [value]
-    if section_of_name is not None:  # OmegaConf builds these sections only from whole values
-        for part in reversed(name.removeprefix(f"{section_of_name.name}.").split(".")):
-            value = {part: value}
-        name = section_of_name.name
-    try:
-        OmegaConf.update(tree, name, value, merge=True)
-    except OmegaConfBaseException as err:
-        raise ConfigError(wrong_value(setting.input_line or "", err, recipe)) from err
 
 
 def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:

@@ -22,7 +22,7 @@ from trainer.config.devices import devices_of, with_simulated
 from trainer.config.keys import path_to, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import notice_of, unused_among, unused_in_items
+from trainer.config.unused_keys import notice_of, unused_in_items, unused_reason
 from verl_like.config_key import changed, freeze
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool, roles_named
@@ -57,17 +57,16 @@ def _without_unread(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
     schema, default = type(config), type(config)()
     unused: dict[str, list[str]] = {}
     left = list(keys)
-    while new := unused_among(config, left):
-        for reason, names in new.items():
-            unused.setdefault(reason, []).extend(names)
-            for name in names:
-                left.remove(name)
-                key = path_to(schema, name)[-1]
-                value = read(default, key.name)
-                if key.rules.arguments_of and name != key.name:
-                    value = dict(read(config, key.name))
-                    value.pop(name.removeprefix(f"{key.name}."), None)
-                config = changed(config, {key.name: value})
+    while unread := {name: reason for name in left if (reason := unused_reason(config, name))}:
+        for name, reason in unread.items():
+            unused.setdefault(reason, []).append(name)
+            left.remove(name)
+            key = path_to(schema, name)[-1]
+            value = read(default, key.name)
+            if key.rules.arguments_of and name != key.name:
+                value = dict(read(config, key.name))
+                value.pop(name.removeprefix(f"{key.name}."), None)
+            config = changed(config, {key.name: value})
     notices = [notice_of(names, reason) for reason, names in unused.items()]
     return config, [*notices, *unused_in_items(config, keys)]
 

@@ -27,16 +27,6 @@ from trainer.config.keys import (
 from trainer.config.schema import RunConfig
 
 
-def unused_among(config: RunConfig, keys: Collection[str]) -> dict[str, list[str]]:
-    """Return reason -> the user's `keys` that this run does not read."""
-    unused: dict[str, list[str]] = {}
-    for key in keys:
-        reason = unused_reason(config, key)
-        if reason is not None:
-            unused.setdefault(reason, []).append(key)
-    return unused
-
-
 def notice_of(names: Collection[str], reason: str) -> str:
     """Return the notice that these keys have no effect."""
     verb = "has" if len(names) == 1 else "have"
