@@ -25,7 +25,8 @@ import torch
 from trainer.cli.plan import job_of
 from trainer.planner.job import sizes_of
 from workers.config.model import FSDPConfig, ModelConfig, ParallelConfig
-from workers.memory import GIB, LargestPass, RoleModelSpec, memory_of
+from workers.memory import GIB, LargestPass, memory_of
+from workers.training.role_model import RoleModelSpec
 
 PUBLISHED = Path(__file__).with_name("published")
 NEAR = 1.15

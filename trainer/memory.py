@@ -15,16 +15,9 @@ from trainer.groups.worker_groups import worker_class
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.memory import (
-    GIB,
-    LargestPass,
-    RoleMemory,
-    RoleModelSpec,
-    memory_of,
-    pool_bytes,
-    usable_bytes,
-)
+from workers.memory import GIB, LargestPass, RoleMemory, memory_of, pool_bytes, usable_bytes
 from workers.parallel.sharding import dims_of
+from workers.training.role_model import RoleModelSpec
 
 HEAD = (
     *("role", "pool", "dtype (weights / compute)", "weights", "gradients", "optimizer"),

@@ -49,7 +49,6 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.losses.registry import chooses_tokens as chooses_tokens
     from workers.losses.registry import declare_loss_keys as declare_loss_keys
     from workers.losses.token_loss import token_loss as token_loss
-    from workers.memory import RoleModelSpec as RoleModelSpec
     from workers.models.load import load_model as load_model
     from workers.rewards.weighted import place_at_last_token as place_at_last_token
     from workers.rollout.base import EngineLimits as EngineLimits
@@ -64,6 +63,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.training.microbatch import MiniBatch as MiniBatch
     from workers.training.optim import OPTIMIZERS as OPTIMIZERS
     from workers.training.optim import OptimStepSettings as OptimStepSettings
+    from workers.training.role_model import RoleModelSpec as RoleModelSpec
     from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
     from workers.training.schedules import lr_factor as lr_factor
     from workers.training.score_engine import ScoreEngine as ScoreEngine
@@ -99,7 +99,6 @@ _NAMES = {
     "workers.losses.preference.registry": ("PREFERENCE_LOSSES",),
     "workers.losses.registry": ("POLICY_LOSSES", "chooses_tokens", "declare_loss_keys"),
     "workers.losses.token_loss": ("token_loss",),
-    "workers.memory": ("RoleModelSpec",),
     "workers.models.load": ("load_model",),
     "workers.rewards.weighted": ("place_at_last_token",),
     "workers.rollout.base": ("EngineLimits", "RolloutEngine", "SamplingParams"),
@@ -110,6 +109,7 @@ _NAMES = {
     "workers.training.checkpoint": ("CheckpointMixin",),
     "workers.training.microbatch": ("MiniBatch", "MicroBatchBudget"),
     "workers.training.optim": ("OPTIMIZERS", "OptimStepSettings"),
+    "workers.training.role_model": ("RoleModelSpec",),
     "workers.training.schedules": ("LR_SCHEDULES", "lr_factor"),
     "workers.training.score_engine": ("ScoreEngine",),
     "workers.weights.module_writer": ("ModuleWriter",),

@@ -13,122 +13,35 @@ gathered layers, activations, logits, and weights that are offloaded or asleep b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl_like.tensor_ops.logprobs import slice_bytes
-from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
-from workers.models.causal_lm import Head, recomputes
+from workers.config.model import ModelConfig, ParallelConfig
+from workers.models.causal_lm import recomputes
 from workers.models.folder import model_folder, shared_hf_config
 from workers.models.memory_shapes import (
     Moments,
     StageOf,
     described_by,
-    meta_model,
     model_shapes,
 )
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.dims import ParallelDims
-from workers.parallel.sharding import Sharding, axes_key, dims_of, is_one_unit, settle
+from workers.parallel.sharding import dims_of, is_one_unit
 from workers.training.file_copies import LEAST_BYTES
 from workers.training.lm_head import positions_per_chunk
 
 if TYPE_CHECKING:
     from workers.config import ActorRolloutRefConfig
+    from workers.training.role_model import RoleModelSpec
 
 GIB = 2**30
-_meta_modules: dict[str, Any] = {}
-"""Modules on the meta device, by model, head, and whether they are trained."""
-EngineT = TypeVar("EngineT")
-
-
-@dataclass(frozen=True)
-class RoleModelSpec:
-    """Description of a role's model, from which its engine is built and its memory estimated."""
-
-    key: str
-    """The configuration key with the model's folder."""
-    model: ModelConfig
-    """The model's section."""
-    fsdp: FrozenFSDPConfig = field(default_factory=FrozenFSDPConfig)
-    """Sharding, offloading and precision."""
-    strategy: str = "fsdp"
-    """A value of `actor.strategy`."""
-    head: Head = "token"
-    """"token" for a language model, "scalar" for a value per position, "score" for one per row."""
-    parallel: ParallelConfig | None = None
-    """Sizes of the parallel axes; None: only data-parallel ranks."""
-    trains: bool = False
-    """True if the role has gradients and an optimizer."""
-    quantization: str | None = None
-    """"int8" if linear weights are stored as int8."""
-    has_average: bool = False
-    """True if the role has a float32 moving average of the weights."""
-    saved: Sequence[str] = ()
-    """What a checkpoint contains, such as "model" and "optimizer"."""
-    section: str = ""
-    """The configuration section that contains `fsdp_config`, for messages."""
-    rows: int | None = None
-    """Samples per pass without gradients, if passes are limited by samples."""
-    tokens: int | None = None
-    """Tokens per pass, if the role has its own key for them."""
-
-    @property
-    def sharding(self) -> Sharding:
-        """How the model is distributed over the role's ranks."""
-        key = self._fsdp_key
-        return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
-
-    @property
-    def axes_key(self) -> str:
-        """The name of the model's `parallel` section."""
-        return axes_key(self._fsdp_key)
-
-    @property
-    def _fsdp_key(self) -> str:
-        return f"{self.section}.fsdp_config".lstrip(".")
-
-    def check_axes(self, num_ranks: int) -> None:
-        """Raise if the model does not support its parallel axes on `num_ranks` ranks.
-
-        No weights are loaded.
-        """
-        dims = dims_of(num_ranks, self.sharding)
-        if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
-            from workers.training.parts import check_axes  # slow: imports the engine, about 1 s
-
-            schedule = self.sharding.pp_schedule
-            check_axes(self.meta_module, self.model, dims, self.axes_key, schedule)
-
-    @property
-    def meta_module(self) -> Any:
-        """The module on the meta device; callers share it and must not change it."""
-        model = self.model
-        key = repr((model, self.head, self.trains, described_by(model)))
-        if key not in _meta_modules:
-            module = meta_model(model, self.head)
-            _meta_modules[key] = module if self.trains else module.requires_grad_(False)
-        return _meta_modules[key]
-
-    def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
-        """Return `engine_class(model, fsdp, strategy=..., head=..., ..., **settings)`.
-
-        `engine_class` is `ScoreEngine` or another `TrainEngine`; call `build(worker)` next.
-        """
-        return engine_class(
-            self.model,
-            self.fsdp,
-            strategy=self.strategy,
-            head=self.head,
-            quantization=self.quantization,
-            parallel=self.parallel,
-            **settings,
-        )
 
 
 @dataclass(frozen=True)

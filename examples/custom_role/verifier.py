@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl_like import DataProto, Dispatch, Worker, register
-from verl_like.extend import FSDPConfig, PPOTrainer, ScoreEngine, read_columns, reduce_metrics
+from verl_like.extend import (
+    FSDPConfig,
+    PPOTrainer,
+    RoleModelSpec,
+    ScoreEngine,
+    read_columns,
+    reduce_metrics,
+)
 from workers.config import critic_model, critic_optim
 from workers.roles.critic import value_budget
 from workers.training.loss import Loss
@@ -35,9 +42,9 @@ class VerifierWorker(Worker):
         super().__init__()
         model, optim = critic_model(config), critic_optim(config)
         self.budget = value_budget(config)
-        self.engine = ScoreEngine(
-            model, FSDPConfig(**config.critic.model.fsdp_config), head="scalar", optim_config=optim
-        )
+        fsdp = FSDPConfig(**config.critic.model.fsdp_config)
+        spec = RoleModelSpec("critic.model.path", model, fsdp, head="scalar")
+        self.engine = ScoreEngine(spec, optim_config=optim)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -24,6 +24,9 @@ from workers.config import (
     RolloutCorrectionConfig,
     WorkersConfig,
 )
+from workers.parallel.sharding import dims_of
+from workers.training.parts import check_axes
+from workers.training.role_model import RoleModelSpec
 
 PROMPT, RESPONSE, VOCAB = 6, 5, 50
 
@@ -149,6 +152,13 @@ def beside(actor: Any, cls: type, config: WorkersConfig) -> Any:
     worker._siblings["actor"] = actor
     worker.init_model()
     return worker
+
+
+def check_axes_of(model: RoleModelSpec, num_ranks: int) -> None:
+    """Reject axes that the model does not support on so many ranks."""
+    sharding = model.sharding
+    dims = dims_of(num_ranks, sharding)
+    check_axes(model.meta_module, model.model, dims, model.axes_key, sharding.pp_schedule)
 
 
 def weights_of(worker: Any) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from verl_like.registry import registry_of
 from workers.parallel.sharding import Sharding, dims_of
 
 if TYPE_CHECKING:
-    from workers.memory import RoleModelSpec
+    from workers.training.role_model import RoleModelSpec
 
 
 def check_fields(config: RunConfig) -> None:
@@ -114,7 +114,13 @@ def check_axes_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
     if ranks == 0:
         return
     try:
-        model.check_axes(ranks)
+        sharding = model.sharding
+        dims = dims_of(ranks, sharding)
+        if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
+            from workers.training.parts import check_axes  # slow: imports the engine, about 1 s
+
+            schedule = sharding.pp_schedule
+            check_axes(model.meta_module, model.model, dims, model.axes_key, schedule)
     except ConfigError as error:
         raise ConfigError(f"role {role!r}: {error}") from error
 

@@ -23,10 +23,11 @@ import torch
 
 from trainer.config.devices import GIB_OF_GPUS
 from verl_like.errors import ConfigError, nearest
-from workers.memory import RoleModelSpec, hf_config_of
+from workers.memory import hf_config_of
 from workers.models.memory_shapes import model_shapes
 from workers.parallel.dims import ParallelDims
 from workers.training.mfu import PEAKS, attention_width, expert_share
+from workers.training.role_model import RoleModelSpec
 
 
 @dataclass(frozen=True)

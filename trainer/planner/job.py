@@ -31,13 +31,14 @@ from trainer.planner.search import (
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.roles import expand_roles
-from workers.memory import RoleMemory, RoleModelSpec
+from workers.memory import RoleMemory
 from workers.models.causal_lm import recomputes
 from workers.parallel.dims import ParallelDims
 from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import dims_of
 from workers.parallel.stages import NoStages
 from workers.training.parts import check_axes
+from workers.training.role_model import RoleModelSpec
 
 SIZES = (2, 4, 8)
 """Sizes of a parallel axis that are tried."""

@@ -24,7 +24,8 @@ from workers.config import (
     model_rewards,
     tokens_per_pass,
 )
-from workers.memory import RoleMemory, RoleModelSpec, hf_config_of, rollout_memory
+from workers.memory import RoleMemory, hf_config_of, rollout_memory
+from workers.training.role_model import RoleModelSpec
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_SIZES = (1, 2, 4, 8)

@@ -19,8 +19,9 @@ from trainer.rows.preflight import (
     preflight,
     role_memories,
 )
-from workers.memory import RoleMemory, RoleModelSpec
+from workers.memory import RoleMemory
 from workers.parallel.sharding import dims_of
+from workers.training.role_model import RoleModelSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,11 +10,12 @@ from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config.rows import LONGEST_ROW
-from workers.memory import LargestPass, RoleMemory, RoleModelSpec
+from workers.memory import LargestPass, RoleMemory
 from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
+from workers.training.role_model import RoleModelSpec
 
 WAYS_OUT = {
     "activations": "use smaller passes (data.max_token_len_per_gpu, or "

@@ -13,7 +13,6 @@ from workers.config import FSDPConfig, replays_routing, shuffle_seed
 from workers.config.conditions import policy_loss_of
 from workers.losses.correction import RolloutCorrection
 from workers.losses.registry import get_policy_loss
-from workers.memory import RoleModelSpec
 from workers.models.precision import rollout_dtype
 from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
@@ -26,6 +25,7 @@ from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
+from workers.training.role_model import RoleModelSpec
 from workers.training.update import update
 from workers.weights.checksum import checksum_of
 from workers.weights.sender import WeightSender
@@ -68,8 +68,6 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             TrainEngine,
             optim_config=self.config.optim,
             grad_clip=self.config.grad_clip,
-            replays_routing=bool(self.routed),
-            router_aux_loss_coef=self.config.router_aux_loss_coef,
         )
 
     @classmethod
@@ -87,6 +85,8 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             section="actor_rollout_ref.actor",
             rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
             parallel=config.axes(actor.parallel),
+            replays_routing=replays_routing(policy),
+            router_aux_loss_coef=actor.router_aux_loss_coef,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

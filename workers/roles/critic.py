@@ -17,7 +17,6 @@ from workers.columns import SEQUENCES, batch_columns
 from workers.config import CriticConfig, FSDPConfig, critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_value_loss
-from workers.memory import RoleModelSpec
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
 from workers.training.average import MovingAverageEngine
@@ -26,6 +25,7 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch, pass_budget
+from workers.training.role_model import RoleModelSpec
 from workers.training.update import update
 from workers.weights.receiver import WeightReceiver
 from workers.weights.sender import WeightSender

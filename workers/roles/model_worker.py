@@ -35,7 +35,7 @@ from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import CONFIGURED, OptimStepSettings
 
 if TYPE_CHECKING:
-    from workers.memory import EngineT, RoleModelSpec
+    from workers.training.role_model import EngineT, RoleModelSpec
 
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -76,7 +76,7 @@ class ModelWorker(Worker):
         self, model: RoleModelSpec, engine_class: Callable[..., EngineT], **settings: Any
     ) -> EngineT:
         """Return an engine of the role's model, and split the role's calls to match it."""
-        engine = model.engine(engine_class, **settings)
+        engine = engine_class(model, **settings)
         self.split_calls_by(engine)
         return engine
 

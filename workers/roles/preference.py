@@ -16,13 +16,13 @@ from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
 from workers.config.rows import PreferenceWorkerConfig, has_reference, loss_reads
 from workers.losses.preference.measures import LABELED_COLUMNS, measures
-from workers.memory import RoleModelSpec
 from workers.models.lora import adapter_off
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.readings import SIDES, Pairs, Reading
+from workers.training.role_model import RoleModelSpec
 
 
 def reading_of(config: PreferenceWorkerConfig) -> Reading:

@@ -17,7 +17,6 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FrozenFSDPConfig, is_actors_module, reference_model
-from workers.memory import RoleModelSpec
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
@@ -26,6 +25,7 @@ from workers.training.engine import TrainEngine
 from workers.training.file_copies import BackgroundSaves
 from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
+from workers.training.role_model import RoleModelSpec
 from workers.weights.channel import SyncReport
 from workers.weights.receiver import WeightReceiver
 

@@ -15,10 +15,10 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.tensor_ops.masked import last_places
 from workers.columns import SEQUENCES, as_responses, batch_columns
 from workers.config import ModelConfig, RewardConfig, model_rewards
-from workers.memory import RoleModelSpec
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.microbatch import MicroBatchBudget, budget_of_actor
+from workers.training.role_model import RoleModelSpec
 from workers.training.score_engine import ScoreEngine
 
 if TYPE_CHECKING:

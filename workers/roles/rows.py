@@ -19,7 +19,6 @@ from verl_like.calls.result import CallMetrics
 from workers.config.rows import RewardTrainingConfig, RowWorkerConfig
 from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
-from workers.memory import RoleModelSpec
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.training.checkpoint import CheckpointMixin
@@ -28,6 +27,7 @@ from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.readings import Pairs, Reading, RowScores
+from workers.training.role_model import RoleModelSpec
 from workers.training.update import update
 
 

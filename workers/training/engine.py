@@ -2,7 +2,7 @@
 
 Every role that has a model (actor, critic, reference, reward model) owns one `TrainEngine`.
 
-    engine = TrainEngine(model_config, fsdp_config, head="token", optim_config=optim)
+    engine = TrainEngine(RoleModelSpec("model.path", model_config), optim_config=optim)
     engine.build(worker, total_steps)           # opens the process group, shards, loads
     columns = engine.forward_rows(data, MicroBatchBudget(tokens=16384))  # {"log_probs": [rows, R]}
     metrics, outputs = engine.forward_backward_rows(data, MicroBatchBudget(rows=8), loss)
@@ -24,12 +24,11 @@ import torch
 
 from verl_like.batch.ragged import rectangle_of
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import Head, set_training_mode
+from workers.models.causal_lm import set_training_mode
 from workers.models.precision import computing_in
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.offload import to_device
-from workers.parallel.sharding import settle
 from workers.training.build import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
@@ -46,7 +45,7 @@ from workers.training.microbatch import (
     mini_batch,
     spread,
 )
-from workers.training.model import Model, ModelSettings
+from workers.training.model import Model
 from workers.training.optim import (
     CONFIGURED,
     NonfiniteGuard,
@@ -63,7 +62,8 @@ from workers.training.readings import INPUTS, TOKENS, Reading
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from verl_like.process.worker import Worker
-    from workers.config import FrozenFSDPConfig, ModelConfig, OptimConfig, ParallelConfig
+    from workers.config import OptimConfig
+    from workers.training.role_model import RoleModelSpec
 
 
 class TrainEngine(Model):
@@ -71,47 +71,22 @@ class TrainEngine(Model):
 
     def __init__(
         self,
-        model_config: ModelConfig,
-        fsdp_config: FrozenFSDPConfig,
+        model: RoleModelSpec,
         *,
-        strategy: str = "fsdp",
-        head: Head = "token",
         optim_config: OptimConfig | None = None,
         grad_clip: float = 1.0,
-        quantization: str | None = None,
-        parallel: ParallelConfig | None = None,
         reading: Reading | None = None,
-        replays_routing: bool = False,
-        router_aux_loss_coef: float = 0.0,
     ) -> None:
         """Store the options; `build` loads the model.
 
         Args:
-            model_config: the model's folder, and how it is loaded.
-            fsdp_config: sharding, offloading and precision.
-            strategy: a value of `actor.strategy`: how the model is divided over the ranks.
-            head: "token" for a language model, "scalar" for one value per position, "score" for
-                one per row.
+            model: the role's model, its sharding and its head.
             optim_config: the optimizer and its schedule; None freezes the model.
             grad_clip: gradients are clipped to this norm.
-            quantization: "int8" stores linear weights as int8; None keeps them.
-            parallel: sizes of the parallel axes; None: only data-parallel ranks.
             reading: the outputs that are read from a pass; by default, log-probs (head "token")
                 or values of the response tokens.
-            replays_routing: tokens go to the experts that the rows name.
-            router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
         """
-        super().__init__(
-            ModelSettings(
-                model_config,
-                settle(strategy, fsdp_config, parallel, quantization=quantization),
-                head,
-                trains=optim_config is not None,
-                quantization=quantization,
-                replays_routing=replays_routing,
-                router_aux_loss_coef=router_aux_loss_coef,
-            )
-        )
+        super().__init__(replace(model, trains=optim_config is not None))
         self.optim_config = optim_config
         self.grad_clip = grad_clip
         self.reading = reading or Reading()

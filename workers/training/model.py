@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -30,34 +29,20 @@ from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor, reshard, tensor_on_first
 from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
-from workers.parallel.sharding import Sharding
 from workers.training.attention import VarlenKernel, packed_rows
 from workers.training.microbatch import RowColumns
 from workers.training.packing import Feed
+from workers.training.role_model import RoleModelSpec
 from workers.training.row_proof import RowPasses
 from workers.weights.checksum import checksum_of
 
 if TYPE_CHECKING:
-    from workers.config import ModelConfig
+    pass
 
 PartT = TypeVar("PartT", bound="ModelPart")
 Named = Iterator[tuple[str, Tensor]]
 Arrange = Callable[[Iterable[tuple[str, Tensor]]], Named]
 """Whole tensors by the module's names -> tensors under their exported names."""
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """Settings of a model and its ranks."""
-
-    config: ModelConfig
-    sharding: Sharding
-    head: Head
-    trains: bool
-    quantization: str | None = None
-    replays_routing: bool = False
-    """True if rows name the experts of their tokens."""
-    router_aux_loss_coef: float = 0.0
 
 
 class ModelPart:
@@ -112,9 +97,9 @@ class Model:
     kernel: VarlenKernel | None = None
     """The FlashAttention kernel for packed rows; None if none runs here."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: RoleModelSpec) -> None:
         self.settings = settings
-        self.model_config, self.sharding = settings.config, settings.sharding
+        self.model_config, self.sharding = settings.model, settings.sharding
         self.head: Head = settings.head
         self.host_blocks = HostBlocks()
         self.row_passes = RowPasses()

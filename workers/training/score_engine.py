@@ -1,6 +1,6 @@
 """A training engine whose model gives one number per row: reward models, frozen or trained.
 
-    engine = ScoreEngine(model_config, fsdp_config, head="score")
+    engine = ScoreEngine(RoleModelSpec("model.path", model_config, head="score"))
     engine.build(worker)
     scores = engine.score_rows(data, MicroBatchBudget(rows=8))        # [rows]
 
@@ -19,6 +19,7 @@ from workers.training.readings import RowScores
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
+    from workers.training.role_model import RoleModelSpec
 
 
 class ScoreEngine(TrainEngine):
@@ -26,20 +27,22 @@ class ScoreEngine(TrainEngine):
 
     Example:
 
-        engine = ScoreEngine(model_config, fsdp_config, head="score")
+        engine = ScoreEngine(RoleModelSpec("model.path", model_config, head="score"))
         engine.build(worker)                                        # frozen: no optim_config
         scores = engine.score_rows(data, MicroBatchBudget(rows=8))  # [rows]
     """
 
-    def __init__(self, *args: Any, score_at: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: RoleModelSpec, *, score_at: str | None = None, **settings: Any
+    ) -> None:
         """Store the options; `build` loads the model.
 
         Args:
-            args: arguments of `workers.training.engine.TrainEngine`.
+            model: the role's model, its sharding and its head.
             score_at: the position of the score; None takes `score_at` of the model's config.json.
-            settings: keyword arguments of `TrainEngine`.
+            settings: keyword arguments of `workers.training.engine.TrainEngine`.
         """
-        super().__init__(*args, reading=RowScores(score_at), **settings)
+        super().__init__(model, reading=RowScores(score_at), **settings)
 
     def score_rows(self, data: DataProto, budget: MicroBatchBudget) -> Tensor:
         """Return scores [rows]; zero for a row without tokens."""

@@ -9,9 +9,9 @@ from trainer.ppo.config import PPOConfig
 from verl_like import DataProto, Dispatch, Worker, register
 from verl_like.config_key import key
 from workers.columns import SEQUENCES, Column, batch_columns
-from workers.memory import RoleModelSpec
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
+from workers.training.role_model import RoleModelSpec
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from tests.workers.samples import (
     weights_of,
 )
 from verl_like.errors import ConfigError
-from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
+from workers.config import ModelConfig, OptimConfig, WorkersConfig
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.load import load_model
@@ -39,6 +39,7 @@ from workers.roles.reference import ReferenceWorker
 from workers.roles.rollout import RolloutWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import MicroBatchBudget
+from workers.training.role_model import RoleModelSpec
 from workers.weights.module_writer import ModuleWriter
 
 ROWS = 4
@@ -59,7 +60,7 @@ def lora_actor(one_layer_dir: Path, **model: Any) -> ActorWorker:
 
 def plain_engine(path: Path) -> TrainEngine:
     """An engine without adapters."""
-    engine = TrainEngine(ModelConfig(path=str(path)), FSDPConfig())
+    engine = TrainEngine(RoleModelSpec("model.path", ModelConfig(path=str(path))))
     engine.build(ActorWorker(tiny_config(path)))
     return engine
 

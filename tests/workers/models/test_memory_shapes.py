@@ -21,7 +21,7 @@ from verl_like.batch.protocol import DataProto
 from workers.config import ModelConfig, ParallelConfig
 from workers.cpu import linear as cpu_linear
 from workers.cpu.allocator import keep_freed_memory
-from workers.memory import LargestPass, RoleMemory, RoleModelSpec, memory_of
+from workers.memory import LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
 from workers.models.state import local_shard
@@ -29,6 +29,7 @@ from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
 from workers.training.microbatch import RowColumns, Rows
+from workers.training.role_model import RoleModelSpec
 
 DEEPSEEK_7B = LlamaConfig(
     hidden_size=4096,

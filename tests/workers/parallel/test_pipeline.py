@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.samples import check_axes_of
 from tests.workers.training.rank_layouts import FAMILIES, SIZES, saved
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
-from workers.memory import LargestPass, RoleModelSpec, memory_of
+from workers.memory import LargestPass, memory_of
 from workers.parallel.pipeline import Action, max_pending_passes, num_chunks, schedule
 from workers.parallel.stages import deal, stage_ranges
 from workers.training.microbatch import spread
+from workers.training.role_model import RoleModelSpec
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -137,22 +139,22 @@ def spec_of(folder: Path, pp: int, **settings: Any) -> RoleModelSpec:
 
 def test_models_without_enough_stages_are_rejected(tmp_path: Path) -> None:
     saved(tmp_path, "llama", num_hidden_layers=3)
-    spec_of(tmp_path, 3).check_axes(3)
+    check_axes_of(spec_of(tmp_path, 3), 3)
     with pytest.raises(ConfigError, match=r"^parallel.pp=4 .* makes 4 stages of the 3 layers .*=3"):
-        spec_of(tmp_path, 4).check_axes(4)
+        check_axes_of(spec_of(tmp_path, 4), 4)
     with pytest.raises(
         ConfigError, match=r"schedule=interleaved makes 4 stages of the 3 layers .*pp=1 or less\."
     ):
-        spec_of(tmp_path, 2, pp_schedule="interleaved").check_axes(2)
+        check_axes_of(spec_of(tmp_path, 2, pp_schedule="interleaved"), 2)
     with pytest.raises(
         ConfigError, match=r"^critic.parallel.pp=3 make|^critic.parallel.pp=5 .* 3 "
     ):
-        spec_of(tmp_path, 5, head="scalar", section="critic.model").check_axes(5)
+        check_axes_of(spec_of(tmp_path, 5, head="scalar", section="critic.model"), 5)
     only_one = {"lora_rank": 2, "target_modules": r".*layers\.0\..*q_proj"}
     with pytest.raises(ConfigError, match="nothing in stage 1 is trained"):
-        spec_of(tmp_path, 2, model=only_one).check_axes(2)
+        check_axes_of(spec_of(tmp_path, 2, model=only_one), 2)
     with pytest.raises(ConfigError, match="parallel.pp=2 gives every rank some.*quantization=int8"):
-        spec_of(tmp_path, 2, quantization="int8").check_axes(2)
+        check_axes_of(spec_of(tmp_path, 2, quantization="int8"), 2)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -178,13 +180,13 @@ def test_a_class_that_cannot_be_split_into_stages_is_rejected(tmp_path: Path, na
     with pytest.raises(
         ConfigError, match=f"parallel.pp=2: .*cannot be split into stages: .*{message}"
     ):
-        spec_of(tmp_path, 2).check_axes(2)
+        check_axes_of(spec_of(tmp_path, 2), 2)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "head" not in name])
 def test_stages_of_a_family_match_the_whole_model(tmp_path: Path, family: str) -> None:
     saved(tmp_path, family)
-    spec_of(tmp_path, 2).check_axes(2)
+    check_axes_of(spec_of(tmp_path, 2), 2)
 
 
 def test_the_memory_estimate_is_of_the_largest_rank(tmp_path: Path) -> None:

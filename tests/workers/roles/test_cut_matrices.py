@@ -11,14 +11,22 @@ import torch
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.roles import test_preference
-from tests.workers.samples import beside, learned, make_batch, started, tiny_config, weights_of
+from tests.workers.samples import (
+    beside,
+    check_axes_of,
+    learned,
+    make_batch,
+    started,
+    tiny_config,
+    weights_of,
+)
 from tests.workers.training import test_moving_average_engine
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
-from workers.memory import RoleModelSpec
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceWorker
 from workers.roles.reference import ReferenceWorker
+from workers.training.role_model import RoleModelSpec
 from workers.training.row_proof import RowPasses
 
 
@@ -116,8 +124,8 @@ def spec_of(folder: Path, tp: int, **settings: Any) -> RoleModelSpec:
 def test_an_impossible_tp_size_is_rejected_by_the_key_of_its_role(
     one_layer_dir: Path,
 ) -> None:
-    spec_of(one_layer_dir, 2).check_axes(2)
+    check_axes_of(spec_of(one_layer_dir, 2), 2)
     with pytest.raises(ConfigError, match=r"^critic.parallel.tp=3 does not divide .* \d+"):
-        spec_of(one_layer_dir, 3, section="critic.model", head="scalar").check_axes(3)
+        check_axes_of(spec_of(one_layer_dir, 3, section="critic.model", head="scalar"), 3)
     with pytest.raises(ConfigError, match=r"^parallel.tp=3 does not divide"):
-        spec_of(one_layer_dir, 3).check_axes(3)
+        check_axes_of(spec_of(one_layer_dir, 3), 3)

@@ -1,0 +1,91 @@
+"""The model of a role, from which its engine is built and its memory estimated.
+
+class TeacherWorker(Worker):
+    @classmethod
+    def role_model(cls, config, role) -> RoleModelSpec: ...
+
+engine = ScoreEngine(TeacherWorker.role_model(config, "teacher"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
+from workers.models.causal_lm import Head
+from workers.models.memory_shapes import described_by, meta_model
+from workers.parallel.sharding import Sharding, axes_key, settle
+
+_meta_modules: dict[str, Any] = {}
+"""Modules on the meta device, by model, head, and whether they are trained."""
+EngineT = TypeVar("EngineT")
+
+
+@dataclass(frozen=True)
+class RoleModelSpec:
+    """Description of a role's model, from which its engine is built and its memory estimated."""
+
+    key: str
+    """The configuration key with the model's folder."""
+    model: ModelConfig
+    """The model's section."""
+    fsdp: FrozenFSDPConfig = field(default_factory=FrozenFSDPConfig)
+    """Sharding, offloading and precision."""
+    strategy: str = "fsdp"
+    """A value of `actor.strategy`."""
+    head: Head = "token"
+    """"token" for a language model, "scalar" for a value per position, "score" for one per row."""
+    parallel: ParallelConfig | None = None
+    """Sizes of the parallel axes; None: only data-parallel ranks."""
+    trains: bool = False
+    """True if the role has gradients and an optimizer."""
+    quantization: str | None = None
+    """"int8" if linear weights are stored as int8."""
+    has_average: bool = False
+    """True if the role has a float32 moving average of the weights."""
+    saved: Sequence[str] = ()
+    """What a checkpoint contains, such as "model" and "optimizer"."""
+    section: str = ""
+    """The configuration section that contains `fsdp_config`, for messages."""
+    rows: int | None = None
+    """Samples per pass without gradients, if passes are limited by samples."""
+    tokens: int | None = None
+    """Tokens per pass, if the role has its own key for them."""
+    replays_routing: bool = False
+    """True if tokens go to the experts that their rows name."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the model is distributed over the role's ranks."""
+        key = self._fsdp_key
+        return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
+
+    @property
+    def axes_key(self) -> str:
+        """The name of the model's `parallel` section."""
+        return axes_key(self._fsdp_key)
+
+    @property
+    def _fsdp_key(self) -> str:
+        return f"{self.section}.fsdp_config".lstrip(".")
+
+    @property
+    def meta_module(self) -> Any:
+        """The module on the meta device; callers share it and must not change it."""
+        model = self.model
+        key = repr((model, self.head, self.trains, described_by(model)))
+        if key not in _meta_modules:
+            module = meta_model(model, self.head)
+            _meta_modules[key] = module if self.trains else module.requires_grad_(False)
+        return _meta_modules[key]
+
+    def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
+        """Return `engine_class(self, **settings)`; call `build(worker)` next.
+
+        `engine_class` is `ScoreEngine` or another `TrainEngine`.
+        """
+        return engine_class(self, **settings)
