@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from trainer.async_training.config import (
     GENERATOR_SETTINGS,
     ROLLOUT,
@@ -24,11 +22,9 @@ from verl_like.placement.roles import expand_roles
 from workers.config import ROLLOUT_ENGINES
 from workers.weights.sender import WeightSender
 
-logger = logging.getLogger(__name__)
 
-
-def check_run(config: AsyncConfig) -> None:
-    """Reject settings that cannot work; the error has the numbers and a way out."""
+def check_run(config: AsyncConfig) -> list[str]:
+    """Reject settings that cannot work, with a way out; return notices of unread settings."""
     topology = config.topology
     pools = expand_roles(config.role_mapping)
     for role, (_, generator) in config.generator_roles.items():
@@ -120,10 +116,10 @@ def check_run(config: AsyncConfig) -> None:
             "(async_training.update_steps x async_training.train_epochs), and a checkpoint does "
             f"not store the batches of a round. Set trainer.save_freq to a multiple of {length}."
         )
-    _check_generators(config)
+    return _check_generators(config)
 
 
-def _check_generators(config: AsyncConfig) -> None:
+def _check_generators(config: AsyncConfig) -> list[str]:
     """Check the buffer, the generators' settings and engines, and the roles that score there."""
     async_training, topology = config.async_training, config.topology
     num_samples = samples_per_batch(config)
@@ -147,6 +143,7 @@ def _check_generators(config: AsyncConfig) -> None:
         )
 
     # `generator_settings` must name existing generators and have valid values
+    notices = []
     for generator, settings in async_training.generator_settings.items():
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
@@ -162,7 +159,7 @@ def _check_generators(config: AsyncConfig) -> None:
             raise ConfigError(f"{where}: {error}") from error
         for name in settings.chosen():
             if reason := unused_reason(of_generator, f"{ROLLOUT}.{name}"):
-                logger.warning(notice_of([f"{where}.{name}"], reason))
+                notices.append(notice_of([f"{where}.{name}"], reason))
 
     # with weight_update=immediate, the engines must take weights in the middle of a generation
     at_once = async_training.weight_update == "immediate"
@@ -208,6 +205,7 @@ def _check_generators(config: AsyncConfig) -> None:
             "which generators' copies need (async_training.score_on=generator). Derive it from "
             "workers.roles.critic.CriticWorker, or set async_training.score_on=trainer."
         )
+    return notices
 
 
 def check_start(config: AsyncConfig) -> None:

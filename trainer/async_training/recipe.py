@@ -121,11 +121,11 @@ def _other_weights(config: AsyncConfig) -> str:
     return ""
 
 
-def check_async(config: AsyncConfig) -> None:
-    """Run the checks across the keys of an asynchronous run."""
-    from trainer.async_training.checks import check_run
+def check_async(config: AsyncConfig) -> list[str]:
+    """Run the checks across the keys of an asynchronous run, and return notices."""
+    from trainer.async_training.checks import check_run  # slow import: loads torch
 
-    check_run(config)
+    notices = check_run(config)
     if config.trainer.cls != ASYNC_TRAINER:
         base = load_object(ASYNC_TRAINER, "trainer.cls")
         cls = load_object(config.trainer.cls, "trainer.cls")
@@ -135,6 +135,7 @@ def check_async(config: AsyncConfig) -> None:
                 "run would have no generators. Derive the class from it, or use `verl-like ppo`, "
                 "which runs any trainer of PPO."
             )
+    return notices
 
 
 ASYNC = Recipe(
