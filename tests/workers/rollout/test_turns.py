@@ -225,7 +225,7 @@ def test_kept_states_of_another_text_are_not_used(native: NativeEngine) -> None:
 
 def test_states_that_do_not_fit_are_recomputed(native: NativeEngine) -> None:
     expected = turns(native, CachedStates())
-    native.kept_memory.limit = 0
+    native.turn_cache.limit = 0
     for sample, other in zip(turns(native, CachedStates()), expected, strict=True):
         assert sample.cached is not None
         assert sample.cached.states is None
@@ -235,10 +235,10 @@ def test_states_that_do_not_fit_are_recomputed(native: NativeEngine) -> None:
 def test_kept_states_use_memory_until_their_sample_is_deleted(native: NativeEngine) -> None:
     samples = turns(native, CachedStates())
     cached_states = {s.cached.states for s in samples if s.cached and s.cached.states}
-    assert native.kept_memory.bytes == sum(states.num_bytes for states in cached_states) > 0
+    assert native.turn_cache.bytes == sum(states.num_bytes for states in cached_states) > 0
     cached_states.clear()
     samples.clear()
-    assert native.kept_memory.bytes == 0
+    assert native.turn_cache.bytes == 0
 
 
 def test_short_prompts_next_to_longer_kept_ones_truncate_nothing(model: Any) -> None:

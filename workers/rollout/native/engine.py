@@ -35,7 +35,7 @@ from workers.rollout.native.direct_forward import (
     is_llama_shaped,
     uses_onednn,
 )
-from workers.rollout.native.kv_cache import CacheMemory, KeptMemory, slot_width, slots_that_fit
+from workers.rollout.native.kv_cache import CacheMemory, slot_width, slots_that_fit
 from workers.rollout.native.module_forward import (
     ModuleForward,
     check_decoding,
@@ -43,6 +43,7 @@ from workers.rollout.native.module_forward import (
     grouped_decoding,
 )
 from workers.rollout.native.scheduler import Scheduler
+from workers.rollout.native.turn_cache import TurnCache
 from workers.rollout.sample import Sample
 
 
@@ -86,7 +87,7 @@ class NativeEngine(ModuleEngine):
         )
         self.max_active = min(limits.max_num_seqs, num_slots)
         self.cache_memory = CacheMemory()
-        self.kept_memory = KeptMemory(int(limits.kv_cache_gb * 2**30))
+        self.turn_cache = TurnCache(int(limits.kv_cache_gb * 2**30))
         self._scheduler: Scheduler | None = None
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -103,7 +104,7 @@ class NativeEngine(ModuleEngine):
             forward_class = DirectForward if self._can_be_direct() else ModuleForward
             memory, self.cache_memory = self.cache_memory, CacheMemory()
             self._scheduler = Scheduler(
-                self, sampling, forward_class, memory, self.kept_memory, self.max_active
+                self, sampling, forward_class, memory, self.turn_cache, self.max_active
             )
         self._scheduler.add(samples)
 

@@ -16,7 +16,6 @@ no mask is all ones, which transformers would drop in some batches and not in ot
 from __future__ import annotations
 
 import mmap
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -139,25 +138,6 @@ class CacheMemory:
         """End a successful generation: keep its memory if it is small and on a CPU."""
         is_little = sum(block.nbytes for block in self._free) <= MOST_KEPT
         self._free = [block for block in self._free if is_little and block.device.type == "cpu"]
-
-
-class KeptMemory:
-    """Counts the bytes of keys and values that are stored between two turns, up to a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.bytes = limit, 0
-
-    def num_fitting(self, num_bytes: int) -> int:
-        """Return how many samples with `num_bytes` bytes each still fit."""
-        return max(self.limit - self.bytes, 0) // max(num_bytes, 1)
-
-    def add(self, states: States) -> None:
-        """Count these states until they are deleted."""
-        self.bytes += states.num_bytes
-        weakref.finalize(states, self._forget, states.num_bytes).atexit = False
-
-    def _forget(self, count: int) -> None:
-        self.bytes -= count
 
 
 class Slots:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,25 +29,17 @@ from workers.rollout.native.direct_forward import (
 )
 from workers.rollout.native.kv_cache import (
     CacheMemory,
-    KeptMemory,
     SlotCache,
     Slots,
     min_window,
-    places_of,
     prefill_width,
     slot_width,
     whole_blocks,
 )
 from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.native.slot_table import SlotTable
-from workers.rollout.sample import (
-    LENGTH_LIMIT,
-    UNFINISHED,
-    CachedStates,
-    Sample,
-    States,
-    num_read_at_once,
-)
+from workers.rollout.native.slot_table import SlotTable, Waiting
+from workers.rollout.native.turn_cache import TurnCache, restore, with_states
+from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample, num_read_at_once
 from workers.rollout.sampling import sample_tokens, uniforms
 
 ROWS_STEP = 16
@@ -57,21 +49,6 @@ oneDNN builds a kernel for every number of rows, so there should be few differen
 """
 PREFILL_PROMPTS = 64
 """Maximum number of distinct texts in a prefill pass, to bound its memory."""
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    number: int
-    sample: Sample
-    read_at_once: int
-    """Number of response tokens that are read in one pass with the prompt."""
-    cached: CachedStates | None = None
-    """Stored keys and values, which replace this pass."""
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """The tokens that are read in this pass."""
-        return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
 
 
 class Scheduler:
@@ -93,13 +70,13 @@ class Scheduler:
         sampling: SamplingParams,
         forward_class: type[DirectForward] | type[ModuleForward],
         memory: CacheMemory,
-        kept_memory: KeptMemory,
+        turn_cache: TurnCache,
         most_active: int,
     ) -> None:
         """Create the scheduler; at most `most_active` samples have a slot."""
         self.config, self.most_active = engine.module.config.get_text_config(), most_active
         self.engine, self.sampling, self.memory = engine, sampling, memory
-        self.kept_memory = kept_memory
+        self.turn_cache = turn_cache
         self.forward_class, self.version = forward_class, engine.version
         first_weight = next(engine.module.parameters())
         self.device = first_weight.device
@@ -109,11 +86,11 @@ class Scheduler:
         self.is_stop = np.zeros(engine.vocab_size, dtype=bool)
         self.is_stop[stops] = True
 
-        self.table = SlotTable.empty(0, sampling)
+        self.table = SlotTable.empty(0, sampling.max_tokens, sampling.num_log_probs)
         """One row per slot; the rows of slots 0..num_active-1 are in use."""
         self.routers = engine.routers if sampling.routed_experts else None
         self.noted: RecordedChoices | None = None
-        self.waiting: deque[_Waiting] = deque()
+        self.waiting: deque[Waiting] = deque()
         self.num_active = self.longest = self.max_active = 0
         least = min_window(self.config)
         slots = Slots(0, least, least, self.device, memory)
@@ -143,23 +120,13 @@ class Scheduler:
         added = []
         for number, sample in samples.items():
             at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
-            entry = _Waiting(number, sample, at_once, self._usable(sample, at_once))
+            entry = Waiting(number, sample, at_once)
+            entry = with_states(entry, self.engine.version, self.routers is not None)
             if entry.cached is None:
                 added.append(entry)
             else:
                 self.waiting.appendleft(entry)
         self.waiting.extend(sorted(added, key=lambda entry: entry.read_at_once == 0))
-
-    def _usable(self, sample: Sample, at_once: int) -> CachedStates | None:
-        """Return the sample's stored keys and values if they equal those of a new pass, or None."""
-        cached = sample.cached
-        if cached is None or cached.states is None or cached.version != self.engine.version:
-            return None
-        if self.routers is not None and sample.routed_experts is None:
-            return None
-        num_read = len(cached.read) - len(sample.prompt)
-        text = [*sample.prompt, *sample.tokens[: max(num_read, 0)].tolist()]
-        return cached if at_once <= num_read and text == cached.read else None
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
         """Remove these samples; return them as unfinished, with their tokens so far."""
@@ -212,7 +179,7 @@ class Scheduler:
             self.cache.grow(num_slots, widest, self.num_active)
             self._forward = None
         if num_slots > len(self.table.numbers):
-            self.table = self.table.grown(num_slots, self.sampling)
+            self.table = self.table.grown(num_slots)
 
     def _take_newer_weights(self) -> None:
         """If the weights are new, continue the running samples with them.
@@ -226,39 +193,22 @@ class Scheduler:
             return
         active = self._take_out(np.arange(self.num_active), [UNFINISHED] * self.num_active)
         unread = active | {entry.number: entry.sample for entry in self.waiting}
-        self.waiting = deque(_Waiting(n, s, len(s.tokens)) for n, s in unread.items())
+        self.waiting = deque(Waiting(n, s, len(s.tokens)) for n, s in unread.items())
 
     def _admit_cached(self) -> None:
         """Put waiting samples with stored keys and values into free slots."""
-        group: list[tuple[_Waiting, CachedStates]] = []
-        while self.num_active + len(group) < self.max_active and self.waiting:
-            cached = self.waiting[0].cached
-            if cached is None:
-                break
-            group.append((self.waiting.popleft(), cached))
-        if not group:
-            return
-        longest = max(len(cached.read) for _, cached in group)
-        self.cache.fit(max(longest, self.longest) + 2, self.num_active)
-        self.longest = max(self.longest, longest - 1)  # a prefill may come before the next decode
-        of_states: dict[States, list[tuple[_Waiting, CachedStates]]] = {}
-        for entry, cached in group:
-            assert cached.states is not None, "else it is not usable"
-            of_states.setdefault(cached.states, []).append((entry, cached))
-        for states, together in of_states.items():
-            together.sort(key=lambda pair: pair[1].row)
-            rows = places_of([cached.row for _, cached in together], self.device)
-            count = max(len(cached.read) for _, cached in together)
-            self.cache.restore_states(self.num_active, states, rows, count)
-            for slot, (entry, cached) in enumerate(together, start=self.num_active):
-                num_read = len(cached.read) - len(entry.sample.prompt)
-                self.table.put(slot, entry.number, entry.sample, num_read + 1, self.sampling)
-                if entry.sample.routed_experts is not None:
-                    self.table.routed[slot] = [entry.sample.routed_experts[: len(cached.read)]]
-                cached.states = None
-            self.num_active += len(together)
+        group: list[Waiting] = []
+        num_free = self.max_active - self.num_active
+        while self.waiting and self.waiting[0].cached and len(group) < num_free:
+            group.append(self.waiting.popleft())
+        if group:
+            longest = max(len(entry.text) for entry in group)
+            self.cache.fit(max(longest, self.longest) + 2, self.num_active)
+            self.longest = max(self.longest, longest - 1)  # a prefill may come before a decode
+            restore(group, self.table, self.cache, self.num_active)
+            self.num_active += len(group)
 
-    def _next_group(self) -> list[_Waiting]:
+    def _next_group(self) -> list[Waiting]:
         """Return the next samples to prefill; none while slots for `MIN_ROWS` of them are missing.
 
         If fewer samples wait, or fewer can be active, fewer slots suffice.
@@ -267,7 +217,7 @@ class Scheduler:
         if not self.waiting or count < min(MIN_ROWS, len(self.waiting), self.max_active):
             return []
 
-        group: list[_Waiting] = []
+        group: list[Waiting] = []
         distinct: set[tuple[int, ...]] = set()
         most_tokens = PREFILL_PROMPTS * self.engine.limits.prompt_width
         reads_responses = self.waiting[0].read_at_once > 0
@@ -281,7 +231,7 @@ class Scheduler:
             group.append(self.waiting.popleft())
         return group
 
-    def _prefill(self, group: Sequence[_Waiting]) -> None:
+    def _prefill(self, group: Sequence[Waiting]) -> None:
         """Read the distinct texts of the group in one pass, and sample each sample's next token.
 
         Samples with the same text share its row of the pass.
@@ -303,7 +253,7 @@ class Scheduler:
 
         slots = np.arange(self.num_active, self.num_active + len(group))
         for slot, entry in zip(slots.tolist(), group, strict=True):
-            self.table.put(slot, entry.number, entry.sample, entry.read_at_once, self.sampling)
+            self.table.put(slot, entry, entry.read_at_once)
         if self.noted is not None:
             routed = self.noted.take().unflatten(0, (rows, width))
             for slot, text in zip(slots.tolist(), texts, strict=True):
@@ -357,13 +307,9 @@ class Scheduler:
         stopped = self.is_stop[tokens] & new
         samples = table.samples[slots].tolist()
         if self.sampling.stop_strings or any(sample.stop_strings for sample in samples):
-            rows = zip(samples, slots.tolist(), steps.tolist(), strict=True)
-            ends = [
-                self.engine.ends_with_stop_string(
-                    sample, table.tokens[slot, : step + 1].tolist(), self.sampling
-                )
-                for sample, slot, step in rows
-            ]
+            texts = [table.tokens[slot, : table.lengths[slot]].tolist() for slot in slots]
+            ends_with = self.engine.ends_with_stop_string
+            ends = [ends_with(s, t, self.sampling) for s, t in zip(samples, texts, strict=True)]
             stopped |= np.asarray(ends) & new
         is_finished = stopped | (steps + 1 == table.longest[slots])
         if is_finished.any():
@@ -375,7 +321,8 @@ class Scheduler:
 
         The last active samples move into the gaps.
         """
-        table, cached = self.table, self._copied_states(emptied[np.asarray(reasons) != UNFINISHED])
+        table, ended = self.table, emptied[np.asarray(reasons) != UNFINISHED]
+        cached = self.turn_cache.keep(ended, table, self.cache, self.engine.version)
         taken = {
             int(table.numbers[slot]): table.sample(slot, reason, cached.get(slot))
             for slot, reason in zip(emptied.tolist(), reasons, strict=True)
@@ -390,27 +337,6 @@ class Scheduler:
             table.move(movers, gaps)
         self.num_active = left
         return taken
-
-    def _copied_states(self, slots: NDArray[np.int64]) -> dict[int, CachedStates]:
-        """Copy the keys and values of samples that continue later, as long as memory suffices.
-
-        They do not include the newest token of each sample, which the model has not read yet.
-        """
-        table = self.table
-        asking = slots[[sample.cached is not None for sample in table.samples[slots]]]
-        if not len(asking):
-            return {}
-        counts = table.prompt_lengths[asking] + table.lengths[asking] - 1
-        longest = int(counts.max())
-        fitting = asking[: self.kept_memory.num_fitting(self.cache.num_bytes(longest))]
-        states = self.cache.copies_of(places_of(fitting.tolist(), self.device), longest)
-        self.kept_memory.add(states)
-        states_of_slots = {}
-        for row, (slot, count) in enumerate(zip(fitting.tolist(), counts.tolist(), strict=False)):
-            prompt = table.samples[slot].prompt
-            read = [*prompt, *table.tokens[slot, : count - len(prompt)].tolist()]
-            states_of_slots[slot] = CachedStates(states, row, read, self.engine.version)
-        return states_of_slots
 
 
 def rows_of_pass(count: int, least: int) -> int:

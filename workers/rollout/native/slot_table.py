@@ -9,8 +9,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.rollout.base import SamplingParams
 from workers.rollout.sample import CachedStates, Sample
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A sample that waits for a slot."""
+
+    number: int
+    sample: Sample
+    read_at_once: int
+    """Number of response tokens that are read in one pass with the prompt."""
+    cached: CachedStates | None = None
+    """Stored keys and values, which replace this pass."""
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """The tokens that are read in this pass."""
+        return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
 
 
 @dataclass
@@ -38,9 +54,9 @@ class SlotTable:
     """Lists of the routers' choices, one entry per pass, if the sampling requests them."""
 
     @classmethod
-    def empty(cls, num_slots: int, sampling: SamplingParams) -> SlotTable:
+    def empty(cls, num_slots: int, max_tokens: int, num_log_probs: int) -> SlotTable:
         """Return a table without samples."""
-        shape = num_slots, sampling.max_tokens
+        shape = num_slots, max_tokens
         return cls(
             numbers=np.zeros(num_slots, dtype=np.int64),
             samples=np.zeros(num_slots, dtype=object),
@@ -51,14 +67,14 @@ class SlotTable:
             longest=np.zeros(num_slots, dtype=np.int64),
             num_sampled=np.zeros(num_slots, dtype=np.int64),
             tokens=np.zeros(shape, dtype=np.int64),
-            log_probs=np.zeros((*shape, sampling.num_log_probs), dtype=np.float32),
+            log_probs=np.zeros((*shape, num_log_probs), dtype=np.float32),
             versions=np.zeros(shape, dtype=np.int32),
             routed=np.zeros(num_slots, dtype=object),
         )
 
-    def grown(self, num_slots: int, sampling: SamplingParams) -> SlotTable:
+    def grown(self, num_slots: int) -> SlotTable:
         """Return a table with more slots and the same samples."""
-        larger = SlotTable.empty(num_slots, sampling)
+        larger = SlotTable.empty(num_slots, *self.log_probs.shape[1:])
         for new, old in zip(vars(larger).values(), vars(self).values(), strict=True):
             new[: len(old)] = old
         return larger
@@ -68,19 +84,18 @@ class SlotTable:
         for array in vars(self).values():
             array[targets] = array[sources]
 
-    def put(
-        self, slot: int, number: int, sample: Sample, length: int, sampling: SamplingParams
-    ) -> None:
+    def put(self, slot: int, entry: Waiting, length: int) -> None:
         """Put a sample into a slot, with `length` as its entry in `lengths`."""
+        sample = entry.sample
         if sample.cached is not None:
             sample = replace(sample, cached=CachedStates())  # its states are outdated from now on
         count = len(sample.tokens)
-        self.numbers[slot], self.samples[slot], self.keys[slot] = number, sample, sample.key
+        self.numbers[slot], self.samples[slot], self.keys[slot] = entry.number, sample, sample.key
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), length
         self.forced[slot], self.num_sampled[slot] = count, 0
-        self.longest[slot] = sample.longest(sampling.max_tokens)
+        self.longest[slot] = sample.longest(self.tokens.shape[1])
         self.tokens[slot, :count] = sample.tokens
-        self.log_probs[slot, :count] = sample.stacked_log_probs(sampling.num_log_probs)
+        self.log_probs[slot, :count] = sample.stacked_log_probs(self.log_probs.shape[2])
         self.versions[slot, :count] = sample.versions
 
     def sample(self, slot: int, finish_reason: str, states: CachedStates | None) -> Sample:
