@@ -30,6 +30,7 @@ import hydra
 from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
 from trainer.config.compose import compose_tree, known_settings, left_out_of, load_config, register
 from trainer.config.devices import devices_of
+from trainer.config.key_errors import unknown_key
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
@@ -129,8 +130,12 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
             "--cfg to start the runs."
         )
     if unknown:
+        word = unknown[0]
+        if not word.startswith("-") and not unknown_key(word, recipe):
+            value = next((other for other in unknown[1:] if not other.startswith("-")), "VALUE")
+            raise ConfigError(f"{word} needs a value: {word}={value}")
         raise ConfigError(
-            f"{unknown[0]} is not a setting. Settings are written key=value, without dashes, as "
+            f"{word} is not a setting. Settings are written key=value, without dashes, as "
             f"in trainer.seed=2. All keys: verl-like {recipe.name} --cfg all"
         )
     return options

@@ -89,15 +89,15 @@ class When:
     """The condition in words for the docs: "there is a critic"."""
     holds: Callable[[Any, Any], bool]
     """A function of the key's section and the whole configuration: whether the key is read."""
-    otherwise: str
-    """What is missing if the condition is false, for errors: "this run has no critic".
-
-    `{section}` stands for the section's name and a dot.
+    otherwise: str | Callable[[Any], str]
+    """What is missing if the condition is false, for errors, or a function of the configuration
+    that returns it: "this run has no teacher". `{section}` stands for the section's name and a dot.
     """
 
-    def missing(self, section: str) -> str:
+    def missing(self, section: str, run: Any) -> str:
         """Return `otherwise` for a key in that section."""
-        return self.otherwise.replace("{section}", f"{section}." if section else "")
+        text = self.otherwise if isinstance(self.otherwise, str) else self.otherwise(run)
+        return text.replace("{section}", f"{section}." if section else "")
 
 
 def when(name: str, *values: Any, otherwise: str = "") -> When:

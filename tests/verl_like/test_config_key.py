@@ -30,4 +30,4 @@ def test_a_condition_describes_itself(
     section = SimpleNamespace(on=value)
     assert not condition.holds(section, RUN)
     assert condition.says == says
-    assert condition.missing("part").startswith(missing)
+    assert condition.missing("part", RUN).startswith(missing)

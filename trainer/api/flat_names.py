@@ -195,7 +195,9 @@ def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     """Return the error text, which suggests our name for a TRL name, or the nearest flat name."""
     same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
-    if LIKE_TRL.get(name) in names:
+    if name == "steps":
+        hint = " Pass it to fit, as in fit(steps=5)."
+    elif LIKE_TRL.get(name) in names:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."
     else:
         known = [*names, *trl_names(names)]

@@ -144,7 +144,9 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
         lines.append("Calls on different pools run concurrently.")
     else:
         line = "There is one pool, so only rewards overlap with other calls."
-        if "critic" in expand_roles(config.role_mapping):
+        devices = devices_of(config.trainer)
+        has_room = devices.type == "cpu" or sum(map(sum, config.resource_pool_spec.values())) > 1
+        if "critic" in expand_roles(config.role_mapping) and has_room:
             line += " Set placement=split for a separate pool for the critic."
         lines.append(line)
     return lines + [

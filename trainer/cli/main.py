@@ -7,12 +7,12 @@ train
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     save a model's best responses for sft or dpo
 before a run
-  check [RECIPE] [key=value..]  check settings, print the plan, start nothing
+  check [key=value ...]         check settings, print the plan, start nothing
   plan [key=value ...]          propose GPUs for every role
   bench overlap [...]           predict the speed-up of async training
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss on cut and padded batches
-  doctor                        check that everything a run needs works
+  doctor                        check this machine
   make-tiny DIR                 write a tiny model and data for experiments
 after a run
   report RUN_DIR                write RUN_DIR/report.html again

@@ -69,7 +69,7 @@ def devices_of(trainer: TrainerConfig) -> Devices:
         number, gpu = _parsed(trainer.simulate)
         if number % trainer.nnodes:
             raise ConfigError(
-                f"trainer.simulate={trainer.simulate} does not divide evenly among "
+                f"--gpus {trainer.simulate} (trainer.simulate) does not divide evenly among "
                 f"trainer.nnodes={trainer.nnodes}. Write the GPUs of all machines together."
             )
         gib = _gib_of(trainer.simulate, gpu)
@@ -91,13 +91,13 @@ def with_simulated(config: C, keys: Collection[str]) -> C:
         return config
     if trainer.device == "cpu":
         raise ConfigError(
-            f"trainer.simulate={trainer.simulate} and trainer.device=cpu: a run on CPUs uses no "
-            "simulated GPUs. Leave out one of them."
+            f"--gpus {trainer.simulate} (trainer.simulate) and trainer.device=cpu: a run on CPUs "
+            "uses no simulated GPUs. Leave out one of them."
         )
     if "trainer.dry_run" in keys and not trainer.dry_run:
         raise ConfigError(
-            f"trainer.simulate={trainer.simulate} and trainer.dry_run=false: a run cannot train "
-            "on simulated GPUs. Leave out one of them."
+            f"--gpus {trainer.simulate} (trainer.simulate) and trainer.dry_run=false: a run cannot "
+            "train on simulated GPUs. Leave out one of them."
         )
     changes: dict[str, Any] = {"trainer.device": "cuda", "trainer.dry_run": True}
     number, _ = _parsed(trainer.simulate)
@@ -116,8 +116,8 @@ def _parsed(simulate: str) -> tuple[int, str]:
     match = re.fullmatch(r"(\d+) ?x ?(.+)", simulate.strip())
     if match is None or int(match[1]) == 0:
         raise ConfigError(
-            f"trainer.simulate={simulate}: write the number and the GPU as 8xH100, or with "
-            "the memory of a GPU as 8x80GiB."
+            f"--gpus {simulate} (trainer.simulate): write the number and the GPU as 8xH100, or "
+            "with the memory of a GPU as 8x80GiB."
         )
     return int(match[1]), match[2].strip()
 
@@ -129,7 +129,7 @@ def _gib_of(simulate: str, gpu: str) -> float:
     by_name = {_plain(name): gib for name, gib in GIB_OF_GPUS.items()}
     if _plain(gpu) not in by_name:
         raise ConfigError(
-            f"trainer.simulate={simulate}: {gpu!r} is not a GPU whose memory is "
+            f"--gpus {simulate} (trainer.simulate): {gpu!r} is not a GPU whose memory is "
             f"known.{nearest(gpu, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}. For another GPU, "
             "write its memory: 8x80GiB."
         )

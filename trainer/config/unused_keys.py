@@ -88,7 +88,7 @@ def without_keys(
 def _missing(key: Key, section: Any, config: RunConfig) -> str | None:
     for condition in key.rules.read_when:
         if not condition.holds(section, config):
-            return condition.missing(key.section)
+            return condition.missing(key.section, config)
     return None
 
 

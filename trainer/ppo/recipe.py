@@ -3,28 +3,28 @@
 
 Trains a policy with PPO, GRPO and other algorithms.
 
-Algorithm    algorithm=ppo|grpo|dapo|…  a paper's settings; your keys win
-             correction=decoupled_seq_is|…  off-policy correction
+Algorithm    algorithm=ppo|grpo|dapo|…  a paper's algorithm; your keys win
+             correction=decoupled_token_is|…  off-policy correction
 Data         data.train_batch_size=1024  prompts per step (default: 1024)
              data.max_prompt_length=512 data.max_response_length=512  (defaults)
              data.val_files=FILE trainer.test_freq=10  steps between validations
 Reward       reward=FILE.py:FUNCTION  default: the rule for a row's data_source
              reward.model.enable=true reward.model.path=FOLDER  a reward model
+             environment=FILE.py:CLASS  several turns, with rewards
 Sampling     actor_rollout_ref.rollout.n=8  responses per prompt (8 with grpo)
+             actor_rollout_ref.rollout.name=vllm|native  the engine
 Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (default)
 Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, off)
 Length       trainer.total_epochs=1  or  trainer.total_training_steps=100
 Run          trainer.default_local_dir=DIR  the same command resumes the run
              trainer.save_freq=50  steps between checkpoints; also every 30 min
-
+             trainer.logger=[console,wandb]
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
              trainer.backend=ray|local  ray.address=HOST:PORT
 Placement    placement=colocate|split|standalone
-             resource_pool_spec.mine=[2] role_mapping.rollout=mine  a new pool
 Check first  verl-like check key=value ...  prints the plan, starts nothing
 Sweep        --multirun trainer.seed=1,2
 Keys         verl-like ppo --cfg all  every key;  --cfg job: what this run reads
-Completion   eval "$(verl-like -sc install=bash)"
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainer.ppo.verl import settings_of_configuration, translate
 from verl_like.config_key import changed
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, has_environment, model_rewards
-from workers.config.conditions import has_only_teacher, has_teacher
+from workers.config.conditions import has_only_teacher, has_teacher, why_no_critic
 
 C = TypeVar("C", bound=RunConfig)
 P = TypeVar("P", bound=PPOConfig)
@@ -83,12 +83,9 @@ NO_REWARD_MODEL = "reward.model.enable=false, and `reward.list` has no model"
 def inactive_roles(config: Any) -> dict[str, str]:
     """Map each role that a run does not need to the reason; `config` may be the composed tree."""
     inactive = {}
-    name = config.algorithm.adv_estimator
-    estimator = registry_of("advantage estimator").look_up(name)
-    if has_only_teacher(config):
-        inactive["critic"] = "only the teacher provides advantages"
-    elif "values" not in inspect.signature(estimator).parameters:
-        inactive["critic"] = f"algorithm.adv_estimator={name} needs no value function"
+    estimator = registry_of("advantage estimator").look_up(config.algorithm.adv_estimator)
+    if has_only_teacher(config) or "values" not in inspect.signature(estimator).parameters:
+        inactive["critic"] = why_no_critic(config)
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
         inactive["ref"] = "there is no KL in the reward or the loss"
     if not model_rewards(config):

@@ -10,14 +10,21 @@ The reference is the model before training, or ref.model.path. Its log-probs are
 computed once per run.
 
   loss=dpo|ipo|hinge|kto|orpo|simpo  orpo and simpo have no reference
-  beta=0.1                           weight of the log-ratios (default: 0.1)
-  optim.lr=5e-6                      learning rate (default: 1e-5)
-  data.train_batch_size=64           rows per optimizer step (default: 64)
-  label_smoothing=0.1                dpo for noisy labels (cDPO)
-  reference_free=true                without the reference
-  sft_coef=0.1                       weight of an SFT loss on chosen responses
-  trainer.default_local_dir=DIR      run folder, with the model in DIR/model
-  verl-like dpo --cfg all            every key with its meaning
+  beta=0.1                       weight of the log-ratios (default: 0.1)
+  data.max_length=2048           tokens per row; longer rows are cut (default:
+                                 1024, or fewer if the model is shorter)
+  data.train_batch_size=64       rows per optimizer step (default: 64)
+  trainer.total_epochs=1         passes over the rows (default: 1)
+  optim.lr=5e-6                  learning rate (default: 1e-5)
+  model.lora_rank=32             train a LoRA adapter, to save memory
+  label_smoothing=0.1            dpo for noisy labels (cDPO)
+  reference_free=true            without the reference
+  sft_coef=0.1                   weight of an SFT loss on chosen responses
+  trainer.default_local_dir=DIR  run folder, with the model in DIR/model
+  trainer.save_freq=100          steps between checkpoints; also every 30 min
+  verl-like dpo --cfg all        every key with its meaning
+
+Placement and resume work as in `verl-like ppo`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ whole dialogues. A row can have a margin. The file is Parquet, JSONL or CSV:
   {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away", "margin": 1.5}
 
   data.train_batch_size=64       pairs per optimizer step (default: 64)
+  trainer.total_epochs=1         passes over the pairs (default: 1)
   optim.lr=1e-5                  learning rate (default: 1e-5)
   trainer.default_local_dir=DIR  run folder, with the model in DIR/model
   trainer.save_freq=100          steps between checkpoints; also every 30 min

@@ -11,6 +11,7 @@ or plain text. The rows of the file (Parquet, JSONL or CSV) have these forms:
   data.max_length=2048           tokens per row; longer rows are cut (default:
                                  1024, or fewer if the model is shorter)
   data.train_batch_size=64       rows per optimizer step (default: 64)
+  trainer.total_epochs=1         passes over the rows (default: 1)
   optim.lr=1e-5                  learning rate (default: 1e-5)
   model.lora_rank=32             train a LoRA adapter, to save memory
   trainer.default_local_dir=DIR  run folder, with the model in DIR/model; the

@@ -39,6 +39,7 @@ from verl_like.calls.transport import Transport
 from verl_like.calls.verl_surface import VerlGroup
 from verl_like.calls.wire import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
+from verl_like.process.info import ProcessInfo
 
 
 class ClassWithInitArgs:
@@ -141,7 +142,8 @@ class BoundMethod:
     ):
         """`WorkerGroup` makes one for every registered method of its workers."""
         self.group, self.mark, self.role, self.function = group, mark, role, function
-        self.name = f"{role}.{method}"
+        owner = group.roles[role].__name__ if role == ProcessInfo.name else role
+        self.name = f"{owner}.{method}"
         self.mode = mode_of(mark.dispatch_mode, self.name)
         is_rank_zero_mode = getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
         self.first_rank_only = mark.execute_mode is Execute.RANK_ZERO or is_rank_zero_mode
@@ -339,6 +341,20 @@ class WorkerGroup(VerlGroup):
         self.state.learn(transport.started)
         for name, (role, method, function, mark) in method_table(roles, prefixed).items():
             setattr(self, name, BoundMethod(self, role, method, function, mark))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error that tells an unregistered method of the workers from an unknown name."""
+        if name.startswith("__") or "roles" not in vars(self):  # such as while it is unpickled
+            raise AttributeError(name)
+        methods = self.methods_by_name()
+        if name not in methods:
+            raise AttributeError(f"{self!r} has no attribute '{name}'.{nearest(name, methods)}")
+        role, method, _ = methods[name]
+        raise AttributeError(
+            f"{self.roles[role].__name__} has the method '{method}', but it isn't registered, and "
+            "a group has only the methods with @register. Register it, or call "
+            f"execute_all_sync('{name}')."
+        )
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """Return role -> a group on these same processes, whose methods have no prefix.

@@ -82,14 +82,19 @@ class VerlGroup:
         future: WorkerFuture = method.remote(*args, **kwargs)
         return future
 
-    def _by_name(self, name: str, execute_mode: Execute) -> Any:
-        """Return a method of the workers, which need not be registered."""
+    def methods_by_name(self) -> dict[str, tuple[str, str, Callable[..., Any]]]:
+        """Map the name on the group of every method of the workers to role, method and function."""
         methods = {}
         for role, cls in self.roles.items():
             for method in dir(cls):
                 if not method.startswith("__") and callable(getattr(cls, method)):
                     key = f"{role}_{method}" if role in self.prefixed else method
                     methods[key] = role, method, getattr(cls, method)
+        return methods
+
+    def _by_name(self, name: str, execute_mode: Execute) -> Any:
+        """Return a method of the workers, which need not be registered."""
+        methods = self.methods_by_name()
         if name not in methods:
             raise DispatchError(
                 f"the workers of {self.name} have no method '{name}'.{nearest(name, methods)}"

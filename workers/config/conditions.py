@@ -30,6 +30,13 @@ def has_only_teacher(run: Any) -> bool:
     return has_teacher(run) and not run.distillation.use_task_rewards
 
 
+def why_no_critic(run: Any) -> str:
+    """Return the reason why a run without a critic has none."""
+    if has_only_teacher(run):
+        return "only the teacher provides advantages"
+    return f"algorithm.adv_estimator={run.algorithm.adv_estimator} needs no value function"
+
+
 def has_no_reward(run: Any) -> bool:
     """True if no reward is configured and, because of a teacher, none is needed."""
     reward = run.reward
@@ -76,8 +83,7 @@ def loss_reads(name: str) -> When:
 HAS_CRITIC = When(
     "there is a critic",
     lambda _, run: "critic" in run.role_mapping,
-    "this run has no critic, because algorithm.adv_estimator needs no value function, or only a "
-    "teacher provides advantages",
+    lambda run: f"this run has no critic, because {why_no_critic(run)}",
 )
 HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(

@@ -274,7 +274,9 @@ def test_all_unknown_keys_are_reported_at_once() -> None:
         load_config([*NEEDED, "data.tran_files=x", "logger=console", "critic_pool=2"])
     lines = str(caught.value).splitlines()
     assert len(lines) == 4
-    assert lines[0].startswith("there is no key 'data.tran_files'. Did you mean 'data.train_files'")
+    assert lines[0].startswith(
+        "there is no key 'data.tran_files'. Did you mean 'data.train_files'?"
+    )
     assert lines[1] == "there is no key 'logger'. Did you mean 'trainer.logger'?"
     assert "Did you mean 'resource_pool_spec.critic_pool', the processes of that pool?" in lines[2]
     assert lines[3] == "All keys: verl-like ppo --cfg all"

@@ -101,11 +101,11 @@ def test_simulated_gpus_have_a_name_or_a_size(simulate: str, gib: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("simulate=H100", "trainer.simulate=H100: write the number and the GPU as 8xH100"),
+        ("simulate=H100", "--gpus H100 .trainer.simulate.: write the number and the GPU as 8xH100"),
         ("simulate=8xH10O", "'H10O' is not a GPU .* Did you mean 'H100'"),
         ("simulate=8x0GiB", "'0GiB' is not a GPU whose memory is known"),
         ("simulate=8xH100 trainer.nnodes=3", "does not divide evenly among trainer.nnodes=3"),
-        ("simulate=8xH100 trainer.device=cpu", "=8xH100 and trainer.device=cpu"),
+        ("simulate=8xH100 trainer.device=cpu", "8xH100 .trainer.simulate. and trainer.device=cpu"),
         ("simulate=8xH100 trainer.dry_run=false", "a run cannot train on simulated GPUs"),
     ],
 )

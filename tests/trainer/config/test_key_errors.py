@@ -14,6 +14,10 @@ from verl_like.errors import VerlLikeError
 SAMPLED = "actor_rollout_ref.rollout.val_kwargs"
 NO_CRITIC = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2"
 ERRORS = [
+    (
+        "data.train_batchsize=8",
+        "'data.train_batchsize'. Did you mean 'data.train_batch_size'\\?",
+    ),
     ("epochs=3", "there is no key 'epochs'. Did you mean .* or 'trainer.total_epochs'"),
     ("++trainer.sed=3", "there is no key .*Did you mean 'trainer.seed'"),
     ("~trainer.sed", "there is no key .*Did you mean 'trainer.seed'"),

@@ -99,10 +99,16 @@ def test_invalid_yaml_is_an_error_with_its_line(error_of: ErrorOf) -> None:
     assert "'mine' must be a DictConfig, got ListConfig" in error
 
 
-@pytest.mark.parametrize("arguments", [["--epochs", "3"], ["--epochs=3"], ["data.train_files"]])
+@pytest.mark.parametrize("arguments", [["--epochs", "3"], ["--epochs=3"], ["epochs"]])
 def test_arguments_without_a_key_are_rejected(error_of: ErrorOf, arguments: list[str]) -> None:
     error = error_of({}, *arguments)
     assert f"{arguments[0]} is not a setting. Settings are written key=value" in error
+
+
+def test_a_key_without_an_equals_sign_needs_a_value(error_of: ErrorOf) -> None:
+    for value in ("8", "VALUE"):
+        words = ["data.train_batch_size", *([value] if value == "8" else [])]
+        assert f"{words[0]} needs a value: {words[0]}={value}" in error_of({}, *words)
 
 
 @pytest.mark.parametrize("key", ["trainer: {total_epochs: ", "algorithm: {adv_estimator: "])

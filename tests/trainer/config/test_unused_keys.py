@@ -77,8 +77,7 @@ def test_an_unread_key_has_one_notice(
         (
             [*GRPO, "critic.optim.lr=1e-5"],
             "critic.optim.lr has no effect: this run has no critic, because "
-            "algorithm.adv_estimator needs no value function, or only a teacher provides "
-            "advantages",
+            "algorithm.adv_estimator=grpo needs no value function",
         ),
         (
             ["algorithm.bootstrap_truncated=true", NO_CRITIC],

@@ -13,7 +13,16 @@ import torch
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, BadConstructor, Faulty, Modes, Shadow
 from tests.waiting import wait_until
-from verl_like import DataProto, DataProtoFuture, Dispatch, gather, register
+from verl_like import (
+    ClassWithInitArgs,
+    DataProto,
+    DataProtoFuture,
+    Dispatch,
+    LocalWorkerGroup,
+    ResourcePool,
+    gather,
+    register,
+)
 from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
 
 BACKENDS = [("inline", [1]), ("child", [2]), pytest.param(("ray", [2]), marks=pytest.mark.ray)]
@@ -324,3 +333,11 @@ def test_an_error_in_its_block_shuts_a_group_down() -> None:
         raise ZeroDivisionError
     with pytest.raises(WorkerError, match="was shut down"):
         group.pid()
+
+
+def test_errors_name_the_class_of_a_group_without_a_name() -> None:
+    with (
+        LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Adder, 1)) as group,
+        pytest.raises(DispatchError, match="^Adder.add: argument 'data' must be a DataProto"),
+    ):
+        group.add(3)

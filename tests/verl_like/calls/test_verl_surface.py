@@ -70,6 +70,14 @@ def test_an_unknown_method_name_is_rejected(group) -> None:
         group.execute_all_sync("adder_plan")
 
 
+def test_an_unregistered_method_is_no_attribute_of_the_group(group) -> None:
+    with pytest.raises(AttributeError, match="Adder has the method 'plain', but it isn't register"):
+        _ = group.adder_plain
+    with pytest.raises(AttributeError, match="no attribute 'adder_plan'. Did you mean 'adder_pla"):
+        _ = group.adder_plan
+    assert not hasattr(group, "__wrapped__")
+
+
 def test_roles_of_a_process_can_call_each_other(group) -> None:
     ranks = range(group.world_size)
     assert group.both(1) == [10 * (1 + rank) for rank in ranks]
