@@ -29,11 +29,11 @@ PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
 
 @pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardTraining, DPO, KTO])
 def test_every_flat_name_stands_for_a_key_and_is_no_key(cls: Any) -> None:
-    recipe = load_object(cls.recipe, "")
+    recipe = load_object(cls._recipe_path, "")
     keys = named_keys(recipe.schema)
-    assert set(cls.flat_names.values()) <= keys.keys()
-    assert not cls.flat_names.keys() & {*keys, *recipe.groups}
-    assert len({*cls.flat_names.values()}) == len(cls.flat_names)
+    assert set(cls._flat_names.values()) <= keys.keys()
+    assert not cls._flat_names.keys() & {*keys, *recipe.groups}
+    assert len({*cls._flat_names.values()}) == len(cls._flat_names)
 
 
 def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_recipes_on_rows_accept_all_forms_of_keys(
 )
 def test_unknown_and_repeated_names_are_rejected(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settings_of(keywords, PPO.flat_names, PPO_RECIPE)
+        settings_of(keywords, PPO._flat_names, PPO_RECIPE)
 
 
 def test_names_of_trl_clash_with_no_key() -> None:
@@ -149,15 +149,15 @@ def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: P
 def test_kto_is_dpo_with_its_loss(tiny_dir: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "say a", "completion": "aaa", "label": True}] * 4
     config = KTO(f"{tiny_dir}/model", rows, save_to=tmp_path / "kto").config()
-    assert (config.loss, KTO.recipe) == ("kto", DPO.recipe)
+    assert (config.loss, KTO._recipe_path) == ("kto", DPO._recipe_path)
 
 
 @pytest.mark.parametrize(
     ("keys", "classes"), [(PPOKeys, [PPO, AsyncPPO]), (RowKeys, [SFT, RewardTraining, DPO, KTO])]
 )
 def test_typed_keys_are_complete(keys: Any, classes: list[Any]) -> None:
-    recipes = [load_object(cls.recipe, "") for cls in classes]
+    recipes = [load_object(cls._recipe_path, "") for cls in classes]
     known = {name for recipe in recipes for name in [*vars(recipe.schema()), *recipe.groups]}
-    of_trl = {*trl_names(classes[0].flat_names), "train_dataset", "eval_dataset"}
+    of_trl = {*trl_names(classes[0]._flat_names), "train_dataset", "eval_dataset"}
     of_trl |= {"processing_class"} | ({"reward_funcs"} if PPO in classes else set())
     assert {*keys.__annotations__} == (known | of_trl) - {"reward"}  # a parameter
