@@ -1,13 +1,13 @@
-"""`Trainer`, the base class of recipes, and the loop around its steps, which all recipes share.
+"""`Trainer`, the base class of trainers, and the loop around its steps, which all of them share.
 
-A recipe (`trainer.ppo` is one) is a subclass of `Trainer`; `trainer.launch.run` drives it:
+Each recipe has a subclass of `Trainer`, such as `PPOTrainer`; `trainer.launch.run` drives it:
 
     inputs = MyTrainer.prepare(config, at_end)        # data and the like; rejects what cannot work
     with WorkerGroups(config, MyTrainer.worker_code(config)) as groups:
         Loop(MyTrainer(Run(config, groups), *inputs)).run()
 
-A recipe must define `total_steps` and `step`. Everything else has a default. The loop knows no role
-names, batches or tokenizers.
+A subclass must define `total_steps` and `step`. Everything else has a default. The loop knows no
+role names, batches or tokenizers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StopRequested(Exception):
 
 
 class Trainer(Hooks, ABC):
-    """A recipe: its preparation before a process starts, its step, and its state."""
+    """Base class of the trainers: preparation before processes start, the step, and its state."""
 
     stages: ClassVar[Sequence[str]] = ()
     """The stages of each step in order, as `clock` names them; the report shows their times."""

@@ -53,6 +53,7 @@ class Registry(Mapping[str, T]):
         `check` rejects objects that do not fit (`verl_like.signatures`).
         """
         self.kind = kind
+        self.__doc__ = f"Each {kind} by name. The decorator `register(name)` adds your own."
         self._check = check
         self._entries: dict[str, T] = {}
         _by_kind[kind] = self

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from pydoc import render_doc
 
 import pytest
 
@@ -32,6 +33,10 @@ def test_a_decorated_function_is_registered_and_returned(estimators):
 def test_a_registry_is_a_mapping_in_the_order_of_registration(estimators):
     assert list(estimators) == ["gae", "grpo", "group_relative"]
     assert dict(estimators) == {"gae": 1, "grpo": 2, "group_relative": 2}
+
+
+def test_help_on_a_registry_names_its_kind(estimators):
+    assert "Each estimator by name." in render_doc(estimators)
 
 
 def test_a_name_or_alias_that_is_taken_is_rejected(estimators):

@@ -11,9 +11,9 @@ Further keywords are flat names (`trainer.api.flat_names`) or keys of the recipe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from trainer.api.flat_names import (
     OF_PPO,
@@ -38,15 +38,23 @@ from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
 from workers.config.rows import loss_reads
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 PAIR = '[{"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}]'
 
 
 class PPO(PythonRun):
     """PPO and its variants: a policy learns from rewards for its responses.
 
-    For example, ten steps with the length of the response as the reward:
+    `PPO.__init__` describes the parameters. For example, with a column `total` in the rows:
 
-        run = PPO("Qwen/Qwen3-0.6B", ["Say a joke."], lambda response: len(response), lr=1e-6)
+        prompts = [{"prompt": f"{n} + 2 =", "total": str(n + 2)} for n in range(64)]
+
+        def reward(response, total):
+            return float(total in response)
+
+        run = PPO("Qwen/Qwen3-0.6B", prompts, reward, lr=1e-6)
         run.fit(steps=10)
     """
 
@@ -62,11 +70,11 @@ class PPO(PythonRun):
 
     def __init__(
         self,
-        model: Any = None,
-        prompts: Any = None,
+        model: str | Path | PreTrainedModel | Mapping[str, Any] | Callable[[], Any] | None = None,
+        prompts: str | Path | Iterable[Any] | None = None,
         reward: Callable[..., Any] | Sequence[Any] | Section | None = None,
         *,
-        val_prompts: Any = None,
+        val_prompts: str | Path | Iterable[Any] | None = None,
         tokenizer: Any = None,
         callbacks: Sequence[object] = (),
         lr: float | None = None,
@@ -162,11 +170,11 @@ class PPO(PythonRun):
         """Run `steps` more steps; without arguments, run for the length that the keys set.
 
         The run resumes as `trainer.resume_mode` says: by default, from the newest checkpoint in the
-        run folder. By default, it also saves a checkpoint after its last step. The last three
-        parameters are for ColossalChat scripts, which pass all three.
+        run folder. By default, it also saves a checkpoint after its last step.
 
         Args:
-            steps: number of further steps.
+            steps: number of further steps. The other parameters replace it in ColossalChat scripts,
+                which pass all three.
             num_episodes: `num_episodes` times `max_timesteps` is the number of further rollouts.
             max_timesteps: see `num_episodes`.
             update_timesteps: rollouts per training step (`data.train_batch_size` prompts). The last
@@ -251,7 +259,13 @@ class GRPO(PPO):
 
 
 class AsyncPPO(PPO):
-    """PPO that generates and trains at the same time; the parameters are those of `PPO`."""
+    """PPO that generates and trains at the same time, on separate pools.
+
+    The parameters are those of `PPO`. For example, on two GPUs, one of which generates:
+
+        run = AsyncPPO("Qwen/Qwen3-0.6B", prompts, reward, algorithm="grpo", lr=1e-6)
+        run.fit(steps=100)
+    """
 
     _recipe_path = "trainer.async_training.recipe.ASYNC"
 
@@ -261,10 +275,10 @@ class RowsRun(PythonRun):
 
     def __init__(
         self,
-        model: Any = None,
+        model: str | Path | PreTrainedModel | Callable[[], Any] | None = None,
         /,
-        rows: Any = None,
-        val_rows: Any = None,
+        rows: str | Path | Iterable[Any] | None = None,
+        val_rows: str | Path | Iterable[Any] | None = None,
         *,
         tokenizer: Any = None,
         callbacks: Sequence[object] = (),
@@ -326,7 +340,7 @@ class RowsRun(PythonRun):
 class SFT(RowsRun):
     """Supervised fine-tuning (SFT) on texts, chats, or dicts with `prompt` and `response`.
 
-    For example, on one row:
+    `SFT.__init__` describes the parameters. For example, on one row:
 
         SFT("Qwen/Qwen3-0.6B", [{"prompt": "2 + 2", "response": "4"}], lr=1e-5).fit(steps=10)
     """
@@ -342,7 +356,7 @@ class SFT(RowsRun):
 class RewardTraining(RowsRun):
     """Training of a reward model on pairs: dicts with `chosen`, `rejected` and usually `prompt`.
 
-    The parameters are those of `SFT`. For example, on one pair:
+    It is the command `verl-like reward-model`. The parameters are those of `SFT`. For example:
 
         pair = {"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}
         RewardTraining("Qwen/Qwen3-0.6B", [pair]).fit()

@@ -76,6 +76,10 @@ class Recipe(Generic[C]):
     own_folder: Path | None = None
     """Folder of the user's YAML: presets, and files that extend or replace the recipe's."""
 
+    def __repr__(self) -> str:
+        """Return the name, because signatures show a recipe as a default."""
+        return f"Recipe({self.name!r})"
+
     def load_registries(self) -> None:
         """Import the modules of `registries`."""
         for module in self.registries:

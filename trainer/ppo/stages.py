@@ -54,7 +54,13 @@ from workers.rewards.weighted import Rewards
 
 
 class PPOTrainer(Trainer):
-    """The stages of PPO over the roles in `groups`.
+    """The stages of a step of PPO over the roles in `groups`.
+
+    - `sample()` returns the batch of samples, and metrics
+    - `score(batch)` returns it with rewards, log-probs and values, and metrics
+    - `estimate(batch)` returns it with advantages, and metrics
+    - `update(batch)` trains actor and critic, and returns metrics
+    - `sync()` sends the actor's weights to the rollout, and returns metrics
 
     To change a stage, override its method in a subclass, and select the subclass by
     `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks in the order of their calls.

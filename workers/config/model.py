@@ -235,7 +235,7 @@ class ModelConfig(Section):
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    """Adapters are scaled by lora_alpha / lora_rank (default of `serve`: 32)."""
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
