@@ -1,6 +1,7 @@
 """usage: verl-like bench overlap RUN_DIR
-       verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
-           [--generators 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
+       verl-like bench overlap --gen-s 1.2 --score-s 0.3 --update-s 0.8
+           --sync-s 0.1 [--generators 1,2] [--trainers 1]
+           [--max-staleness 0,1,4] [--json] ...
 
 Predicts how fast an asynchronous run would be, for several numbers of
 generators: seconds per step, speed-up over the synchronous run, who is idle,
@@ -10,7 +11,7 @@ and what limits the speed. Nothing is started.
 
 The seconds of each phase are those of the run, or of the options:
 
-  --gen 1.2 ...         seconds per batch: generate, score, update, and sync
+  --gen-s 1.2 ...       seconds per batch: generate, score, update, and sync
                         weights (override the run's)
   --generators 1,2      numbers of generators and trainers, and values of
                         async_training.max_staleness, to simulate in every
@@ -54,7 +55,7 @@ from verl_like.terminal import draw_table, fit, terminal_width
 RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 """The pairs (generators, trainers) in the table of ratios."""
 PHASES = {"gen": "generate", "score": "score", "update": "update", "sync": "sync"}
-"""Option -> field of `Phases`."""
+"""Option `--<phase>-s` -> field of `Phases`."""
 WORTH_IT = 1.05
 """Smallest speed-up that is worth an asynchronous run; within this factor, runs count as equal."""
 ADVICE = {
@@ -183,13 +184,14 @@ def overlap(arguments: Sequence[str]) -> None:
 
 def _phases_of(options: argparse.Namespace) -> tuple[Phases, list[str]]:
     """Return the folder's phases, overridden by the options, and notes about the folder."""
-    seconds_of = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
+    options_of = {name: getattr(options, f"{name}_s") for name in PHASES}
+    seconds_of = {name: seconds for name, seconds in options_of.items() if seconds}
     if options.run_dir:
         phases, notes = measured_phases(options.run_dir)
     elif missing := {"gen", "update"} - seconds_of.keys():
         raise ConfigError(
-            f"missing: --{' and --'.join(sorted(missing))}. Pass a run folder, or the seconds of a "
-            "batch with --gen, --score, --update and --sync."
+            f"missing: --{'-s and --'.join(sorted(missing))}-s. Pass a run folder, or the seconds "
+            "of a batch with --gen-s, --score-s, --update-s and --sync-s."
         )
     else:
         phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
@@ -198,7 +200,7 @@ def _phases_of(options: argparse.Namespace) -> tuple[Phases, list[str]]:
     if zero:
         where = f"{options.run_dir} records no seconds for {' and '.join(zero)}. "
         where = where if options.run_dir else ""
-        raise ConfigError(f"{where}Set --{' and --'.join(zero)} to seconds above 0.")
+        raise ConfigError(f"{where}Set --{'-s and --'.join(zero)}-s above 0.")
     return phases, notes
 
 
@@ -265,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run_dir", nargs="?")
     for name in PHASES:
-        add(f"--{name}", type=_Numbers(float, 0))
+        add(f"--{name}-s", type=_Numbers(float, 0))
     add("--generators", type=_Numbers(int, 1), default=[1, 2])
     add("--trainers", type=_Numbers(int, 1), default=[1])
     add("--max-staleness", type=_Numbers(int, 0, some_at_least=1), default=[0, 1, 4])

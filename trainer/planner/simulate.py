@@ -209,7 +209,8 @@ def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
     if not timed:
         raise ConfigError(
             f"{folder}/metrics.jsonl has no timing_s/gen, so the time of generation is unknown. "
-            "Pass a PPO run folder, or set the seconds with --gen, --score, --update and --sync."
+            "Pass a PPO run folder, or set the seconds with --gen-s, --score-s, "
+            "--update-s and --sync-s."
         )
     timed = timed[1:] or timed
     phases = Phases(*map(list, zip(*map(_phases_of, timed), strict=True)))

@@ -67,7 +67,7 @@ class Sandbox:
     """CPU seconds per sample, or per call of an environment; a batch gets twelve times as many."""
     file_gb: float = key(1.0, at_least=0)
     """GiB per file, and for the working folder."""
-    processes: int = key(64, above=0)
+    max_processes: int = key(64, above=0)
     """Maximum number of processes at a time."""
     network: bool = key(True)
     """Allow network access; false needs Linux network namespaces."""

@@ -243,8 +243,8 @@ def describe_exit(status: int, sandbox: Sandbox) -> str:
 def excess(sandbox: Sandbox, folder: str) -> str | None:
     """Name a limit that this process's descendants or the files in their folder exceed, or None."""
     pids = descendants(os.getpid())
-    if len(pids) > sandbox.processes:
-        return f"had {len(pids)} processes (processes={sandbox.processes})"
+    if len(pids) > sandbox.max_processes:
+        return f"had {len(pids)} processes (max_processes={sandbox.max_processes})"
 
     gigabytes = sum(map(_own_memory, pids)) / 2**30
     if gigabytes > sandbox.memory_gb:

@@ -51,7 +51,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
     template = str(getattr(tokenizer, "chat_template", ""))
     call_parser = [config.call_parser] if config.call_parser else forms_of(template)
     sandbox = Sandbox.of(config.sandbox)
-    sandbox = replace(sandbox, processes=max(sandbox.processes, PROCESSES * MOST_OPEN))
+    sandbox = replace(sandbox, max_processes=max(sandbox.max_processes, PROCESSES * MOST_OPEN))
     path = config.paths or config.path
     return EnvironmentSpec(
         path,

@@ -12,7 +12,7 @@ from tests.trainer.report.report_runs import make_run
 from trainer.cli import bench
 from verl_like.errors import ConfigError
 
-SECONDS = ["--gen=1.2", "--score=0.3", "--update=0.8", "--sync=0.1"]
+SECONDS = ["--gen-s=1.2", "--score-s=0.3", "--update-s=0.8", "--sync-s=0.1"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -57,8 +57,8 @@ def test_json_has_the_phases_and_runs_of_the_tables(capsys: pytest.CaptureFixtur
 
 
 def test_generators_shared_unevenly_are_slower(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = as_json(capsys, "--gen=3", "--update=0.2", "--generators=3", "--trainers=2")
-    even = as_json(capsys, "--gen=3", "--update=0.2", "--generators=4", "--trainers=2")
+    slow = as_json(capsys, "--gen-s=3", "--update-s=0.2", "--generators=3", "--trainers=2")
+    even = as_json(capsys, "--gen-s=3", "--update-s=0.2", "--generators=4", "--trainers=2")
     assert "with 3 generators and 2 trainers, trainer 1 has 1 of the generators" in slow["notes"][0]
     assert even["notes"] == []
     times = [report["runs"][-1]["seconds_per_step"] for report in (slow, even)]
@@ -70,7 +70,7 @@ def test_generators_shared_unevenly_are_slower(capsys: pytest.CaptureFixture[str
 def test_options_replace_measurements(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = str(make_run(tmp_path / "run", 3))
     assert as_json(capsys, folder)["phases"]["generate"] == [0.3, 0.3]
-    slower = as_json(capsys, folder, "--gen=3")
+    slower = as_json(capsys, folder, "--gen-s=3")
     assert slower["phases"]["generate"] == [3.0]
     assert slower["phases"]["score"] == [0.15, 0.15]
 
@@ -78,8 +78,8 @@ def test_options_replace_measurements(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "missing: --gen and --update"),
-        (["--gen=0", "--update=1"], "^Set --gen to seconds above 0\\."),
+        ([], "missing: --gen-s and --update-s"),
+        (["--gen-s=0", "--update-s=1"], "^Set --gen-s above 0\\."),
         ([*SECONDS, "--max-inflight=1"], "--max-inflight=1 is less than a batch of 2 chunks"),
     ],
 )

@@ -50,5 +50,5 @@ def test_an_async_run_has_the_seconds_of_its_generators(tmp_path: Path) -> None:
 
 def test_a_run_that_generates_nothing_is_rejected(tmp_path: Path) -> None:
     folder = write_metrics(tmp_path, {"timing_s/step": 1.0})
-    with pytest.raises(ConfigError, match=r"has no timing_s/gen.*--gen, --score"):
+    with pytest.raises(ConfigError, match=r"has no timing_s/gen.*--gen-s, --score-s"):
         measured_phases(folder)

@@ -129,7 +129,7 @@ def locally(solution_str):
         socket.create_connection(server.getsockname(), timeout=2).close()
     return 1.0
 """
-SMALL = Sandbox(memory_gb=1.0, cpu_s=0.5, file_gb=2**-10, processes=8)
+SMALL = Sandbox(memory_gb=1.0, cpu_s=0.5, file_gb=2**-10, max_processes=8)
 
 
 class UntrustedScorers:
@@ -237,7 +237,7 @@ def test_forks_in_other_sessions_end_with_the_process(untrusted: UntrustedScorer
 def test_too_many_forks_end_the_process_and_all_forks(untrusted: UntrustedScorers) -> None:
     before, guilty, after = untrusted("fine", "bomb", "fine")
     assert (before[0], guilty[0], after[0]) == (1.0, None, 1.0)
-    assert " processes (processes=8)" in guilty[2]
+    assert " processes (max_processes=8)" in guilty[2]
     with untrusted.note.open() as file:  # a process that is left holds the lock
         wait_until(lambda: is_free(file))
 
