@@ -123,11 +123,12 @@ def key_sections() -> dict[str, str]:
 
 
 def key_table(page: str) -> str:
-    """The keys that are usually set, then the sections of a page.
+    """The keys that are usually set, with links to their sections, then the sections of a page.
 
     A key that repeats one of an earlier section refers to it.
     """
-    lines, section, first = [f"Usually set: {_code(USUAL_KEYS[page])}.", ""], "", dict[str, str]()
+    usual = (f"[`{key}`](#{key.rpartition('.')[0].replace('.', '')})" for key in USUAL_KEYS[page])
+    lines, section, first = [f"Usually set: {', '.join(usual)}.", ""], "", dict[str, str]()
     texts = [text for name, text in key_sections().items() if key_page(name) == page]
     for line in "\n\n".join(texts).splitlines():
         if line.startswith("## "):
@@ -217,6 +218,7 @@ LISTED_ELSEWHERE = {
     LOSS_AGG_MODES: "an [aggregation](algorithms.md#aggregation)",
 }
 """Choices, or the registry that has them -> the link to their table."""
+CORRECTION = "([list](algorithms.md#correction-for-samples-of-another-policy))"
 SAID_BY_THE_MEANING = {
     *("a number", "a name", "a folder", "a list of sections", "a dotted path", "a column"),
     *("a .py file or a module", "a folder or a name", "role: pool", "role: dotted path"),
@@ -258,7 +260,7 @@ def _values(key: Key, default: Any, doc: str) -> str:
     if key.rules.options is not None:  # its keys have a list of their own
         return ""
     words = LISTED_ELSEWHERE.get(key.rules.registry or key.rules.choices) or _cell(key.allowed)
-    words = words.removesuffix(", or null")
+    words = words.removesuffix(", or null").replace("(see Algorithms)", CORRECTION)
     if key.rules.choices and all(f"`{choice}`" in doc for choice in key.rules.choices):
         words = ""
     for value in ("null", "-1", "0"):  # the meaning says what it does

@@ -21,7 +21,7 @@ from workers.training.role_model import RoleModelSpec
 
 HEAD = (
     *("role", "pool", "dtype (weights / compute)", "weights", "gradients", "optimizer"),
-    *("all-gathered", "activations", "KV cache", "offloaded"),
+    *("gathered", "activations", "KV cache", "offloaded"),
 )
 
 
