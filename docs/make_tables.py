@@ -127,10 +127,14 @@ def key_table(page: str) -> str:
 
     A key that repeats one of an earlier section refers to it.
     """
-    usual = (f"[`{key}`](#{key.rpartition('.')[0].replace('.', '')})" for key in USUAL_KEYS[page])
+    texts = "\n\n".join(text for name, text in key_sections().items() if key_page(name) == page)
+    usual = []
+    for key in USUAL_KEYS[page]:
+        name = key.rpartition(".")[0]
+        has_heading = f"## `{name}`" in texts
+        usual.append(f"[`{key}`](#{name.replace('.', '')})" if has_heading else f"`{key}`")
     lines, section, first = [f"Usually set: {', '.join(usual)}.", ""], "", dict[str, str]()
-    texts = [text for name, text in key_sections().items() if key_page(name) == page]
-    for line in "\n\n".join(texts).splitlines():
+    for line in texts.splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ").rstrip("↻")
         key, colon, meaning = line.partition(": ")
