@@ -107,8 +107,8 @@ class RolloutCorrectionConfig(Section):
         allows="a number, or for k1 lower_upper such as 0.5_2.0",
         read_when=unless("rollout_rs"),
     )
-    """Largest allowed k2 or k3; for k1, the range of the ratio rollout / actor (one number u: 1/u to
-    u). One value for all criteria, or one for each.
+    """Largest allowed k2 or k3; for k1, the range of the ratio rollout / actor (one number u: 1/u
+    to u). One value for all criteria, or one for each.
     """
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
     """Reject sequences with a token whose ratio, actor / rollout, is below this; null: no veto."""
