@@ -118,7 +118,7 @@ def test_the_commands_in_the_help_of_make_tiny_run_from_the_wheel(
 ) -> None:
     from trainer.cli import make_tiny
 
-    commands = str(make_tiny.__doc__).partition("  verl-like")[2]
+    commands = str(make_tiny.__doc__).partition("  verl-like")[2].partition("\n\n")[0]
     code = "import trainer; print(trainer.__file__); from trainer.cli.main import main; main()"
     script = f'verl-like() {{ "$PY" -c "{code}" "$@"; }}\n'
     script += "verl-like" + commands.replace("training_steps=20", "training_steps=1")
