@@ -119,7 +119,7 @@ def test_a_number_of_trajectories_needs_no_file(tiny_dir: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("environment=nowhere.py:Guess",), "nowhere.py: there is no such file"),
+        (("environment=nowhere.py:Guess",), "nowhere.py:Guess: there is no such file"),
         ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0"),
         ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only"),
         (("data.train_files=8",), "is a number of prompts, but there is no environment"),
