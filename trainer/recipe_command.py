@@ -135,8 +135,8 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
             value = next((other for other in unknown[1:] if not other.startswith("-")), "VALUE")
             raise ConfigError(f"{word} needs a value: {word}={value}")
         raise ConfigError(
-            f"{word} is not a setting. Settings are written key=value, without dashes, as "
-            f"in trainer.seed=2. All keys: verl-like {recipe.name} --cfg all"
+            f"{word} is not a setting. Settings are written key=value, without dashes or "
+            f"spaces, as in trainer.seed=2. All keys: verl-like {recipe.name} --cfg all"
         )
     return options
 

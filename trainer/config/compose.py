@@ -129,9 +129,9 @@ def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Overrid
                 f"{setting.input_line}: several values are a sweep. Add --multirun for a sweep, "
                 f"write a list as {name}=[1,2], or quote a text with commas."
             )
-        if presets and isinstance(value, str) and value not in presets:
+        if presets and isinstance(value, str | int | float) and value not in presets:
             raise ConfigError(
-                f"{name}={value}: there is no such preset.{nearest(value, presets)} Known: "
+                f"{name}={value}: there is no such preset.{nearest(str(value), presets)} Known: "
                 f"{', '.join(presets)}."
             )
         key = keys_by_name(recipe.schema).get(name)

@@ -17,6 +17,7 @@ from trainer.config.keys import (
     config_keys,
     keys_by_name,
     known_arguments,
+    leaf_keys,
     named_keys,
 )
 from trainer.config.recipe import Recipe
@@ -45,7 +46,12 @@ def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) 
                 return f"an item of {section.name} has no key {name!r}.{hint}"
         return no_such_key(name, recipe)
     setting = setting.lstrip("+")
-    key, why = keys_by_name(recipe.schema).get(setting.partition("=")[0]), _first_line(err)
+    name, _, value = setting.partition("=")
+    key, why = keys_by_name(recipe.schema).get(name), _first_line(err)
+    if key is not None and key.is_section and not value.startswith("{"):
+        below = [leaf for leaf in leaf_keys(recipe.schema) if leaf.name.startswith(f"{name}.")]
+        example = next((leaf for leaf in below if leaf.rules.required), below[0])
+        return f"{setting}: {name} is a section. Set one of its keys, such as {example.name}."
     item_schema = None if key is None else key.item_schema
     if err.object_type is not None and item_schema == err.object_type:
         why = f"{err.full_key}: {why}"

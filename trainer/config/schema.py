@@ -81,7 +81,7 @@ class TrainerConfig(Section):
     """`ray`: processes of a Ray cluster; `local`: this machine, without Ray (on GPUs, only pools of
     one process).
     """
-    device: str = key("auto", choices=("auto", "cpu", "cuda"))
+    device: str = key("auto", choices=("auto", "cpu", "cuda"), elsewhere={"gpu": "cuda"})
     """`auto`: GPUs if there are any, otherwise CPUs."""
     seed: int = key(1, at_least=0, may_change_on_resume=False)
     """Seed of data order, sampling and new heads."""

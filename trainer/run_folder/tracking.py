@@ -206,9 +206,9 @@ class WandB:
             )
         except wandb.errors.Error as error:
             raise ConfigError(
-                f"trainer.logger includes wandb, but W&B could not start a run: {error}. Log in "
-                "with `wandb login` or set WANDB_API_KEY; set WANDB_MODE=offline to log locally; "
-                "or remove wandb from trainer.logger."
+                "trainer.logger includes wandb, but W&B could not start a run: "
+                f"{str(error).rstrip('.')}. Log in with `wandb login` or set WANDB_API_KEY; set "
+                "WANDB_MODE=offline to log locally; or remove wandb from trainer.logger."
             ) from error
         write_whole(name, self._run.id)
 
