@@ -360,7 +360,8 @@ def object_at(path: str, key: str) -> Any:
     try:
         return load_object(f"{where}:{name}" if own_id else path, key)
     except ConfigError as error:
-        raise ConfigError(f"{error}{nearest(where, ENVIRONMENT_ADAPTERS)}") from error
+        hint = "" if ".py" in path else nearest(where, ENVIRONMENT_ADAPTERS)
+        raise ConfigError(f"{error}{hint}") from error
 
 
 def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:

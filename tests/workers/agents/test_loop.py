@@ -270,6 +270,11 @@ def test_a_class_that_is_no_environment_is_rejected(
         EnvironmentSpec(f"{HERE}:{name}", kwargs).load()
 
 
+def test_a_file_without_a_class_is_not_mistaken_for_an_adapter() -> None:
+    with pytest.raises(ConfigError, match=r"^environment=env\.py is not the path [^?]*$"):
+        EnvironmentSpec("env.py").load()
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
