@@ -23,7 +23,7 @@ import torch
 
 from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import describe_devices, plan_on
+from trainer.groups.nodes import describe_devices, joined_cluster, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks
 from trainer.loop import Loop, Trainer
@@ -257,10 +257,12 @@ def describe_plan(
 def nominal_placement(config: RunConfig) -> Placement:
     """Return the plan on the configured nodes, without looking for them."""
     trainer = config.trainer
-    cpus, gpu = float(os.cpu_count() or 1), devices_of(trainer).gpu or "device"
+    devices, cpus = devices_of(trainer), float(os.cpu_count() or 1)
     if trainer.simulate is not None:  # CPUs of simulated machines: one per process
         cpus = float(trainer.n_gpus_per_node)
-    kind = "CPU slot" if trainer.device == "cpu" else gpu
+    is_here = trainer.nnodes == 1 and not joined_cluster(config)
+    on_cpus = trainer.device == "cpu" or (is_here and devices.type == "cpu")
+    kind = "CPU slot" if on_cpus else devices.gpu or "device"
     nodes = [
         Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)

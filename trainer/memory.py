@@ -124,7 +124,7 @@ def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_byt
 def _room(usable: float, device_bytes: int) -> str:
     """Describe the usable GiB of a device."""
     if usable == device_bytes:
-        return f"{gib(device_bytes)} GiB usable"
+        return f"{gib(device_bytes)} GiB usable: the engine's share includes its workspaces"
     return f"{gib(usable)} of {gib(device_bytes)} GiB usable"
 
 

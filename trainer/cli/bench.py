@@ -50,7 +50,7 @@ from trainer.planner.simulate import (
     simulate,
 )
 from verl_like.errors import ConfigError
-from verl_like.terminal import draw_table, fit, terminal_width
+from verl_like.terminal import draw_table, fit, terminal_width, usage_of
 
 RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 """The pairs (generators, trainers) in the table of ratios."""
@@ -263,7 +263,7 @@ def _resized(setup: Setup, generators: int, trainers: int) -> Setup:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like bench overlap")
+    parser = argparse.ArgumentParser("verl-like bench overlap", usage_of(__doc__))
     add = parser.add_argument
     add("run_dir", nargs="?")
     for name in PHASES:

@@ -37,6 +37,7 @@ from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
+from verl_like.terminal import usage_of
 from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer, with_observation
 from workers.agents.environment import EnvironmentSpec, in_full
@@ -288,7 +289,7 @@ def _next_answer(host: EnvironmentHost) -> Answer:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like chat")
+    parser = argparse.ArgumentParser("verl-like chat", usage_of(__doc__))
     add = parser.add_argument
     add("model")
     add("--system", default="")

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -163,7 +164,18 @@ def watch_lines(config: PPOConfig) -> list[str]:
         chosen[f"advantage estimator {name}"] = ADVANTAGE_ESTIMATORS.get(name)
     chosen[f"policy loss {loss_mode}"] = POLICY_LOSSES.get(loss_mode)
     watched = {name: doc_parts(entry)[1] for name, entry in chosen.items() if entry is not None}
-    return [f"{name}: {' '.join(text.split())}" for name, text in watched.items()]
+    return [f"{name}: {_with_full_keys(text, config)}" for name, text in watched.items()]
+
+
+def _with_full_keys(text: str, config: PPOConfig) -> str:
+    """Return the text on one line, with full names of keys such as `clip_ratio_high`."""
+    keys = [key.name for key in leaf_keys(type(config))]
+
+    def full(short: re.Match[str]) -> str:
+        names = [key for key in keys if f".{key}".endswith(f".{short[1]}")]
+        return f"`{names[0]}`" if len(names) == 1 else short[0]
+
+    return re.sub(r"`([\w.]+)`", full, " ".join(text.split()))
 
 
 def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:

@@ -29,6 +29,7 @@ import numpy as np
 
 from verl_like.errors import ConfigError
 from verl_like.files import parse_json
+from verl_like.terminal import usage_of
 from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
 
@@ -63,7 +64,9 @@ class Playthrough:
 
 def main(arguments: Sequence[str]) -> None:
     """Play the environment, and print the findings."""
-    parser = argparse.ArgumentParser("verl-like check-environment", add_help=False)
+    parser = argparse.ArgumentParser(
+        "verl-like check-environment", usage_of(__doc__), add_help=False
+    )
     parser.add_argument("path")
     parser.add_argument("--say", nargs="+", default=["1", "2", "3"])
     parser.add_argument("--max-turns", type=_above_0, default=8)

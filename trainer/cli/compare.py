@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
-from verl_like.terminal import terminal_width
+from verl_like.terminal import terminal_width, usage_of
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the tables, and write the page."""
-    parser = argparse.ArgumentParser("verl-like compare")
+    parser = argparse.ArgumentParser("verl-like compare", usage_of(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--page", default=PAGE)
     options = parser.parse_args(arguments)

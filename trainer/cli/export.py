@@ -26,6 +26,7 @@ from pathlib import Path
 
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
+from verl_like.terminal import usage_of
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like export")
+    parser = argparse.ArgumentParser("verl-like export", usage_of(__doc__))
     add = parser.add_argument
     add("checkpoint")
     add("out")

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.terminal import usage_of
 
 NUM_HEADS = 4
 LETTERS = "abcd"
@@ -190,7 +191,7 @@ def make(
 
 def main(arguments: Sequence[str]) -> None:
     """Run `make` from the command line."""
-    parser = argparse.ArgumentParser("verl-like make-tiny")
+    parser = argparse.ArgumentParser("verl-like make-tiny", usage_of(__doc__))
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--sums", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

@@ -40,6 +40,7 @@ from pathlib import Path
 from trainer.observers.saved_batches import STAGES
 from trainer.replay.replay import Replayed, replay
 from trainer.replay.trajectory import ReplayedTrajectory, replay_trajectory
+from verl_like.terminal import usage_of
 
 MOST_LINES = 20
 """The most differences that are printed."""
@@ -105,7 +106,7 @@ def verdict(result: Replayed, step: int, stage: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like replay")
+    parser = argparse.ArgumentParser("verl-like replay", usage_of(__doc__))
     add = parser.add_argument
     add("run", metavar="RUN")
     which = parser.add_mutually_exclusive_group(required=True)

@@ -37,6 +37,7 @@ from trainer.recipe_command import exit_on_error, is_setting
 from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.server import serve
 from verl_like.errors import ConfigError
+from verl_like.terminal import usage_of
 from workers.roles.served import client_loss
 
 KEY_PREFIX = "tml-"
@@ -45,7 +46,7 @@ KEY_PREFIX = "tml-"
 def main(arguments: Sequence[str]) -> None:
     """Serve until SIGINT or SIGTERM."""
     settings = [argument for argument in arguments if is_setting(argument)]
-    parser = argparse.ArgumentParser("verl-like serve")
+    parser = argparse.ArgumentParser("verl-like serve", usage_of(__doc__))
     add = parser.add_argument
     add("model")
     add("--host", default="127.0.0.1")

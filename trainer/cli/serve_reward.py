@@ -30,6 +30,7 @@ from dataclasses import fields, replace
 from trainer.cli.check_environment import json_object
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
+from verl_like.terminal import usage_of
 from workers.rewards.functions import trust_kwargs
 from workers.rewards.process import FunctionSpec
 from workers.rewards.server import RewardServer
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like serve-reward")
+    parser = argparse.ArgumentParser("verl-like serve-reward", usage_of(__doc__))
     add = parser.add_argument
     add("--function", default="")
     add("--kwargs", type=json_object, default={})

@@ -30,6 +30,10 @@ PLAIN = (str, int, float, bool, type(None))
 """Types whose values JSON stores unchanged."""
 GIVE_PROMPT = "The prompts' column is set by data.prompt_key"
 WAY_OUT = " Fix it, or leave such rows out with data.on_bad_row=skip."
+ADD_COLUMN = {
+    "data_source": "Add it ('openai/gsm8k') to score with a built-in rule. ",
+    "reward_model": "Add it ({'ground_truth': '42'}) to score with a built-in rule. ",
+}
 DRY_RUN_ROWS = 10_000
 """Number of rows that a dry run reads from each list of files, in addition to one step's rows."""
 T = TypeVar("T")
@@ -42,6 +46,10 @@ def row_limit(config: Any) -> int | None:
     return DRY_RUN_ROWS + getattr(config.data, "train_batch_size", 0)
 
 
+class NoColumn(ValueError):
+    """A row lacks a column; if the first row does, skipping rows would leave none."""
+
+
 def good_rows(
     rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str
 ) -> Iterator[T | None]:
@@ -50,7 +58,7 @@ def good_rows(
     A bad row is a ValueError in place of the row, or one that `make` raises. It stops the run
     unless `on_bad_row` is `skip`. A ConfigError of `make` stops the run in any case.
     """
-    has_warned = False
+    has_warned = has_good = False
     for where, row in rows:
         try:
             if isinstance(row, ValueError):
@@ -58,11 +66,13 @@ def good_rows(
             if not isinstance(row, dict):
                 raise ValueError(f"it is not an object with columns ({type(row).__name__})")
             result: T | None = make(where, row)
+            has_good = True
         except ConfigError:  # needs another setting, such as for an overlong prompt
             raise
         except ValueError as problem:
             if on_bad_row != "skip":
-                raise ConfigError(f"{where}: {problem}.{WAY_OUT}") from problem
+                way_out = WAY_OUT if has_good or not isinstance(problem, NoColumn) else ""
+                raise ConfigError(f"{where}: {problem}.{way_out}") from problem
             if not has_warned:
                 story = "%s: %s; such rows are skipped (data.on_bad_row=skip)"
                 logger.warning(story, where, problem)
@@ -83,9 +93,10 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
     for column in (prompt_key, *RULE_COLUMNS):
         if row.get(column) is None:
             problem = f"column {column!r} is empty" if column in row else f"no column {column!r}"
-            way_out = GIVE_REWARD if column in RULE_COLUMNS else GIVE_PROMPT
-            there = filled_columns(in_file)
-            raise ValueError(f"{problem}; non-empty columns: {there}. {way_out}")
+            is_rules = column in RULE_COLUMNS
+            way_out = f"{ADD_COLUMN[column]}{GIVE_REWARD}" if is_rules else GIVE_PROMPT
+            text = f"{problem}; non-empty columns: {filled_columns(in_file)}. {way_out}"
+            raise ValueError(text) if column in row else NoColumn(text)
     prompt, rule = row[prompt_key], row["reward_model"]
     if isinstance(prompt, str | list) and not prompt:
         raise ValueError(f"{prompt_key!r} is empty")

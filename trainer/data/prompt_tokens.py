@@ -73,8 +73,11 @@ def check_messages(column: str, messages: Any) -> None:
     if not is_list or not all(
         isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
     ):
+        first = messages[0] if is_list and isinstance(messages[0], dict) else {}
+        is_sharegpt = {"from", "value"} <= first.keys()
+        hint = ". Rename 'from' to 'role', and 'value' to 'content'" if is_sharegpt else ""
         raise ValueError(
-            f"{column!r} is not a list of messages with role and content: {messages!r:.80}"
+            f"{column!r} is not a list of messages with role and content: {messages!r:.80}{hint}"
         )
     for number, message in enumerate(messages):
         content = message["content"]

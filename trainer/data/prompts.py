@@ -86,11 +86,12 @@ class PromptSet:
         self.players_of: Callable[[dict[str, Any]], list[str]] | None = None
         """Returns the players of a row's environment, if a run has several players."""
         longest = max(lengths, default=0)
-        self.story = (
-            f"data.{setting}: {len(lengths)} prompts of at most {longest} tokens; "
-            f"{self.num_overlong} dropped and {self.num_truncated} truncated "
-            f"(data.max_prompt_length={config.max_prompt_length})"
-        )
+        self.story = f"data.{setting}: {len(lengths)} prompts of at most {longest} tokens"
+        if self.num_overlong or self.num_truncated:
+            self.story += (
+                f"; {self.num_overlong} dropped and {self.num_truncated} truncated "
+                f"(data.max_prompt_length={config.max_prompt_length})"
+            )
 
     def __len__(self) -> int:
         return len(self.rows)

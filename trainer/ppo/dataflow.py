@@ -42,7 +42,6 @@ BYPASS_NOTICE = (
 )
 
 CONCURRENT_TITLE = "Concurrent"
-ON_ONE_POOL = "Sequential, because they share a pool"
 INLINE = "Sequential, in the driver's process"
 """Title of calls in the driver's own thread (`RunConfig.is_inline`), which block later calls."""
 
@@ -192,56 +191,52 @@ def side_by_side(
     return pairs
 
 
-def _by_stage(
-    nodes: Sequence[CallNode], pairs: Iterable[tuple[CallNode, CallNode]]
-) -> list[list[CallNode]]:
-    """Return the nodes of these pairs, grouped by stage."""
-    members = {node for pair in pairs for node in pair}
-    stages = dict.fromkeys(node.stage for node in nodes if node in members)
-    return [[node for node in nodes if node in members and node.stage == stage] for stage in stages]
+def _chains(group: Sequence[CallNode], after: dict[str, list[str]]) -> list[str]:
+    """Describe the calls of every place in their order, as in `a, then b (after c)`.
+
+    `c` is a call of the group at another place.
+    """
+    chains: dict[str, list[str]] = {}
+    for node in group:
+        before = [n.name for n in group if n.name in after[node.name] and n.place != node.place]
+        waits = f" (after {', '.join(before)})" if before else ""
+        chains.setdefault(node.place, []).append(f"{node.name}{waits}")
+    return [", then ".join(chain) for chain in chains.values()]
 
 
-def _describe_calls(group: Sequence[CallNode], between: str) -> str:
-    """Describe nodes as `a, then b ‖ c`: the calls of a pool in order, the pools in parallel."""
-    places = dict.fromkeys(node.place for node in group)
-    calls = ([node.name for node in group if node.place == place] for place in places)
-    return between.join(", then ".join(of_place) for of_place in calls)
-
-
-def _describe_pairs(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Map each title to its lines: one line per stage that has independent calls."""
-    pairs: dict[str, list[tuple[CallNode, CallNode]]] = {
-        CONCURRENT_TITLE: [],
-        ON_ONE_POOL: [],
-        INLINE: [],
-    }
+def _independent(
+    nodes: Sequence[CallNode], after: dict[str, list[str]]
+) -> dict[str, dict[str, list[str]]]:
+    """Map each title to stage -> the chains of its calls that do not depend on each other."""
+    members: dict[str, set[CallNode]] = {CONCURRENT_TITLE: set(), INLINE: set()}
     for first, second in side_by_side(nodes, after):
-        apart = INLINE if first.is_inline else CONCURRENT_TITLE
-        pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))
-    return {
-        title: [
-            f"  {group[0].stage}: {_describe_calls(group, ', then ' if title == INLINE else ' ‖ ')}"
-            for group in _by_stage(nodes, node_pairs)
-        ]
-        for title, node_pairs in pairs.items()
-    }
+        if first.pool != second.pool:
+            members[INLINE if first.is_inline else CONCURRENT_TITLE] |= {first, second}
+    independent: dict[str, dict[str, list[str]]] = {}
+    for title, there in members.items():
+        groups: dict[str, list[CallNode]] = {}
+        for node in nodes:
+            if node in there:
+                groups.setdefault(node.stage, []).append(node)
+        independent[title] = {stage: _chains(group, after) for stage, group in groups.items()}
+    return independent
 
 
 def overlaps(config: PPOConfig) -> str:
     """Describe the calls of a step that run at the same time, and the stages that run inline."""
     nodes = step_nodes(config)
-    pairs = _describe_pairs(nodes, edges(nodes))
-    lines = [f"{CONCURRENT_TITLE} in{line.removeprefix(' ')}" for line in pairs[CONCURRENT_TITLE]]
-    if pairs[INLINE]:
-        stages = ", ".join(line.split(":")[0].strip() for line in pairs[INLINE])
-        lines.append(f"{INLINE}: {stages}")
+    stages = _independent(nodes, edges(nodes))
+    concurrent = stages[CONCURRENT_TITLE].items()
+    lines = [f"{CONCURRENT_TITLE} in {stage}: {' ‖ '.join(chains)}" for stage, chains in concurrent]
+    if stages[INLINE]:
+        lines.append(f"{INLINE}: {', '.join(stages[INLINE])}")
     return "\n".join(lines or [f"{CONCURRENT_TITLE}: nothing"])
 
 
 def describe(
     config: PPOConfig, max_columns: int | None = None, overridden: Sequence[str] = ()
 ) -> str:
-    """Describe the graph: what each call waits for, which calls overlap, and which take turns.
+    """Describe the graph: what each call waits for, and which calls overlap.
 
     A call that waits for another call also waits for the calls before it, which are not repeated.
     The table is no wider than `max_columns`. `overridden` lists the methods that a subclass
@@ -258,9 +253,11 @@ def describe(
         rows.append((node.stage, node.name, node.pool, ", ".join(last) or "nothing"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
-    for title, shown in _describe_pairs(nodes, after).items():
-        if shown or title == CONCURRENT_TITLE:
-            lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
+    for title, stages in _independent(nodes, after).items():
+        if stages or title == CONCURRENT_TITLE:
+            lines.append(f"{title}:" if stages else f"{title}: nothing")
+        between = ", then " if title == INLINE else "\n    ‖ "
+        lines += [f"  {stage}: {between.join(chains)}" for stage, chains in stages.items()]
 
     if update_can_compute_old_log_probs(config):
         lines.append(REUSE_NOTICE)

@@ -28,8 +28,8 @@ def test_a_split_placement_lists_axes_of_ranks_and_concurrent_calls() -> None:
     axes = ("actor_rollout_ref.actor.parallel.tp=2", "critic.parallel.sp=4")
     text = explained("placement=split", "trainer.n_gpus_per_node=8", *axes)
     assert "actor (shard 2, tp 2), rollout" in text
-    assert re.search(r"critic_pool +node 0 +4 devices +critic \(sp 4\)", text)
-    assert "critic.update_critic ‖ actor.update_actor" in text
+    assert re.search(r"critic_pool +node 0 +4 CPU slots +critic \(sp 4\)", text)
+    assert "critic.update_critic\n    ‖ actor.update_actor" in text
     assert "Calls on different pools run concurrently" in text
     assert "Roles on actor_rollout_ref_pool share its processes and run one after the other" in text
 

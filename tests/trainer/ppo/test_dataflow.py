@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, edges, step_nodes
+from trainer.ppo.dataflow import describe, edges, overlaps, step_nodes
 from trainer.ppo.score import update_can_compute_old_log_probs
 from trainer.ppo.sizes import batch_table
 
@@ -39,42 +39,49 @@ def test_a_call_waits_for_the_writers_of_what_it_reads() -> None:
     assert "critic.update_critic" not in after["actor.update_actor"]
 
 
-def test_the_description_lists_concurrent_and_sequential_calls() -> None:
+def test_the_description_lists_chains_of_concurrent_calls() -> None:
     readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
-    assert describe(load(*SPLIT_PPO)).splitlines()[-5:] == [
+    assert describe(load(*SPLIT_PPO)).splitlines()[-6:] == [
         "Concurrent:",
-        f"  score: rewards ‖ {readings} ‖ critic.compute_values",
-        "  update: critic.update_critic ‖ actor.update_actor",
-        "Sequential, because they share a pool:",
-        f"  score: {readings}",
+        "  score: rewards",
+        f"    ‖ {readings}",
+        "    ‖ critic.compute_values",
+        "  update: critic.update_critic",
+        "    ‖ actor.update_actor",
     ]
     colocated = describe(load("placement=colocate", "algorithm.use_kl_in_reward=true"))
-    assert colocated.splitlines()[-4:] == [
-        f"  score: rewards ‖ {readings}, then critic.compute_values",
-        "Sequential, because they share a pool:",
-        f"  score: {readings}, then critic.compute_values",
-        "  update: critic.update_critic, then actor.update_actor",
+    assert colocated.splitlines()[-3:] == [
+        "Concurrent:",
+        "  score: rewards",
+        f"    ‖ {readings}, then critic.compute_values",
     ]
-    standalone = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
-    assert "Sequential" not in standalone
+
+
+def test_rewards_wait_for_the_reward_model() -> None:
+    reward_model = ("reward.model.enable=true", "reward.model.path=judge")
+    judge = "reward_model.compute_rm_score"
+    config = load(*SPLIT_PPO, *reward_model)
+    assert f"  score: {judge}, then critic.compute_values\n" in describe(config)
+    assert f"    ‖ rewards (after {judge})\n" in describe(config)
+    assert f"‖ rewards (after {judge}) ‖" in overlaps(config)
 
 
 def test_pools_in_the_drivers_process_are_sequential() -> None:
     readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
     settings = (*SPLIT_PPO, "trainer.backend=local")
-    assert describe(load(*settings)).splitlines()[-7:] == [
+    assert describe(load(*settings)).splitlines()[-6:] == [
         "Concurrent:",
-        f"  score: rewards ‖ {readings}, then critic.compute_values",
-        "Sequential, because they share a pool:",
-        f"  score: {readings}",
+        "  score: rewards",
+        f"    ‖ {readings}, then critic.compute_values",
         "Sequential, in the driver's process:",
         f"  score: {readings}, then critic.compute_values",
         "  update: critic.update_critic, then actor.update_actor",
     ]
     in_processes = describe(load(*settings, "trainer.n_gpus_per_node=4"))
-    assert "update: critic.update_critic ‖ actor.update_actor" in in_processes
+    update = "  update: critic.update_critic\n    ‖ actor.update_actor"
+    assert update in in_processes
     one_of_two = describe(load(*settings, "resource_pool_spec.critic_pool=[2]", DEVICES))
-    assert "  update: critic.update_critic ‖ actor.update_actor" in one_of_two, "it is called first"
+    assert update in one_of_two, "it is called first"
     assert f"in the driver's process:\n  score: {readings}, then critic" in one_of_two
 
 
