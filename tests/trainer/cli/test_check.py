@@ -34,6 +34,12 @@ def test_a_split_placement_lists_axes_of_ranks_and_concurrent_calls() -> None:
     assert "Roles on actor_rollout_ref_pool share its processes and run one after the other" in text
 
 
+def test_a_pool_for_the_critic_is_proposed_only_if_there_is_a_device_for_it() -> None:
+    for gpus in ("1xH100", "2xH100"):
+        proposes = "Set placement=split for" in explained(f"trainer.simulate={gpus}")
+        assert proposes is (gpus == "2xH100")
+
+
 def changed_keys(*overrides: str) -> dict[str, str]:
     """Return key -> the title of its group in the section about changed keys."""
     section = explained(*overrides).partition("Changed from the defaults\n")[2]
@@ -82,6 +88,7 @@ def test_metrics_to_watch_depend_on_estimator_and_loss() -> None:
     text = explained("algorithm=gspo").partition("Metrics to watch")[2].partition("Changed")[0]
     assert "grpo: If `actor/grad_norm`" in text
     assert "gspo: `actor/pg_clipfrac` is usually 0.1 or more" in text
+    assert "set `actor_rollout_ref.actor.clip_ratio_low` and" in text
 
 
 def test_only_the_user_s_keys_without_effect_are_listed_with_the_reason() -> None:

@@ -72,6 +72,12 @@ def test_every_help_text_fits_80_columns() -> None:
     assert [line for line in lines if len(line) > 80] == []
 
 
+def test_a_missing_argument_shows_the_usage_of_the_help(decoys: Path) -> None:
+    done = forked(decoys, "export", "runs/a")
+    assert done.stderr.startswith("usage: verl-like export CHECKPOINT OUT [--role ROLE]")
+    assert done.stderr.endswith("error: the following arguments are required: out\n")
+
+
 def test_help_of_ppo_imports_no_large_package() -> None:
     code = (
         "import sys; from trainer.cli.main import main; sys.argv = ['verl-like', 'ppo', '--help']; "

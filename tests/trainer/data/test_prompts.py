@@ -179,8 +179,23 @@ def test_a_file_without_the_column_of_prompts_is_told_its_own_columns(tmp_path: 
     path = tmp_path / "p.jsonl"
     path.write_text('{"question": "a", "answer": "b"}\n', "utf-8")
     words = "line 1: no column 'prompt'; non-empty columns: answer, question. The prompts' column "
-    with pytest.raises(ConfigError, match=words + "is set by data.prompt_key. Fix"):
+    with pytest.raises(ConfigError, match=words + "is set by data.prompt_key.$"):
         read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=False)
+
+
+def test_rows_of_another_schema_are_told_what_to_change(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    for row, words in (
+        ({"prompt": [{"from": "user", "value": "a"}]}, "Rename 'from' to 'role', and 'value' to"),
+        (
+            {"prompt": "a", "data_source": "openai/gsm8k"},
+            "Add it .{'ground_truth': '42'}. to score",
+        ),
+    ):
+        path.write_text(json.dumps(row), "utf-8")
+        needs_rules = "data_source" in row
+        with pytest.raises(ConfigError, match=words):
+            read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=needs_rules)
 
 
 def test_a_row_keeps_its_rule() -> None:
