@@ -132,34 +132,32 @@ def rows_of_prompts(
     """Yield (place, row) from the files, or from the user's class, that `data.<setting>` names."""
     value, key = getattr(config, setting), f"data.{setting}"
     if config.custom_cls.path:
-        return _first(_custom_rows(config, names_of(value), tokenizer), limit, key)
-    if is_num_prompts(value):
-        return _first(_rows_of_environment(config, setting), limit, key)
-    columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
-    return rows_of_files(names_of(value), key, columns, limit)
+        rows = _custom_rows(config, names_of(value), tokenizer)
+    elif is_num_prompts(value):
+        rows = _rows_of_environment(config, setting)
+    else:
+        columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
+        rows = rows_of_files(names_of(value), key, columns)
+    return first_rows(rows, limit, key)
 
 
-def rows_of_files(
-    files: Sequence[str], key: str, columns: Sequence[str] = (), limit: int | None = None
-) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for every row of the files that the configuration's `key` names.
-
-    A file may also be a data set of the Hugging Face Hub. A missing file stops the run, and so does
-    a table (Parquet, CSV, Hub) that lacks one of the `columns`. At most `limit` rows are read (see
-    `row_limit`).
-    """
-    return _first(_all_rows(files, key, columns), limit, key)
-
-
-def _first(
+def first_rows(
     rows: Iterator[tuple[str, Any]], limit: int | None, key: str
 ) -> Iterator[tuple[str, Any]]:
+    """Yield at most `limit` rows (see `row_limit`) of the files that the setting `key` names."""
     yield from islice(rows, limit)
     if limit is not None and next(rows, None) is not None:
         logger.info("%s: the first %s rows were read; a run reads them all", key, f"{limit:,}")
 
 
-def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def rows_of_files(
+    files: Sequence[str], key: str, columns: Sequence[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) for every row of the files that the configuration's `key` names.
+
+    A file may also be a data set of the Hugging Face Hub. A missing file stops the run, and so does
+    a table (Parquet, CSV, Hub) that lacks one of the `columns`.
+    """
     for name in files:
         if is_hub_name(name):
             split = load_hub_split(name, key)

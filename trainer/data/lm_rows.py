@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.files import Row, filled_columns, good_rows, names_of, rows_of_files
+from trainer.data.files import Row, filled_columns, first_rows, good_rows, names_of, rows_of_files
 from trainer.data.prompt_table import Entry, cache_key, cached_rows
 from trainer.data.prompt_tokens import (
     OF_A_TEMPLATE,
@@ -87,7 +87,7 @@ def encode_rows(
     names = names_of(files)
 
     def read() -> Iterator[EncodedRow | None]:
-        rows = rows_of_files(names, key, limit=limit)
+        rows = first_rows(rows_of_files(names, key), limit, key)
         return good_rows(rows, lambda where, row: encode(row, tokenizer), on_bad_row)
 
     settings = {"rows": kind, "on_bad_row": on_bad_row, "eos_token_id": tokenizer.eos_token_id}

@@ -13,7 +13,6 @@ samples, and all ranks finish the step at about the same time.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -147,22 +146,6 @@ def groups_that_differ(values: Tensor, groups: Groups) -> Tensor:
 def first_groups(samples: DataProto, num_groups: int) -> DataProto:
     """Return the rows of the first `num_groups` groups."""
     return samples[groups_of(samples).of_row < num_groups]
-
-
-def balance(
-    batch: DataProto, config: PPOConfig, num_ranks: int
-) -> tuple[DataProto, dict[str, float]]:
-    """Order the samples so that the actor's ranks get nearly equal numbers of tokens.
-
-    Mini-batches keep their samples. With `actor.shuffle`, sample numbers are assigned before the
-    reordering.
-    """
-    policy, critic = config.actor_rollout_ref, config.critic
-    num_prompts = len(batch) // policy.rollout.n
-    mini = policy.actor.ppo_mini_batch_size
-    sizes = mini, critic.ppo_mini_batch_size or mini
-    num_mini_batches = math.lcm(*(max(num_prompts // size, 1) for size in sizes))
-    return balance_ranks(number_rows(batch, config), num_ranks, num_mini_batches)
 
 
 def number_rows(batch: DataProto, config: PPOConfig) -> DataProto:

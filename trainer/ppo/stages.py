@@ -11,6 +11,7 @@ around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.obse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from trainer.ppo.estimate import Estimation
 from trainer.ppo.memory import engine_rests, plan_text
 from trainer.ppo.metrics import compute_data_metrics, speed
 from trainer.ppo.roles import scorings_of
-from trainer.ppo.sample import FILTERED, balance, collect_groups, greedy_scores
+from trainer.ppo.sample import FILTERED, balance_ranks, collect_groups, greedy_scores, number_rows
 from trainer.ppo.score import policy_is_current
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import PolicyWeights, RolloutWeights, averaged_weights, update_reference
@@ -142,9 +143,18 @@ class PPOTrainer(Trainer):
         return batch
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Order the samples so that the actor's ranks get nearly equal numbers of tokens."""
+        """Order the samples so that the actor's ranks get nearly equal numbers of tokens.
+
+        Mini-batches keep their samples. With `actor.shuffle`, sample numbers are assigned before
+        the reordering.
+        """
+        policy, critic = self.config.actor_rollout_ref, self.config.critic
+        num_prompts = len(batch) // policy.rollout.n
+        mini = policy.actor.ppo_mini_batch_size
+        sizes = mini, critic.ppo_mini_batch_size or mini
+        num_mini_batches = math.lcm(*(max(num_prompts // size, 1) for size in sizes))
         num_ranks = len(self.groups["actor"].update_actor.collecting_ranks())
-        return balance(batch, self.config, num_ranks)
+        return balance_ranks(number_rows(batch, self.config), num_ranks, num_mini_batches)
 
     # ----------------------------------------------------------------------------- 2. score
 

@@ -19,7 +19,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,7 @@ class Calls:
         else:
             for number, sample in samples:
                 self._spec.sandbox.allow_cpu()
-                put(number, self._outcome(partial(self._call, sample)))
+                put(number, self._outcome(lambda row: read_outcome(self._call(row)), sample))
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
         """Return the outcome of every sample, from one call of the function."""
@@ -177,16 +176,13 @@ class Calls:
             return [(None, {}, LATE)] * len(samples)
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return [self._failed(err)] * len(samples)
-        return [self._outcome_of(result) for result in results]
+        return [self._outcome(read_outcome, result) for result in results]
 
-    def _outcome(self, score: Callable[[], Any]) -> Outcome:
+    def _outcome(self, read: Callable[[Any], Outcome], value: Any) -> Outcome:
         try:
-            return read_outcome(score())
+            return read(value)
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return self._failed(err)
-
-    def _outcome_of(self, result: Any) -> Outcome:
-        return self._outcome(lambda: result)
 
     def _failed(self, err: BaseException) -> Outcome:
         return None, {}, describe_error(err, self._withheld) + place_of(err)
@@ -198,7 +194,7 @@ class Calls:
             async with places:
                 try:
                     result = await self._within_deadline(self._call(sample))
-                    outcome = self._outcome_of(result)
+                    outcome = self._outcome(read_outcome, result)
                 except TimeoutError:
                     outcome = None, {}, LATE
                 except BaseException as err:  # noqa: BLE001 - a user's function may raise anything

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,10 +193,13 @@ class RolloutWorker(WeightReceiver, Worker):
                 "rollout: meta_info has no pad_token_id. Set it to the tokenizer's pad token, or "
                 "to its eos if it has none, as the trainer's data loader does."
             )
+        attempt = data.meta_info.get("attempt", 0)
+        stream = "validate" if data.meta_info.get("validate") else "train"
+        noise_of = partial(noise_key, self.seed, attempt=attempt, stream=stream)
         if self.players is None:
-            numbers = self.engine.submit(self.requests_of(data), sampling)
+            numbers = self.engine.submit(self.requests_of(data, noise_of), sampling)
         else:
-            numbers = self.players.submit(data, self.engine, sampling, self._noise_of(data))
+            numbers = self.players.submit(data, self.engine, sampling, noise_of)
         self._sampling, self._pad = sampling, int(pad)
         return numbers
 
@@ -244,18 +248,9 @@ class RolloutWorker(WeightReceiver, Worker):
         sampling = sampling_params(settings, self.response_width, stop)
         return replace(sampling, routed_experts=replays_routing(self.policy) and not validates)
 
-    def requests_of(self, data: DataProto) -> list[Sample]:
+    def requests_of(self, data: DataProto, noise_of: NoiseOf) -> list[Sample]:
         """Return one sample to be generated per row that is not padding."""
-        return samples_of(data, self.prompt_width, self._noise_of(data))
-
-    def _noise_of(self, data: DataProto) -> NoiseOf:
-        attempt = data.meta_info.get("attempt", 0)
-        stream = "validate" if data.meta_info.get("validate") else "train"
-
-        def noise_of(uid: str, index: int) -> int:
-            return noise_key(self.seed, uid, index, attempt, stream)
-
-        return noise_of
+        return samples_of(data, self.prompt_width, noise_of)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

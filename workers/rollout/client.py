@@ -99,8 +99,9 @@ class RolloutClient:
                 for rank, share in shares.items()
             }
             grace_s = None if replace else self.group.transport.deadlines.grace_s
+            following, self._following = self._following, []
             try:
-                gather(*calls.values(), *self._others(), grace_s=grace_s)
+                gather(*calls.values(), *following, grace_s=grace_s)
             except WorkerDiedError as error:
                 lost = [rank for rank, call in calls.items() if call.lost_ranks]
                 if replace is None or not lost:
@@ -141,8 +142,8 @@ class RolloutClient:
         """
         ranks = [rank for rank, number in self._num_open.items() if number]
         calls = {rank: self._ask("take", rank, max_tokens, seconds) for rank in ranks}
-        sent, self._sent = self._sent, []
-        gather(*sent, *calls.values(), *self._others())
+        sent, self._sent, following, self._following = self._sent, [], self._following, []
+        gather(*sent, *calls.values(), *following)
         for rank, call in calls.items():
             self._add(rank, call.get())
         complete = [number for number, rows in self.submissions.items() if not rows.missing]
@@ -159,11 +160,6 @@ class RolloutClient:
         self._following += [self.group.follow.remote_on(other) for other in others]
         call: WorkerFuture = getattr(self.group, method).remote_on(rank, *args)
         return call
-
-    def _others(self) -> list[WorkerFuture]:
-        """Return and forget the futures in `_following`."""
-        following, self._following = self._following, []
-        return following
 
     def _add(self, rank: int, answers: Sequence[DataProto | None]) -> None:
         samples = answers[0]
