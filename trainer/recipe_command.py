@@ -99,7 +99,8 @@ def run_command(
         sys.exit(f"error: {printable(str(err))}")
 
     def run_settings(config: RunConfig, settings: Sequence[str]) -> None:
-        run_or_exit(config, partial(start, recipe=recipe, settings=settings) if start else None)
+        begin = (lambda config: start(config, recipe, settings)) if start else None
+        run_or_exit(config, begin)
 
     load = partial(load_or_exit, recipe, defaults=defaults)
     if options.multirun:

@@ -24,6 +24,8 @@ KINDS: Mapping[Any, str] = {
     bool: "true or false",
 }
 """A key's type -> the description of its values."""
+_keys_of: dict[type, Mapping[str, Key]] = {}
+"""Schema -> its keys, as a cache."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +133,18 @@ def config_keys(schema: type) -> tuple[Key, ...]:
     return tuple(keys_by_name(schema).values())
 
 
-@functools.cache
 def keys_by_name(schema: type) -> Mapping[str, Key]:
     """Return dotted name -> key or section."""
-    keys = {key.name: key for key in _keys_below(schema, "")}
-    never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
-    for reason, names in never_read.items():
-        never = When("never in this recipe", lambda *_: False, reason)
-        for name in names:
-            rules = replace(keys[name].rules, read_when=(never,), required="")
-            keys[name] = replace(keys[name], rules=rules)
-    return keys
+    if schema not in _keys_of:
+        keys = {key.name: key for key in _keys_below(schema, "")}
+        never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
+        for reason, names in never_read.items():
+            never = When("never in this recipe", lambda *_: False, reason)
+            for name in names:
+                rules = replace(keys[name].rules, read_when=(never,), required="")
+                keys[name] = replace(keys[name], rules=rules)
+        _keys_of[schema] = keys
+    return _keys_of[schema]
 
 
 def _keys_below(schema: type, prefix: str) -> Iterator[Key]:
