@@ -72,11 +72,12 @@ def memory_table(
     for role, row in zip(roles, table, strict=True):
         lines.append((role.role, role.pool, role.types, *map(gib, row)))
     unit = "GPU" if devices.type == "cuda" else "device"
-    sums = [
-        f"{pool}{'' if brief else ':'} {gib(total)} GiB{'' if brief else f' per {unit} at peak'}"
-        f"{_verdict(roles, pool, total, devices)}"
-        for pool, total in pool_bytes(roles).items()
-    ]
+    sums = []
+    for pool, total in pool_bytes(roles).items():
+        largest = max((role for role in roles if role.pool == pool), key=lambda role: role.call)
+        peak = f"{pool}: {gib(total)} GiB per {unit} at peak, in a call of {largest.role}"
+        verdict = _verdict(roles, pool, total, devices)
+        sums.append(f"{pool} {gib(total)} GiB{verdict}" if brief else f"{peak}{verdict}")
     if not brief:
         asleep = [role.role for role in roles if role.sleeps]
         sums += [

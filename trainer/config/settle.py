@@ -149,7 +149,11 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
         presets = [name for name, pools in recipe.placements.items() if pool in pools]
         raise _unused_pool(config, pool, {role: inactive[role] for role in roles}, presets)
 
+    unused = [pool for pool in spec if pool not in used]
     spec = {pool: sizes for pool, sizes in spec.items() if pool in used}
+    if "placement" in keys and unused and len(spec) == 1:
+        why = f"this run has no role for {', '.join(unused)}, so all roles share {', '.join(spec)}"
+        notices.append(notice_of(["placement"], why))
     config = changed(config, {"resource_pool_spec": spec})
     roles_by_pool(spec, config.role_mapping)  # raises if a pool does not exist
     if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:

@@ -80,6 +80,11 @@ def test_an_unread_key_has_one_notice(
             "algorithm.adv_estimator=grpo needs no value function",
         ),
         (
+            [*GRPO, "placement=split"],
+            "placement has no effect: this run has no role for critic_pool, so all roles share "
+            "actor_rollout_ref_pool",
+        ),
+        (
             ["algorithm.bootstrap_truncated=true", NO_CRITIC],
             "algorithm.bootstrap_truncated has no effect: the advantage estimator that "
             "algorithm.adv_estimator names has no parameter truncated",
