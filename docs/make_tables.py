@@ -770,13 +770,8 @@ def filled(name: str) -> tuple[Path, str]:
     page, make = TABLES[name]
     path = DOCS / page
     block = f"<!-- begin {name} -->\n\n{make()}\n\n<!-- end {name} -->"
-    text = re.sub(
-        rf"<!-- begin {name} -->.*<!-- end {name} -->",
-        lambda _: block,
-        path.read_text("utf-8"),
-        flags=re.S,
-    )
-    return path, text
+    old = re.compile(rf"<!-- begin {name} -->.*<!-- end {name} -->", re.S)
+    return path, old.sub(lambda _: block, path.read_text("utf-8"))
 
 
 def write_address() -> None:
