@@ -80,7 +80,7 @@ def test_a_pool_of_frozen_models_has_fewer_devices(
 )
 def test_shared_pools_leave_more_to_others(resources: dict[str, object], left: list[int]) -> None:
     taken = (f"pool_resources.own.{name}={value}" for name, value in resources.items())
-    pool = ["resource_pool_spec.own=[2]", "role_mapping.critic=own", "trainer.n_gpus_per_node=4"]
+    pool = ["resource_pool_spec.own=[2]", "role_mapping.critic=own", "trainer.simulate=4xH100"]
     config = load(*pool, *taken)
     assert config.resource_pool_spec["global_pool"] == left
 
