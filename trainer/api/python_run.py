@@ -75,6 +75,7 @@ class PythonRun:
         self.callbacks = list(callbacks)
         self._recipe: Recipe[Any] = load_object(self._recipe_path, type(self).__name__)
         settings = {**self._presets, **settings_of(keys, self._flat_names, self._recipe)}
+        self._names = {key: name for name, key in self._flat_names.items() if name in keys}
         named = settings.pop(FOLDER_KEY, None)
         self.folder = _run_folder(named, self._recipe.name)
 
@@ -214,7 +215,14 @@ class PythonRun:
 
     def _config(self, length: Mapping[str, int]) -> RunConfig:
         defaults = overrides_of(self._defaults)
-        config: RunConfig = load_config(self._settings(length), self._recipe, defaults)
+        try:
+            config: RunConfig = load_config(self._settings(length), self._recipe, defaults)
+        except ConfigError as err:
+            pairs = self._names.items()
+            sets = [f"{name} sets {key}" for key, name in pairs if f"{key}=" in str(err)]
+            if not sets:
+                raise
+            raise ConfigError(f"{err} Here {' and '.join(sets)}.") from err
         return config
 
     def _settings(self, length: Mapping[str, int]) -> dict[str, Any]:

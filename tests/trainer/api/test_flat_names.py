@@ -108,6 +108,11 @@ def test_unknown_and_repeated_names_are_rejected(keywords: dict[str, Any], words
         settings_of(keywords, PPO._flat_names, PPO_RECIPE)
 
 
+def test_an_invalid_value_is_told_by_the_argument(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_batch_size=-1.* Here batch_size sets data.train_"):
+        SFT(tiny_dir / "model", ROWS, batch_size=-1, seed=2, save_to=tmp_path / "run")
+
+
 def test_names_of_trl_clash_with_no_key() -> None:
     names = OF_TRL | LIKE_TRL
     keys = {*named_keys(PPO_RECIPE.schema)}
