@@ -166,7 +166,11 @@ def _devices_here(config: RunConfig) -> str:
         return "CPU slot"
     if wanted > has.num_gpus:
         simulated = config.trainer.simulate
-        whose = "this machine has" if simulated is None else f"trainer.simulate={simulated} has"
+        whose = (
+            "this machine has"
+            if simulated is None
+            else f"--gpus {simulated} (trainer.simulate) has"
+        )
         raise PlacementError(
             f"trainer.n_gpus_per_node={wanted}, but {whose} {has.num_gpus}. Set it to "
             f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."

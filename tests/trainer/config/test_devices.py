@@ -79,7 +79,9 @@ def test_gpus_are_counted_in_all_and_fill_nodes_of_eight(tiny_dir: Path, tmp_pat
 def test_more_gpus_than_simulated_are_rejected(tiny_dir: Path, tmp_path: Path) -> None:
     sizes = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
     devices = ("trainer.simulate=4xH100", "trainer.n_gpus_per_node=8")
-    with pytest.raises(VerlLikeError, match="n_gpus_per_node=8, but trainer.simulate=4xH100 has 4"):
+    with pytest.raises(
+        VerlLikeError, match="n_gpus_per_node=8, but --gpus 4xH100 .trainer.simulate. has 4"
+    ):
         run(config_of(tiny_dir, tmp_path, *devices, *sizes))
 
 
