@@ -50,7 +50,7 @@ def test_a_yaml_is_read_with_its_defaults(tmp_path: Path) -> None:
     config = composed(migrated("verl", text))
     assert (config.data.train_batch_size, config.data.max_prompt_length) == (512, 7)
     assert (config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.rollout.n) == (0.5, 5)
-    with pytest.raises(ConfigError, match="there is no .*missing.yaml; run this command"):
+    with pytest.raises(ConfigError, match="there is no .*missing.yaml. Run this command"):
         translated_whole("verl", f"{MAIN} --config-path={tmp_path} --config-name=missing")
     (tmp_path / "own.yaml").write_text("defaults: [{actor: mine}, _self_]")
     with pytest.raises(ConfigError, match="includes .*mine"):

@@ -122,7 +122,7 @@ def test_a_reward_is_optional_and_only_logged(
     more = (
         "trainer.total_training_steps=2",
         "actor_rollout_ref.actor.optim.lr=3e-3",
-        "reward.list=[{name: rule, kind: function}]",
+        "reward.list=[{name: function, kind: function}]",
     )
     config = load_config(settings(tiny_dir, tmp_path, teacher, *more))
     assert [reward.name for reward in rewards_of(config)] == ["function"]
@@ -182,7 +182,7 @@ def test_graph_and_memory_show_the_teacher(tiny_dir: Path, tmp_path: Path, teach
         "teacher": "critic_pool",
     }
     text = describe(config)
-    assert "actor.compute_log_prob ‖ teacher.compute_teacher_log_prob" in text
+    assert "actor.compute_log_prob\n    ‖ teacher.compute_teacher_log_prob" in text
     assert "gae" not in text
     assert [line.partition(":")[0] for line in watch_lines(config)] == ["policy loss vanilla"]
     of_teacher = {memory.role: memory for memory in role_memories(config, "cpu")}["teacher"]

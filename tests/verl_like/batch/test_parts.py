@@ -45,7 +45,7 @@ def test_columns_of_different_lengths_are_named_with_their_lengths():
             lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, num_batch_dims=2),
             "one batch dim, not 2",
         ),
-        (lambda: DataProto.from_single_dict({"a": [1]}), "'a' is a list"),
+        (lambda: DataProto.from_single_dict({"a": [1]}), "'a' has the type list"),
         (lambda: DataProto({"a": torch.zeros(2)}), "batch is not a TensorDict"),
         (lambda: DataProto(TensorDict({}, batch_size=[2, 3])), r"\(2, 3\)"),
         (lambda: DataProto.from_tensordict(TensorDict({}, batch_size=[])), r"\(\)"),

@@ -110,7 +110,7 @@ def test_a_rank_whose_experts_get_no_token_joins_the_collectives(trained: str) -
             "does not divide the 4 experts of model.layers.0.mlp.experts; valid: 1, 2, 4",
         ),
         (2, "llama", "LlamaForCausalLM has no routed experts"),
-        (2, "llama4_text", "Llama4TextExperts, which is not supported"),
+        (2, "llama4_text", r"\(Llama4TextExperts\) is not supported"),
     ],
 )
 def test_models_without_spreadable_experts_are_rejected(size: int, family: str, words: str) -> None:

@@ -220,8 +220,8 @@ def test_a_server_that_is_down_at_the_start_is_rejected(ask: Any) -> None:
         ConfigError, match=r"test request to the reward server .* failed: .*failed 2 times"
     ):
         ask("http://127.0.0.1:9/score", retries=1).start()
-    with pytest.raises(ConfigError, match="refused; timeout_s=0.1 leaves no time"):
-        ask("http://127.0.0.1:9/score", timeout_s=0.1, retries=99).start()
+    with pytest.raises(ConfigError, match="refused; timeout_s=0.4 leaves no time"):
+        ask("http://127.0.0.1:9/score", timeout_s=0.4, retries=99).start()
 
 
 def test_a_wrong_token_is_rejected(served: RewardServer, ask: Any, monkeypatch: Any) -> None:

@@ -65,5 +65,5 @@ def test_a_rank_that_is_lost_in_an_update_is_named_within_seconds(
         assert time.monotonic() - began < 20
     if not is_killed:
         notes = " ".join(caught.value.__notes__)
-        assert "raised in worker.update_actor, worker rank 1 of 2" in notes
+        assert "raised in FailingActor.update_actor, worker rank 1 of 2" in notes
         assert "not finished 2 s after the failure: worker rank 0 of 2" in notes
