@@ -110,7 +110,7 @@ def migrate(
             config = load_config(done.overrides())      # for PPO; `done.program` names the recipe
 
     Args:
-        system: verl, openrlhf, trl or coati.
+        system: verl, openrlhf, trl or colossalchat.
         source: the script's file, its text, or the words of one command.
         arguments: the script's arguments.
 

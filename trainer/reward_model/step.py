@@ -60,7 +60,7 @@ def end_as_samples_do(
 
 
 class RewardModelTrainer(RowTrainer[PairRow]):
-    """Trains the role `reward_model`."""
+    """The loop of `verl-like reward-model`; `self.groups["reward_model"]` trains the model."""
 
     config: RewardModelRunConfig
     role: ClassVar[str] = "reward_model"

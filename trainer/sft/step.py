@@ -19,7 +19,7 @@ from workers.columns import read_columns
 
 
 class SFTTrainer(RowTrainer[LMRow]):
-    """Trains the role `sft`."""
+    """The loop of `verl-like sft`: override `step`; `self.groups["sft"]` trains the model."""
 
     config: SFTConfig
     role: ClassVar[str] = "sft"
