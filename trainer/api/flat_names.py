@@ -203,4 +203,4 @@ def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
         known = [*names, *trl_names(names)]
         hint = did_you_mean(same[:1]) or nearest(name, known)
     text = f"there is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
-    return f"{text} Flat names: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"
+    return f"{text} Keywords: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"

@@ -88,11 +88,11 @@ def test_recipes_on_rows_accept_all_forms_of_keys(
     ("keywords", "words"),
     [
         ({"batchsize": 4}, r"no key 'batchsize'\. Did you mean 'batch_size'"),
-        ({"max_response_length": 8}, r"Did you mean 'max_new_tokens'\? Flat names: lr, .*, n, "),
+        ({"max_response_length": 8}, r"Did you mean 'max_new_tokens'\? Keywords: lr, .*, n, "),
         ({"steps": 5}, r"no key 'steps'\. Pass it to fit, as in fit\(steps=5\)"),
         ({"report_to": "wandb"}, "TRL's report_to is 'logger' here"),
         ({"num_generations": 8, "n": 4}, "num_generations and n are two names of the same setting"),
-        ({"zzz": 1}, r"no key 'zzz'\. Flat names: lr, "),
+        ({"zzz": 1}, r"no key 'zzz'\. Keywords: lr, "),
         (
             {"lr": 1, "actor_rollout_ref.actor.optim.lr": 2},
             r"lr=1 sets actor.*but .*lr=2 is also set",
