@@ -2,9 +2,9 @@
 
     @dataclass(kw_only=True)
     class OptimConfig(Section):
-        lr: float = key(1e-6, at_least=0)
-        lr_scheduler_type: str = key("constant", choices=("constant", "cosine", "linear"))
-        min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=NOT_CONSTANT)
+        lr: float = config_field(1e-6, at_least=0)
+        lr_scheduler_type: str = config_field("constant", choices=("constant", "cosine", "linear"))
+        min_lr_ratio: float = config_field(0.0, at_least=0, at_most=1, read_when=NOT_CONSTANT)
 
 A rule about two fields does not belong to a field: it is a check of the recipe. Nothing here
 imports torch, because `--help` reads the schemas.
@@ -82,7 +82,7 @@ def changed(section: S, changes: Mapping[str, Any]) -> S:
 
 
 @dataclass(frozen=True)
-class When:
+class ReadWhen:
     """The condition under which a key or a section is read."""
 
     says: str
@@ -100,7 +100,7 @@ class When:
         return text.replace("{section}", f"{section}." if section else "")
 
 
-def when(name: str, *values: Any, otherwise: str = "") -> When:
+def when(name: str, *values: Any, otherwise: str = "") -> ReadWhen:
     """Return the condition that a key has one of these values, or without values, that it is true.
 
     A `name` with dots is a key of the whole configuration, any other a key of the same section.
@@ -112,27 +112,27 @@ def when(name: str, *values: Any, otherwise: str = "") -> When:
         "False": (f"`{name}` is false", "is true"),
         "None": (f"`{name}` is null", "is set"),
     }.get(words, (f"`{name}` is {words}", f"is not {words}"))
-    return When(
+    return ReadWhen(
         says,
         lambda section, run: _value(section, run, name) in values,
         otherwise or f"{_full(name)} {lacks}",
     )
 
 
-def unless(name: str, value: Any = None, otherwise: str = "") -> When:
+def unless(name: str, value: Any = None, otherwise: str = "") -> ReadWhen:
     """Return the condition that a key has another value, or without a value, that it is set.
 
     Names are as in `when`.
     """
     is_unset = value in (None, "")
-    return When(
+    return ReadWhen(
         f"`{name}` is set" if is_unset else f"`{name}` is not {value}",
         lambda section, run: _value(section, run, name) != value,
         otherwise or f"{_full(name)} is {'not set' if is_unset else value}",
     )
 
 
-def entry_takes(parameter: str, kind: str, name: str) -> When:
+def entry_takes(parameter: str, kind: str, name: str) -> ReadWhen:
     """Return the condition that the registry entry which a key names has this parameter."""
 
     def holds(section: Any, run: Any) -> bool:
@@ -140,7 +140,7 @@ def entry_takes(parameter: str, kind: str, name: str) -> When:
         return parameter in inspect.signature(entry).parameters
 
     missing = f"the {kind} that {_full(name)} names has no parameter {parameter}"
-    return When(f"the {kind} has the parameter `{parameter}`", holds, missing)
+    return ReadWhen(f"the {kind} has the parameter `{parameter}`", holds, missing)
 
 
 def _full(name: str) -> str:
@@ -189,7 +189,7 @@ class KeyRules:
     """The end of an error message, and of the values in the docs: "or null to keep all"."""
     required: str = ""
     """If set, the key must not be empty; explains how to fill it."""
-    read_when: tuple[When, ...] = ()
+    read_when: tuple[ReadWhen, ...] = ()
     """The key is read only if all of these hold."""
     may_change_on_resume: bool | None = None
     """True if a resumed run may have another value, because the key does not affect the results.
@@ -246,15 +246,15 @@ def arguments_for(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> di
     return {name: arguments[name] for name in arguments_of(entry) if name in arguments}
 
 
-def key(
+def config_field(
     default: Any = MISSING,
     *,
     factory: Any = MISSING,
-    read_when: When | Sequence[When] = (),
+    read_when: ReadWhen | Sequence[ReadWhen] = (),
     **rules: Any,
 ) -> Any:
     """Return a dataclass field with its default (or `factory`) and `KeyRules`."""
-    conditions = (read_when,) if isinstance(read_when, When) else tuple(read_when)
+    conditions = (read_when,) if isinstance(read_when, ReadWhen) else tuple(read_when)
     metadata = {"rules": KeyRules(read_when=conditions, **rules)}
 
     if factory is not MISSING:
@@ -263,6 +263,6 @@ def key(
 
 
 def rules_of(field: dataclasses.Field[Any]) -> KeyRules:
-    """Return the rules that `key` attached to a field; a plain field has none."""
+    """Return the rules that `config_field` attached to a field; a plain field has none."""
     rules: KeyRules = field.metadata.get("rules", NO_RULES)
     return rules

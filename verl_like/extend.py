@@ -24,17 +24,17 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.config.schema import RunConfig as RunConfig
     from trainer.loop import Trainer as Trainer
     from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
-    from trainer.ppo.advantages.registry import has_kl_in_loss as has_kl_in_loss
+    from trainer.ppo.advantages.registry import kl_belongs_in_loss as kl_belongs_in_loss
     from trainer.ppo.mismatch import diagnose_rollout_gap as diagnose_rollout_gap
     from trainer.ppo.stages import PPOTrainer as PPOTrainer
     from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
-    from trainer.run_folder.metrics import reached_goal as reached_goal
+    from trainer.run_folder.metrics import reached_target as reached_target
     from trainer.run_folder.metrics import reduce_metrics as reduce_metrics
     from trainer.run_folder.tracking import Tracker as Tracker
     from trainer.sft.step import SFTTrainer as SFTTrainer
     from verl_like.config_key import KeyRules as KeyRules
-    from verl_like.config_key import When as When
-    from verl_like.config_key import key as key
+    from verl_like.config_key import ReadWhen as ReadWhen
+    from verl_like.config_key import config_field as config_field
     from workers.agents.environment import ENVIRONMENT_ADAPTERS as ENVIRONMENT_ADAPTERS
     from workers.columns import read_columns as read_columns
     from workers.columns import write_columns as write_columns
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.config import OptimConfig as OptimConfig
     from workers.config.rollout import ROLLOUT_ENGINES as ROLLOUT_ENGINES
     from workers.losses.aggregate import agg_loss as agg_loss
-    from workers.losses.pairwise import PAIRWISE_LOSSES as PAIRWISE_LOSSES
+    from workers.losses.pairwise import REWARD_MODEL_LOSSES as REWARD_MODEL_LOSSES
     from workers.losses.preference.registry import PREFERENCE_LOSSES as PREFERENCE_LOSSES
     from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from workers.losses.registry import chooses_tokens as chooses_tokens
@@ -82,20 +82,20 @@ _NAMES = {
     "trainer.config.recipe": ("Recipe", "placement_presets"),
     "trainer.config.schema": ("RunConfig", "TRACKERS"),
     "trainer.loop": ("Trainer",),
-    "trainer.ppo.advantages.registry": ("ADVANTAGE_ESTIMATORS", "has_kl_in_loss"),
+    "trainer.ppo.advantages.registry": ("ADVANTAGE_ESTIMATORS", "kl_belongs_in_loss"),
     "trainer.ppo.mismatch": ("diagnose_rollout_gap",),
     "trainer.ppo.stages": ("PPOTrainer",),
     "trainer.reward_model.step": ("RewardModelTrainer",),
-    "trainer.run_folder.metrics": ("reached_goal", "reduce_metrics"),
+    "trainer.run_folder.metrics": ("reached_target", "reduce_metrics"),
     "trainer.run_folder.tracking": ("Tracker",),
     "trainer.sft.step": ("SFTTrainer",),
-    "verl_like.config_key": ("KeyRules", "When", "key"),
+    "verl_like.config_key": ("KeyRules", "ReadWhen", "config_field"),
     "workers.agents.environment": ("ENVIRONMENT_ADAPTERS",),
     "workers.columns": ("read_columns", "write_columns"),
     "workers.config": ("FSDPConfig", "ModelConfig", "OptimConfig"),
     "workers.config.rollout": ("ROLLOUT_ENGINES",),
     "workers.losses.aggregate": ("agg_loss",),
-    "workers.losses.pairwise": ("PAIRWISE_LOSSES",),
+    "workers.losses.pairwise": ("REWARD_MODEL_LOSSES",),
     "workers.losses.preference.registry": ("PREFERENCE_LOSSES",),
     "workers.losses.registry": ("POLICY_LOSSES", "chooses_tokens", "declare_loss_keys"),
     "workers.losses.token_loss": ("token_loss",),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_like.config_key import When, unless, when
+from verl_like.config_key import ReadWhen, unless, when
 
 RUN = SimpleNamespace(trainer=SimpleNamespace(backend="local"))
 
@@ -25,7 +25,7 @@ RUN = SimpleNamespace(trainer=SimpleNamespace(backend="local"))
     ],
 )
 def test_a_condition_describes_itself(
-    condition: When, value: object, says: str, missing: str
+    condition: ReadWhen, value: object, says: str, missing: str
 ) -> None:
     section = SimpleNamespace(on=value)
     assert not condition.holds(section, RUN)

@@ -12,7 +12,7 @@ from trainer.async_training.topology import ANY_RANK, Topology, generator_role, 
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from trainer.ppo.sizes import CRITIC_COPY
-from verl_like.config_key import Section, When, changed, key, when
+from verl_like.config_key import ReadWhen, Section, changed, config_field, when
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
@@ -25,7 +25,7 @@ CRITIC_COPY_WORKER = "workers.roles.critic.CriticCopyWorker"
 ASYNC_TRAINER = "trainer.async_training.step.AsyncTrainer"
 """The trainer of an asynchronous run; a user's trainer is a subclass of it."""
 BY_NUMBERS = when("topology", None, otherwise="async_training.topology sets both numbers")
-HAS_MAX_AGE = When(
+HAS_MAX_AGE = ReadWhen(
     "`sampler` is version_window or your own",
     lambda async_training, _: (
         async_training.sampler == "version_window" or "." in async_training.sampler
@@ -56,61 +56,67 @@ class GeneratorSettings(Section):
 class AsyncSettings(Section):
     """Generators, trainers, and the buffer between them."""
 
-    topology: str | None = key(None, allows="a name such as 2m1t")
+    topology: str | None = config_field(None, allows="a name such as 2m1t")
     """Generators and trainers in one name, as in ColossalChat; sets `generators` and `trainers`."""
-    generators: int = key(1, above=0, read_when=BY_NUMBERS)
+    generators: int = config_field(1, above=0, read_when=BY_NUMBERS)
     """Number of generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
-    trainers: int = key(1, above=0, read_when=BY_NUMBERS)
+    trainers: int = config_field(1, above=0, read_when=BY_NUMBERS)
     """Number of trainer ranks."""
-    sample_routes: list[list[int]] | None = key(None, allows="a list of [generator, trainer]")
+    sample_routes: list[list[int]] | None = config_field(
+        None, allows="a list of [generator, trainer]"
+    )
     """Which trainer ranks get the samples of each generator; null distributes them evenly."""
-    weight_routes: list[list[int]] | None = key(None, allows="a list of [trainer, generator]")
+    weight_routes: list[list[int]] | None = config_field(
+        None, allows="a list of [trainer, generator]"
+    )
     """Which generators get the weights of each trainer rank; null distributes them evenly."""
-    generator_settings: dict[Any, GeneratorSettings] = key(
+    generator_settings: dict[Any, GeneratorSettings] = config_field(
         factory=dict, allows=f"{{generator index: {{{', '.join(vars(GeneratorSettings()))}}}}}"
     )
     """Settings that override `actor_rollout_ref.rollout` for the generator with this index."""
-    prompts_per_call: int | None = key(None, above=0, hint="or null to divide a batch evenly")
+    prompts_per_call: int | None = config_field(
+        None, above=0, hint="or null to divide a batch evenly"
+    )
     """Prompts per call of a generator; null divides each batch among the generators."""
-    max_inflight_samples: int | None = key(
+    max_inflight_samples: int | None = config_field(
         None, above=0, hint="or null for as many as max_staleness allows"
     )
     """Maximum number of samples that are queued or in generation; null: as many as `max_staleness`
     allows.
     """
-    on_buffer_full: str = key("wait", choices=("wait", "evict_oldest"))
+    on_buffer_full: str = config_field("wait", choices=("wait", "evict_oldest"))
     """If the buffer is full, a generator waits or evicts the oldest samples."""
-    sampler: str = key("in_order", registry="sampler")
+    sampler: str = config_field("in_order", registry="sampler")
     """Sampler, which chooses the buffered samples of the next batch."""
-    drop_older_than: int | None = key(
+    drop_older_than: int | None = config_field(
         None, at_least=0, hint="or null for max_staleness", read_when=HAS_MAX_AGE
     )
     """Drop buffered samples that are more than this many weight versions old; null:
     `max_staleness`.
     """
-    max_staleness: int = key(1, at_least=0)
+    max_staleness: int = config_field(1, at_least=0)
     """Maximum staleness of a sample, in weight versions; with 0 and `update_steps=1`, the run is
     synchronous.
     """
-    score_on: str = key("trainer", choices=("trainer", "generator"))
+    score_on: str = config_field("trainer", choices=("trainer", "generator"))
     """Run reference, reward models and critic with the trainers, or with each generator."""
-    weight_update: str = key("between_batches", choices=("between_batches", "immediate"))
+    weight_update: str = config_field("between_batches", choices=("between_batches", "immediate"))
     """Generators load new weights between calls, or immediately, within a call."""
-    update_steps: int = key(1, above=0)
+    update_steps: int = config_field(1, above=0)
     """Batches to train on per weight version."""
-    train_epochs: int = key(1, above=0)
+    train_epochs: int = config_field(1, above=0)
     """Passes over the batches of a weight version, reshuffled from the second pass on."""
-    on_generator_failure: str = key(
+    on_generator_failure: str = config_field(
         "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
     )
     """If a generator dies, end the run, give its prompts to the others, or restart it."""
-    on_resume: str = key(
+    on_resume: str = config_field(
         "regenerate", choices=("regenerate", "restore"), read_when=SAVES, may_change_on_resume=True
     )
     """Generate queued samples again after a resume, or store them in the checkpoint."""
-    warn_after_idle_s: float = key(120.0, above=0, may_change_on_resume=True)
+    warn_after_idle_s: float = config_field(120.0, above=0, may_change_on_resume=True)
     """Seconds without a batch after which a warning is logged."""
-    log_syncs: bool = key(False, may_change_on_resume=True)
+    log_syncs: bool = config_field(False, may_change_on_resume=True)
     """Log weight deliveries to `syncs.jsonl`."""
 
 
@@ -118,13 +124,13 @@ class AsyncSettings(Section):
 class AsyncTrainerConfig(PPOTrainerConfig):
     """Keys of the section `trainer` of an asynchronous run."""
 
-    cls: str = key(ASYNC_TRAINER, allows="a dotted path", may_change_on_resume=False)
+    cls: str = config_field(ASYNC_TRAINER, allows="a dotted path", may_change_on_resume=False)
     """Trainer class: AsyncTrainer or a subclass."""
-    max_restarts: int = key(0, at_least=0)
+    max_restarts: int = config_field(0, at_least=0)
     """Maximum number of automatic restarts from the last checkpoint; 0 disables restarts. If a
     generator dies, `async_training.on_generator_failure` applies.
     """
-    experiment_name: str = key("async", allows="a name")
+    experiment_name: str = config_field("async", allows="a name")
     """Name of the run in W&B and trackio; second part of the default run folder."""
 
 
@@ -132,9 +138,9 @@ class AsyncTrainerConfig(PPOTrainerConfig):
 class AsyncConfig(PPOConfig):
     """A run that generates and trains at the same time."""
 
-    async_training: AsyncSettings = key(factory=AsyncSettings)
+    async_training: AsyncSettings = config_field(factory=AsyncSettings)
     """Generators, trainers, and the buffer between them."""
-    trainer: AsyncTrainerConfig = key(factory=AsyncTrainerConfig)
+    trainer: AsyncTrainerConfig = config_field(factory=AsyncTrainerConfig)
     """Length, devices, checkpoints and logging of the run."""
 
     @property

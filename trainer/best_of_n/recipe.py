@@ -28,7 +28,7 @@ from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from trainer.ppo.verl import translate
-from verl_like.config_key import Section, changed, key, when
+from verl_like.config_key import Section, changed, config_field, when
 from verl_like.errors import ConfigError
 from workers.config import (
     ModelConfig,
@@ -59,9 +59,9 @@ ONLY_IN_TRAINING = (
 class SampledPolicyConfig(Section):
     """Settings of the sampled policy."""
 
-    model: ModelConfig = key(factory=ModelConfig)
+    model: ModelConfig = config_field(factory=ModelConfig)
     """The model, its adapter and its precision."""
-    rollout: RolloutConfig = key(factory=partial(RolloutConfig, n=8))
+    rollout: RolloutConfig = config_field(factory=partial(RolloutConfig, n=8))
     """Engine, sampling and memory of the generation."""
 
 
@@ -69,21 +69,21 @@ class SampledPolicyConfig(Section):
 class SelectionConfig(Section):
     """Which samples to save, and where."""
 
-    format: str = key("sft", choices=("sft", "pairs"))
+    format: str = config_field("sft", choices=("sft", "pairs"))
     """sft: the best samples of each prompt as rows that `verl-like sft` reads; pairs: each prompt's
     best as chosen and its worst as rejected.
     """
-    top_k: int = key(
+    top_k: int = config_field(
         1, above=0, read_when=when("format", "sft", otherwise="a pair is one of each prompt")
     )
     """Maximum number of samples kept per prompt: the first of equal scores, one of equal texts."""
-    min_score: float | None = key(None, allows="a number")
+    min_score: float | None = config_field(None, allows="a number")
     """Minimum score of samples that are kept (or chosen, in pairs); null disables the minimum."""
-    truncated: str = key("keep", choices=("keep", "drop"))
+    truncated: str = config_field("keep", choices=("keep", "drop"))
     """Samples that the length limit cut (`finish_reason` is length). `keep`: keep them, without an
     end in the loss; `drop`: drop and count them.
     """
-    file: str = key(
+    file: str = config_field(
         "", allows="a .parquet or .jsonl file, written when the run ends", may_change_on_resume=True
     )
     """Output file; empty: `selected.jsonl` in the run folder."""
@@ -93,9 +93,9 @@ class SelectionConfig(Section):
 class SamplingOnlyConfig(RunConfig, ScoringSections):
     """A run that samples and scores without training."""
 
-    data: DataConfig = key(factory=partial(DataConfig, train_batch_size=64))
+    data: DataConfig = config_field(factory=partial(DataConfig, train_batch_size=64))
     """Prompts: all of them once, in order, `train_batch_size` at a time."""
-    actor_rollout_ref: SampledPolicyConfig = key(factory=SampledPolicyConfig)
+    actor_rollout_ref: SampledPolicyConfig = config_field(factory=SampledPolicyConfig)
     """The model that is sampled, and its rollout settings."""
 
 
@@ -113,9 +113,9 @@ class BestOfNConfig(SamplingOnlyConfig):
             "trainer.val_before_train",
         ),
     }
-    selection: SelectionConfig = key(factory=SelectionConfig)
+    selection: SelectionConfig = config_field(factory=SelectionConfig)
     """Which samples are kept."""
-    trainer: TrainerConfig = key(
+    trainer: TrainerConfig = config_field(
         factory=partial(
             TrainerConfig,
             cls="trainer.best_of_n.step.BestOfNTrainer",

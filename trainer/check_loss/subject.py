@@ -28,7 +28,7 @@ from verl_like.signatures import format_signature, is_required, signature_of
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.aggregate import Denominators
 from workers.losses.lm import compute_lm_loss
-from workers.losses.pairwise import PAIRWISE_LOSSES
+from workers.losses.pairwise import REWARD_MODEL_LOSSES
 from workers.losses.preference.registry import PREFERENCE_LOSSES
 from workers.losses.registry import POLICY_LOSSES, traits_of
 from workers.losses.value import compute_value_loss
@@ -37,7 +37,7 @@ Outcome = dict[str, Tensor]
 """The result of a function on a batch: its loss and gradient, or an estimator's columns."""
 LOSS_SCALE_FACTOR = 16.0
 KINDS: Mapping[str, Mapping[str, Any]] = {
-    "preference": {**PREFERENCE_LOSSES, **PAIRWISE_LOSSES},
+    "preference": {**PREFERENCE_LOSSES, **REWARD_MODEL_LOSSES},
     "policy": {**POLICY_LOSSES, "lm": compute_lm_loss},
     "value": {"clipped": compute_value_loss},
     "estimator": ADVANTAGE_ESTIMATORS,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from verl_like.config_key import KeyRules, When, arguments_of, rules_of
+from verl_like.config_key import KeyRules, ReadWhen, arguments_of, rules_of
 from verl_like.registry import registry_of
 
 KINDS: Mapping[Any, str] = {
@@ -139,7 +139,7 @@ def keys_by_name(schema: type) -> Mapping[str, Key]:
         keys = {key.name: key for key in _keys_below(schema, "")}
         never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
         for reason, names in never_read.items():
-            never = When("never in this recipe", lambda *_: False, reason)
+            never = ReadWhen("never in this recipe", lambda *_: False, reason)
             for name in names:
                 rules = replace(keys[name].rules, read_when=(never,), required="")
                 keys[name] = replace(keys[name], rules=rules)

@@ -1,8 +1,8 @@
 """Base configuration of all recipes: the run, its cluster, its pools and roles.
 
 A recipe extends `RunConfig` with its own sections (PPO's are in `trainer.ppo.config`). The
-dataclasses declare every default and, by `key`, every rule of one field; a YAML file contains only
-values that refer to another key.
+dataclasses declare every default and, by `config_field`, every rule of one field; a YAML file
+contains only values that refer to another key.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from verl_like.calls.diagnose import Deadlines
-from verl_like.config_key import Section, When, key, unless, when
+from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import CallSignature, check_call, check_method
 from workers.config.conditions import SAVES
 
 ON_RAY = when("trainer.backend", "ray")
-SEVERAL_POOLS = When(
+SEVERAL_POOLS = ReadWhen(
     "there are several pools",
     lambda _, run: len(run.resource_pool_spec) > 1,
     "this run has one pool, which trainer.device and cpus_per_process describe",
@@ -58,62 +58,68 @@ class TrainerConfig(Section):
     """Length, devices, checkpoints and logging of the run."""
 
     may_change_on_resume = True
-    cls: str = key(
+    cls: str = config_field(
         "",
         allows="a dotted path",
         required="set the dotted path of the trainer's class",
         may_change_on_resume=False,
     )
     """Trainer class: the recipe's or a subclass."""
-    total_epochs: int | None = key(
+    total_epochs: int | None = config_field(
         None, above=0, hint="or null for one epoch, or as many as total_training_steps needs"
     )
     """Passes over the data; null: one, or as many as `total_training_steps` needs."""
-    total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
+    total_training_steps: int | None = config_field(
+        None, above=0, hint="or null for epochs x batches"
+    )
     """Steps of the run; null: as many as `total_epochs` has."""
-    stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
+    stop_at: dict[str, float] = config_field(factory=dict, allows="{metric: value}")
     """Targets: the run ends when one of these metrics is at least its target."""
-    nnodes: int = key(1, above=0)
+    nnodes: int = config_field(1, above=0)
     """Number of nodes (machines)."""
-    n_gpus_per_node: int = key(1, above=0)
+    n_gpus_per_node: int = config_field(1, above=0)
     """Devices per node (process slots on CPUs)."""
-    backend: str = key("ray", choices=("ray", "local"))
+    backend: str = config_field("ray", choices=("ray", "local"))
     """`ray`: processes of a Ray cluster; `local`: this machine, without Ray (on GPUs, only pools of
     one process).
     """
-    device: str = key("auto", choices=("auto", "cpu", "cuda"), elsewhere={"gpu": "cuda"})
+    device: str = config_field("auto", choices=("auto", "cpu", "cuda"), elsewhere={"gpu": "cuda"})
     """`auto`: GPUs if there are any, otherwise CPUs."""
-    seed: int = key(1, at_least=0, may_change_on_resume=False)
+    seed: int = config_field(1, at_least=0, may_change_on_resume=False)
     """Seed of data order, sampling and new heads."""
-    project_name: str = key("verl_like", allows="a name")
+    project_name: str = config_field("verl_like", allows="a name")
     """Project in W&B and trackio; first part of the default run folder."""
-    experiment_name: str = key("run", allows="a name")
+    experiment_name: str = config_field("run", allows="a name")
     """Name of the run in W&B and trackio; second part of the default run folder."""
-    default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
+    default_local_dir: str = config_field(
+        "runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER
+    )
     """Folder of the run: its metrics, checkpoints, samples and report."""
-    test_freq: int = key(0, at_least=-1)
+    test_freq: int = config_field(0, at_least=-1)
     """Steps between validations; 0: only after the last step, -1: not even then. `val_before_train`
     sets the one before step 1.
     """
-    val_before_train: bool = key(True)
+    val_before_train: bool = config_field(True)
     """Validate before step 1; a run that resumes after it does not."""
-    dry_run: bool = key(False)
+    dry_run: bool = config_field(False)
     """Check the run, print the plan and stop (`verl-like check`)."""
-    simulate: str | None = key(
+    simulate: str | None = config_field(
         None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
     """Check as if all nodes together had these GPUs; sets dry_run (`check --gpus`)."""
-    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 to disable step-based checkpoints")
+    save_freq: int = config_field(
+        -1, above=0, or_exactly=-1, hint="or -1 to disable step-based checkpoints"
+    )
     """Steps between checkpoints; -1 disables step-based checkpoints."""
-    save_every_minutes: float | None = key(
+    save_every_minutes: float | None = config_field(
         30.0, above=0, hint="or null to disable timed checkpoints"
     )
     """Minutes between checkpoints; null disables timed checkpoints. A run that lasts longer also
     saves its last step.
     """
-    save_final: bool = key(True)
+    save_final: bool = config_field(True)
     """Save the final model in Hugging Face format."""
-    max_ckpt_to_keep: int | None = key(
+    max_ckpt_to_keep: int | None = config_field(
         2,
         at_least=1,
         hint="or null to keep all",
@@ -121,21 +127,21 @@ class TrainerConfig(Section):
         verl="trainer.max_actor_ckpt_to_keep",
     )
     """Newest checkpoints to keep, in addition to the best one; null keeps all."""
-    async_save: bool = key(
+    async_save: bool = config_field(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
     """Write checkpoint files of 16 MiB or more in the background."""
-    max_restarts: int = key(3, at_least=0)
+    max_restarts: int = config_field(3, at_least=0)
     """Maximum automatic restarts after a worker is lost."""
-    resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
+    resume_mode: str = config_field("auto", choices=("auto", "disable", "resume_path"))
     """`auto`: resume from the newest checkpoint in the run folder; `resume_path`: from
     `resume_from_path`; `disable`: do not resume.
     """
-    resume_from_path: str | None = key(
+    resume_from_path: str | None = config_field(
         None, allows="a folder", read_when=when("resume_mode", "resume_path")
     )
     """The `global_step_N` folder to resume from."""
-    logger: list[str] = key(
+    logger: list[str] = config_field(
         factory=lambda: ["console"],
         registry="tracker",
         hint="(metrics.jsonl is always written.)",
@@ -155,11 +161,11 @@ class TrainerConfig(Section):
 class RayConfig(Section):
     """The connection of `trainer.backend=ray` to its cluster."""
 
-    address: str | None = key(None, allows="host:port")
+    address: str | None = config_field(None, allows="host:port")
     """Cluster to join; null starts one on this machine."""
-    namespace: str | None = key(None, allows="a name", read_when=JOINS_A_CLUSTER)
+    namespace: str | None = config_field(None, allows="a name", read_when=JOINS_A_CLUSTER)
     """Ray namespace; null creates a new one."""
-    runtime_env: dict[str, Any] = key(
+    runtime_env: dict[str, Any] = config_field(
         factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"
     )
     """Runtime environment that is passed to `ray.init`."""
@@ -169,24 +175,26 @@ class RayConfig(Section):
 class PoolResources(Section):
     """The resources of each process of a pool, if they differ from those of other pools."""
 
-    device: str = key("auto", choices=("auto", "cpu", "cuda"))
+    device: str = config_field("auto", choices=("auto", "cpu", "cuda"))
     """cpu keeps the pool off the GPUs; auto is `trainer.device`."""
-    cpus: float | None = key(None, above=0, read_when=ON_RAY)
+    cpus: float | None = config_field(None, above=0, read_when=ON_RAY)
     """CPUs per process; null: `cpus_per_process`."""
-    gpus: float | None = key(
+    gpus: float | None = config_field(
         None, above=0, at_most=1, hint="as a process computes on one GPU", read_when=ON_RAY
     )
     """GPUs per process, such as 0.5; null: a whole GPU."""
-    resources: dict[str, float] = key(factory=dict, allows="resource: amount", read_when=ON_RAY)
+    resources: dict[str, float] = config_field(
+        factory=dict, allows="resource: amount", read_when=ON_RAY
+    )
     """Ray's custom resources per process."""
 
 
-HAS_FAULTS = When(
+HAS_FAULTS = ReadWhen(
     "a chance in `faults` is above 0",
     lambda faults, _: faults.has_faults,
     "all chances in faults are 0, so there are no faults",
 )
-DELAYS = When(
+DELAYS = ReadWhen(
     "a delay in `faults` has a chance above 0",
     lambda section, _: section.delay_call > 0 or getattr(section, "delay_environment", 0) > 0,
     "no delay in faults has a chance above 0",
@@ -197,13 +205,13 @@ DELAYS = When(
 class FaultsConfig(Section):
     """Probabilities of injected faults, and the length of a delay."""
 
-    kill_worker: float = key(0.0, at_least=0, at_most=1)
+    kill_worker: float = config_field(0.0, at_least=0, at_most=1)
     """Probability per step of killing a random worker."""
-    delay_call: float = key(0.0, at_least=0, at_most=1)
+    delay_call: float = config_field(0.0, at_least=0, at_most=1)
     """Probability per step of delaying a random role's calls."""
-    delay_s: float = key(1.0, above=0, read_when=DELAYS)
+    delay_s: float = config_field(1.0, above=0, read_when=DELAYS)
     """Length of an injected delay, in seconds."""
-    seed: int = key(1, allows="a number", read_when=HAS_FAULTS)
+    seed: int = config_field(1, allows="a number", read_when=HAS_FAULTS)
     """Seed that decides when and where faults strike."""
 
     @property
@@ -219,11 +227,11 @@ class RunConfig(Section):
     never_read: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Reason -> keys of shared sections that this recipe does not read."""
 
-    trainer: TrainerConfig = key(factory=TrainerConfig)
+    trainer: TrainerConfig = config_field(factory=TrainerConfig)
     """Length, devices, checkpoints and logging of the run."""
-    ray: RayConfig = key(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
+    ray: RayConfig = config_field(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
     """The Ray cluster to start or join, and its runtime environment."""
-    timeouts: dict[str, float] = key(
+    timeouts: dict[str, float] = config_field(
         factory=Deadlines.settings,
         allows="seconds above 0, each",
         may_change_on_resume=True,
@@ -233,19 +241,23 @@ class RunConfig(Section):
     call, `collective_s` for a collective of GPUs. A repeated call times out after ten times its
     usual duration, but not before `min_call_s`. Waits longer than `warn_s` are logged.
     """
-    resource_pool_spec: dict[str, list[int]] = key(
+    resource_pool_spec: dict[str, list[int]] = config_field(
         factory=dict,
         allows="{pool: [processes on each node]}, or [] for an even share",
         may_change_on_resume=True,
     )
     """Pools, with their processes per node."""
-    role_mapping: dict[str, str] = key(factory=dict, allows="role: pool", may_change_on_resume=True)
+    role_mapping: dict[str, str] = config_field(
+        factory=dict, allows="role: pool", may_change_on_resume=True
+    )
     """Pool of each role; `actor_rollout` is actor and rollout in one process."""
-    role_workers: dict[str, str] = key(factory=dict, allows="role: dotted path")
+    role_workers: dict[str, str] = config_field(factory=dict, allows="role: dotted path")
     """Worker class of each role."""
-    cpus_per_process: float | None = key(None, above=0, read_when=ON_RAY, may_change_on_resume=True)
+    cpus_per_process: float | None = config_field(
+        None, above=0, read_when=ON_RAY, may_change_on_resume=True
+    )
     """CPUs per worker process; null: min(1, CPUs / processes)."""
-    pool_resources: dict[str, PoolResources] = key(
+    pool_resources: dict[str, PoolResources] = config_field(
         factory=dict,
         allows="{pool: {device, cpus, gpus, resources}}",
         read_when=SEVERAL_POOLS,
@@ -253,7 +265,9 @@ class RunConfig(Section):
     )
     """Device, CPUs and GPUs of each process of a pool, if they differ from the defaults."""
 
-    faults: dict[str, Any] = key(factory=dict, options=FaultsConfig, may_change_on_resume=True)
+    faults: dict[str, Any] = config_field(
+        factory=dict, options=FaultsConfig, may_change_on_resume=True
+    )
     """Faults to inject, as a test of recovery."""
 
     @property

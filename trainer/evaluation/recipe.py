@@ -18,7 +18,7 @@ from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import TrainerConfig
 from trainer.ppo.recipe import extra_roles
 from trainer.ppo.verl import translate
-from verl_like.config_key import key
+from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ class EvaluationConfig(SamplingOnlyConfig):
             for name in ("n", "temperature", "top_k", "top_p", "do_sample")
         ),
     }
-    trainer: TrainerConfig = key(
+    trainer: TrainerConfig = config_field(
         factory=partial(
             TrainerConfig,
             cls="trainer.evaluation.step.Evaluation",

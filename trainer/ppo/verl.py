@@ -62,7 +62,7 @@ class Tables:
 
     renamed: Mapping[str, str]
     """Maps names in several versions of verl to ours; other names are declared at the fields,
-    `key(verl=...)`."""
+    `config_field(verl=...)`."""
     changes_nothing: Mapping[str, str]
     """Maps keys that have no effect, whatever their value, to what this project does."""
     changes_nothing_at: Mapping[str, Mapping[str, Any]]

@@ -37,7 +37,7 @@ from trainer.config.recipe import Recipe, placement_presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows import config as rows
 from trainer.rows.config import RowConfig
-from verl_like.config_key import key
+from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, has_reference, loss_reads
@@ -47,7 +47,7 @@ from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, has_refer
 class PreferenceDataConfig(RowDataConfig):
     """Pairs, or responses with a label: files, sizes, lengths."""
 
-    text_after_eos: str = key("keep", choices=("keep", "cut"))
+    text_after_eos: str = config_field("keep", choices=("keep", "cut"))
     """Keep the spaces that the chat template writes after the end token in the loss, as TRL does,
     or cut them.
     """
@@ -57,7 +57,7 @@ class PreferenceDataConfig(RowDataConfig):
 class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     """A run of preference training."""
 
-    data: PreferenceDataConfig = key(factory=PreferenceDataConfig)
+    data: PreferenceDataConfig = config_field(factory=PreferenceDataConfig)
     """Training rows: files, columns and lengths."""
     trainer: ValidatingTrainerConfig = rows.trainer_section(
         "trainer.preference.step.PreferenceTrainer", "dpo"

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.data.config import ValidatingTrainerConfig
-from verl_like.config_key import key
+from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
 from workers.config.rows import LONGEST_ROW, RowWorkerConfig
 
@@ -20,7 +20,9 @@ class RowConfig(RunConfig, RowWorkerConfig):
 
 def trainer_section(cls: str, experiment_name: str) -> Any:
     """Return the field `trainer` of a recipe on rows; `cls` is its trainer's dotted path."""
-    return key(factory=partial(ValidatingTrainerConfig, cls=cls, experiment_name=experiment_name))
+    return config_field(
+        factory=partial(ValidatingTrainerConfig, cls=cls, experiment_name=experiment_name)
+    )
 
 
 OPTIMIZERS = "workers.training.optim"

@@ -1,4 +1,4 @@
-"""Metrics of a step: their reduction to one number each, the console's headline, and goals.
+"""Metrics of a step: their reduction to one number each, the console's headline, and targets.
 
 `trainer.run_folder.tracking` shows the headline.
 """
@@ -70,21 +70,21 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
     return numbers
 
 
-def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
-    """Return a description of the first metric that reached its goal, or "" if none did.
+def reached_target(metrics: Mapping[str, float], targets: Mapping[str, float]) -> str:
+    """Return a description of the first metric that reached its target, or "" if none did.
 
-    `goals` maps names to numbers, as `trainer.stop_at`; a metric reaches its goal from below.
+    `targets` maps names to numbers, as `trainer.stop_at`; a metric reaches its target from below.
     Validation metrics may be missing from a step; another missing metric is a `ConfigError`.
     """
-    for name, goal in goals.items():
+    for name, target in targets.items():
         if name not in metrics and not name.startswith("val"):
             raise ConfigError(
                 f"trainer.stop_at names {name!r}, which this step's metrics lack."
                 f"{nearest(name, metrics)}"
             )
-        if name in metrics and metrics[name] >= goal:
+        if name in metrics and metrics[name] >= target:
             return (
-                f"{name}={metrics[name]:.4g} has reached {goal:g}, so the run ends here "
+                f"{name}={metrics[name]:.4g} has reached {target:g}, so the run ends here "
                 "(trainer.stop_at)"
             )
     return ""

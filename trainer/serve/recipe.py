@@ -14,7 +14,7 @@ from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.ppo.config import AlgorithmConfig
 from trainer.ppo.verl import translate
-from verl_like.config_key import Section, key
+from verl_like.config_key import Section, config_field
 from verl_like.placement.roles import expand_roles
 from workers.config import WorkersConfig
 
@@ -27,9 +27,9 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 class ServeDataConfig(Section):
     """Limits on the lengths of requests."""
 
-    max_prompt_length: int = key(512, above=0)
+    max_prompt_length: int = config_field(512, above=0)
     """Longest prompt of a sample, in tokens."""
-    max_response_length: int = key(512, above=0)
+    max_response_length: int = config_field(512, above=0)
     """Longest response of a sample. Rows to train on may be as long as both together."""
 
 
@@ -55,11 +55,13 @@ class ServeConfig(RunConfig, WorkersConfig):
             *("trainer.save_final", "trainer.resume_mode", "trainer.resume_from_path"),
         ),
     }
-    data: ServeDataConfig = key(factory=ServeDataConfig)
+    data: ServeDataConfig = config_field(factory=ServeDataConfig)
     """Longest prompt and longest response of a client's requests."""
-    algorithm: AlgorithmConfig = key(factory=partial(AlgorithmConfig, adv_estimator="grpo"))
+    algorithm: AlgorithmConfig = config_field(
+        factory=partial(AlgorithmConfig, adv_estimator="grpo")
+    )
     """Not read by a server."""
-    trainer: TrainerConfig = key(
+    trainer: TrainerConfig = config_field(
         factory=partial(
             TrainerConfig,
             backend="local",

@@ -31,7 +31,7 @@ from pathlib import Path
 from trainer.config.recipe import Recipe, placement_presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows.config import OPTIMIZERS, RowConfig, check_rows_config, trainer_section
-from verl_like.config_key import key
+from verl_like.config_key import config_field
 from workers.config.rows import RowDataConfig
 
 
@@ -39,7 +39,7 @@ from workers.config.rows import RowDataConfig
 class SFTDataConfig(RowDataConfig):
     """Texts, responses and chats: files, sizes, lengths."""
 
-    loss_on: str = key("response", choices=("response", "all"))
+    loss_on: str = config_field("response", choices=("response", "all"))
     """Tokens in the loss: the responses, or with `all` also prompts and other turns."""
 
 
@@ -49,7 +49,7 @@ class SFTConfig(RowConfig):
 
     trainer: ValidatingTrainerConfig = trainer_section("trainer.sft.step.SFTTrainer", "sft")
     """Length, devices, checkpoints and logging of the run."""
-    data: SFTDataConfig = key(factory=SFTDataConfig)
+    data: SFTDataConfig = config_field(factory=SFTDataConfig)
     """Training rows: files, columns and lengths."""
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_like.config_key import key
+from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
 from verl_like.process.system_calls import (
     KEEPS_TO_ITSELF,
@@ -61,17 +61,17 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 class Sandbox:
     """Limits of processes that run untrusted code."""
 
-    memory_gb: float = key(8.0, above=0)
+    memory_gb: float = config_field(8.0, above=0)
     """GiB of memory, per process and in total."""
-    cpu_s: float = key(60.0, above=0)
+    cpu_s: float = config_field(60.0, above=0)
     """CPU seconds per sample, or per call of an environment; a batch gets twelve times as many."""
-    file_gb: float = key(1.0, at_least=0)
+    file_gb: float = config_field(1.0, at_least=0)
     """GiB per file, and for the working folder."""
-    max_processes: int = key(64, above=0)
+    max_processes: int = config_field(64, above=0)
     """Maximum number of processes at a time."""
-    network: bool = key(True)
+    network: bool = config_field(True)
     """Allow network access; false needs Linux network namespaces."""
-    env: tuple[str, ...] = key((), allows="names of variables")
+    env: tuple[str, ...] = config_field((), allows="names of variables")
     """Environment variables to pass on, such as API keys."""
 
     @classmethod

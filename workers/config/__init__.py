@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from verl_like.config_key import Section, key, unless
+from verl_like.config_key import Section, config_field, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, has_no_reward
 from workers.config.environment import HAS_ENVIRONMENT, EnvironmentConfig, has_environment
 from workers.config.model import (
@@ -56,9 +56,11 @@ from workers.config.rollout import ROLLOUT_ENGINES, RolloutConfig, ValidationSam
 class ScoringSections(Section):
     """Sections about the scores of samples, in runs with and without training."""
 
-    reward: ScoringConfig = key(factory=ScoringConfig)
+    reward: ScoringConfig = config_field(factory=ScoringConfig)
     """Settings for all rewards."""
-    environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=HAS_ENVIRONMENT)
+    environment: EnvironmentConfig = config_field(
+        factory=EnvironmentConfig, read_when=HAS_ENVIRONMENT
+    )
     """The environment of a policy that acts in several turns."""
 
 
@@ -66,15 +68,17 @@ class ScoringSections(Section):
 class WorkersConfig(ScoringSections):
     """Sections of the configuration that workers read."""
 
-    actor_rollout_ref: ActorRolloutRefConfig = key(factory=ActorRolloutRefConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = config_field(factory=ActorRolloutRefConfig)
     """The policy: its model, training, generation and reference."""
-    critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
+    critic: CriticConfig = config_field(factory=CriticConfig, read_when=HAS_CRITIC)
     """The value model: its weights, update and optimizer."""
-    parallel: ParallelConfig = key(factory=ParallelConfig)
+    parallel: ParallelConfig = config_field(factory=ParallelConfig)
     """Sizes of the parallel axes, for every role."""
-    ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
+    ptx: PTXConfig = config_field(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss in addition to the policy loss."""
-    distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
+    distillation: DistillationConfig = config_field(
+        factory=DistillationConfig, read_when=HAS_TEACHER
+    )
     """A teacher's log-probs as token rewards."""
     data: Any
     """Workers read the maximum lengths of prompt and response, and `apply_chat_template_kwargs`."""

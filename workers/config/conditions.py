@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from verl_like.config_key import When, unless, when
+from verl_like.config_key import ReadWhen, unless, when
 from verl_like.registry import registry_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -61,7 +61,7 @@ def policy_loss_of(run: Any) -> str:
     return loss_mode
 
 
-def loss_reads(name: str) -> When:
+def loss_reads(name: str) -> ReadWhen:
     """Return the condition that the policy loss reads this key of the actor.
 
     It also holds for a policy loss that does not declare which keys it reads.
@@ -73,47 +73,47 @@ def loss_reads(name: str) -> When:
         keys = None if traits is None else traits.keys_read
         return keys is None or name in keys
 
-    return When(
+    return ReadWhen(
         f"the policy loss reads `{name.rpartition('.')[2]}`",
         holds,
         "the loss of policy_loss.loss_mode does not read it",
     )
 
 
-HAS_CRITIC = When(
+HAS_CRITIC = ReadWhen(
     "there is a critic",
     lambda _, run: "critic" in run.role_mapping,
     lambda run: f"this run has no critic, because {why_no_critic(run)}",
 )
 HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
-REWARDS_TEACH = When(
+REWARDS_TEACH = ReadWhen(
     "the policy is trained on rewards",
     lambda _, run: not has_only_teacher(run),
     "distillation.use_task_rewards is false, so only the teacher provides advantages",
 )
 SPLIT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")
 SPLIT_BY_SAMPLES = when(f"{ACTOR}.use_dynamic_bsz", False)
-VALIDATION_IS_ON = When(
+VALIDATION_IS_ON = ReadWhen(
     "`trainer.test_freq` is 0 or more, or `trainer.val_before_train` is true",
     _asks_for_validations,
     "this run never validates. Set trainer.test_freq to 0 or more, or "
     "trainer.val_before_train=true",
 )
-VALIDATES = When(
+VALIDATES = ReadWhen(
     "the run validates",
     lambda _, run: bool(run.data.val_files) and _asks_for_validations(_, run),
     "this run never validates. Set data.val_files, and trainer.test_freq to 0 or more or "
     "trainer.val_before_train=true",
 )
-NO_REWARD_LIST = When(
+NO_REWARD_LIST = ReadWhen(
     "`reward.list` is empty", lambda _, run: not run.reward.list, "reward.list sets the rewards"
 )
-SAVES = When(
+SAVES = ReadWhen(
     "`trainer.save_freq` or `trainer.save_every_minutes` is set",
     lambda _, run: run.trainer.save_freq > 0 or run.trainer.save_every_minutes is not None,
     "this run writes no checkpoints (trainer.save_freq=-1, trainer.save_every_minutes=null)",
 )
-VALIDATES_OR_SAVES = When(
+VALIDATES_OR_SAVES = ReadWhen(
     "the run validates, or writes checkpoints",
     lambda section, run: VALIDATES.holds(section, run) or SAVES.holds(section, run),
     "this run neither validates nor writes checkpoints. Set data.val_files, or trainer.save_freq",

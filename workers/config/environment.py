@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import Section, When, key
+from verl_like.config_key import ReadWhen, Section, config_field
 from verl_like.process.sandbox import Sandbox
 
 
@@ -17,12 +17,12 @@ def has_environment(run: Any) -> bool:
     )
 
 
-HAS_ENVIRONMENT = When(
+HAS_ENVIRONMENT = ReadWhen(
     "there is an environment, or a tool",
     lambda _, run: has_environment(run),
     "a sample is one response. Set environment.path, or environment.tools",
 )
-HAS_CLASS = When(
+HAS_CLASS = ReadWhen(
     "`path` or `paths` is set",
     lambda environment, _: bool(environment.path or environment.paths),
     "environment.path is not set",
@@ -33,52 +33,58 @@ HAS_CLASS = When(
 class EnvironmentConfig(Section):
     """The environment of a policy; each running trajectory has its own process."""
 
-    path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
+    path: str = config_field("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
     """Environment class, agent's function, or another package's environment, such as
     gymnasium:FrozenLake-v1; in short `environment=...`.
     """
-    paths: dict[str, str] = key(factory=dict, allows="{NAME: PATH}")
+    paths: dict[str, str] = config_field(factory=dict, allows="{NAME: PATH}")
     """Several environments; the data's column `environment` names one of them. In short
     `environment={NAME: PATH}`.
     """
-    kwargs: dict[str, Any] = key(factory=dict, allows="what the class takes", read_when=HAS_CLASS)
+    kwargs: dict[str, Any] = config_field(
+        factory=dict, allows="what the class takes", read_when=HAS_CLASS
+    )
     """Keyword arguments of the class or function. With several environments: a dict by name."""
-    tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
+    tools: list[str] = config_field(
+        factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION"
+    )
     """Functions that the policy can call; in short `tools=[...]`."""
-    call_parser: str | None = key(None, allows="the name of a format, or FILE.py:FUNCTION")
+    call_parser: str | None = config_field(None, allows="the name of a format, or FILE.py:FUNCTION")
     """Format of tool calls, or your parser; null: the format that the chat template implies."""
-    request_settings: str = key(
+    request_settings: str = config_field(
         "serve", choices=("serve", "override", "reject"), may_change_on_resume=True
     )
     """Sampling settings in an agent's requests. `serve`: use the supported ones; `override`: use
     the run's; `reject`: reject those that differ from the run's.
     """
-    endpoint: str | None = key(None, allows="ADDRESS:PORT", hint="or null")
+    endpoint: str | None = config_field(None, allows="ADDRESS:PORT", hint="or null")
     """Address where agents in containers or on other machines reach the policy, such as
     0.0.0.0:8000; null: they cannot. Each rollout process takes the first free port from there.
     """
-    repeated_requests: str = key("sample", choices=("sample", "reuse"))
+    repeated_requests: str = config_field("sample", choices=("sample", "reuse"))
     """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.
     """
-    max_turns: int = key(8, above=0)
+    max_turns: int = config_field(8, above=0)
     """Maximum turns per trajectory."""
-    max_tokens_per_turn: int | None = key(
+    max_tokens_per_turn: int | None = config_field(
         None, above=0, hint="or null for all that remain of the response"
     )
     """Maximum tokens per turn; null: all that remain of the response."""
-    history_tokens: str = key("sampled", choices=("sampled", "retokenized"))
+    history_tokens: str = config_field("sampled", choices=("sampled", "retokenized"))
     """How a turn reads the older turns. `sampled`: as the sampled tokens; `retokenized`: as the
     chat template renders them, tokenized again.
     """
-    step_timeout_s: float = key(30.0, above=0, may_change_on_resume=True)
+    step_timeout_s: float = config_field(30.0, above=0, may_change_on_resume=True)
     """Timeout of an environment's reply, in seconds."""
-    trajectory_timeout_s: float = key(600.0, above=0, may_change_on_resume=True)
+    trajectory_timeout_s: float = config_field(600.0, above=0, may_change_on_resume=True)
     """Timeout of a whole trajectory, in seconds."""
-    retries: int = key(2, at_least=0, may_change_on_resume=True)
+    retries: int = config_field(2, at_least=0, may_change_on_resume=True)
     """Maximum restarts of a trajectory whose environment failed."""
-    reward_on_failure: float | None = key(None, allows="a number", may_change_on_resume=True)
+    reward_on_failure: float | None = config_field(
+        None, allows="a number", may_change_on_resume=True
+    )
     """Reward of failed trajectories; null leaves them out of the update."""
-    max_failed_fraction: float = key(0.5, at_least=0, at_most=1, may_change_on_resume=True)
+    max_failed_fraction: float = config_field(0.5, at_least=0, at_most=1, may_change_on_resume=True)
     """Fraction of failed trajectories in a batch above which the run ends."""
-    sandbox: dict[str, Any] = key(factory=dict, options=Sandbox, may_change_on_resume=True)
+    sandbox: dict[str, Any] = config_field(factory=dict, options=Sandbox, may_change_on_resume=True)
     """Sandbox of the environments: limits of memory, CPU time, files, processes and network."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import Section, When, entry_takes, key, unless, when
+from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, unless, when
 from workers.config.conditions import SAVES, is_bare_config
 
 STRATEGIES: dict[str, tuple[str, bool]] = {
@@ -56,7 +56,7 @@ SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """Allowed names in `checkpoint.save_contents`."""
 HAS_LORA = unless("lora_rank", 0)
 HAS_STAGES = unless("pp", 1)
-HAS_NO_WEIGHTS = When(
+HAS_NO_WEIGHTS = ReadWhen(
     "the folder of `path` has no weights",
     lambda model, _: is_bare_config(model.path),
     "the folder of model.path has weights, or is not there",
@@ -64,12 +64,12 @@ HAS_NO_WEIGHTS = When(
 WARMS_UP_BY_SHARE = when("lr_warmup_steps", -1)
 
 
-def optimizer_takes(name: str) -> When:
+def optimizer_takes(name: str) -> ReadWhen:
     """Return the condition that the optimizer's constructor has a parameter of that name."""
     return entry_takes(name, "optimizer", "optimizer")
 
 
-def schedule_takes(name: str) -> When:
+def schedule_takes(name: str) -> ReadWhen:
     """Return the condition that the learning-rate schedule has a parameter of that name."""
     return entry_takes(name, "learning-rate schedule", "lr_scheduler_type")
 
@@ -78,7 +78,7 @@ def schedule_takes(name: str) -> When:
 class ShardedConfig(Section):
     """How a trained model is distributed over ranks."""
 
-    strategy: str = key(
+    strategy: str = config_field(
         "fsdp",
         choices=tuple(STRATEGIES),
         elsewhere=STRATEGIES_ELSEWHERE,
@@ -94,35 +94,39 @@ class ShardedConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its schedule, which steps once per `update_*` call."""
 
-    lr: float = key(1e-6, at_least=0)
+    lr: float = config_field(1e-6, at_least=0)
     """Peak learning rate."""
-    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 uses lr_warmup_steps_ratio")
+    lr_warmup_steps: int = config_field(0, at_least=-1, hint="where -1 uses lr_warmup_steps_ratio")
     """Linear warm-up in update calls (usually one per training step; not optimizer steps). 0
     disables it; -1: `lr_warmup_steps_ratio` sets it.
     """
-    lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
+    lr_warmup_steps_ratio: float = config_field(
+        0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE
+    )
     """Warm-up as a fraction of all update calls."""
-    optimizer: str = key("AdamW", registry="optimizer")
+    optimizer: str = config_field("AdamW", registry="optimizer")
     """Optimizer, which gets the settings of this section that it accepts. AdamWMatrixDecay decays
     only matrices.
     """
-    args: dict[str, Any] = key(
+    args: dict[str, Any] = config_field(
         factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"
     )
     """Further arguments of the optimizer, such as `args.momentum=0.9`."""
-    betas: tuple[float, float] = key(
+    betas: tuple[float, float] = config_field(
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )
     """Adam's decay rates of the first and the second moment."""
-    eps: float = key(1e-8, at_least=0, read_when=optimizer_takes("eps"))
+    eps: float = config_field(1e-8, at_least=0, read_when=optimizer_takes("eps"))
     """Adam's epsilon, which is added to the denominator."""
-    weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
+    weight_decay: float = config_field(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
     """Weight decay (decoupled in AdamW); 0 disables it."""
-    lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
+    lr_scheduler_type: str = config_field("constant", registry="learning-rate schedule")
     """Learning-rate schedule after the warm-up."""
-    min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
+    min_lr_ratio: float = config_field(
+        0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio")
+    )
     """Final learning rate as a fraction of `lr`."""
-    wsd_decay_ratio: float = key(
+    wsd_decay_ratio: float = config_field(
         0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
     )
     """Fraction of the update calls after the warm-up in which `wsd` decays."""
@@ -133,9 +137,9 @@ class FrozenFSDPConfig(Section):
     """Sharding of a module without an optimizer over its role's ranks."""
 
     may_change_on_resume = True
-    fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
+    fsdp_size: int = config_field(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
     """Ranks per sharding group; -1: the whole pool."""
-    param_offload: bool | None = key(None)
+    param_offload: bool | None = config_field(None)
     """Keep parameters in host memory between calls; null: as `strategy` says."""
 
 
@@ -143,7 +147,7 @@ class FrozenFSDPConfig(Section):
 class FSDPConfig(FrozenFSDPConfig):
     """Sharding of a role's module and its optimizer over its ranks."""
 
-    optimizer_offload: bool | None = key(None)
+    optimizer_offload: bool | None = config_field(None)
     """Keep optimizer state in host memory between updates; null: as `strategy` says."""
 
 
@@ -152,35 +156,37 @@ class ParallelConfig(Section):
     """Sizes of the axes along which a role's ranks share one model."""
 
     may_change_on_resume = True
-    shard: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all that the other axes leave")
+    shard: int = config_field(
+        -1, above=0, or_exactly=-1, hint="or -1 for all that the other axes leave"
+    )
     """Ranks that shard the weights; -1: all that the other axes leave. The same as `fsdp_size`."""
-    sp: int = key(1, above=0)
+    sp: int = config_field(1, above=0)
     """Ranks that split the tokens of a row (sequence parallel)."""
-    tp: int = key(1, above=0)
+    tp: int = config_field(1, above=0)
     """Ranks that split every matrix (tensor parallel)."""
-    pp: int = key(1, above=0)
+    pp: int = config_field(1, above=0)
     """Ranks that split the layers (pipeline parallel)."""
-    pp_schedule: str = key("1f1b", choices=PP_SCHEDULES, read_when=HAS_STAGES)
+    pp_schedule: str = config_field("1f1b", choices=PP_SCHEDULES, read_when=HAS_STAGES)
     """Order of the passes of a pipeline."""
-    ep: int = key(1, above=0)
+    ep: int = config_field(1, above=0)
     """Ranks that split the experts (expert parallel)."""
 
 
 def role_axes() -> Any:
     """Return a field for the role's parallel axes, which override the section `parallel`."""
-    return key(factory=dict, options=ParallelConfig, may_change_on_resume=True)
+    return config_field(factory=dict, options=ParallelConfig, may_change_on_resume=True)
 
 
 def role_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
     """Return a field for the role's sharding settings, which override those of `strategy`."""
-    return key(factory=dict, options=options, may_change_on_resume=True)
+    return config_field(factory=dict, options=options, may_change_on_resume=True)
 
 
 @dataclass(kw_only=True)
 class FrozenModelConfig(Section):
     """Number format and distribution of a model that only computes log-probs."""
 
-    quantization: str | None = key(None, choices=QUANTIZATIONS)
+    quantization: str | None = config_field(None, choices=QUANTIZATIONS)
     """`int8`: store linear weights as int8, unsharded on each rank; null disables quantization."""
     fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
     """FSDP settings that override the actor's `strategy`."""
@@ -195,17 +201,17 @@ class ModelConfig(Section):
     SECTION = "actor_rollout_ref.model"  # not annotated, so it is no key
     """The section that sets these keys, for messages."""
 
-    path: str = key(
+    path: str = config_field(
         "",
         allows="a folder or a name",
         required="set a folder with a model and its tokenizer, or a name on the Hugging Face hub",
     )
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
-    random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)
+    random_init_seed: int | None = config_field(None, allows="a number", read_when=HAS_NO_WEIGHTS)
     """Seed of random weights, if the folder has no weights; null rejects such a folder."""
-    enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
+    enable_gradient_checkpointing: bool | None = config_field(None, may_change_on_resume=True)
     """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
-    attn_implementation: str = key(
+    attn_implementation: str = config_field(
         "auto",
         choices=ATTENTIONS,
         may_change_on_resume=True,
@@ -214,29 +220,29 @@ class ModelConfig(Section):
     """Attention kernel. `auto`: for 16-bit passes on GPUs, the newest installed FlashAttention, or
     torch's; otherwise sdpa (eager if sdpa is wrong for the model).
     """
-    use_remove_padding: bool = key(True, may_change_on_resume=True)
+    use_remove_padding: bool = config_field(True, may_change_on_resume=True)
     """Pack rows without padding if the model supports it."""
-    share_prefixes: bool = key(
+    share_prefixes: bool = config_field(
         True, may_change_on_resume=True, verl="actor_rollout_ref.actor.use_prefix_grouper"
     )
     """Compute a prefix only once if several rows of a pass share it, such as a prompt."""
-    use_fused_kernels: bool = key(True, may_change_on_resume=True)
+    use_fused_kernels: bool = config_field(True, may_change_on_resume=True)
     """Compute large logits in chunks, to save memory."""
-    dtype: str = key(
+    dtype: str = config_field(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )
     """Dtype of weights and optimizer state. bfloat16 rounds small updates away."""
-    compute_dtype: str | None = key(None, choices=DTYPES)
+    compute_dtype: str | None = config_field(None, choices=DTYPES)
     """Dtype of the forward and backward passes; null: bfloat16 on GPUs, otherwise `dtype`."""
-    compile: str = key("auto", choices=COMPILES, may_change_on_resume=True)
+    compile: str = config_field("auto", choices=COMPILES, may_change_on_resume=True)
     """Compile layers with torch.compile; `auto`: only on GPUs."""
-    fp8_linear: bool = key(False, may_change_on_resume=True)
+    fp8_linear: bool = config_field(False, may_change_on_resume=True)
     """Train linear layers in float8 (Ada, Hopper and newer)."""
-    lora_rank: int = key(0, at_least=0)
+    lora_rank: int = config_field(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
-    lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
+    lora_alpha: int = config_field(16, above=0, read_when=HAS_LORA)
     """Adapters are scaled by lora_alpha / lora_rank (default of `serve`: 32)."""
-    target_modules: Any = key(
+    target_modules: Any = config_field(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
     """Layers with adapters: `all-linear` (without head and routed experts), or names ([q_proj])."""
@@ -246,7 +252,7 @@ class ModelConfig(Section):
 class CheckpointConfig(Section):
     """What a role saves in a checkpoint."""
 
-    save_contents: list[str] = key(
+    save_contents: list[str] = config_field(
         factory=lambda: ["model", "optimizer", "extra"],
         choices=SAVE_CONTENTS,
         read_when=SAVES,

@@ -1,6 +1,6 @@
 """Losses of a reward model: the chosen response of a pair should score above the rejected one.
 
-    @PAIRWISE_LOSSES.register("mine")
+    @REWARD_MODEL_LOSSES.register("mine")
     def compute_pairwise_loss_mine(gap): ...        # [pairs] -> [pairs]
 
 The gap is chosen score - rejected score - margin.
@@ -19,13 +19,13 @@ from verl_like.signatures import CallSignature, check_call
 
 PairwiseLoss = Callable[[Tensor], Tensor]
 
-PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry(
+REWARD_MODEL_LOSSES: Registry[PairwiseLoss] = Registry(
     "pairwise loss", partial(check_call, call=CallSignature("gap"))
 )
 """Names for `loss` of a reward model's training."""
 
 
-@PAIRWISE_LOSSES.register("log_sigmoid")
+@REWARD_MODEL_LOSSES.register("log_sigmoid")
 def compute_pairwise_loss_log_sigmoid(gap: Tensor) -> Tensor:
     """-log sigmoid(gap), the negative log-likelihood of the Bradley-Terry model.
 
@@ -34,7 +34,7 @@ def compute_pairwise_loss_log_sigmoid(gap: Tensor) -> Tensor:
     return -logsigmoid(gap)
 
 
-@PAIRWISE_LOSSES.register("log_exp")
+@REWARD_MODEL_LOSSES.register("log_exp")
 def compute_pairwise_loss_log_exp(gap: Tensor) -> Tensor:
     """log(1 + exp(-gap)): the same function as `log_sigmoid`, written differently.
 
@@ -45,7 +45,7 @@ def compute_pairwise_loss_log_exp(gap: Tensor) -> Tensor:
 
 def get_pairwise_loss(name: str) -> PairwiseLoss:
     """Return the loss registered under this name, or your function by its dotted path."""
-    return PAIRWISE_LOSSES.look_up(name)
+    return REWARD_MODEL_LOSSES.look_up(name)
 
 
 def compute_reward_loss(

@@ -11,18 +11,18 @@ import pytest
 from trainer import PPOConfig, load_config
 from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig
-from verl_like.config_key import When, key
+from verl_like.config_key import ReadWhen, config_field
 from verl_like.errors import ConfigError
 
-TAUGHT = When("`taught`", lambda config, _: config.taught, "nobody teaches")
+TAUGHT = ReadWhen("`taught`", lambda config, _: config.taught, "nobody teaches")
 
 
 @dataclass(kw_only=True)
 class ToyConfig(RunConfig):
     never_read: ClassVar[dict[str, tuple[str, ...]]] = {"no toy stops": ("trainer.stop_at",)}
-    width: int = key(4, above=0)
-    taught: bool = key(True)
-    teacher_width: int = key(4, above=0, read_when=TAUGHT)
+    width: int = config_field(4, above=0)
+    taught: bool = config_field(True)
+    teacher_width: int = config_field(4, above=0, read_when=TAUGHT)
 
 
 def no_teacher(config: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.ppo.config import PPOConfig
 from verl_like import DataProto, Dispatch, Worker, register
-from verl_like.config_key import key
+from verl_like.config_key import config_field
 from workers.columns import SEQUENCES, Column, batch_columns
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
@@ -18,9 +18,9 @@ from workers.training.role_model import RoleModelSpec
 class JudgeConfig:
     """The judge."""
 
-    path: str = key("", allows="a folder")
+    path: str = config_field("", allows="a folder")
     """Its model."""
-    rows: int = key(3, above=0)
+    rows: int = config_field(3, above=0)
     """Samples of a pass."""
 
 
@@ -28,7 +28,7 @@ class JudgeConfig:
 class ConfigWithJudge(PPOConfig):
     """A PPO run with a judge."""
 
-    judge: JudgeConfig = key(factory=JudgeConfig)
+    judge: JudgeConfig = config_field(factory=JudgeConfig)
     """The judge."""
 
 

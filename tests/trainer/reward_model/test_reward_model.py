@@ -16,7 +16,7 @@ from trainer.data.prompts import load_tokenizer
 from trainer.ppo.recipe import PPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from verl_like.errors import ConfigError
-from workers.losses.pairwise import PAIRWISE_LOSSES, compute_reward_loss
+from workers.losses.pairwise import REWARD_MODEL_LOSSES, compute_reward_loss
 
 
 def letters(number: int, seed: int) -> list[dict[str, object]]:
@@ -80,7 +80,7 @@ def test_validation_metrics_equal_brute_force(
                 scores[number, side] = float(model(torch.from_numpy(row.ids)[None]).logits)
 
     margins = torch.tensor([pair.margin for pair in pairs])
-    losses = compute_reward_loss(PAIRWISE_LOSSES["log_exp"], scores, margins, 0.01)
+    losses = compute_reward_loss(REWARD_MODEL_LOSSES["log_exp"], scores, margins, 0.01)
     right = sum(float(chosen > rejected) for chosen, rejected in scores.tolist())
     last = [line for line in numbers(whole) if "val-core/rm/loss" in line][-1]
     assert last["val-core/rm/accuracy"] == pytest.approx(right / 7)

@@ -1,10 +1,10 @@
-"""The reduction of metrics, and the goal that ends a run."""
+"""The reduction of metrics, and the target that ends a run."""
 
 from __future__ import annotations
 
 import pytest
 
-from trainer.run_folder.metrics import reached_goal, reduce_metrics
+from trainer.run_folder.metrics import reached_target, reduce_metrics
 from verl_like.errors import BatchError, ConfigError
 
 
@@ -28,14 +28,14 @@ def test_a_metric_without_values_raises() -> None:
         reduce_metrics({"a": []})
 
 
-def test_a_goal_is_reached_at_its_value() -> None:
-    goals = {"critic/score/mean": 0.5}
-    assert reached_goal({"critic/score/mean": 0.49}, goals) == ""
-    assert reached_goal({"critic/score/mean": 0.5}, goals).startswith(
+def test_a_target_is_reached_at_its_value() -> None:
+    targets = {"critic/score/mean": 0.5}
+    assert reached_target({"critic/score/mean": 0.49}, targets) == ""
+    assert reached_target({"critic/score/mean": 0.5}, targets).startswith(
         "critic/score/mean=0.5 has reached 0.5"
     )
 
 
-def test_a_goal_of_an_unknown_metric_names_the_nearest() -> None:
+def test_a_target_of_an_unknown_metric_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'critic/score/mea'.*critic/score/mean"):
-        reached_goal({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})
+        reached_target({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from workers.losses.pairwise import PAIRWISE_LOSSES, compute_reward_loss, rank_accuracy
+from workers.losses.pairwise import REWARD_MODEL_LOSSES, compute_reward_loss, rank_accuracy
 
 GAPS = [-1e4, -90.0, -3.0, -0.1, 0.0, 0.1, 3.0, 90.0, 1e4]
 
@@ -19,10 +19,10 @@ def in_plain_python(gap: float) -> tuple[float, float]:
     return loss, -(small if gap > 0 else 1.0) / (1.0 + small)
 
 
-@pytest.mark.parametrize("name", PAIRWISE_LOSSES)
+@pytest.mark.parametrize("name", REWARD_MODEL_LOSSES)
 def test_loss_and_gradient_are_right_for_gaps_up_to_10000(name: str) -> None:
     gaps = torch.tensor(GAPS, requires_grad=True)
-    losses = PAIRWISE_LOSSES[name](gaps)
+    losses = REWARD_MODEL_LOSSES[name](gaps)
     losses.sum().backward()
     expected, slopes = zip(*map(in_plain_python, GAPS), strict=True)
     assert losses.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-8)
@@ -33,7 +33,7 @@ def test_loss_and_gradient_are_right_for_gaps_up_to_10000(name: str) -> None:
 def test_a_margin_raises_the_target_gap_and_centering_limits_the_sum() -> None:
     scores = torch.tensor([[2.0, 0.5], [-1.0, 1.0]], dtype=torch.float64)
     margins = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    losses = compute_reward_loss(PAIRWISE_LOSSES["log_sigmoid"], scores, margins, 0.1)
+    losses = compute_reward_loss(REWARD_MODEL_LOSSES["log_sigmoid"], scores, margins, 0.1)
     expected = [in_plain_python(0.5)[0] + 0.1 * 2.5**2, in_plain_python(-2.0)[0]]
     assert losses.tolist() == pytest.approx(expected, rel=1e-12)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, kl_belongs_in_loss
 
 
 @ADVANTAGE_ESTIMATORS.register("gpg")
-@has_kl_in_loss
+@kl_belongs_in_loss
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index

@@ -29,12 +29,12 @@ def needs_groups(estimator: Estimator) -> bool:
     return "index" in inspect.signature(estimator).parameters
 
 
-def has_kl_in_loss(estimator: AnyEstimator) -> AnyEstimator:
-    """Mark an estimator like GRPO, with which the KL belongs in the loss, not in the reward."""
+def kl_belongs_in_loss(estimator: AnyEstimator) -> AnyEstimator:
+    """Mark an estimator like GRPO: a run with the KL in the reward then prints a warning."""
     estimator.wants_kl_in_loss = True  # type: ignore[attr-defined]
     return estimator
 
 
 def wants_kl_in_loss(estimator: Estimator) -> bool:
-    """Return whether `has_kl_in_loss` marks the estimator."""
+    """Return whether `kl_belongs_in_loss` marks the estimator."""
     return getattr(estimator, "wants_kl_in_loss", False)
