@@ -194,21 +194,28 @@ class TrainEngine(Model):
                 if pass_outputs is not None:
                     for name, column in outputs.items():
                         pass_outputs.setdefault(name, []).append(detached(column[:num_real]))
-                rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
-                inputs = {n: to_device(rectangle_of(columns[n]), self.device) for n in names}
-                for name, values in inputs.items():
-                    # infinity becomes NaN, which no formula clamps, so the step will be skipped
-                    if values.is_floating_point():
-                        inputs[name] = values.masked_fill(values.isinf(), torch.nan)
-                total, shares = loss.compute(rectangles, inputs, batch)
+                inputs = {name: columns[name] for name in names}
+                total, shares = self._compute_loss(loss, batch, outputs, inputs)
                 losses.append(total)
+                del outputs, total  # the backward pass follows; it needs what the loss references
                 for name, share in shares.items():
-                    if num_real:
-                        share = share.detach().float()
-                    else:  # a dummy adds nothing
-                        share = torch.zeros((), device=self.device)
+                    # a dummy adds nothing
+                    share = share if num_real else torch.zeros((), device=self.device)
                     totals[name] = totals[name] + share if name in totals else share
         return totals
+
+    def _compute_loss(
+        self, loss: Loss, batch: MiniBatch, outputs: RowColumns, inputs: RowColumns
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return a micro-batch's loss and, without gradients, its contributions to the metrics."""
+        rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
+        columns = {name: to_device(rectangle_of(x), self.device) for name, x in inputs.items()}
+        for name, values in columns.items():
+            # infinity becomes NaN, which no formula clamps, so the step will be skipped
+            if values.is_floating_point():
+                columns[name] = values.masked_fill(values.isinf(), torch.nan)
+        total, shares = loss.compute(rectangles, columns, batch)
+        return total, {name: share.detach().float() for name, share in shares.items()}
 
     def forward_backward_rows(
         self,
