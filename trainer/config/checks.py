@@ -7,7 +7,6 @@ are here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,15 @@ if TYPE_CHECKING:
 
 def check_fields(config: RunConfig) -> None:
     """Reject a value that its field does not allow."""
-    for key, section in chain(leaves_of(config), leaves_of_items(config)):
+    fields = [*leaves_of(config), *leaves_of_items(config)]
+    required = [
+        key for key, section in fields if key.rules.required and not getattr(section, key.leaf)
+    ]
+    if required:
+        raise ConfigError(
+            "\n".join(f"{key.name} is empty: {key.rules.required}." for key in required)
+        )
+    for key, section in fields:
         value = getattr(section, key.leaf)
         check_value(key, value)
         if key.rules.arguments_of:
@@ -36,10 +43,8 @@ def check_fields(config: RunConfig) -> None:
 
 
 def check_value(key: Key, value: Any) -> None:
-    """Reject a value that is missing, unregistered, not among the choices, or out of range."""
+    """Reject a value that is unregistered, not among the choices, or out of range."""
     rules, hint = key.rules, f", {key.rules.hint}." if key.rules.hint else "."
-    if rules.required and not value:
-        raise ConfigError(f"{key.name} is empty: {rules.required}.")
     if value != value:
         raise ConfigError(f"{key.name}={value}: it must be a number.")
     if value is None:

@@ -34,7 +34,11 @@ def parse(setting: str) -> Override:
     try:
         (parsed,) = OverridesParser.create().parse_overrides([setting])
     except HydraException as err:
-        name = setting.partition("=")[0]
+        name, equals, _ = setting.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"{setting} is not a setting. Settings are written key=value, as in trainer.seed=2."
+            ) from err
         raise ConfigError(
             f"{setting} cannot be read as a setting. Quote a text that has characters other than "
             "letters, digits and /-\\+.$%*@?|, inside the quotes of the shell: "

@@ -269,6 +269,13 @@ def test_another_run_may_be_overwritten(base: list[str], tiny_dir: Path, tmp_pat
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
 
 
+def test_all_empty_required_keys_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([])
+    starts = [line.partition(" is empty")[0] for line in str(caught.value).splitlines()]
+    assert sorted(starts) == ["actor_rollout_ref.model.path", "data.train_files"]
+
+
 def test_all_unknown_keys_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([*NEEDED, "data.tran_files=x", "logger=console", "critic_pool=2"])

@@ -40,6 +40,7 @@ ERRORS = [
     (f"{NO_CRITIC} critic.optim.lrr=1e-5", "there is no key 'critic.optim.lrr'.*critic.optim.lr"),
     ("~trainer", "^~trainer: this section cannot be removed"),
     ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*Quote a text"),
+    ("trainer.seed", "^trainer.seed is not a setting. Settings are written key=value"),
     ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep. Add --multirun"),
     ("reward.list=[a]", r"^reward.list=\[a\]: .*str is not .*; it takes a list of sections.$"),
     ("reward.list=[{name: a, weight: x}]", ": weight: it takes a number.$"),
