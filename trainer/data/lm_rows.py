@@ -29,7 +29,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.files import Row, filled_columns, first_rows, good_rows, names_of, rows_of_files
+from trainer.data.files import (
+    NoColumn,
+    Row,
+    filled_columns,
+    first_rows,
+    good_rows,
+    names_of,
+    rows_of_files,
+)
 from trainer.data.prompt_table import Entry, cache_key, cached_rows
 from trainer.data.prompt_tokens import (
     OF_A_TEMPLATE,
@@ -239,7 +247,8 @@ def check_lm_row(row: Row) -> str:
         return "messages"
     has_response = row.get("prompt") is not None and row.get("response") is not None
     if not has_response and row.get("text") is None:
-        raise ValueError(
+        error = NoColumn if row.keys().isdisjoint(("messages", "response", "text")) else ValueError
+        raise error(
             "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; columns: "
             f"{filled_columns(row)}"
         )

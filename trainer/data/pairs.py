@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.files import Row, filled_columns
+from trainer.data.files import NoColumn, Row, filled_columns
 from trainer.data.lm_rows import (
     EncodedRow,
     LMRow,
@@ -112,7 +112,8 @@ def check_pair(row: Row) -> None:
     """Raise a ValueError if the row has no valid pair."""
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
-        raise ValueError(
+        error = ValueError if row.keys() >= set(missing) else NoColumn
+        raise error(
             f"it has no {' and no '.join(map(repr, missing))}; columns: {filled_columns(row)}"
         )
     if row["chosen"] == row["rejected"]:
@@ -288,7 +289,8 @@ def check_labeled(row: Row) -> str | None:
         return None
     columns = [name for name in RESPONSES if row.get(name) is not None]
     if not columns or row.get("prompt") is None or row.get("label") is None:
-        raise ValueError(
+        error = NoColumn if row.keys().isdisjoint(("chosen", "label")) else ValueError
+        raise error(
             "it has neither 'prompt', 'completion' (or 'response') and 'label', nor 'chosen' and "
             f"'rejected'; columns: {filled_columns(row)}"
         )

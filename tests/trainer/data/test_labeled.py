@@ -84,6 +84,22 @@ def test_a_bad_row_is_rejected_with_its_line(
         read(tokenizer, tmp_path, GOOD_ROW, GOOD_ROW | change, BAD_ROW)
 
 
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a"}, "and 'rejected'; columns: prompt."),
+        ({"label": None}, "columns: none. Fix"),
+    ],
+)
+def test_rows_can_be_skipped_only_if_the_first_has_the_columns(
+    row: dict[str, Any], problem: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tokenizer, tmp_path, row, GOOD_ROW)
+    assert problem in str(caught.value)
+    assert str(caught.value).endswith("data.on_bad_row=skip.") is ("label" in row)
+
+
 def test_labels_are_read_from_numbers_and_from_csv(tokenizer: Any, tmp_path: Path) -> None:
     good, bad = GOOD_ROW | {"label": 1}, BAD_ROW | {"label": 0}
     assert [row.desirable for row in read(tokenizer, tmp_path, good, bad)] == [True, False]
