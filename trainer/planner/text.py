@@ -17,7 +17,6 @@ from verl_like.terminal import draw_table
 from workers.memory import usable_bytes
 
 SHOWN = 5
-MOST_LOSERS = 10
 MOST_GPUS = 4096
 NO_FILES = "data.train_files=rows.parquet"
 """The setting if the user sets no files; the plan does not open this file."""
@@ -68,11 +67,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         f"GPUs: {job.num_gpus:,} x {job.device.name}, {min(job.num_gpus, job.per_node)} per node\n"
         f"Step: {job.describe_rows}\n{_engine(job)}{ASSUMED}",
         "\n".join([*_table(job, best, max_columns), speed]),
-        _listed(f"Keys of {kind} 1, to add to your settings:", keys),
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
-        _listed(f"Slower {kind}s:", [*islice(slower, MOST_LOSERS)]),
+        _listed(f"Slower than {kind} 1:", [*islice(slower, SHOWN)]),
         _listed(f"{kind.title()}s that a run rejects:", rejected),
-        f"Next: check a run with your settings and these keys{files}:\n  {command}",
+        f"Next: check a run with your settings and the keys of {kind} 1{files}:\n  {command}",
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -79,8 +79,8 @@ def test_the_text_has_keys_slower_placements_and_hours(
         "GPUs: 16 x A100, 8 per node\nStep: 1,024 prompts x 1 sample, prompt + response of 256",
         "mini-batches of 64 prompts",
         "Seconds are calculated, not measured",
-        "Keys of placement 1, to add to your settings:\n  trainer.nnodes=2\n",
-        "Slower placements:",
+        "Slower than placement 1:",
+        "Next: check a run with your settings and the keys of placement 1, and your files instead",
         f"verl-like check ppo --full --gpus 16xA100 \\\n    {settings[0]} \\\n",
         "data.train_files=rows.parquet \\\n    trainer.nnodes=2 \\\n",
     ):
@@ -111,7 +111,7 @@ def test_a_rejected_placement_is_not_listed_as_slower(
     text = plan_text(job)
     assert "Placements that a run rejects:\n" in text
     assert text.count(": an error") == len(placements) - 1
-    assert "Slower placements:" not in text
+    assert "Slower than" not in text
 
 
 def test_settings_of_the_user_are_not_planned(settings: list[str]) -> None:

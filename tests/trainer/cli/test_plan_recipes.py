@@ -71,7 +71,7 @@ def test_rows_recipes_have_their_five_fastest_layouts(model: Path, recipe: str) 
     assert [placement.step for placement in best] == sorted(placement.step for placement in best)
     assert counts_the_bytes_of_its_run(job, best)
     if recipe == "sft":
-        assert "Slower layouts:" in plan.plan([recipe, *GPUS, *keys])
+        assert "Slower than layout 1:" in plan.plan([recipe, *GPUS, *keys])
 
 
 def test_passes_are_cut_by_rows_in_plan_and_run(model: Path) -> None:
