@@ -84,21 +84,22 @@ def memory_table(
             f"{role}: sleeps, and frees its memory, while the other roles of its pool run"
             for role in asleep
         ]
-    for pool in dict.fromkeys(role.pool for role in roles if role.copies):
-        copies = sum(role.copies for role in roles if role.pool == pool)
-        sums.append(
-            f"{pool}: {gib(copies)} GiB of host memory per {unit} for checkpoints "
-            "(trainer.async_save)"
-        )
+    copies = [
+        f"{pool} {gib(sum(role.copies for role in roles if role.pool == pool))} GiB"
+        for pool in dict.fromkeys(role.pool for role in roles if role.copies)
+    ]
+    host = []
+    if copies:
+        host = [f"Host memory per {unit} for checkpoints (trainer.async_save): {', '.join(copies)}"]
     if brief:
-        return f"Peak memory per {unit}: {'; '.join(sums)}"
+        return "\n".join([f"Peak memory per {unit}: {'; '.join(sums)}", *host])
     device = devices.gpu or devices.type
     if devices.gib is not None and not device.endswith("GiB"):
         device += f", {devices.gib:g} GiB"
     title = f"Estimated GiB per {unit} ({device}), if every row has the maximum length"
     title = f"{heading}: {title}" if heading else title
     table_lines = draw_table(lines, max_columns, 2, flush_right=True, zero="0")
-    return "\n".join([title, *table_lines, *sums])
+    return "\n".join([title, *table_lines, *sums, *host])
 
 
 def gib(number: float | None) -> str:

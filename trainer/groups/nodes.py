@@ -139,8 +139,8 @@ def describe_devices(config: RunConfig) -> str:
     if trainer.simulate is not None:
         where = f"each of {trainer.nnodes} nodes" if trainer.nnodes > 1 else "1 node"
         return (
-            f"Devices: {_count_devices(config)} on {where} (simulated by "
-            f"trainer.simulate={trainer.simulate}; its software was not checked)"
+            f"Devices: {_count_devices(config)} on {where}, simulated by --gpus "
+            f"{trainer.simulate} (trainer.simulate); its software was not checked"
         )
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
         where = joins or "on this machine"

@@ -99,7 +99,7 @@ HEAD = (
     *("", "ranks", "prompts", "samples", "max tokens"),
     *("samples per rank", "max tokens per rank", "samples per pass", "tokens per pass"),
 )
-BY_TOKENS = "by tokens"
+BY_TOKENS = "limited by tokens"
 """The cell of the samples per pass if the tokens limit a pass."""
 
 

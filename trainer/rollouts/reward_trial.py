@@ -70,7 +70,7 @@ def try_rewards(
         )
     scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
-    beside = f", and the values {', '.join(names)}" if names else ""
+    beside = f"; the reward also returns {', '.join(names)}" if names else ""
     line = (
         f"Reward check: {len(batch)} rows with their ground truth as response; "
         f"{_describe_scores(float(scores.min()), float(scores.max()))}{beside}"
