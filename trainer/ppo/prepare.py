@@ -41,9 +41,9 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
     The cluster starts in the background, because importing transformers takes about as long.
     """
-    preflight(config)
     check_promptless_rows(config)
     check_files(config.data)
+    preflight(config)
     begin_cluster(config, at_end)
     # workers inherit this; a progress bar per rank and weight file would hide the run's own output
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
