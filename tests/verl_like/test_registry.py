@@ -59,6 +59,10 @@ def test_a_name_is_suggested_by_its_end():
     )
 
 
+def test_a_name_with_swapped_letters_is_suggested_first():
+    assert nearest("gpro", ["gmpo", "grpo", "gspo"]).startswith(" Did you mean 'grpo' or ")
+
+
 def test_an_unknown_name_lists_the_known_and_the_nearest(estimators):
     with pytest.raises(
         ConfigError,
