@@ -3,8 +3,8 @@
 
 Talks to a model:
 
-  verl-like chat runs/sums
-  echo "What is 3 + 4?" | verl-like chat runs/sums --max-tokens 4
+  verl-like chat runs/verl_like/ppo
+  echo "What is 3 + 4?" | verl-like chat runs/verl_like/ppo --max-tokens 4
 
 MODEL is a model folder, a name on the Hugging Face hub, a run folder (its
 trained model), or a global_step_N in one. On a terminal it asks for messages

@@ -304,5 +304,5 @@ def show(items: Iterable[Finding]) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Print the findings of every check."""
     if arguments:
-        sys.exit(__doc__)
+        sys.exit(f"error: doctor takes no arguments.\n{__doc__}")
     show(findings())

@@ -7,7 +7,8 @@ data source, as a run's validation does. If MODEL is a run of `verl-like ppo` or
 `async`, its prompts, rewards, sampling and seed are reused; your settings
 override them.
 
-  data.val_files=[a.parquet,b.jsonl]
+  verl-like eval runs/verl_like/ppo data.val_files=[a.parquet,b.jsonl]
+
   reward=FILE.py:FUNCTION           default: the run's, or a data_source's rule
   actor_rollout_ref.rollout.val_kwargs.n=8
   actor_rollout_ref.rollout.val_kwargs.do_sample=true

@@ -3,7 +3,7 @@
 
 Writes the folder OUT for `from_pretrained` and vLLM:
 
-  verl-like export runs/sums sums_model
+  verl-like export runs/verl_like/ppo trained
 
 CHECKPOINT is a run folder, whose trained model is exported, or a global_step_N
 in one; LoRA is merged. It needs no GPU and no cluster, whatever number of ranks

@@ -11,7 +11,7 @@ before a run
   plan [key=value ...]          propose GPUs for every role
   bench overlap [...]           predict the speed-up of async training
   check-environment FILE:CLASS  play an environment without a model
-  check-loss FILE.py:NAME       check a loss on cut and padded batches
+  check-loss FILE.py:NAME       check a loss or estimator on small batches
   doctor                        check this machine
   make-tiny DIR                 write a tiny model and data for experiments
 after a run

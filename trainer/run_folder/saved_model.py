@@ -91,7 +91,7 @@ def find_saved_model(
 
     For a run folder it is the final model of the run, or the newest checkpoint's. `base` replaces
     the path of the model that training started from, if that model has moved.
-    With `or_model`, the error says that a model folder is accepted, too.
+    With `or_model`, the error says that a model folder or name is accepted, too.
     """
     if not in_checkpoint and (left := _model_left(Path(path), role, base)):
         return left
@@ -133,9 +133,10 @@ def find_checkpoint(path: Path, or_model: bool = False) -> tuple[Path, str]:
         runs = {marker.parent.parent for marker in path.glob(f"*/global_step_*/{MARKER}")}
         near = sorted(map(str, runs))
         hint = f" Runs in it: {', '.join(near[:5])}." if near else ""
+        models = "a model folder, a name on the hub (ORG/NAME), " if or_model else ""
         raise CheckpointError(
-            f"{path} {reason}. Use {'a model folder, ' if or_model else ''}a run folder, a "
-            f"global_step_N in it, or a role's folder in a global_step_N.{hint}"
+            f"{path} {reason}. Use {models}a run folder, a global_step_N in it, or a role's folder "
+            f"in a global_step_N.{hint}"
         )
     return path / f"global_step_{steps[-1]}", ""
 

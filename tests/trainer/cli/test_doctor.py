@@ -174,6 +174,11 @@ def test_little_shared_memory_fails_with_its_fix(monkeypatch: pytest.MonkeyPatch
     assert shared.endswith("mount -o remount,size=4G /dev/shm")
 
 
+def test_arguments_are_rejected() -> None:
+    with pytest.raises(SystemExit, match="^error: doctor takes no arguments"):
+        doctor.main(["x"])
+
+
 @pytest.mark.parametrize(
     ("fix", "optional", "code"), [("", False, 0), ("x", True, 0), ("x", False, 1)]
 )

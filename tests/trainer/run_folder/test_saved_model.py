@@ -80,6 +80,8 @@ def test_the_only_role_of_a_recipe_needs_no_name(tmp_path: Path) -> None:
 def test_a_path_without_checkpoint_or_role_is_rejected(ppo_run: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a folder. Use a run folder"):
         find_saved_model(ppo_run / "nowhere")
+    with pytest.raises(CheckpointError, match=r"Use a model folder, a name on the hub .*, a run"):
+        find_saved_model(ppo_run / "nowhere", or_model=True)
     with pytest.raises(CheckpointError, match="global_step_12 holds no completed checkpoint"):
         find_saved_model(ppo_run / "global_step_12")
     with pytest.raises(CheckpointError, match="no weights of 'acto'.*Did you mean 'actor'"):
