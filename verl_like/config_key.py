@@ -90,8 +90,9 @@ class ReadWhen:
     holds: Callable[[Any, Any], bool]
     """A function of the key's section and the whole configuration: whether the key is read."""
     otherwise: str | Callable[[Any], str]
-    """What is missing if the condition is false, for errors, or a function of the configuration
-    that returns it: "this run has no teacher". `{section}` stands for the section's name and a dot.
+    """The reason in errors if the condition is false, such as "this run has no teacher", or a
+    function of the configuration that returns it. `{section}` stands for the section's name and a
+    dot.
     """
 
     def missing(self, section: str, run: Any) -> str:

@@ -35,18 +35,18 @@ def documented() -> set[tuple[str, str]]:
 @pytest.mark.ray
 def test_a_run_on_ray_has_exactly_the_documented_sockets(forked_python: Path) -> None:
     report = found_by(forked_python, "tests.integration.listening", limit_s=150)
-    found = {tuple(row) for row in report["found"]}
-    assert found | OF_RAY_DEFAULT == documented()
+    sockets = {tuple(row) for row in report["found"]}
+    assert sockets | OF_RAY_DEFAULT == documented()
 
 
 def test_without_ray_all_sockets_are_on_loopback() -> None:
     with start("child", {"actor": (Meeting, ())}, [2]) as group:
         workers = group.meet()
         address = group.open_weight_channel()[0]
-        found = listeners(workers)
-    assert len(found) >= 4
-    assert {kind_of(host) for host, _, _ in found} == {"loopback"}
-    assert int(address.split("/")[0].split(":")[1]) in {port for _, port, _ in found}
+        sockets = listeners(workers)
+    assert len(sockets) >= 4
+    assert {kind_of(host) for host, _, _ in sockets} == {"loopback"}
+    assert int(address.split("/")[0].split(":")[1]) in {port for _, port, _ in sockets}
 
 
 @pytest.mark.ray

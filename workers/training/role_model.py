@@ -46,7 +46,7 @@ class RoleModelSpec:
     has_average: bool = False
     """True if the role has a float32 moving average of the weights."""
     saved: Sequence[str] = ()
-    """What a checkpoint contains, such as "model" and "optimizer"."""
+    """The parts of a checkpoint, such as "model" and "optimizer"."""
     section: str = ""
     """The configuration section that contains `fsdp_config`, for messages."""
     rows: int | None = None
@@ -60,7 +60,7 @@ class RoleModelSpec:
 
     @property
     def sharding(self) -> Sharding:
-        """How the model is distributed over the role's ranks."""
+        """The distribution of the model over the role's ranks."""
         key = self._fsdp_key
         return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
 

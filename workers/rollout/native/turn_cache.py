@@ -1,7 +1,7 @@
 """Keys and values of multi-turn samples, which the scheduler stores from one turn to the next.
 
-cached = turn_cache.keep(slots, ...)  # a turn has ended: copy its slots
-restore(waiting, ...)  # the next turn begins: write the copies into slots
+When a turn has ended, `TurnCache.keep` copies its slots. When the next one begins, `restore` writes
+the copies into slots.
 """
 
 from __future__ import annotations
