@@ -6,58 +6,30 @@ the classes that start runs from Python, such as `GRPO`.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from trainer.api.recipes import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardTraining
-    from trainer.config.flat import config_hash
-    from trainer.groups.worker_groups import WorkerGroups
-    from trainer.launch import run
-    from trainer.loop import Trainer
-    from trainer.ppo.config import PPOConfig
-    from trainer.ppo.recipe import load_config
-    from trainer.ppo.stages import PPOTrainer
-    from trainer.run_folder.result import RunResult
+from verl_like.lazy import import_name, names_by_block
 
-__all__ = [
-    "AsyncPPO",
-    "DPO",
-    "GRPO",
-    "KTO",
-    "PPO",
-    "PPOConfig",
-    "PPOTrainer",
-    "RewardTraining",
-    "RunResult",
-    "SFT",
-    "Trainer",
-    "WorkerGroups",
-    "config_hash",
-    "load_config",
-    "run",
-]
-_MODULE_OF = {
-    "DPO": "api.recipes",
-    "AsyncPPO": "api.recipes",
-    "GRPO": "api.recipes",
-    "KTO": "api.recipes",
-    "PPO": "api.recipes",
-    "PPOConfig": "ppo.config",
-    "PPOTrainer": "ppo.stages",
-    "RewardTraining": "api.recipes",
-    "RunResult": "run_folder.result",
-    "SFT": "api.recipes",
-    "Trainer": "loop",
-    "WorkerGroups": "groups.worker_groups",
-    "config_hash": "config.flat",
-    "load_config": "ppo.recipe",
-    "run": "launch",
-}
+if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
+    from trainer.api.recipes import DPO as DPO
+    from trainer.api.recipes import GRPO as GRPO
+    from trainer.api.recipes import KTO as KTO
+    from trainer.api.recipes import PPO as PPO
+    from trainer.api.recipes import SFT as SFT
+    from trainer.api.recipes import AsyncPPO as AsyncPPO
+    from trainer.api.recipes import RewardTraining as RewardTraining
+    from trainer.config.flat import config_hash as config_hash
+    from trainer.groups.worker_groups import WorkerGroups as WorkerGroups
+    from trainer.launch import run as run
+    from trainer.loop import Trainer as Trainer
+    from trainer.ppo.config import PPOConfig as PPOConfig
+    from trainer.ppo.recipe import load_config as load_config
+    from trainer.ppo.stages import PPOTrainer as PPOTrainer
+    from trainer.run_folder.result import RunResult as RunResult
+
+[_MODULE_OF] = names_by_block(__file__)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'trainer' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"trainer.{_MODULE_OF[name]}"), name)
+    return import_name(__name__, _MODULE_OF, name)

@@ -7,10 +7,12 @@ two modules of the package name `trainer` and `workers`, the packages that impor
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
+from verl_like.lazy import import_name, names_by_block
+
+# `X as X` tells type checkers that the name is public
+if TYPE_CHECKING:  # start here: recipes, environments, hooks, and the results of runs
     from trainer.api.recipes import DPO as DPO
     from trainer.api.recipes import GRPO as GRPO
     from trainer.api.recipes import KTO as KTO
@@ -27,43 +29,28 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.report.page import write_report as write_report
     from trainer.run_folder.result import RunResult as RunResult
     from trainer.run_folder.signals import RunInterrupted as RunInterrupted
+    from workers.agents import Environment as Environment
+    from workers.agents import EnvironmentAdapter as EnvironmentAdapter
+    from workers.agents import TrajectoryEnd as TrajectoryEnd
+    from workers.agents import Turn as Turn
+    from workers.rewards.functions import default_compute_score as default_compute_score
+if TYPE_CHECKING:  # for your own roles and drivers: workers, batches, calls, placement, errors
     from verl_like.backends.local import LocalWorkerGroup as LocalWorkerGroup
     from verl_like.backends.ray import RayClassWithInitArgs as RayClassWithInitArgs
     from verl_like.backends.ray import RayResourcePool as RayResourcePool
     from verl_like.backends.ray import RayWorkerGroup as RayWorkerGroup
-    from verl_like.backends.ray import ResourcePoolManager as ResourcePoolManager
-    from verl_like.backends.ray import merge_resource_pool as merge_resource_pool
-    from verl_like.backends.ray import split_resource_pool as split_resource_pool
-    from verl_like.batch.merge import union_numpy_dict as union_numpy_dict
-    from verl_like.batch.merge import union_tensor_dict as union_tensor_dict
     from verl_like.batch.protocol import DataProto as DataProto
-    from verl_like.batch.protocol import DataProtoItem as DataProtoItem
     from verl_like.batch.ragged import Ragged as Ragged
-    from verl_like.batch.verl_compat import collate_fn as collate_fn
-    from verl_like.batch.verl_compat import fold_batch_dim as fold_batch_dim
-    from verl_like.batch.verl_compat import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from verl_like.batch.verl_compat import prepare_dynamic_batch as prepare_dynamic_batch
-    from verl_like.batch.verl_compat import rearrange_micro_batches as rearrange_micro_batches
-    from verl_like.batch.verl_compat import restore_dynamic_batch as restore_dynamic_batch
-    from verl_like.batch.verl_compat import unfold_batch_dim as unfold_batch_dim
-    from verl_like.batch.verl_compat import unpad_dataproto as unpad_dataproto
     from verl_like.calls.dispatch import Dispatch as Dispatch
     from verl_like.calls.dispatch import Execute as Execute
     from verl_like.calls.dispatch import Scatter as Scatter
-    from verl_like.calls.dispatch import (
-        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
-    )
     from verl_like.calls.dispatch import register as register
-    from verl_like.calls.dispatch import register_dispatch_mode as register_dispatch_mode
-    from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
     from verl_like.calls.future import DataProtoFuture as DataProtoFuture
     from verl_like.calls.future import gather as gather
     from verl_like.calls.group import ClassWithInitArgs as ClassWithInitArgs
-    from verl_like.calls.group import WorkerGroup as WorkerGroup
     from verl_like.calls.group import create_colocated_worker_cls as create_colocated_worker_cls
     from verl_like.calls.result import CallMetrics as CallMetrics
     from verl_like.calls.result import CallResult as CallResult
-    from verl_like.calls.verl_surface import scatter_lists as scatter_lists
     from verl_like.errors import BatchError as BatchError
     from verl_like.errors import CallbackError as CallbackError
     from verl_like.errors import CheckpointError as CheckpointError
@@ -85,116 +72,47 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from verl_like.placement.plan import Placement as Placement
     from verl_like.placement.pools import Node as Node
     from verl_like.placement.pools import ResourcePool as ResourcePool
-    from verl_like.placement.roles import Role as Role
     from verl_like.process.worker import Worker as Worker
     from verl_like.process.worker import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
+if TYPE_CHECKING:  # for code of verl's single controller: importable, but not in `__all__`
+    from verl_like.backends.ray import ResourcePoolManager as ResourcePoolManager
+    from verl_like.backends.ray import merge_resource_pool as merge_resource_pool
+    from verl_like.backends.ray import split_resource_pool as split_resource_pool
+    from verl_like.batch.merge import union_numpy_dict as union_numpy_dict
+    from verl_like.batch.merge import union_tensor_dict as union_tensor_dict
+    from verl_like.batch.protocol import DataProtoItem as DataProtoItem
+    from verl_like.batch.verl_compat import collate_fn as collate_fn
+    from verl_like.batch.verl_compat import fold_batch_dim as fold_batch_dim
+    from verl_like.batch.verl_compat import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+    from verl_like.batch.verl_compat import prepare_dynamic_batch as prepare_dynamic_batch
+    from verl_like.batch.verl_compat import rearrange_micro_batches as rearrange_micro_batches
+    from verl_like.batch.verl_compat import restore_dynamic_batch as restore_dynamic_batch
+    from verl_like.batch.verl_compat import unfold_batch_dim as unfold_batch_dim
+    from verl_like.batch.verl_compat import unpad_dataproto as unpad_dataproto
+    from verl_like.calls.dispatch import (
+        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
+    )
+    from verl_like.calls.dispatch import register_dispatch_mode as register_dispatch_mode
+    from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
+    from verl_like.calls.group import WorkerGroup as WorkerGroup
+    from verl_like.calls.verl_surface import scatter_lists as scatter_lists
+    from verl_like.placement.roles import Role as Role
     from verl_like.tensor_ops import get_group_balanced_partitions as get_group_balanced_partitions
     from verl_like.tensor_ops import get_reverse_idx as get_reverse_idx
     from verl_like.tensor_ops import (
         get_seqlen_balanced_partitions as get_seqlen_balanced_partitions,
     )
-    from workers.agents import Environment as Environment
-    from workers.agents import EnvironmentAdapter as EnvironmentAdapter
-    from workers.agents import TrajectoryEnd as TrajectoryEnd
-    from workers.agents import Turn as Turn
-    from workers.rewards.functions import default_compute_score as default_compute_score
 
-_RUNS = {
-    "trainer.api.recipes": ("AsyncPPO", "DPO", "GRPO", "KTO", "PPO", "RewardTraining", "SFT"),
-    "trainer.check_loss": ("check_loss",),
-    "trainer.hooks": ("Hooks",),
-    "trainer.launch": ("run",),
-    "trainer.migrate.systems": ("migrate",),
-    "trainer.ppo.config": ("PPOConfig",),
-    "trainer.ppo.recipe": ("load_config",),
-    "trainer.report.page": ("write_report",),
-    "trainer.run_folder.result": ("RunResult",),
-    "trainer.run_folder.signals": ("RunInterrupted",),
-    "workers.agents": ("Environment", "EnvironmentAdapter", "TrajectoryEnd", "Turn"),
-    "workers.rewards.functions": ("default_compute_score",),
-}
-"""Start here: recipes, environments, hooks, and the results of runs. Module -> names."""
-_DRIVERS = {
-    "verl_like.backends.local": ("LocalWorkerGroup",),
-    "verl_like.backends.ray": ("RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"),
-    "verl_like.batch.protocol": ("DataProto",),
-    "verl_like.batch.ragged": ("Ragged",),
-    "verl_like.calls.dispatch": ("Dispatch", "Execute", "Scatter", "register"),
-    "verl_like.calls.future": ("DataProtoFuture", "gather"),
-    "verl_like.calls.group": ("ClassWithInitArgs", "create_colocated_worker_cls"),
-    "verl_like.calls.result": ("CallMetrics", "CallResult"),
-    "verl_like.errors": (
-        "BatchError",
-        "CallbackError",
-        "CheckpointError",
-        "ConfigError",
-        "DamagedCheckpointError",
-        "DispatchError",
-        "InsufficientResourcesError",
-        "LostSamplesError",
-        "MissingColumnError",
-        "PlacementError",
-        "RewardError",
-        "RolloutError",
-        "SampleLogError",
-        "VerlLikeError",
-        "WaitTimeoutError",
-        "WeightSyncError",
-        "WorkerDiedError",
-        "WorkerError",
-    ),
-    "verl_like.placement.plan": ("Placement",),
-    "verl_like.placement.pools": ("Node", "ResourcePool"),
-    "verl_like.process.worker": ("Worker", "create_colocated_worker_raw_cls"),
-}
-"""For your own roles and drivers: workers, batches, calls, placement, errors."""
-_VERL = {
-    "verl_like.backends.ray": ("ResourcePoolManager", "merge_resource_pool", "split_resource_pool"),
-    "verl_like.batch.merge": ("union_numpy_dict", "union_tensor_dict"),
-    "verl_like.batch.protocol": ("DataProtoItem",),
-    "verl_like.batch.verl_compat": (
-        "collate_fn",
-        "fold_batch_dim",
-        "pad_dataproto_to_divisor",
-        "prepare_dynamic_batch",
-        "rearrange_micro_batches",
-        "restore_dynamic_batch",
-        "unfold_batch_dim",
-        "unpad_dataproto",
-    ),
-    "verl_like.calls.dispatch": (
-        "make_nd_compute_dataproto_dispatch_fn",
-        "register_dispatch_mode",
-        "update_dispatch_mode",
-    ),
-    "verl_like.calls.group": ("WorkerGroup",),
-    "verl_like.calls.verl_surface": ("scatter_lists",),
-    "verl_like.placement.roles": ("Role",),
-    "verl_like.tensor_ops": (
-        "get_group_balanced_partitions",
-        "get_reverse_idx",
-        "get_seqlen_balanced_partitions",
-    ),
-}
-"""Names for code of verl's single controller: importable, but not in `__all__`."""
-_MODULE_OF = {
-    name: module
-    for group in (_RUNS, _DRIVERS, _VERL)
-    for module, names in group.items()
-    for name in names
-}
-__all__ = sorted(_MODULE_OF.keys() - {name for names in _VERL.values() for name in names})
+_RUNS, _DRIVERS, _VERL = names_by_block(__file__)
+__all__ = sorted(_RUNS | _DRIVERS)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'verl_like' has no attribute '{name}'")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return import_name(__name__, _RUNS | _DRIVERS | _VERL, name)
 
 
 def __dir__() -> list[str]:
     """Return the names that completion suggests: the public names without the errors."""
-    return [name for name in __all__ if _MODULE_OF[name] != "verl_like.errors"]
+    return [name for name in __all__ if _DRIVERS.get(name) != "verl_like.errors"]

@@ -7,8 +7,9 @@ Each name is imported on first use, like the names of `verl_like`.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from verl_like.lazy import import_name, names_by_block
 
 if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.async_training.samplers import BATCH_SAMPLERS as BATCH_SAMPLERS
@@ -69,58 +70,9 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.training.score_engine import ScoreEngine as ScoreEngine
     from workers.weights.module_writer import ModuleWriter as ModuleWriter
 
-_NAMES = {
-    "trainer.async_training.samplers": (
-        "BatchSampler",
-        "BufferView",
-        "BATCH_SAMPLERS",
-        "SampleChunk",
-        "SelectedBatch",
-        "select_chunks",
-        "urgent_chunks_first",
-    ),
-    "trainer.config.recipe": ("Recipe", "placement_presets"),
-    "trainer.config.schema": ("RunConfig", "TRACKERS"),
-    "trainer.loop": ("Trainer",),
-    "trainer.ppo.advantages.registry": ("ADVANTAGE_ESTIMATORS", "kl_belongs_in_loss"),
-    "trainer.ppo.mismatch": ("diagnose_rollout_gap",),
-    "trainer.ppo.stages": ("PPOTrainer",),
-    "trainer.reward_model.step": ("RewardModelTrainer",),
-    "trainer.run_folder.metrics": ("reached_target", "reduce_metrics"),
-    "trainer.run_folder.tracking": ("Tracker",),
-    "trainer.sft.step": ("SFTTrainer",),
-    "verl_like.config_key": ("KeyRules", "ReadWhen", "config_field"),
-    "workers.agents.environment": ("ENVIRONMENT_ADAPTERS",),
-    "workers.columns": ("read_columns", "write_columns"),
-    "workers.config": ("FSDPConfig", "ModelConfig", "OptimConfig"),
-    "workers.config.rollout": ("ROLLOUT_ENGINES",),
-    "workers.losses.aggregate": ("agg_loss",),
-    "workers.losses.pairwise": ("REWARD_MODEL_LOSSES",),
-    "workers.losses.preference.registry": ("PREFERENCE_LOSSES",),
-    "workers.losses.registry": ("POLICY_LOSSES", "chooses_tokens", "declare_loss_keys"),
-    "workers.losses.token_loss": ("token_loss",),
-    "workers.models.load": ("load_model",),
-    "workers.rewards.weighted": ("place_at_last_token",),
-    "workers.rollout.base": ("EngineLimits", "RolloutEngine", "SamplingParams"),
-    "workers.rollout.hf": ("HFEngine",),
-    "workers.rollout.native.engine": ("NativeEngine",),
-    "workers.rollout.sample": ("Sample",),
-    "workers.rollout.sampling": ("noise_key",),
-    "workers.training.checkpoint": ("CheckpointMixin",),
-    "workers.training.microbatch": ("MiniBatch", "MicroBatchBudget"),
-    "workers.training.optim": ("OPTIMIZERS", "OptimStepSettings"),
-    "workers.training.role_model": ("RoleModelSpec",),
-    "workers.training.schedules": ("LR_SCHEDULES", "lr_factor"),
-    "workers.training.score_engine": ("ScoreEngine",),
-    "workers.weights.module_writer": ("ModuleWriter",),
-}
-"""The public names of each module."""
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+[_MODULE_OF] = names_by_block(__file__)
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'verl_like.extend' has no attribute '{name}'")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return import_name(__name__, _MODULE_OF, name)

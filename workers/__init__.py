@@ -5,37 +5,21 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from workers.config import WorkersConfig
-    from workers.roles.actor import ActorWorker
-    from workers.roles.critic import CriticWorker
-    from workers.roles.reference import ReferenceWorker
-    from workers.roles.reward_model import RewardModelWorker
-    from workers.roles.rollout import RolloutWorker
+from verl_like.lazy import import_name, names_by_block
 
-_MODULES = {
-    "ActorWorker": "roles.actor",
-    "CriticWorker": "roles.critic",
-    "ReferenceWorker": "roles.reference",
-    "RewardModelWorker": "roles.reward_model",
-    "RolloutWorker": "roles.rollout",
-    "WorkersConfig": "config",
-}
-__all__ = [
-    "ActorWorker",
-    "CriticWorker",
-    "ReferenceWorker",
-    "RewardModelWorker",
-    "RolloutWorker",
-    "WorkersConfig",
-]
+if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
+    from workers.config import WorkersConfig as WorkersConfig
+    from workers.roles.actor import ActorWorker as ActorWorker
+    from workers.roles.critic import CriticWorker as CriticWorker
+    from workers.roles.reference import ReferenceWorker as ReferenceWorker
+    from workers.roles.reward_model import RewardModelWorker as RewardModelWorker
+    from workers.roles.rollout import RolloutWorker as RolloutWorker
+
+[_MODULE_OF] = names_by_block(__file__)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'workers' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"workers.{_MODULES[name]}"), name)
+    return import_name(__name__, _MODULE_OF, name)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from trainer.ppo.stages import PPOTrainer
+from verl_like.lazy import import_name, names_by_block
 
-__all__ = ["PPOTrainer"]
+if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
+    from trainer.ppo.stages import PPOTrainer as PPOTrainer
+
+[_MODULE_OF] = names_by_block(__file__)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trainer on first use."""
-    if name != "PPOTrainer":
-        raise AttributeError(f"module 'trainer.ppo' has no attribute '{name}'")
-    from trainer.ppo.stages import PPOTrainer
-
-    return PPOTrainer
+    return import_name(__name__, _MODULE_OF, name)
 
 
 def __dir__() -> list[str]:

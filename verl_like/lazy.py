@@ -1,0 +1,25 @@
+"""Import the public names of a module on first use."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+
+def names_by_block(path: str) -> list[dict[str, str]]:
+    """Return the names that each `if TYPE_CHECKING:` block of a file imports, and their modules.
+
+    The blocks are read as text, which is formatted by ruff: importing `ast` takes too long.
+    """
+    with open(path, encoding="utf-8") as file:
+        blocks = re.findall(r"^if TYPE_CHECKING:.*\n((?:    .*\n)+)", file.read(), re.M)
+    imports = re.compile(r"^    from (\S+) import \(?\s*(\w+) as", re.M)
+    return [{name: module for module, name in imports.findall(block)} for block in blocks]
+
+
+def import_name(package: str, modules: dict[str, str], name: str) -> Any:
+    """Return a public name of a package from the module that has it."""
+    if name not in modules:
+        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+    return getattr(importlib.import_module(modules[name]), name)
