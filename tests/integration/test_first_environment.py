@@ -38,7 +38,7 @@ def test_the_tutorial_runs_and_its_game_is_learned(
     (tmp_path / "tiny").symlink_to(tiny_dir)
     (game,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     (tmp_path / "lookup.py").write_text(game, encoding="utf-8")
-    lines = re.findall(r"^    ((?:echo|verl-like) .*)", PAGE.replace("\\\n", " "), re.M)
+    lines = re.findall(r"^((?:echo|verl-like) .*)", PAGE.replace("\\\n", " "), re.M)
     assert [line.split()[1] for line in lines[:3]] == ["make-tiny", "check-environment", "ppo"]
 
     for line in lines[1:]:
