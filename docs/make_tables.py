@@ -775,12 +775,13 @@ def filled(name: str) -> tuple[Path, str]:
 
 
 def write_address() -> None:
-    """Write the repository's address in `pyproject.toml` into CITATION.cff."""
+    """Write the repository's address in `pyproject.toml` into CITATION.cff and `git clone`."""
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["project"]
-    path = DOCS.parent / "CITATION.cff"
-    line = f"repository-code: {project['urls']['Repository']}"
-    text = re.sub(r"(?m)^repository-code: .*", line, path.read_text("utf-8"))
-    path.write_text(text, encoding="utf-8")
+    for name in ("CITATION.cff", "README.md", "docs/index.md", "docs/install.md"):
+        path = DOCS.parent / name
+        before = r"((?m:^repository-code:)|git clone) \S+"
+        line = rf"\1 {project['urls']['Repository']}"
+        path.write_text(re.sub(before, line, path.read_text("utf-8")), encoding="utf-8")
 
 
 def main() -> None:
