@@ -43,7 +43,7 @@ class Sizes:
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Add a row after each quarter of the steps."""
         step = trainer.global_step
-        if step % (self.steps // 4):
+        if step % max(self.steps // 4, 1):
             return
         buffer, generator = trainer.buffer, trainer.groups["rollout"].transport.pid_here(0)
         self.rows.append(
@@ -76,7 +76,7 @@ def measure(folder: Path, steps: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="a multiple of 4")
+    parser.add_argument("--steps", type=int, default=200, help="default: 200")
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -79,8 +79,8 @@ def test_an_int8_reference_loads_in_60_percent_of_the_float32_memory() -> None:
 
 
 def test_an_async_run_keeps_a_bounded_number_of_samples(tmp_path: Path) -> None:
-    rows = load("benchmarks/bench_async_memory.py").measure(tmp_path, steps=4)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    rows = load("benchmarks/bench_async_memory.py").measure(tmp_path, steps=3)
+    assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["driver_mib"] > 50 and row["generator_mib"] > 50 for row in rows)
     assert all(row["open_samples"] <= 4 * 8 and row["queued"] <= 2 * 16 for row in rows)
 

@@ -89,7 +89,7 @@ PROBLEMS = [
     (
         "ppo",
         "reward.function.path={tmp}/my.py reward.function.name=asks",
-        "the reward function has an unknown parameter 'answer'",
+        "reward.function.path=.*my.py: the reward function asks has an unknown parameter 'answer'",
     ),
     (
         "ppo",
@@ -113,6 +113,16 @@ PROBLEMS = [
     ),
     ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
     ("eval", "reward.function.path={tmp}/no.py", "there is no such file"),
+    (
+        "dpo",
+        "data.train_files={tmp}/no.jsonl data.max_length=2000",
+        "data.train_files: there is no",
+    ),
+    (
+        "ppo",
+        "reward.function.path={tmp}/no.py data.max_response_length=4000",
+        "reward.function.path=.*: there is no such file",
+    ),
     ("dpo", "trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
 ]
 

@@ -177,6 +177,12 @@ def check_passes(
 def check_run(config: RunConfig) -> None:
     """Check the rules between the keys that every run has."""
     trainer = config.trainer
+    for name, target in trainer.stop_at.items():
+        if "/" not in name and trainer.cls.startswith("trainer."):
+            raise ConfigError(
+                f"trainer.stop_at.{name}={target:g}: there is no such metric. Names have a slash, "
+                "as in metrics.jsonl: critic/score/mean is the reward."
+            )
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         raise ConfigError(
             "trainer.resume_mode=resume_path needs a checkpoint. Set trainer.resume_from_path to "

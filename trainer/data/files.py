@@ -197,9 +197,9 @@ def names_of(files: str | int | Sequence[str] | None) -> list[str]:
     return [files] if isinstance(files, str) else list(files)
 
 
-def check_files(config: DataConfig) -> None:
-    """Raise an error for a missing file, before anything is read."""
-    if config.custom_cls.path:
+def check_files(config: Any) -> None:
+    """Raise an error for a missing file of the section `data`, before anything is read."""
+    if hasattr(config, "custom_cls") and config.custom_cls.path:
         return  # the user's class decides what the names mean
     for setting in ("train_files", "val_files"):
         if is_num_prompts(getattr(config, setting)):

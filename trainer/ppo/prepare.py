@@ -21,6 +21,7 @@ from trainer.rollouts.preflight import (
     check_environment,
     check_model,
     check_promptless_rows,
+    check_reward_files,
     check_reward_models,
     check_rollout,
     check_row_columns,
@@ -43,6 +44,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     """
     check_promptless_rows(config)
     check_files(config.data)
+    check_reward_files(config)
     preflight(config)
     begin_cluster(config, at_end)
     # workers inherit this; a progress bar per rank and weight file would hide the run's own output

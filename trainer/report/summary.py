@@ -71,7 +71,7 @@ def advice_at_end(data: RunData) -> list[str]:
             "function against the samples in rollouts/."
         )
     clipped, moved = _last(data, "actor/pg_clipfrac"), _last(data, "actor/ppo_kl")
-    if clipped > CLIPPED:
+    if clipped > CLIPPED and "loss_mode: gspo\n" not in data.config:  # there, 0.1 is usual
         advice.append(
             f"{clipped:.0%} of the tokens are clipped in an update. Lower "
             "actor_rollout_ref.actor.optim.lr."

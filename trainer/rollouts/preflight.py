@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from trainer.config.devices import devices_of
@@ -14,6 +15,7 @@ from trainer.groups.nodes import joined_cluster
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
+from verl_like.registry import check_file
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import in_full
 from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
@@ -39,6 +41,14 @@ def check_model(config: Any, key: str, path: str) -> None:
             f"data.max_response_length={data.max_response_length} = {width} tokens, but "
             f"{key}={path} has {limit} positions. Lower their sum by {width - limit}."
         )
+
+
+def check_reward_files(config: Any) -> None:
+    """Reject a reward function whose file is missing."""
+    for number, reward in enumerate(rewards_of(config)):
+        if reward.kind == "function" and reward.path.endswith(".py"):
+            section = f"reward.list[{number}]" if config.reward.list else "reward.function"
+            check_file(Path(reward.path), f"{section}.path={reward.path}")
 
 
 def check_reward_models(config: Any) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+from trainer.data.files import check_files
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
 from trainer.loop import Trainer
@@ -100,7 +101,8 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """Check the model; return the loader of training rows, and validation rows if any."""
+        """Check files and model; return the loader of training rows, and validation rows if any."""
+        check_files(config.data)
         preflight(config, cls.num_sides(config))
         tokenizer = load_tokenizer(config.model.path, "model.path")
         data = config.data

@@ -23,7 +23,7 @@ from verl_like.backends.rpc import AnswerPart, ProcessTransport, Requests
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
-from verl_like.calls.group import ClassWithInitArgs, WorkerGroup
+from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import ConfigError, PlacementError, WorkerError
@@ -88,6 +88,7 @@ class LocalWorkerGroup(WorkerGroup):
                 "detached=True: processes of the local backend end with their driver. Use "
                 "RayWorkerGroup."
             )
+        check_group_arguments(self, ResourcePool, resource_pool, ray_cls_with_init)
         recipes = ray_cls_with_init.recipes(name_prefix)
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         processes = resource_pool.process_infos(

@@ -79,6 +79,7 @@ class RewardCall:
                 "which cannot be called. Set reward.function.name (`function` in reward.list, "
                 "--function=FILE.py:NAME for `verl-like serve-reward`) to a function's name."
             )
+        called = f"the reward function {getattr(function, '__name__', function)}"
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # a function in C without a signature
@@ -95,14 +96,14 @@ class RewardCall:
         returned = inspect.formatannotation(signature.return_annotation).strip("'\"")
         if not takes_batches and returned.removeprefix("typing.").lower().startswith("list"):
             raise ConfigError(
-                f"the reward function returns a {returned}, but it is called on one sample. "
+                f"{called} returns a {returned}, but it is called on one sample. "
                 "Return a number, or score a batch with the parameter responses or solution_strs."
             )
         fills = {column: column for column in columns} | convention
         if not has_truth:
             fills = {name: entry for name, entry in fills.items() if entry != TRUTH}
         for parameter in parameters.values():
-            _check_filled(parameter, {*fills, *kwargs}, columns, has_truth)
+            _check_filled(called, parameter, {*fills, *kwargs}, columns, has_truth)
 
         takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         names = {*parameters}
@@ -149,11 +150,15 @@ def _value(sample: Sample, entry: str) -> Any:
 
 
 def _check_filled(
-    parameter: inspect.Parameter, known: Collection[str], columns: Sequence[str], has_truth: bool
+    called: str,
+    parameter: inspect.Parameter,
+    known: Collection[str],
+    columns: Sequence[str],
+    has_truth: bool,
 ) -> None:
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise ConfigError(
-            f"the reward function's parameter {parameter.name!r} is positional-only, but "
+            f"{called} has the positional-only parameter {parameter.name!r}, but reward "
             "functions are called with keyword arguments. Drop the / from its signature, or pass "
             "a function that calls it."
         )
@@ -164,14 +169,14 @@ def _check_filled(
     if not has_truth and parameter.name in (TRUTH, f"{TRUTH}s"):
         theirs = f" (the rows' columns: {', '.join(columns)})" if columns else ""
         raise ConfigError(
-            f"the reward function has the parameter {parameter.name}, but no row has a ground "
+            f"{called} has the parameter {parameter.name}, but no row has a ground "
             "truth: neither reward_model.ground_truth nor a column ground_truth. Use a column "
             f"that exists{theirs}, or give the parameter a default."
         )
     theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
     fields = [name for name in (*SHORT_NAMES, *SAMPLE_FIELDS) if has_truth or name != TRUTH]
     raise ConfigError(
-        f"the reward function has an unknown parameter {parameter.name!r}."
+        f"{called} has an unknown parameter {parameter.name!r}."
         f"{nearest(parameter.name, [*fields, *columns])} Available: "
         f"{', '.join(fields)}{theirs}, and the names in reward.function.kwargs (`kwargs` in "
         "reward.list). A function of a whole batch has plural names, such as responses. Rename "

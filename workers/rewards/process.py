@@ -85,7 +85,10 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
     driver.send([os.getpid(), os.getcwd()])
     try:
         function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
-        call = RewardCall.of(function, spec.kwargs, spec.columns, spec.has_truth)
+        try:
+            call = RewardCall.of(function, spec.kwargs, spec.columns, spec.has_truth)
+        except ConfigError as err:
+            raise ConfigError(f"{spec.path_key}={spec.path}: {err}") from err
     except ConfigError as err:
         driver.send([str(err), False, False, None])
         return

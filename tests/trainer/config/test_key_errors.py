@@ -45,6 +45,10 @@ ERRORS = [
     ("reward.list=[a]", r"^reward.list=\[a\]: .*str is not .*; it takes a list of sections.$"),
     ("reward.list=[{name: a, weight: x}]", ": weight: it takes a number.$"),
     ("trainer.stop_at={reward: high}", r"reward: high\}: it takes \{metric: value\}.$"),
+    (
+        "trainer.stop_at={reward: 0.8}",
+        "^trainer.stop_at.reward=0.8: there is no such metric.*score",
+    ),
     ("trainer.seed=x", "^trainer.seed=x: it takes a whole number, 0 or more.$"),
     ("trainer.dry_run=yess", "^trainer.dry_run=yess: it takes true, false.$"),
     ("critic.parallel.tp=two", "critic.parallel.tp=two: .*could not be converted to Integer"),

@@ -85,6 +85,11 @@ def test_a_metric_beyond_its_limit_causes_a_warning(
     assert line.startswith(f"warning: {words}")
 
 
+def test_a_gspo_run_may_clip_many_tokens(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *[STEP | {"actor/pg_clipfrac": 0.4}] * 6)
+    assert advice_at_end(replace(run, config="  policy_loss:\n    loss_mode: gspo\n")) == []
+
+
 def test_a_falling_share_of_cut_responses_causes_no_warning(tmp_path: Path) -> None:
     cut = [{"response_length/clip_ratio": share} for share in (0.9, 0.4)]
     assert advice_at_end(run_of(tmp_path, *[STEP | cut[0]] * 6, *[STEP | cut[1]] * 6)) == []

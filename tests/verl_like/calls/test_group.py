@@ -335,6 +335,15 @@ def test_an_error_in_its_block_shuts_a_group_down() -> None:
         group.pid()
 
 
+def test_a_group_needs_a_pool_and_a_class_with_its_arguments() -> None:
+    with pytest.raises(
+        PlacementError, match=r"needs a ResourcePool, not list: ResourcePool\(\[2\]"
+    ):
+        LocalWorkerGroup([2], ClassWithInitArgs(Adder, 1))
+    with pytest.raises(PlacementError, match=r"not Adder: ClassWithInitArgs\(Adder, \.\.\.\)"):
+        LocalWorkerGroup(ResourcePool([1]), Adder)
+
+
 def test_errors_name_the_class_of_a_group_without_a_name() -> None:
     with (
         LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Adder, 1)) as group,

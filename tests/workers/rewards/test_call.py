@@ -110,8 +110,8 @@ def test_a_batch_with_too_few_scores_fails() -> None:
 @pytest.mark.parametrize(
     ("function", "columns", "has_truth", "words"),
     [
-        (lambda solution: 0.0, [], True, "the reward function has an unknown parameter 'solution'"),
-        (lambda solution_str, /: 0.0, [], True, "'solution_str' is positional-only"),
+        (lambda solution: 0.0, [], True, "function <lambda> has an unknown parameter 'solution'"),
+        (lambda solution_str, /: 0.0, [], True, "positional-only parameter 'solution_str'"),
         (lambda solution_strs, ground_truth: 0.0, [], True, "parameter 'ground_truth'"),
         (returns_a_list, [], True, "returns a list.*, but it is called on one sample"),
         (

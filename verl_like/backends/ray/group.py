@@ -19,7 +19,7 @@ from verl_like.backends.ray.host import HostActor, local_packages
 from verl_like.backends.ray.pools import RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.group import ClassWithInitArgs, WorkerGroup
+from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.host import pack_recipes
 from verl_like.process.info import ProcessInfo, checked_worker_env
@@ -110,10 +110,7 @@ class RayWorkerGroup(_RunningWorkers):
             WorkerError: a process does not start in time, or dies.
             Exception: whatever a constructor raises.
         """
-        if not isinstance(resource_pool, RayResourcePool):
-            raise PlacementError(
-                f"RayWorkerGroup needs a RayResourcePool, not {type(resource_pool).__name__}."
-            )
+        check_group_arguments(self, RayResourcePool, resource_pool, ray_cls_with_init)
         if detached and not resource_pool.detached:
             raise PlacementError(
                 "detached workers need a pool that outlives this driver: RayResourcePool(..., "
