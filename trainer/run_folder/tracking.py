@@ -183,43 +183,18 @@ def _in_markdown(cell: Any) -> str:
     return re.sub(r"([\\`*_{}\[\]|#~$!])", r"\\\1", text)
 
 
-class WandB:
-    """A Weights & Biases run, with the configuration.
+class OnlineRun:
+    """A run of W&B, or of trackio, which copies W&B's interface."""
 
-    A resumed run continues the W&B run that the run folder names.
-    """
-
-    def __init__(self, config: RunConfig, total_steps: int):
-        import wandb
-
-        trainer = config.trainer
-        # `ResumePoint.discard_later_steps` deletes this file if the run starts from the beginning
-        name = Path(trainer.default_local_dir) / WANDB_ID
-        try:
-            self._run = wandb.init(
-                project=trainer.project_name,
-                name=trainer.experiment_name,
-                dir=trainer.default_local_dir,
-                config=masked(asdict(config)),
-                id=name.read_text(encoding="utf-8") if name.is_file() else None,
-                resume="allow",
-            )
-        except wandb.errors.Error as error:
-            raise ConfigError(
-                "trainer.logger includes wandb, but W&B could not start a run: "
-                f"{str(error).rstrip('.')}. Log in with `wandb login` or set WANDB_API_KEY; set "
-                "WANDB_MODE=offline to log locally; or remove wandb from trainer.logger."
-            ) from error
-        write_whole(name, self._run.id)
+    def __init__(self, run: Any, module: Any, **table_options: Any):
+        self._run, self._module, self._table_options = run, module, table_options
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
     def write_samples(self, name: str, rows: Rows, step: int) -> None:
-        import wandb
-
         cells = [list(row.values()) for row in rows]
-        table = wandb.Table(list(rows[0]), cells, allow_mixed_types=True)
+        table = self._module.Table(list(rows[0]), cells, **self._table_options)
         self._run.log({f"samples/{name}": table}, step=step)
 
     def close(self) -> None:
@@ -227,53 +202,69 @@ class WandB:
         self._run.finish()
 
 
-class Trackio:
-    """A run of trackio, with the configuration.
+def start_wandb(config: RunConfig, total_steps: int) -> OnlineRun:
+    """Start a Weights & Biases run with the configuration, or resume the run of the run folder."""
+    import wandb
 
-    A resumed run continues the trackio run that its run folder names. trackio finds a run by its
-    name, so each new run gets a unique name.
+    trainer = config.trainer
+    # `ResumePoint.discard_later_steps` deletes this file if the run starts from the beginning
+    file = Path(trainer.default_local_dir) / WANDB_ID
+    try:
+        run = wandb.init(
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            dir=trainer.default_local_dir,
+            config=masked(asdict(config)),
+            id=file.read_text(encoding="utf-8") if file.is_file() else None,
+            resume="allow",
+        )
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            "trainer.logger includes wandb, but W&B could not start a run: "
+            f"{str(error).rstrip('.')}. Log in with `wandb login` or set WANDB_API_KEY; set "
+            "WANDB_MODE=offline to log locally; or remove wandb from trainer.logger."
+        ) from error
+    write_whole(file, run.id)
+    return OnlineRun(run, wandb, allow_mixed_types=True)
+
+
+def start_trackio(config: RunConfig, total_steps: int) -> OnlineRun:
+    """Start a run of trackio with the configuration, or resume the run of the run folder.
+
+    trackio finds a run by its name, so each new run gets a unique name.
     """
+    import trackio
 
-    def __init__(self, config: RunConfig, total_steps: int):
-        import trackio
-
-        trainer = config.trainer
-        file = Path(trainer.default_local_dir) / TRACKIO_RUN
-        is_resumed = file.is_file()
-        name = f"{trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
-        if is_resumed:
-            name = file.read_text(encoding="utf-8")
-        try:
-            self._run = trackio.init(
-                project=trainer.project_name,
-                name=name,
-                config=masked(asdict(config)),
-                resume="allow" if is_resumed else "never",
-                embed=False,  # the notebook has the run's own display
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"trainer.logger includes trackio, but trackio could not start a run: {error} "
-                "Unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log locally, or remove trackio "
-                "from trainer.logger."
-            ) from error
-        write_whole(file, name)
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def write_samples(self, name: str, rows: Rows, step: int) -> None:
-        import trackio
-
-        table = trackio.Table(list(rows[0]), [list(row.values()) for row in rows])
-        self._run.log({f"samples/{name}": table}, step=step)
-
-    def close(self) -> None:
-        """Finish the run, which writes or sends what is still in memory."""
-        self._run.finish()
+    trainer = config.trainer
+    file = Path(trainer.default_local_dir) / TRACKIO_RUN
+    is_resumed = file.is_file()
+    name = f"{trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
+    if is_resumed:
+        name = file.read_text(encoding="utf-8")
+    try:
+        run = trackio.init(
+            project=trainer.project_name,
+            name=name,
+            config=masked(asdict(config)),
+            resume="allow" if is_resumed else "never",
+            embed=False,  # the notebook has the run's own display
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.logger includes trackio, but trackio could not start a run: {error} "
+            "Unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log locally, or remove trackio "
+            "from trainer.logger."
+        ) from error
+    write_whole(file, name)
+    return OnlineRun(run, trackio)
 
 
-BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": WandB}
+BUILT_IN: dict[str, Callable[..., Tracker]] = {
+    "console": Console,
+    "tensorboard": TensorBoard,
+    "trackio": start_trackio,
+    "wandb": start_wandb,
+}
 """The trackers that need not be registered, by their names in `TRACKERS`."""
 
 
