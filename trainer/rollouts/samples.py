@@ -1,7 +1,7 @@
 """Functions on samples: repeat prompts, join batches, read rewards by name, write text files.
 
 `rollouts/N.jsonl` has the samples of step N, and `validation/N.jsonl` has the samples of the
-validation after step N. The newest steps keep all samples, older steps keep a few (`thin_samples`).
+validation after step N. The newest steps keep all samples, older steps keep two (`thin_samples`).
 """
 
 from __future__ import annotations
@@ -122,31 +122,17 @@ def _plain(value: Any) -> Any:
 
 
 BYTES_OF_OLD_STEP = 2048
-"""Maximum bytes of an old step's samples; one sample is always kept."""
+"""Maximum bytes of an old step's file, unless it has only two samples."""
 
 
 def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
-    """Keep the best sample and, as far as the limit allows, the worst and others between them."""
+    """Keep only the best and the worst sample of a file that is larger than the limit."""
     if not path.is_file() or path.stat().st_size <= limit:
         return
     lines = path.read_bytes().splitlines(keepends=True)
     by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
-    chosen: list[int] = []
-    room = limit
-    # best and worst score, then repeatedly the middle of the widest gap
-    order, gaps = [by_score[-1]], [(0, len(by_score) - 1)]
-    if len(by_score) > 1:
-        order.append(by_score[0])
-    for low, high in gaps:  # grows during the loop
-        middle = (low + high) // 2
-        if middle not in (low, high):
-            order.append(by_score[middle])
-            gaps += [(low, middle), (middle, high)]
-    for row in order:
-        if not chosen or len(lines[row]) <= room:
-            chosen.append(row)
-            room -= len(lines[row])
-    write_whole(path, b"".join(lines[row] for row in sorted(chosen)), to_disk=False)
+    rows = sorted({by_score[0], by_score[-1]})
+    write_whole(path, b"".join(lines[row] for row in rows), to_disk=False)
 
 
 def thin_old_samples(folder: Path, last: int) -> None:

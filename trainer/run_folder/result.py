@@ -115,7 +115,8 @@ class RunResult:
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the samples of a step, by default the last one: `input`, `output`, `score`, ...
 
-        Of older steps the run keeps only a few samples (`trainer.max_rollouts_to_keep`).
+        The run keeps only the best and the worst sample of steps that are older than the newest
+        `trainer.max_rollouts_to_keep`.
         """
         files = {int(file.stem): file for file in (self.folder / "rollouts").glob("*.jsonl")}
         if not files:
