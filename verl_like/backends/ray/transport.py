@@ -11,7 +11,6 @@ several roles read the same columns in a step.
 from __future__ import annotations
 
 import pickle
-import re
 import threading
 import time
 import weakref
@@ -233,21 +232,14 @@ class RayTransport(ProcessTransport):
         return stored.reference, stored
 
 
-_LOW_MEMORY = re.compile(
-    r"Memory on the node \(IP: (?P<node>[^,)]+).*? was (?P<used>\S+) used / (?P<size>\S+) limit"
-    r".*? exceeded threshold of \S+ \((?P<threshold>[\d.]+%)"
-)
-_MEMORY_USER = re.compile(r"(\d+) (\d+\.\d+) (\S+)")
-
-
 def _cause_of_death(error: Exception) -> str:
     """Return why a process ended, as far as Ray knows."""
     text = " ".join(str(error).split())
     if "low on memory" in text:
         return (
-            f"Ray killed it because {_describe_memory(text)}. Give the role fewer rows at a time, "
+            "Ray killed it because its node ran low on memory. Give the role fewer rows at a time, "
             "put fewer processes on the node, or set a higher RAY_memory_usage_threshold where "
-            "the node's Ray is started."
+            f"the node's Ray is started. Ray's report: {text}"
         )
     if "connection error code" in text:
         return (
@@ -256,20 +248,6 @@ def _cause_of_death(error: Exception) -> str:
             "log."
         )
     return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
-
-
-def _describe_memory(text: str) -> str:
-    """Return how much memory the node had and which processes used most, from Ray's report."""
-    report = _LOW_MEMORY.search(text)
-    if report is None:
-        return f"its node ran low on memory ({text[:300]})"
-    words = (
-        f"node {report['node']} ran low on memory: {report['used']} of {report['size']} were "
-        f"used, and Ray kills workers above {report['threshold']}"
-    )
-    users = _MEMORY_USER.findall(text.partition("PID MEM(GB) COMMAND ")[2])[:3]
-    largest = ", ".join(f"{size} GB by pid {pid} ({command})" for pid, size, command in users)
-    return f"{words}; most of it {largest}" if users else words
 
 
 # ------------------------------------------------------------------------------- values on the way
