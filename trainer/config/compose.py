@@ -30,7 +30,6 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.flat import reject_many_aliases
 from trainer.config.key_errors import (
     key_of_own_name,
     unknown_key,
@@ -218,8 +217,6 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     first, *others = (folder.resolve() for folder in recipe.folders)
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
-    for own_file in _own_files(recipe).values():
-        reject_many_aliases(own_file)
     register(recipe, schema={})  # so that unknown keys of all files are reported together
     try:
         with initialize_config_dir(str(first), version_base="1.3"):

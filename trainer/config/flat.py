@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from trainer.config.schema import RunConfig
-from verl_like.errors import ConfigError
 from verl_like.masking import masked
 
 MAYBE_A_NUMBER = tuple("+-.0123456789")
@@ -23,38 +20,6 @@ YES_AND_NO = ("y", "Y", "n", "N")
 NAMES_OF_A_RUN = frozenset(
     {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"}
 )
-
-
-MOST_VALUES = 100_000
-"""The most values of a YAML file with expanded aliases, which can multiply to billions."""
-
-
-def reject_many_aliases(file: Path) -> None:
-    """Reject YAML whose aliases expand to more than `MOST_VALUES` values, or infinitely."""
-    text = file.read_text(encoding="utf-8")
-    if "*" not in text:
-        return
-    sizes: dict[int, float] = {}
-
-    def size(node: Any) -> float:
-        if id(node) not in sizes:
-            sizes[id(node)] = math.inf  # for a node that contains itself
-            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-            pairs = (child if isinstance(child, tuple) else (child,) for child in inner)
-            sizes[id(node)] = 1 + sum(size(child) for pair in pairs for child in pair)
-        return sizes[id(node)]
-
-    try:
-        many = size(yaml.compose(text, Loader=yaml.SafeLoader)) > MOST_VALUES
-    except yaml.YAMLError:
-        return  # its reader reports the error
-    except RecursionError:
-        many = True
-    if many:
-        raise ConfigError(
-            f"{file}: its aliases (*name) stand for more than {MOST_VALUES:,} values. Write out "
-            "the values."
-        )
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from json import JSONDecodeError
 from pathlib import Path
@@ -100,8 +98,6 @@ CheckColumns = Callable[[Sequence[str]], None]
 NO_UTF8 = re.compile("[\udc80-\udcff]")
 """Matches bytes that are not UTF-8, as read with `errors="surrogateescape"`."""
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
-DEEPEST = 100
-"""Maximum nesting depth of a row, because functions that walk a row recurse."""
 
 
 def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
@@ -191,7 +187,7 @@ def json_rows(path: Path) -> Placed:
 
 def _json_row(line: bytes) -> Any:
     try:
-        row = parse_json(line)
+        return parse_json(line)
     except UnicodeDecodeError as err:
         return ValueError(f"not UTF-8 ({err})")
     except ValueError as err:
@@ -201,29 +197,3 @@ def _json_row(line: bytes) -> Any:
         return ValueError(
             f"not JSON ({reason}); files other than .parquet and .csv need a JSON object per line"
         )
-    if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
-        return ValueError(f"nested deeper than {DEEPEST} levels")
-    if isinstance(row, dict) and (name := _named_twice(line, row)) is not None:
-        return ValueError(f"two columns have the name {name!r}")
-    return row
-
-
-def _named_twice(line: bytes, row: dict[str, Any]) -> str | None:
-    """Return the name that two columns have, if any; most lines are not parsed again."""
-    names = (json.dumps(name, ensure_ascii=False).encode(errors="replace") for name in row)
-    if all(line.count(name) < 2 for name in names):
-        return None
-    pairs: list[tuple[str, Any]] = json.loads(line, object_pairs_hook=list)
-    seen = Counter(name for name, _ in pairs)
-    return next((name for name, count in seen.items() if count > 1), None)
-
-
-def _depth(value: Any) -> int:
-    """Return the nesting depth of lists and objects."""
-    depth, level = 0, [value]
-    while level := [item for item in level if isinstance(item, dict | list) and item]:
-        depth += 1
-        level = [
-            child for item in level for child in (item.values() if isinstance(item, dict) else item)
-        ]
-    return depth

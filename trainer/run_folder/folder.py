@@ -51,7 +51,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainer.config.flat import config_hash, flat_config, flatten, in_yaml, reject_many_aliases
+from trainer.config.flat import config_hash, flat_config, flatten, in_yaml
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
 from verl_like.errors import CheckpointError, ConfigError, DamagedCheckpointError
@@ -181,7 +181,6 @@ def saved_tree(folder: Path) -> Any:
             "trainer.default_local_dir of a run."
         )
     try:
-        reject_many_aliases(path)
         return OmegaConf.load(path)
     except (OSError, ValueError, RecursionError, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error

@@ -13,18 +13,12 @@ from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import run_command
-from trainer.run_folder.folder import saved_config
-from verl_like.errors import ConfigError
 
 VALID = """
 defaults: [ppo_trainer, _self_]
 data: {train_files: x}
 actor_rollout_ref: {model: {path: y}}
 """
-BOMB = "a0: &a0 [1, 1]\n" + "".join(
-    f"a{number + 1}: &a{number + 1} [{', '.join([f'*a{number}'] * 9)}]\n" for number in range(9)
-)
-
 ErrorOf = Callable[..., str]
 
 
@@ -56,15 +50,6 @@ def test_files_and_presets_of_the_user_compose(error_of: ErrorOf) -> None:
     assert error_of(files, "--config-name=mine", *settings, run=configs.append) == ""
     (config,) = configs
     assert (config.data.train_files, config.algorithm.adv_estimator) == ("x", "opo")
-
-
-@pytest.mark.parametrize("bomb", [BOMB, "a: &a [*a]\n"])
-def test_alias_bombs_are_rejected(bomb: str, tmp_path: Path, error_of: ErrorOf) -> None:
-    error = error_of({"mine.yaml": VALID + bomb}, "--config-name=mine")
-    assert "mine.yaml: its aliases (*name) stand for more than 100,000 values" in error
-    (tmp_path / "config.yaml").write_text(bomb)
-    with pytest.raises(ConfigError, match="config.yaml: its aliases"):
-        saved_config(tmp_path)
 
 
 def test_missing_files_and_folders_are_errors(error_of: ErrorOf) -> None:

@@ -16,7 +16,6 @@ import pytest
 from tests.trainer.data.test_prompts import make_config
 from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
-from trainer.data.formats import DEEPEST
 from trainer.data.lm_rows import encode_rows, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.data.prompt_tokens import encode_prompt
@@ -80,11 +79,6 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "half a line": (second(b'{"prompt": '), "line 2: not JSON .Expecting value at character 1", 2),
     "an open text": (second(b'{"prompt": "a'), "Invalid control character at character 14", 2),
     "a nest": (second(b"[" * 100_000), "line 2: not JSON .its JSON is nested too deeply", 2),
-    "deep": (
-        second(make_row(deep=json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))),
-        "line 2: nested deeper than 100 levels",
-        2,
-    ),
     "null content": (second(make_row(chat(None))), "line 2: the content of message 0 is null", 2),
     "a role that is none": (
         second(make_row(chat("a", 3))),
@@ -103,11 +97,6 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     ),
     "a number": (second(make_row(7)), "line 2: 'prompt' is 7, neither a text nor messages", 2),
     "zero": (second(make_row(0)), "line 2: 'prompt' is 0, neither a text nor messages", 2),
-    "two columns of one name": (
-        second(b'{"prompt": "a", "reward_model": null, "prompt": "b"}'),
-        "line 2: two columns have the name 'prompt'",
-        2,
-    ),
     "four megabytes": (
         second(make_row("ab " * 1_400_000)),
         "line 2: it has 4,200,000 characters, more than the limit of 4,194,304",
