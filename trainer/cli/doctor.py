@@ -260,7 +260,7 @@ def check_network() -> Iterator[Finding]:
     shown += [f"{name} ({state})" for name, state in hcas.items()]
     shown += [f"{name}={value}" for name, value in variables.items()]
     yield Finding("network", ", ".join(shown) or "none")
-    for problem, fix in network.wrong_settings(variables, networks, hcas):
+    for problem, fix in network.wrong_settings(variables, networks):
         yield Finding("network", problem, fix)
     if nowhere := network.name_that_leads_nowhere(variables, networks):
         yield Finding("network", *nowhere, is_optional=True)

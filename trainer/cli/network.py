@@ -10,13 +10,12 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 INFINIBAND, IPV6 = Path("/sys/class/infiniband"), Path("/proc/net/if_inet6")
 SIOCGIFADDR = 0x8915
 """Linux's request for an interface's IPv4 address."""
-DEBUG_LEVELS = ("VERSION", "WARN", "INFO", "ABORT", "TRACE")
 LOOPBACK = "lo"
 Wrong = tuple[str, str]
 """The problem, and the command that fixes it."""
@@ -64,43 +63,31 @@ def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def wrong_settings(
-    env: Mapping[str, str], networks: Mapping[str, str], hcas: Collection[str]
-) -> Iterator[Wrong]:
-    """Yield settings that name nothing on this machine, or are invalid."""
+def wrong_settings(env: Mapping[str, str], networks: Mapping[str, str]) -> Iterator[Wrong]:
+    """Yield settings that name no interface of this machine.
+
+    gloo takes whole names. NCCL takes prefixes (`eth,ib`), whole names after `=` (`=eth0`), and
+    after `^` the interfaces that it leaves out, which need not exist.
+    """
     usable = [name for name, address in networks.items() if address and name != LOOPBACK]
     there = ", ".join(usable or networks)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = env.get(variable)
-        if not value:
+        value = env.get(variable, "")
+        if value.startswith("^"):
             continue
-        is_exact = variable.startswith("GLOO")  # gloo takes whole names, NCCL prefixes
-        chosen = _matching(value, list(networks), is_exact)
-        fix = f"export {variable}={usable[0]}" if usable else f"unset {variable}"
-        unknown = [name for name, names in chosen.items() if not names]
-        if unknown:
+        is_exact = variable.startswith("GLOO") or value.startswith("=")
+        words = [word.strip() for word in value.removeprefix("=").split(",")]
+        unknown = [
+            word
+            for word in words
+            if not any(name == word if is_exact else name.startswith(word) for name in networks)
+        ]
+        if value and unknown:
             yield (
                 f"{variable}={value}: {', '.join(unknown)} is not an interface of this machine, "
                 f"which has {there}",
-                fix,
+                f"export {variable}={usable[0]}" if usable else f"unset {variable}",
             )
-        elif not any(networks[name] for names in chosen.values() for name in names):
-            yield f"{variable}={value}: no address; interfaces with one: {there}", fix
-
-    value = env.get("NCCL_IB_HCA")
-    if value and env.get("NCCL_IB_DISABLE", "0") == "0":
-        unknown = [name for name, names in _matching(value, hcas).items() if not names]
-        if unknown:
-            has = f"which has {', '.join(hcas)}" if hcas else "which has none"
-            problem = (
-                f"NCCL_IB_HCA={value}: {', '.join(unknown)} is no adapter of this machine, {has}"
-            )
-            yield problem, f"export NCCL_IB_HCA={next(iter(hcas))}" if hcas else "unset NCCL_IB_HCA"
-
-    value = env.get("NCCL_DEBUG")
-    if value and value.upper() not in DEBUG_LEVELS:
-        known = ", ".join(DEBUG_LEVELS)
-        yield f"NCCL_DEBUG={value} is not a level of {known}", "export NCCL_DEBUG=WARN"
 
 
 def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:
@@ -118,23 +105,3 @@ def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str])
         "machines, gloo would offer no address that other machines can reach",
         f"export GLOO_SOCKET_IFNAME={usable[0]}",
     )
-
-
-def _matching(value: str, names: Collection[str], is_exact: bool = False) -> dict[str, list[str]]:
-    """Return each word of a list -> the names that match it; an exclusion list matches the others.
-
-    NCCL's syntax: `eth,ib` are prefixes, `=eth0` is a whole name, `^docker` is excluded; `mlx5_0:1`
-    is a port of an adapter.
-    """
-    leaves_out = not is_exact and value.startswith("^")
-    rest = value.removeprefix("^") if leaves_out else value
-    is_exact = is_exact or rest.startswith("=")
-    words = [word.partition(":")[0].strip() for word in rest.removeprefix("=").split(",")]
-
-    def fits(name: str, word: str) -> bool:
-        return name == word if is_exact else name.startswith(word)
-
-    if leaves_out:
-        left = [name for name in names if not any(fits(name, word) for word in words if word)]
-        return {value: left}
-    return {word: [name for name in names if fits(name, word)] for word in words if word}
