@@ -38,7 +38,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
         ("errors",),
         ("signatures",),
-        ("files", "masking", "registry", "tensor_ops", "terminal", "threads"),
+        ("files", "lazy", "masking", "registry", "tensor_ops", "terminal", "threads"),
         ("config_key",),
         ("batch",),
         ("process.info", "process.machine"),
