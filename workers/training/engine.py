@@ -57,6 +57,7 @@ from workers.training.optim import (
 from workers.training.packing import check_rows
 from workers.training.parts.layers import RouterReplay
 from workers.training.parts.load_balancing import BalancedLoss, LoadBalancing
+from workers.training.passes import MicroBatches
 from workers.training.readings import INPUTS, TOKENS, Reading
 
 if TYPE_CHECKING:
@@ -146,15 +147,15 @@ class TrainEngine(Model):
         """
         assert self.optimizer is not None, "a frozen engine was asked for gradients"
         balancing, balanced = self.part(LoadBalancing), None
-        if balancing is not None and loss.is_balanced:
+        try:
             cuts = self.cut(batch.columns, budget)
             batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)
-            choices = balancing.count_choices(self, self.reading, batches)
-            balanced = BalancedLoss(balancing, loss, choices)
-            loss = balanced.loss
-        set_training_mode(self.module)
-        try:
-            totals = self.add_gradients(batch, budget, loss, pass_outputs)
+            if balancing is not None and loss.is_balanced:
+                choices = balancing.count_choices(self, self.reading, batches)
+                balanced = BalancedLoss(balancing, loss, choices)
+                loss = balanced.loss
+            set_training_mode(self.module)
+            totals = self.add_gradients(batch, batches, loss, pass_outputs)
         except BaseException:
             # gradients of an incomplete mini-batch must not reach an optimizer step
             self.optimizer.zero_grad(set_to_none=True)
@@ -175,7 +176,7 @@ class TrainEngine(Model):
     def add_gradients(
         self,
         batch: MiniBatch,
-        budget: MicroBatchBudget,
+        batches: MicroBatches,
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
     ) -> dict[str, torch.Tensor]:
@@ -186,8 +187,6 @@ class TrainEngine(Model):
         """
         totals: dict[str, torch.Tensor] = {}
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
-        cuts = self.cut(batch.columns, budget)
-        batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)
         passes = self.layers.train(self.reading, batches, loss)
         with computing_in(self.module, self.cast):
             for outputs, columns, num_real, losses in passes:

@@ -18,7 +18,7 @@ from workers.losses.registry import POLICY_LOSSES, get_policy_loss
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.engine import INPUTS
-from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
+from workers.training.microbatch import Rows, mini_batch
 
 META = torch.device("meta")
 
@@ -49,7 +49,7 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
     rows = Rows.take(data, (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
         totals: dict[str, torch.Tensor] = worker.engine.add_gradients(
-            mini_batch(rows, 0, 1, None), MicroBatchBudget(rows=6), loss_of(worker, data)
+            mini_batch(rows, 0, 1, None), [(rows.columns, len(data))], loss_of(worker, data)
         )
     return totals
 
