@@ -37,6 +37,7 @@ from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
 from verl_like.placement.pools import Node
 from verl_like.process.info import ONE_THREAD, environment
+from verl_like.threads import in_daemon
 
 logger = logging.getLogger(__name__)
 RELEASE_S = 5.0
@@ -301,19 +302,13 @@ def _answers(place: tuple[str, int]) -> bool:
 
 def within(seconds: float, work: Callable[[], None], subject: str) -> bool:
     """Run `work` in a thread, and return whether it ended in time; its failure is logged."""
-
-    def attempt() -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - a run that ends has its own error to raise
-            logger.warning("%s failed: %s", subject, error)
-
-    thread = threading.Thread(target=attempt, name=subject, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    running = in_daemon(subject, work)
+    if not wait_futures([running], seconds).done:
         logger.warning("%s did not end within %.0f s and is left running", subject, seconds)
-    return not thread.is_alive()
+        return False
+    if error := running.exception():  # a run that ends has its own error to raise
+        logger.warning("%s failed: %s", subject, error)
+    return True
 
 
 def leave_if_broken() -> bool:
