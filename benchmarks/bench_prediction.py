@@ -4,7 +4,7 @@
 
 Rollout and actor sleep for known times per row, update and delivery; everything else is a normal
 run. `--longer` multiplies the sleeps, so that delays on a busy machine matter less. Prints a line
-per topology: the measured and predicted seconds per step (`verl-like bench overlap DIR`), and their
+per topology: the measured and predicted seconds per step (`verl-like predict-async DIR`), and their
 ratio, which should be within 15 % of 1.
 """
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
-from verl_like.process.machine import memory_gb, usable_cores
+from verl_like.process.machine import memory_gib, usable_cores
 
 WARM_UP = 1
 """Steps left out at the start, which choose kernels and fill caches and memory pools."""
@@ -157,7 +157,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": usable_cores(),
-        "memory_gib": round(memory_gb("MemTotal:") or 0),
+        "memory_gib": round(memory_gib("MemTotal:") or 0),
         "cards": [f"{card.name}, {card.total_memory // 2**30} GiB" for card in cards],
     }
 

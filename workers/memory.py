@@ -345,7 +345,7 @@ def rollout_memory(
     shapes = model_shapes(replace(policy.model, lora_rank=0), "token", dtype)
     weights: float = shapes.weight_bytes(dtype, rollout.quantization)
     per_sample = shapes.key_value_numbers * dtype.itemsize * width
-    cache: float = min(rollout.kv_cache_gb * GIB, rollout.max_num_seqs * per_sample)
+    cache: float = min(rollout.kv_cache_gib * GIB, rollout.max_num_seqs * per_sample)
 
     takes_a_share = rollout.name == "vllm" and device_type == "cuda"
     if rollout.name == "vllm":

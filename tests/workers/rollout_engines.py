@@ -50,7 +50,7 @@ def decode(tokens: list[int]) -> str:
 
 
 LIMITS = EngineLimits(
-    prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=64, kv_cache_gb=1.0
+    prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=64, kv_cache_gib=1.0
 )
 
 

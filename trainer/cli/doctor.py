@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cli import network
-from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
+from verl_like.process.machine import free_memory_gib, memory_gib, usable_cores
 from verl_like.terminal import fit, print_or_exit, terminal_width
 from workers.cpu.allocator import settings_of_user
 
@@ -231,7 +231,7 @@ def check_allocator() -> Finding:
 def check_machine() -> Iterator[Finding]:
     """Check CPUs, memory, shared memory and disk."""
     yield Finding("CPUs", f"{usable_cores()}; at least 2 are needed for pools to overlap")
-    memory, total = free_memory_gb(), memory_gb("MemTotal:")
+    memory, total = free_memory_gib(), memory_gib("MemTotal:")
     if memory is not None:
         fix = (
             "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>"

@@ -9,7 +9,7 @@ train
 before a run
   check [key=value ...]         check settings, print the plan, start nothing
   plan [key=value ...]          propose GPUs for every role
-  bench overlap [...]           predict the speed-up of async training
+  predict-async RUN_DIR         predict the speed-up of async training
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss or estimator on small batches
   doctor                        check this machine
@@ -51,7 +51,7 @@ COMMANDS = {
     **RECIPES,
     "check": "trainer.cli.check.main",
     "plan": "trainer.cli.plan.main",
-    "bench": "trainer.cli.bench.main",
+    "predict-async": "trainer.cli.predict_async.main",
     "check-environment": "trainer.cli.check_environment.main",
     "check-loss": "trainer.cli.check_loss.main",
     "doctor": "trainer.cli.doctor.main",

@@ -136,7 +136,7 @@ def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[s
 
 BASH = shutil.which("bash") or "/bin/bash"
 DEADLINE_S = 20.0
-LIMITS = Sandbox(memory_gb=1.0, cpu_s=20.0, file_gb=1.0, max_processes=64, network=False)
+LIMITS = Sandbox(memory_gib=1.0, cpu_s=20.0, file_gib=1.0, max_processes=64, network=False)
 FEW = 200
 """Folders with at most this many entries become folders of links."""
 LOGS = (".log", ".out", ".err")

@@ -131,7 +131,7 @@ def fits_nowhere(job: Job) -> ConfigError:
     if trained.model.dtype == "float32":
         smaller.append(f"{section}.dtype=bfloat16")
     if isinstance(job, PPOJob) and job.config.actor_rollout_ref.rollout.name != "vllm":
-        smaller += [f"{ROLLOUT}.name=vllm", f"a smaller {ROLLOUT}.kv_cache_gb"]
+        smaller += [f"{ROLLOUT}.name=vllm", f"a smaller {ROLLOUT}.kv_cache_gib"]
     return ConfigError(
         f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB, "
         f"of which {usable:.0f} are usable. "

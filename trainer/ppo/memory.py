@@ -16,7 +16,7 @@ from trainer.ppo.update import longest_row
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from verl_like.process.machine import memory_gb
+from verl_like.process.machine import memory_gib
 from workers.config import fewest_tokens_per_pass, is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import GIB, LargestPass, RoleMemory, rollout_memory, sync_bytes
 from workers.parallel.sharding import dims_of
@@ -32,7 +32,7 @@ WAYS_OUT = {
     "model states": "set param_offload and optimizer_offload in the roles' fsdp_config, or use "
     "more devices",
     "KV cache": "lower actor_rollout_ref.rollout.gpu_memory_utilization or "
-    "actor_rollout_ref.rollout.kv_cache_gb",
+    "actor_rollout_ref.rollout.kv_cache_gib",
 }
 
 
@@ -201,7 +201,7 @@ def _share_of_this_machine(config: PPOConfig) -> int | None:
 
     Return None on a cluster, whose machines may differ from the driver's.
     """
-    total = memory_gb("MemTotal:")
+    total = memory_gib("MemTotal:")
     if total is None or (joined_cluster(config) and config.trainer.backend == "ray"):
         return None
     processes = sum(map(sum, config.resource_pool_spec.values()))

@@ -92,18 +92,18 @@ def proc_fields(path: str) -> list[bytes]:
     return content.split()
 
 
-def memory_gb(field: str) -> float | None:
+def memory_gib(field: str) -> float | None:
     """Return an entry of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB, or None."""
     kilobytes = _number_in(Path("/proc/meminfo"), field)
     return None if kilobytes is None else kilobytes / 2**20
 
 
-def free_memory_gb(container: Path = CONTAINER) -> float | None:
+def free_memory_gib(container: Path = CONTAINER) -> float | None:
     """Return the free GiB of the machine, or of the control group at `container` if less.
 
     The group's inactive file cache counts as free. Return None without /proc/meminfo.
     """
-    free = memory_gb("MemAvailable:")
+    free = memory_gib("MemAvailable:")
     limits = [container / "memory.max", container / "memory.current"]
     if free is None or not all(path.is_file() for path in limits):
         return free

@@ -1,6 +1,6 @@
 """Limits of a process that runs untrusted code: variables, memory, time, files, network.
 
-    Sandbox(memory_gb=2).confine()      # in that process, before the code
+    Sandbox(memory_gib=2).confine()      # in that process, before the code
     visible_environment(["API_KEY"])    # the variables that it gets
 
 `verl_like.process.supervisor` watches such a process from outside. Nothing here imports torch.
@@ -61,11 +61,11 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 class Sandbox:
     """Limits of processes that run untrusted code."""
 
-    memory_gb: float = config_field(8.0, above=0)
+    memory_gib: float = config_field(8.0, above=0)
     """GiB of memory, per process and in total."""
     cpu_s: float = config_field(60.0, above=0)
     """CPU seconds per sample, or per call of an environment; a batch gets twelve times as many."""
-    file_gb: float = config_field(1.0, at_least=0)
+    file_gib: float = config_field(1.0, at_least=0)
     """GiB per file, and for the working folder."""
     max_processes: int = config_field(64, above=0)
     """Maximum number of processes at a time."""
@@ -84,8 +84,8 @@ class Sandbox:
 
         Root also loses the system calls that change the machine, which other users may not make.
         """
-        _limit(resource.RLIMIT_DATA, self.memory_gb * 2**30)
-        _limit(resource.RLIMIT_FSIZE, self.file_gb * 2**30)
+        _limit(resource.RLIMIT_DATA, self.memory_gib * 2**30)
+        _limit(resource.RLIMIT_FSIZE, self.file_gib * 2**30)
         _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
         _limit(resource.RLIMIT_CORE, 0)
         if os.geteuid() == 0:

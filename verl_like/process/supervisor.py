@@ -247,16 +247,16 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
         return f"had {len(pids)} processes (max_processes={sandbox.max_processes})"
 
     gigabytes = sum(map(_own_memory, pids)) / 2**30
-    if gigabytes > sandbox.memory_gb:
+    if gigabytes > sandbox.memory_gib:
         # Forks share most of their memory. The proportional share takes longer to read.
         gigabytes = sum(map(_memory_by_share, pids)) / 2**30
     gigabytes += _memory_of_descriptors(pids) / 2**30
-    if gigabytes > sandbox.memory_gb:
-        return f"used {gigabytes:.1f} GiB of memory (memory_gb={sandbox.memory_gb:g})"
+    if gigabytes > sandbox.memory_gib:
+        return f"used {gigabytes:.1f} GiB of memory (memory_gib={sandbox.memory_gib:g})"
 
     gigabytes = _bytes_on_disk(folder) / 2**30
-    if gigabytes > sandbox.file_gb:
-        return f"wrote {gigabytes:.3g} GiB into its working folder (file_gb={sandbox.file_gb:g})"
+    if gigabytes > sandbox.file_gib:
+        return f"wrote {gigabytes:.3g} GiB into its working folder (file_gib={sandbox.file_gib:g})"
     return None
 
 

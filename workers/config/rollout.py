@@ -117,7 +117,7 @@ class RolloutConfig(Section):
         256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True
     )
     """Samples that a rank decodes together; with vLLM on GPUs, the default is 1024."""
-    kv_cache_gb: float = config_field(
+    kv_cache_gib: float = config_field(
         4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True
     )
     """GiB of KV cache per rank, for native and for vllm on CPUs (rounded to whole GiB). Native may
@@ -168,7 +168,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = config_field(
         0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """Fraction of a GPU's memory that vLLM uses; on CPUs, see `kv_cache_gb`."""
+    """Fraction of a GPU's memory that vLLM uses; on CPUs, see `kv_cache_gib`."""
     log_prob_micro_batch_size_per_gpu: int = config_field(
         8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
     )

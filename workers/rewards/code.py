@@ -50,7 +50,7 @@ def run_tests(
     num_tests: int = 10,
     time_s: float = 2.0,
     total_s: float = 8.0,
-    memory_gb: float = 1.0,
+    memory_gib: float = 1.0,
     network: bool = False,
     trust_programs: bool = False,
 ) -> dict[str, float]:
@@ -66,7 +66,7 @@ def run_tests(
         ways = "reward.trust_programs=true, `serve-reward --trust-programs`, or trust_programs=True"
         raise ConfigError(f"ground_truth has {open_assert!r:.200}: {NOT_TRUSTED.format(way=ways)}")
     kind, inputs, expected = _read_tests(tests, num_tests, is_open=open_assert is not None)
-    limits: dict[str, Any] = {"time_s": time_s, "total_s": total_s, "memory_gb": memory_gb}
+    limits: dict[str, Any] = {"time_s": time_s, "total_s": total_s, "memory_gib": memory_gib}
     runner = _runners[network]
     code, function = code_of(solution_str), str(tests.get("fn_name") or "")
     if not code.strip():

@@ -117,7 +117,7 @@ def describe_error(
     if isinstance(err, KeyError) and err.args and err.args[0] in withheld:
         words += f" (a variable that it does not get: set {sandbox}.env=[{err.args[0]}])"
     if isinstance(err, MemoryError):
-        words += f" (its limit is {sandbox}.memory_gb)"
+        words += f" (its limit is {sandbox}.memory_gib)"
     return words[:2000]
 
 

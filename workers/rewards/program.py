@@ -45,7 +45,7 @@ from workers.rewards.channel import FunctionEnd
 
 MOST_OUTPUT = 2**19
 """Maximum bytes that a program may print in one test."""
-FILE_GB = 2**-6
+FILE_GIB = 2**-6
 """Maximum size of a file that a program may write, in GiB: 16 MiB."""
 
 
@@ -64,7 +64,7 @@ class Program:
     """Time limit of each test."""
     total_s: float = 8.0
     """Time limit of all tests together."""
-    memory_gb: float = 1.0
+    memory_gib: float = 1.0
     """GiB of memory of each test."""
 
 
@@ -97,7 +97,7 @@ def _warn(danger: str) -> None:
 
 def run_test(program: Program, number: int, end: float) -> tuple[str, str | None]:
     """Run one test; return its output (printed text, or a value as text), and a problem or None."""
-    sandbox = Sandbox(memory_gb=program.memory_gb, cpu_s=program.time_s, file_gb=FILE_GB)
+    sandbox = Sandbox(memory_gib=program.memory_gib, cpu_s=program.time_s, file_gib=FILE_GIB)
     token = secrets.token_hex()
     output = bytearray()
 

@@ -92,7 +92,7 @@ class EngineLimits:
     """Maximum tokens of a response."""
     max_num_seqs: int = 256
     """Maximum number of samples that decode at the same time; hf decodes one at a time."""
-    kv_cache_gb: float = 4.0
+    kv_cache_gib: float = 4.0
     """Size of the KV cache in GiB, for native and for vllm on CPUs."""
     keep_kv_cache: bool = False
     """True if unfinished samples keep their KV cache when new weights arrive."""

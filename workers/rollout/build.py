@@ -158,7 +158,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         prompt_width=config.data.max_prompt_length,
         response_width=config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
-        kv_cache_gb=rollout.kv_cache_gb,
+        kv_cache_gib=rollout.kv_cache_gib,
         keep_kv_cache=rollout.keep_kv_cache,
     )
     decode = None

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from verl_like.process.machine import free_memory_gb
+from verl_like.process.machine import free_memory_gib
 from verl_like.process.worker import Worker
 from workers.models.tensor_files import FileWriter, byte_view
 from workers.parallel.offload import lock_pages
@@ -137,7 +137,7 @@ class FileCopies(FileWriter):
         """True if the host has memory for a copy of this size on each of its ranks."""
         spare = len(self._spare[0].bytes) if self._spare else 0
         wanted = (num_bytes - spare) / 2**30
-        free, num_here = free_memory_gb(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        free, num_here = free_memory_gib(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if wanted <= 0 or free is None or wanted * num_here <= MOST_OF_FREE * free:
             return True
         if not self._has_warned:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from verl_like.process.machine import memory_gb
+from verl_like.process.machine import memory_gib
 from workers.models.attention import heads_of
 from workers.models.causal_lm import body_of
 from workers.training.microbatch import Rows, all_reduce
@@ -152,7 +152,7 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
         metrics["perf/max_memory_allocated_gb"] = allocated / 2**30
         metrics["perf/max_memory_reserved_gb"] = reserved / 2**30
 
-    total, available = memory_gb("MemTotal:"), memory_gb("MemAvailable:")
+    total, available = memory_gib("MemTotal:"), memory_gib("MemAvailable:")
     if total is not None and available is not None:
         metrics["perf/cpu_memory_used_gb"] = total - available
     return metrics

@@ -214,13 +214,13 @@ def test_old_samples_are_corrected_unless_the_user_decides(tiny_dir: Path, tmp_p
 
 def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_path: Path) -> None:
     for setting in (
-        "={0: {kv_cache_gb: 1, max_num_seqs: 8}}",
-        ".0={kv_cache_gb: '1', dtype: null}",
+        "={0: {kv_cache_gib: 1, max_num_seqs: 8}}",
+        ".0={kv_cache_gib: '1', dtype: null}",
     ):
         settings = overrides(tiny_dir, tmp_path, LOCAL, f"{GENERATORS}{setting}")
         config = load_config(settings, ASYNC)
         rollout = config.of_role("rollout").actor_rollout_ref.rollout
-        assert (rollout.kv_cache_gb, type(rollout.kv_cache_gb)) == (1.0, float)
+        assert (rollout.kv_cache_gib, type(rollout.kv_cache_gib)) == (1.0, float)
         assert rollout.max_num_seqs == (8 if "8" in setting else 256)
 
 

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from tests.programs import VERL_LIKE
 from trainer.cli import doctor, probes
 from trainer.cli.doctor import Finding, show
-from verl_like.process.machine import free_memory_gb
+from verl_like.process.machine import free_memory_gib
 
 
 @pytest.mark.ray
@@ -155,13 +155,13 @@ def test_the_probe_of_fsdp_takes_a_step_on_two_cpu_ranks(
 
 
 def test_free_memory_respects_the_limit_of_the_container(tmp_path: Path) -> None:
-    free = free_memory_gb(tmp_path)
+    free = free_memory_gib(tmp_path)
     for limit, expected in (("max", free), (str(3 * 2**30), 2.0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{2**30}\n")
-        assert free_memory_gb(tmp_path) == pytest.approx(expected, abs=0.5)
+        assert free_memory_gib(tmp_path) == pytest.approx(expected, abs=0.5)
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**29}\n")
-    assert free_memory_gb(tmp_path) == pytest.approx(2.5, abs=0.01)
+    assert free_memory_gib(tmp_path) == pytest.approx(2.5, abs=0.01)
 
 
 def test_little_shared_memory_fails_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_a_model_that_fits_nowhere_gets_the_number_of_gpus_it_needs(settings: li
     [
         (
             ["actor_rollout_ref.rollout.name=native"],
-            r"rollout\.name=vllm, a smaller actor_rollout_ref\.rollout\.kv_cache_gb\.",
+            r"rollout\.name=vllm, a smaller actor_rollout_ref\.rollout\.kv_cache_gib\.",
         ),
         (
             ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.dtype=bfloat16"],

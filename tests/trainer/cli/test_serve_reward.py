@@ -57,7 +57,7 @@ def test_asserts_score_only_on_trusted_programs(function: list[str], trust: list
             ["--token-env", "NO_SUCH_TOKEN"],
             "--token-env=NO_SUCH_TOKEN: this environment variable is not set",
         ),
-        (["--sandbox", '{"memory": 1}'], "--sandbox: unknown memory. .* Did you mean 'memory_gb'"),
+        (["--sandbox", '{"memory": 1}'], "--sandbox: unknown memory. .* Did you mean 'memory_gib'"),
         (["--function", "no_such.py", "--port", "0"], "^--function=no_such.py: there is no such"),
         (["--function", "json:dumps", "--trust-programs"], "--trust-programs applies to the rule"),
     ],

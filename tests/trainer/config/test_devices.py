@@ -47,7 +47,7 @@ def test_a_dry_run_fits_the_passes_to_the_memory(
     lengths = ("data.max_prompt_length=256", "data.max_response_length=256")
     rollout = (
         "actor_rollout_ref.rollout.name=native",
-        "actor_rollout_ref.rollout.kv_cache_gb=0.001",
+        "actor_rollout_ref.rollout.kv_cache_gib=0.001",
     )
     settings = (*lengths, *rollout, "trainer.simulate=1x4.01GiB")
     run(config_of(tiny_dir, tmp_path, *settings))

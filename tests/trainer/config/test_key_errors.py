@@ -35,7 +35,7 @@ ERRORS = [
     ("trainer.seed.step=2", "trainer.seed has no keys below it; it takes a whole number"),
     ("reward_model.sample_timeout_s=1", "no key 'reward_model.sample_timeout_s'.*reward.timeout_s"),
     ("critic.parallel.tpp=2", "no key 'critic.parallel.tpp'.*'critic.parallel.tp'"),
-    ("reward.sandbox.memory=1", "no key 'reward.sandbox.memory'.*memory_gb"),
+    ("reward.sandbox.memory=1", "no key 'reward.sandbox.memory'.*memory_gib"),
     ("reward.list=[{name:a,weigth:2}]", "an item of reward.list has no key 'weigth'.*'weight'"),
     (f"{NO_CRITIC} critic.optim.lrr=1e-5", "there is no key 'critic.optim.lrr'.*critic.optim.lr"),
     ("~trainer", "^~trainer: this section cannot be removed"),

@@ -232,7 +232,7 @@ def test_processes_on_cpus_share_the_memory_of_their_node(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def settled(gib: float, *more: str) -> int | None:
-        monkeypatch.setattr("trainer.ppo.memory.memory_gb", lambda _: gib)
+        monkeypatch.setattr("trainer.ppo.memory.memory_gib", lambda _: gib)
         more = ("data.train_batch_size=4096", "trainer.n_gpus_per_node=2", *more)
         config = load_config(overrides(tiny_dir, tmp_path, *more))
         config = fit_passes(config, Devices("cpu", None))

@@ -32,7 +32,7 @@ from workers.rollout.sampling import noise_key
 HERE = "tests.workers.agents.games"
 WIDTH = 60
 Play = Callable[..., list[Trajectory]]
-LIMITS = EngineLimits(prompt_width=16, response_width=WIDTH, kv_cache_gb=0.5)
+LIMITS = EngineLimits(prompt_width=16, response_width=WIDTH, kv_cache_gib=0.5)
 
 
 def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeEngine:
@@ -82,13 +82,13 @@ def play(tokenizer: Any, model: Any, host_of: Callable[..., EnvironmentHost]) ->
         num_open: int = 64,
         slots: int = 256,
         path: str = "",
-        memory_gb: float = 8.0,
+        memory_gib: float = 8.0,
         step_timeout_s: float = 5.0,
         **settings: Any,
     ) -> list[Trajectory]:
         row = {} if path else {"class": name, "settings": kwargs or {}}
         arguments = kwargs or {} if path else {}
-        sandbox = Sandbox(memory_gb=memory_gb)
+        sandbox = Sandbox(memory_gib=memory_gib)
         spec = EnvironmentSpec(path or f"{HERE}:OfRow", arguments, sandbox=sandbox)
         limits = replace(LIMITS, max_num_seqs=slots)
         loop = new_loop(model, tokenizer, host_of(spec, step_timeout_s), limits, **settings)
@@ -339,7 +339,7 @@ def play_hogs(play: Play, tmp_path: Path, name: str, **settings: Any) -> list[Tr
     """Play four trajectories of an environment above, whose processes share 0.4 GiB."""
     path = tmp_path / "hogs.py"
     path.write_text(HOGS)
-    settings |= {"kwargs": {"file": str(tmp_path / "first")}, "memory_gb": 0.4}
+    settings |= {"kwargs": {"file": str(tmp_path / "first")}, "memory_gib": 0.4}
     return play("", path=f"{path}:{name}", step_timeout_s=50.0, **settings)
 
 
@@ -351,13 +351,13 @@ def test_trajectories_are_retried_after_too_much_memory_together(
     assert [(one.ended, one.attempts) for one in trajectories] == [("terminated", 2)] * 4
     (message,) = [text for text in caplog.messages if "GiB" in text]
     assert re.search(
-        r"used .* GiB of memory \(memory_gb=0.4\) \(limits: environment.sandbox", message
+        r"used .* GiB of memory \(memory_gib=0.4\) \(limits: environment.sandbox", message
     )
 
 
 def test_a_memory_error_names_the_sandbox_of_environments(play: Play, tmp_path: Path) -> None:
     for trajectory in play_hogs(play, tmp_path, "Greedy"):
-        assert "MemoryError:  (its limit is environment.sandbox.memory_gb)" in trajectory.problem
+        assert "MemoryError:  (its limit is environment.sandbox.memory_gib)" in trajectory.problem
 
 
 def replies_of(host: EnvironmentHost, count: int) -> dict[int, dict[str, Any]]:
@@ -438,7 +438,7 @@ def test_shared_memory_counts_once_against_the_limit(tmp_path: Path) -> None:
         "class Heavy:\n    def reset(self, row):\n        return 'go'\n"
         "    def step(self, text):\n        time.sleep(1)\n        return TrajectoryEnd(1.0)\n"
     )
-    spec = EnvironmentSpec(f"{tmp_path}/heavy.py:Heavy", sandbox=Sandbox(memory_gb=0.4))
+    spec = EnvironmentSpec(f"{tmp_path}/heavy.py:Heavy", sandbox=Sandbox(memory_gib=0.4))
     with closing(EnvironmentHost(spec, 20.0)) as host:
         for number in range(8):
             host.open(number, (0, number), {})

@@ -42,7 +42,7 @@ def engine(tokenizer: Any, models: list[Any], tmp_path_factory: pytest.TempPathF
     gc.collect()  # an older engine that is collected later would end this engine's process groups
     folder = tmp_path_factory.mktemp("vllm")
     models[0].save_pretrained(folder)
-    limits = EngineLimits(PROMPT, WIDTH, max_num_seqs=16, kv_cache_gb=1.0)
+    limits = EngineLimits(PROMPT, WIDTH, max_num_seqs=16, kv_cache_gib=1.0)
     return VllmEngine(VllmSettings(str(folder), options={"block_size": BLOCK}), limits)
 
 

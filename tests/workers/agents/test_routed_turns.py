@@ -18,7 +18,7 @@ from workers.agents.host import EnvironmentHost
 from workers.agents.trajectory import Trajectory
 from workers.rollout.base import EngineLimits
 
-LIMITS = EngineLimits(prompt_width=16, response_width=160, kv_cache_gb=0.5)
+LIMITS = EngineLimits(prompt_width=16, response_width=160, kv_cache_gib=0.5)
 
 
 @pytest.fixture(scope="module")

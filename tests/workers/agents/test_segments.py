@@ -70,7 +70,7 @@ def play(model: Any, host_of: Callable[..., EnvironmentHost]) -> Play:
     ) -> list[Trajectory]:
         tokenizer = make_tokenizer()
         tokenizer.chat_template = template
-        limits = EngineLimits(prompt_width=PROMPT, response_width=width, kv_cache_gb=0.5)
+        limits = EngineLimits(prompt_width=PROMPT, response_width=width, kv_cache_gib=0.5)
         host = host_of(EnvironmentSpec(f"{HERE}:{name}"), 5.0)
         loop = new_loop(model, tokenizer, host, limits, history_tokens=history, **settings)
         sampling = sampling_of(tokenizer, width, truncated_log_probs=truncated)

@@ -44,7 +44,7 @@ def runner() -> Iterator[None]:
 
 
 def score(code: str, tests: Any = SUMS, **limits: Any) -> float:
-    limits = {"time_s": 4.0, "memory_gb": 0.5, **limits}
+    limits = {"time_s": 4.0, "memory_gib": 0.5, **limits}
     return run_tests("apps", f"Thus:\n```python\n{code}\n```\n", tests, **limits)["score"]
 
 
@@ -257,12 +257,12 @@ CLOSES_OUTPUT = "import os\nos.close(1)\ntime.sleep(60)"
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (f"{SHARED}\n{PRINTS}", "GiB of memory (memory_gb=0.125)"),
-        (f"{FILES}\n{CLOSES_OUTPUT}", "GiB into its working folder (file_gb=0.015625)"),
+        (f"{SHARED}\n{PRINTS}", "GiB of memory (memory_gib=0.125)"),
+        (f"{FILES}\n{CLOSES_OUTPUT}", "GiB into its working folder (file_gib=0.015625)"),
     ],
 )
 def test_a_program_that_breaks_a_limit_is_stopped_in_any_state(code: str, words: str) -> None:
-    program = Program(f"import time\n{code}", [""], time_s=60.0, total_s=60.0, memory_gb=0.125)
+    program = Program(f"import time\n{code}", [""], time_s=60.0, total_s=60.0, memory_gib=0.125)
     ((output, problem),) = _runners[False].results(program).values()
     assert output == ""
     assert words in str(problem)

@@ -129,7 +129,7 @@ def locally(solution_str):
         socket.create_connection(server.getsockname(), timeout=2).close()
     return 1.0
 """
-SMALL = Sandbox(memory_gb=1.0, cpu_s=0.5, file_gb=2**-10, max_processes=8)
+SMALL = Sandbox(memory_gib=1.0, cpu_s=0.5, file_gib=2**-10, max_processes=8)
 
 
 class UntrustedScorers:
@@ -173,10 +173,10 @@ def untrusted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UntrustedSco
         ("kill", "the reward process was killed by SIGKILL, as the system does when memory"),
         ("not an answer\n", "the reward process sent an invalid reply: b'not an answer'"),
         ("huge", "1e+308. Return a number that is finite in float32"),
-        ("memory", "(its limit is reward.sandbox.memory_gb)"),
+        ("memory", "(its limit is reward.sandbox.memory_gib)"),
         ("cpu", "the reward process used up its processor time (cpu_s=0.5)"),
         ("disk", "OSError: [Errno 27] File too large"),
-        ("many files", " GiB into its working folder (file_gb=0.000976562)"),
+        ("many files", " GiB into its working folder (file_gib=0.000976562)"),
         ("open", "OSError: [Errno 24] Too many open files"),
         ("unspeakable", "Odd: (its message cannot be read)"),
         ("secret", "reward.sandbox.env=[SECRET_OF_TEST]"),
@@ -193,9 +193,9 @@ def test_only_the_sample_that_breaks_a_rule_fails_with_the_reason(
 
 
 def test_the_memory_limit_includes_forks(untrusted: UntrustedScorers) -> None:
-    ((score, _, error),) = untrusted("together", sandbox=Sandbox(memory_gb=0.25))
+    ((score, _, error),) = untrusted("together", sandbox=Sandbox(memory_gib=0.25))
     assert score is None
-    assert "GiB of memory (memory_gb=0.25)" in error
+    assert "GiB of memory (memory_gib=0.25)" in error
 
 
 def test_half_a_reply_misses_the_deadline(untrusted: UntrustedScorers) -> None:

@@ -27,7 +27,7 @@ from workers.rollout.hf import HFEngine
 from workers.rollout.native.engine import NativeEngine
 from workers.weights.checksum import checksum_of
 
-LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, kv_cache_gb=1.0)
+LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, kv_cache_gib=1.0)
 
 
 def engine_of(name: str, model: Any, folder: Path) -> Any:

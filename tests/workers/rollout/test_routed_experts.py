@@ -23,7 +23,7 @@ from workers.rollout.hf import HFEngine
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sample import Sample
 
-LIMITS = EngineLimits(prompt_width=6, response_width=12, max_num_seqs=3, kv_cache_gb=1.0)
+LIMITS = EngineLimits(prompt_width=6, response_width=12, max_num_seqs=3, kv_cache_gib=1.0)
 SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(2, 5), routed_experts=True)
 SAMPLES = [Sample(list(range(8, 8 + n)), 100 + n, f"sample {n}") for n in (1, 6, 3, 4, 2)]
 

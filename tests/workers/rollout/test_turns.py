@@ -168,7 +168,7 @@ def native(model: Any, monkeypatch: pytest.MonkeyPatch) -> NativeEngine:
 
 
 def native_engine(model: Any) -> NativeEngine:
-    limits = EngineLimits(prompt_width=PROMPT, response_width=100, kv_cache_gb=1.0)
+    limits = EngineLimits(prompt_width=PROMPT, response_width=100, kv_cache_gib=1.0)
     engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)
     return engine

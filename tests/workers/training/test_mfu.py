@@ -112,12 +112,12 @@ def test_memory_metrics_of_device_and_machine_are_in_gib(monkeypatch: pytest.Mon
     peaks = {device: 3 * 2**29}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", peaks.__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peaks[device])
-    monkeypatch.setattr(utilization, "memory_gb", {"MemTotal:": 16.0, "MemAvailable:": 6.5}.get)
+    monkeypatch.setattr(utilization, "memory_gib", {"MemTotal:": 16.0, "MemAvailable:": 6.5}.get)
     assert memory_in_use(device) == {
         "perf/max_memory_allocated_gb": 1.5,
         "perf/max_memory_reserved_gb": 3.0,
         "perf/cpu_memory_used_gb": 9.5,
     }
     assert memory_in_use(CPU) == {"perf/cpu_memory_used_gb": 9.5}
-    monkeypatch.setattr(utilization, "memory_gb", lambda field: None)
+    monkeypatch.setattr(utilization, "memory_gib", lambda field: None)
     assert memory_in_use(CPU) == {}, "a machine without memory information has no metric"

@@ -83,11 +83,11 @@ class NativeEngine(ModuleEngine):
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
         least = fewest_rows(first_weight, is_llama_shaped(module) and uses_onednn(module))
         num_slots = slots_that_fit(
-            self.config, width, first_weight.dtype, limits.kv_cache_gb, least
+            self.config, width, first_weight.dtype, limits.kv_cache_gib, least
         )
         self.max_active = min(limits.max_num_seqs, num_slots)
         self.cache_memory = CacheMemory()
-        self.turn_cache = TurnCache(int(limits.kv_cache_gb * 2**30))
+        self.turn_cache = TurnCache(int(limits.kv_cache_gib * 2**30))
         self._scheduler: Scheduler | None = None
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:

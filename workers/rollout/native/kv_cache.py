@@ -81,17 +81,19 @@ def prefill_width(longest: int, prompt_width: int) -> int:
     return prompt_width if prompt_width <= BLOCK else whole_blocks(longest)
 
 
-def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
-    """Return the number of slots that fit into `limit_gb` GiB; raise if it is less than `least`."""
+def slots_that_fit(
+    config: Any, width: int, dtype: torch.dtype, limit_gib: float, least: int
+) -> int:
+    """Return the number of slots in `limit_gib` GiB; raise if it is less than `least`."""
     keys, values = cached_widths(config)
     per_token = (config.num_hidden_layers + 1) * (keys + values)  # `resize` copies one layer
     slot_bytes = per_token * width * dtype.itemsize
-    fit = int(limit_gb * 2**30 / slot_bytes)
+    fit = int(limit_gib * 2**30 / slot_bytes)
     if fit < least:
         raise RolloutError(
-            f"rollout: a cache of kv_cache_gb={limit_gb:g} is too small. One sample of up to "
+            f"rollout: a cache of kv_cache_gib={limit_gib:g} is too small. One sample of up to "
             f"{width} tokens needs {slot_bytes / 2**30:.3g} GiB of keys and values, and at least "
-            f"{least} are computed together. Set actor_rollout_ref.rollout.kv_cache_gb to "
+            f"{least} are computed together. Set actor_rollout_ref.rollout.kv_cache_gib to "
             f"{1.01 * least * slot_bytes / 2**30:.3g} or more, or lower data.max_prompt_length or "
             "data.max_response_length."
         )

@@ -277,7 +277,7 @@ def check_vllm(model_path: str) -> str:
     from workers.models.state import named_state
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    limits = EngineLimits(prompt_width=8, response_width=8, max_num_seqs=4, kv_cache_gb=1.0)
+    limits = EngineLimits(prompt_width=8, response_width=8, max_num_seqs=4, kv_cache_gib=1.0)
     engine = VllmEngine(VllmSettings(model_path, device_type=device_type), limits)
     module = load_model(ModelConfig(path=model_path), "token", torch.device("cpu"))
     engine.load_weights(named_state(module))

@@ -66,7 +66,7 @@ class InProcessVllm:
                 "async_scheduling."
             )
         try:
-            environment = process_environment(settings.device_type, limits.kv_cache_gb, num_ranks)
+            environment = process_environment(settings.device_type, limits.kv_cache_gib, num_ranks)
             with environment, launched:
                 from vllm import LLM
 
@@ -86,7 +86,7 @@ class InProcessVllm:
                 )
         except (ValueError, RuntimeError, NotImplementedError) as error:
             num_tokens = limits.prompt_width + limits.response_width
-            memory = f"kv_cache_gb={limits.kv_cache_gb:g}"
+            memory = f"kv_cache_gib={limits.kv_cache_gib:g}"
             if settings.device_type == "cuda":
                 memory = f"gpu_memory_utilization={settings.gpu_memory_utilization:g}"
             raise RolloutError(

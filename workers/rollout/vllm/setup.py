@@ -106,7 +106,9 @@ EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 
 
 @contextmanager
-def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1) -> Iterator[None]:
+def process_environment(
+    device_type: str, kv_cache_gib: float, num_ranks: int = 1
+) -> Iterator[None]:
     """Set the environment variables that an engine needs, except those that are already set.
 
     They stay set after the context, which restores only torch's number of threads.
@@ -118,7 +120,7 @@ def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     if device_type == "cpu":
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb)))
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     elif num_ranks > 1:

@@ -25,13 +25,13 @@ from workers.rollout.native.module_forward import ModuleForward, grouped_decodin
 
 def test_a_cache_that_is_too_small_raises_with_the_needed_size(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
-    config.actor_rollout_ref.rollout.kv_cache_gb = 1e-6
+    config.actor_rollout_ref.rollout.kv_cache_gib = 1e-6
     with pytest.raises(
         RolloutError,
-        match=r"kv_cache_gb=1e-06 is too small.*needs .* GiB.*kv_cache_gb to .* or more",
+        match=r"kv_cache_gib=1e-06 is too small.*needs .* GiB.*kv_cache_gib to .* or more",
     ):
         started(RolloutWorker, config)
-    config.actor_rollout_ref.rollout.kv_cache_gb = 1e-3
+    config.actor_rollout_ref.rollout.kv_cache_gib = 1e-3
     assert MIN_ROWS_OF_MKL <= started(RolloutWorker, config).engine.max_active < 64
 
 
@@ -52,6 +52,6 @@ def test_slots_use_the_memory_that_is_counted(case: str) -> None:
         forward.prefill(prompts, prompt_width, torch.arange(4), 0)
         cache.fit(width, 4)
     cache.release()
-    held_gb = sum(whole.nbytes for whole in memory._free) / 2**30
-    assert slots_that_fit(config, width, torch.float32, held_gb * 1.001, 1) == 4
-    assert slots_that_fit(config, width, torch.float32, held_gb * 0.999, 1) == 3
+    held_gib = sum(whole.nbytes for whole in memory._free) / 2**30
+    assert slots_that_fit(config, width, torch.float32, held_gib * 1.001, 1) == 4
+    assert slots_that_fit(config, width, torch.float32, held_gib * 0.999, 1) == 3

@@ -24,7 +24,7 @@ def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     from workers.rollout.vllm.setup import VllmSettings
 
     model: Any = save_model(folder, family)
-    limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=4, kv_cache_gb=1.0)
+    limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=4, kv_cache_gib=1.0)
     engine = VllmEngine(VllmSettings(str(folder), notes_routing=True), limits)
     engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
     engine.commit(0)

@@ -32,7 +32,7 @@ from workers.rollout.vllm.setup import check_version
 from workers.weights.checksum import checksum_of
 
 LIMITS = EngineLimits(
-    prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=16, kv_cache_gb=1.0
+    prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=16, kv_cache_gib=1.0
 )
 
 
@@ -117,7 +117,7 @@ def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
 @pytest.mark.vllm
 def test_a_ppo_step_runs_on_vllm(make_tiny: ModuleType, tmp_path: Path) -> None:
     tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
-    cache = "actor_rollout_ref.rollout.kv_cache_gb=1"
+    cache = "actor_rollout_ref.rollout.kv_cache_gib=1"
     steps = two_steps(tiny, tmp_path / "run", "placement=colocate", cache)
     assert len(steps) == 2
     assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in steps)
@@ -140,7 +140,7 @@ def test_a_lora_policy_samples_with_its_newest_adapter(
         tiny,
         tmp_path / "run",
         *more,
-        "actor_rollout_ref.rollout.kv_cache_gb=1",
+        "actor_rollout_ref.rollout.kv_cache_gib=1",
         "actor_rollout_ref.model.lora_rank=4",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.optim.lr=0.1",
@@ -156,7 +156,7 @@ def test_a_ppo_step_on_a_server_equals_one_in_process(
     make_tiny: ModuleType, tmp_path: Path
 ) -> None:
     tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
-    cache = "actor_rollout_ref.rollout.kv_cache_gb=1"
+    cache = "actor_rollout_ref.rollout.kv_cache_gib=1"
     in_process = two_steps(tiny, tmp_path / "in_process", "placement=colocate", cache)
     with vllm_server(tiny / "model", EngineLimits(16, 8)) as url:
         servers = f"actor_rollout_ref.rollout.server_urls=[{url}]"

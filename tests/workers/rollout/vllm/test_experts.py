@@ -87,7 +87,7 @@ def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, T
     from workers.rollout.vllm.setup import VllmSettings
 
     model = save_model(folder, family)
-    limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=8, kv_cache_gb=1.0)
+    limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=8, kv_cache_gib=1.0)
     engine = VllmEngine(VllmSettings(str(folder)), limits)
     prompts, log_probs = make_prompts()[:4], []
     for version in range(2):

@@ -38,7 +38,7 @@ def hashes_of(tiny: Path, model: str, folder: Path, *more: str) -> Hashes:
         f"critic.model.path={tiny}/{model}",
         f"data.train_files={tiny}/train.parquet",
         f"trainer.default_local_dir={folder}",
-        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.kv_cache_gb=1"),
+        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.kv_cache_gib=1"),
         *("trainer.backend=local", "placement=colocate", "trainer.total_training_steps=2"),
         *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
         *("data.max_prompt_length=16", "data.max_response_length=8", "trainer.logger=[]"),

@@ -1,5 +1,5 @@
-"""usage: verl-like bench overlap RUN_DIR
-       verl-like bench overlap --gen-s 1.2 --score-s 0.3 --update-s 0.8
+"""usage: verl-like predict-async RUN_DIR
+       verl-like predict-async --gen-s 1.2 --score-s 0.3 --update-s 0.8
            --sync-s 0.1 [--generators 1,2] [--trainers 1]
            [--max-staleness 0,1,4] [--json] ...
 
@@ -7,7 +7,7 @@ Predicts how fast an asynchronous run would be, for several numbers of
 generators: seconds per step, speed-up over the synchronous run, who is idle,
 and what limits the speed. Nothing is started.
 
-  verl-like bench overlap runs/verl_like/ppo --generators 1,2,4
+  verl-like predict-async runs/verl_like/ppo --generators 1,2,4
 
 The seconds of each phase are those of the run, or of the options:
 
@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -122,15 +121,6 @@ HEADING += ["generators busy", "waiting", "syncing", "trainer busy", "limited by
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `overlap`."""
-    if arguments[:1] == ["overlap"]:
-        overlap(arguments[1:])
-    else:
-        unknown = f"error: there is no `verl-like bench {arguments[0]}`.\n" if arguments else ""
-        sys.exit(f"{unknown}{__doc__}")
-
-
-def overlap(arguments: Sequence[str]) -> None:
     """Print the predictions as tables or as JSON."""
     options = _parser().parse_args(arguments)
     phases, notes = _phases_of(options)
@@ -263,7 +253,7 @@ def _resized(setup: Setup, generators: int, trainers: int) -> Setup:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like bench overlap", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like predict-async", usage_of(__doc__))
     add = parser.add_argument
     add("run_dir", nargs="?")
     for name in PHASES:

@@ -1,4 +1,4 @@
-"""`verl-like bench overlap`: predictions from options and from a measured run, and its errors."""
+"""`verl-like predict-async`: predictions from options and from a measured run, and its errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer.cli import bench
+from trainer.cli import predict_async
 from verl_like.errors import ConfigError
 
 SECONDS = ["--gen-s=1.2", "--score-s=0.3", "--update-s=0.8", "--sync-s=0.1"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    bench.overlap(arguments)
+    predict_async.main(arguments)
     return capsys.readouterr().out
 
 
@@ -34,7 +34,7 @@ def test_the_table_has_seconds_speed_up_and_limit_of_each_run(
     assert runs[1][-2:] == ["staleness", "bound"]
     assert runs[2][2:6] == ["staleness", "1", "1.3", "1.84"]
     assert runs[2][-1] == "generators"
-    assert lines[-3] == bench.SPEED_UP
+    assert lines[-3] == predict_async.SPEED_UP
     assert lines[-1].startswith(
         "Recommended: async_training.generators=1 async_training.trainers=1 "
         "async_training.max_staleness=1: 1.3 s per step, 1.84x "
@@ -85,4 +85,4 @@ def test_options_replace_measurements(capsys: pytest.CaptureFixture[str], tmp_pa
 )
 def test_missing_and_impossible_seconds_are_rejected(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        bench.overlap(arguments)
+        predict_async.main(arguments)
