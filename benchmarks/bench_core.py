@@ -52,7 +52,7 @@ sys.path.insert(0, {str(HERE)!r})
 import torch
 from core_side import geometric_lengths
 from verl_like import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 torch.set_num_threads(1)
 
 def resident():
@@ -67,7 +67,7 @@ def made(names, dtype, spans):
 
 lengths = geometric_lengths(1024, 3000, 32768)
 num_tokens = int(lengths.sum())
-spans = Ragged(torch.ones(num_tokens), lengths, 32768)
+spans = RaggedTensor(torch.ones(num_tokens), lengths, 32768)
 warm = DataProto.from_dict(made("ab", torch.int64, spans)).union(DataProto())[:2]
 del warm
 before = resident()

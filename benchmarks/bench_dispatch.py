@@ -29,7 +29,7 @@ from simulated import Answer, Simulated, batch_answer
 
 from verl_like import DataProto, Dispatch, Worker, WorkerGroup, register
 from verl_like import make_nd_compute_dataproto_dispatch_fn as nd
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.calls import result as form
 from verl_like.calls.result import CallMetrics
 from verl_like.calls.wire import Call
@@ -86,7 +86,7 @@ def _meshes(rank: int) -> dict[str, tuple[int, bool]]:
 def make_batch(num_rows: int) -> DataProto:
     """Return a batch with ragged columns of full rows, and with strings."""
     rows = [torch.arange(WIDTH)] * num_rows
-    columns: dict[str, Any] = {name: Ragged.from_rows(rows, WIDTH) for name in COLUMNS}
+    columns: dict[str, Any] = {name: RaggedTensor.from_rows(rows, WIDTH) for name in COLUMNS}
     uids = [f"{row}-0" for row in range(num_rows)]
     return DataProto.from_dict(columns, non_tensors={"uid": uids})
 

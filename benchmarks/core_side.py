@@ -91,10 +91,10 @@ def seconds_of_padded_echo(side: str, api: SimpleNamespace, group: Any) -> float
     lengths = geometric_lengths(ROWS, LONG_MEAN, LONG_WIDTH)
     base: dict[str, Any] = padded_columns(ROWS, LONG_WIDTH, lengths)
     if side == "ours":
-        from verl_like.batch.ragged import Ragged
+        from verl_like.batch.ragged import RaggedTensor
 
         first = next(iter(base.values()))
-        spans = Ragged.from_rectangle(first, lengths)
+        spans = RaggedTensor.from_rectangle(first, lengths)
         base = {name: spans.like(column) for name, column in base.items()}
 
     def make(turn: int) -> Any:

@@ -42,7 +42,7 @@ from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from verl_like import WorkerGroup
 from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.placement.plan import PoolPlan
-from verl_like.placement.pools import Node, ResourcePool
+from verl_like.placement.pools import NodeSpec, ResourcePool
 
 ON_NODE = 8
 SAMPLES_A_PROMPT = 4
@@ -223,7 +223,7 @@ def run(
     keys = settings(folder, tiny, num_prompts, steps)
     config = load_config([*keys, *pools(num_ranks // ON_NODE)], recipe)
     SimulatedPools.tp, SimulatedPools.far_ends = tp, FarEnds()
-    nodes = [Node(f"node-{n}", ON_NODE, 64.0, key=f"{n}") for n in range(num_ranks // ON_NODE)]
+    nodes = [NodeSpec(f"node-{n}", ON_NODE, 64.0, key=f"{n}") for n in range(num_ranks // ON_NODE)]
     pretended = {
         "find_nodes": lambda *_: nodes,
         "require_shared_folder": lambda *_: None,

@@ -17,7 +17,7 @@ import torch
 from simulated import Answer, Later, Meshes, Simulated, batch_answer, filled, packed_bytes
 
 from verl_like import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.calls import result as form
 from verl_like.calls.wire import Call, Pending
 from verl_like.process.info import ProcessInfo
@@ -176,7 +176,7 @@ class Workers(Simulated):
 def scored(data: DataProto, names: Sequence[str]) -> Answer:
     """Return a number for every response token."""
     mask = data.column("response_mask")
-    assert isinstance(mask, Ragged)
+    assert isinstance(mask, RaggedTensor)
     numbers = torch.linspace(-1.0, -0.1, len(mask.values))
     payload = DataProto.from_dict({name: mask.with_values(numbers) for name in names})
     fields = {"metrics": {"perf/mfu/actor_infer": 0.4}} if len(names) > 1 else {}

@@ -40,7 +40,7 @@ from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import why_not_writable
 from verl_like.placement.plan import Placement
-from verl_like.placement.pools import Node
+from verl_like.placement.pools import NodeSpec
 from verl_like.process.sandbox import reject_nested_run
 from verl_like.registry import load_object
 from verl_like.signatures import check_methods
@@ -264,7 +264,7 @@ def nominal_placement(config: RunConfig) -> Placement:
     on_cpus = trainer.device == "cpu" or (is_here and devices.type == "cpu")
     kind = "CPU slot" if on_cpus else devices.gpu or "device"
     nodes = [
-        Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
+        NodeSpec(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)
     ]
     return plan_on(config, nodes)

@@ -34,48 +34,25 @@ if TYPE_CHECKING:  # start here: recipes, environments, hooks, and the results o
     from workers.agents import TrajectoryEnd as TrajectoryEnd
     from workers.agents import Turn as Turn
     from workers.rewards.functions import default_compute_score as default_compute_score
-if TYPE_CHECKING:  # for your own roles and drivers: workers, batches, calls, placement, errors
+if TYPE_CHECKING:  # for your own roles and drivers: workers, batches, calls, placement
     from verl_like.backends.local import LocalWorkerGroup as LocalWorkerGroup
     from verl_like.backends.ray import RayClassWithInitArgs as RayClassWithInitArgs
     from verl_like.backends.ray import RayResourcePool as RayResourcePool
     from verl_like.backends.ray import RayWorkerGroup as RayWorkerGroup
     from verl_like.batch.protocol import DataProto as DataProto
-    from verl_like.batch.ragged import Ragged as Ragged
+    from verl_like.batch.ragged import RaggedTensor as RaggedTensor
     from verl_like.calls.dispatch import Dispatch as Dispatch
-    from verl_like.calls.dispatch import Execute as Execute
-    from verl_like.calls.dispatch import Scatter as Scatter
+    from verl_like.calls.dispatch import PerRank as PerRank
     from verl_like.calls.dispatch import register as register
     from verl_like.calls.future import DataProtoFuture as DataProtoFuture
     from verl_like.calls.future import gather as gather
     from verl_like.calls.group import ClassWithInitArgs as ClassWithInitArgs
     from verl_like.calls.group import create_colocated_worker_cls as create_colocated_worker_cls
-    from verl_like.calls.result import CallMetrics as CallMetrics
-    from verl_like.calls.result import CallResult as CallResult
-    from verl_like.errors import BatchError as BatchError
-    from verl_like.errors import CallbackError as CallbackError
-    from verl_like.errors import CheckpointError as CheckpointError
-    from verl_like.errors import ConfigError as ConfigError
-    from verl_like.errors import DamagedCheckpointError as DamagedCheckpointError
-    from verl_like.errors import DispatchError as DispatchError
-    from verl_like.errors import InsufficientResourcesError as InsufficientResourcesError
-    from verl_like.errors import LostSamplesError as LostSamplesError
-    from verl_like.errors import MissingColumnError as MissingColumnError
-    from verl_like.errors import PlacementError as PlacementError
-    from verl_like.errors import RewardError as RewardError
-    from verl_like.errors import RolloutError as RolloutError
-    from verl_like.errors import SampleLogError as SampleLogError
     from verl_like.errors import VerlLikeError as VerlLikeError
-    from verl_like.errors import WaitTimeoutError as WaitTimeoutError
-    from verl_like.errors import WeightSyncError as WeightSyncError
-    from verl_like.errors import WorkerDiedError as WorkerDiedError
-    from verl_like.errors import WorkerError as WorkerError
     from verl_like.placement.plan import Placement as Placement
-    from verl_like.placement.pools import Node as Node
+    from verl_like.placement.pools import NodeSpec as NodeSpec
     from verl_like.placement.pools import ResourcePool as ResourcePool
     from verl_like.process.worker import Worker as Worker
-    from verl_like.process.worker import (
-        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
-    )
 if TYPE_CHECKING:  # for code of verl's single controller: importable, but not in `__all__`
     from verl_like.backends.ray import ResourcePoolManager as ResourcePoolManager
     from verl_like.backends.ray import merge_resource_pool as merge_resource_pool
@@ -91,6 +68,7 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.batch.verl_compat import restore_dynamic_batch as restore_dynamic_batch
     from verl_like.batch.verl_compat import unfold_batch_dim as unfold_batch_dim
     from verl_like.batch.verl_compat import unpad_dataproto as unpad_dataproto
+    from verl_like.calls.dispatch import Execute as Execute
     from verl_like.calls.dispatch import (
         make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
     )
@@ -99,6 +77,9 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.calls.group import WorkerGroup as WorkerGroup
     from verl_like.calls.verl_surface import scatter_lists as scatter_lists
     from verl_like.placement.roles import Role as Role
+    from verl_like.process.worker import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    )
     from verl_like.tensor_ops import get_group_balanced_partitions as get_group_balanced_partitions
     from verl_like.tensor_ops import get_reverse_idx as get_reverse_idx
     from verl_like.tensor_ops import (
@@ -114,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names that completion suggests: the public names without the errors."""
-    return [name for name in __all__ if _DRIVERS.get(name) != "verl_like.errors"]
+    """Return the names that completion suggests."""
+    return __all__

@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.run_folder.metrics import reduce_metrics as reduce_metrics
     from trainer.run_folder.tracking import Tracker as Tracker
     from trainer.sft.step import SFTTrainer as SFTTrainer
+    from verl_like.calls.result import CallMetrics as CallMetrics
+    from verl_like.calls.result import CallResult as CallResult
     from verl_like.config_key import KeyRules as KeyRules
     from verl_like.config_key import ReadWhen as ReadWhen
     from verl_like.config_key import config_field as config_field

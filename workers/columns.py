@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from verl_like.batch.ragged import Column as TensorColumn
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import MissingColumnError, nearest
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
 
 def format_like(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
     """Convert a rectangle to the format of a column of the same shape: ragged or padded."""
-    return column.like(rectangle) if isinstance(column, Ragged) else rectangle
+    return column.like(rectangle) if isinstance(column, RaggedTensor) else rectangle
 
 
 def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
@@ -269,7 +269,7 @@ def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
     """Return a list of rows for each of these columns, without padding if all are ragged."""
     require(batch, *names)
     columns = [batch.column(name) for name in names]
-    ragged = [column for column in columns if isinstance(column, Ragged)]
+    ragged = [column for column in columns if isinstance(column, RaggedTensor)]
     if len(ragged) < len(columns):
         return [list(batch.padded(name).numpy()) for name in names]
     return [np.split(c.values.numpy(), c.lengths.cumsum(0)[:-1].numpy()) for c in ragged]
@@ -279,7 +279,7 @@ def token_counts(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Return the numbers of prompt and response tokens of every row, in the loss or not."""
     require(batch, "attention_mask", "responses")
     mask, responses = batch.column("attention_mask"), batch.column("responses")
-    if isinstance(mask, Ragged) and isinstance(responses, Ragged):
+    if isinstance(mask, RaggedTensor) and isinstance(responses, RaggedTensor):
         return mask.lengths - responses.lengths, responses.lengths
     inside = batch.padded("attention_mask").bool()
     width = inside.shape[-1] - responses.shape[-1]
@@ -290,7 +290,7 @@ def count_ones(batch: DataProto, name: str) -> Tensor:
     """Return the number of ones in each row of a mask, [rows]."""
     require(batch, name)
     column = batch.column(name)
-    return column.sums() if isinstance(column, Ragged) else column.sum(dim=-1)
+    return column.sums() if isinstance(column, RaggedTensor) else column.sum(dim=-1)
 
 
 def rm_column(role: str) -> str:

@@ -5,7 +5,7 @@ import torch
 
 from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 
 DTYPES = [
     torch.float32,
@@ -48,7 +48,7 @@ def assert_same(left, right):
 
 
 def ragged_names(data):
-    return [name for name, column in data.columns.items() if isinstance(column, Ragged)]
+    return [name for name, column in data.columns.items() if isinstance(column, RaggedTensor)]
 
 
 def uids(data):

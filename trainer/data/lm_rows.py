@@ -48,7 +48,7 @@ from trainer.data.prompt_tokens import (
     written,
 )
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.models.folder import generation_eos
 from workers.rollout.sample import LENGTH_LIMIT
@@ -363,7 +363,7 @@ def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> D
     )
 
 
-def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Ragged]:
+def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, RaggedTensor]:
     """Return the tensors of rows padded on the right.
 
     All tokens of a row except the first are its response; the mask says which are in the loss.
@@ -371,12 +371,14 @@ def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Ragged]:
     tokens = [torch.tensor(row.ids, dtype=torch.int64) for row in rows]
     in_loss = [torch.tensor(row.in_loss, dtype=torch.int64) for row in rows]
     width = max(map(len, tokens))
-    ids = Ragged.from_rows(tokens, width, fill=pad_token_id)
+    ids = RaggedTensor.from_rows(tokens, width, fill=pad_token_id)
     positions = torch.cat([torch.arange(len(row)) for row in tokens])
     return {
         "input_ids": ids,
         "attention_mask": ids.with_values(torch.ones_like(positions)),
         "position_ids": ids.with_values(positions),
-        "responses": Ragged.from_rows([row[1:] for row in tokens], width - 1, fill=pad_token_id),
-        "response_mask": Ragged.from_rows([row[1:] for row in in_loss], width - 1),
+        "responses": RaggedTensor.from_rows(
+            [row[1:] for row in tokens], width - 1, fill=pad_token_id
+        ),
+        "response_mask": RaggedTensor.from_rows([row[1:] for row in in_loss], width - 1),
     }

@@ -26,7 +26,7 @@ from trainer.data.loader import check_same_rows, digest_of_rows, epoch_order
 from trainer.data.model_config import small_files_of
 from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.columns import PLAYERS
 from workers.models.tokenizers import check_template
@@ -172,7 +172,7 @@ class PromptSet:
         """Return the chosen rows, with their uids in this epoch."""
         tokens = [torch.tensor(self._tokens(row), dtype=torch.int64) for row in chosen]
         width, pad = self._config.max_prompt_length, self._tokenizer.pad_token_id
-        input_ids = Ragged.from_rows(tokens, width, at_end=True, fill=pad)
+        input_ids = RaggedTensor.from_rows(tokens, width, at_end=True, fill=pad)
         positions = torch.cat([torch.arange(len(row)) for row in tokens])
         rows = [self._table.row(row) for row in chosen]
         others = [{name: row.get(name) for name in self.columns} for row in rows]

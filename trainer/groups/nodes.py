@@ -17,7 +17,7 @@ from trainer.config.user_modules import modules_of_the_user
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import InsufficientResourcesError, PlacementError
 from verl_like.placement.plan import Placement
-from verl_like.placement.pools import Node, ProcessNeeds
+from verl_like.placement.pools import NodeSpec, ProcessNeeds
 from verl_like.threads import in_daemon
 
 
@@ -37,7 +37,7 @@ def _device_of_nodes(config: RunConfig) -> str:
     return next(device for device in ("cuda", "auto", "cpu") if device in devices)
 
 
-def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
+def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
     """Return this machine, or the nodes of the Ray cluster, which is joined or started.
 
     `worker_code` has the dotted paths that workers import.
@@ -45,7 +45,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     trainer = config.trainer
     if trainer.backend != "ray":
         kind, cpus = _devices_here(config), float(os.cpu_count() or 1)
-        return [Node("this machine", trainer.n_gpus_per_node, cpus, kind, resources={})]
+        return [NodeSpec("this machine", trainer.n_gpus_per_node, cpus, kind, resources={})]
 
     _connect(config, worker_code)
     nodes = living_nodes(config)
@@ -54,7 +54,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     return nodes
 
 
-def living_nodes(config: RunConfig) -> list[Node]:
+def living_nodes(config: RunConfig) -> list[NodeSpec]:
     """Return the nodes of the Ray cluster that answer; Ray notices a dead node only after 30 s."""
     from verl_like.backends.ray.cluster import cluster_nodes, node_failure_cause
 
@@ -88,7 +88,7 @@ def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Pl
     return moved
 
 
-def plan_on(config: RunConfig, nodes: Sequence[Node]) -> Placement:
+def plan_on(config: RunConfig, nodes: Sequence[NodeSpec]) -> Placement:
     """Return the plan of the configuration's pools and roles on these nodes."""
     spec, needs = config.resource_pool_spec, needs_of_pools(config)
     return Placement.plan(spec, config.role_mapping, nodes, config.cpus_per_process, needs)

@@ -29,7 +29,7 @@ from trainer.config.keys import keys_by_name
 from trainer.data.lm_rows import LMRow, lm_columns
 from trainer.serve.wire import Array, tensor_of, tokens_of
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, nearest
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.registry import POLICY_LOSSES
@@ -212,7 +212,7 @@ def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
     return DataProto.from_dict(columns, meta_info={SETTINGS: loss.settings})
 
 
-def of_datums(datums: Sequence[Datum], column: Ragged) -> list[Array]:
+def of_datums(datums: Sequence[Datum], column: RaggedTensor) -> list[Array]:
     """Return the values of each datum's targets, in the shape of the targets."""
     rows = iter(column.rows())
     results = []

@@ -27,7 +27,7 @@ from trainer.serve.rows import TARGETS, Datum, Limits
 from trainer.serve.training_ops import TrainingOps
 from trainer.serve.wire import Array, sample_output
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError
 from workers.rollout.base import SamplingParams
 from workers.rollout.client import RolloutClient, Submission
@@ -147,7 +147,7 @@ class Batch(Submission):
         self.requests = requests
         self._of_row = [(r, place) for r in requests for place in range(r.body.num_samples)]
         prompts = {request: torch.tensor(request.prompt) for request in requests}
-        ids = Ragged.from_rows(
+        ids = RaggedTensor.from_rows(
             [prompts[request] for request, _ in self._of_row], width, at_end=True, fill=pad
         )
         columns: dict[str, Any] = {

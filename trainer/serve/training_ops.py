@@ -24,7 +24,7 @@ from trainer.serve.pending import Turns
 from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.losses.token_sums import TokenSum
 from workers.roles.served import MASK, TrainsStates
@@ -265,7 +265,7 @@ class TrainingOps:
         """
         return of_datums(datums, self._outputs(state, role, batch_of(datums))) if datums else []
 
-    def _outputs(self, state: str, role: str, batch: DataProto) -> Ragged:
+    def _outputs(self, state: str, role: str, batch: DataProto) -> RaggedTensor:
         """Return the column that a role computes for a batch."""
         if role in self.trained:
             with self.using(state, role) as group:
@@ -277,10 +277,10 @@ class TrainingOps:
             with self.using(BASE, "actor") if shares else nullcontext():
                 results = group.forward(batch)
         (column,) = results.columns.values()
-        if isinstance(column, Ragged):
+        if isinstance(column, RaggedTensor):
             return column
         scored: Any = batch.column("responses")
         values = torch.full(scored.values.shape, torch.nan)
         values[scored.lengths.cumsum(0) - 1] = column.float()
-        by_token: Ragged = scored.with_values(values)
+        by_token: RaggedTensor = scored.with_values(values)
         return by_token

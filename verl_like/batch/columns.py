@@ -1,7 +1,7 @@
 """The columns of a batch: valid types, names, lengths and row numbers.
 
-A column is a dense `torch.Tensor`, a `Ragged` or a numpy array; dim 0 counts rows. Nothing here
-changes its arguments.
+A column is a dense `torch.Tensor`, a `RaggedTensor` or a numpy array; dim 0 counts rows. Nothing
+here changes its arguments.
 """
 
 from __future__ import annotations

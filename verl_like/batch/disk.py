@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_like.batch.columns import Array, object_rows
-from verl_like.batch.ragged import Column, Ragged
+from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.errors import BatchError
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def save(
     stored: dict[str, torch.Tensor] = {}
     ragged: dict[str, Any] = {}
     for name, column in columns.items():
-        if isinstance(column, Ragged):
+        if isinstance(column, RaggedTensor):
             stored[f"tensor:{name}"] = _copied(column.values)
             stored[f"lengths:{name}"] = _copied(column.lengths)
             stored[f"starts:{name}"] = _copied(column.starts)
@@ -178,7 +178,7 @@ def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, Column]:
         if name in ragged:
             width, fill = ragged[name]
             lengths, starts = (stored.get_tensor(f"{of}:{name}") for of in ("lengths", "starts"))
-            column = Ragged(column, lengths, int(width), starts, fill)
+            column = RaggedTensor(column, lengths, int(width), starts, fill)
         columns[name] = column
     return columns
 

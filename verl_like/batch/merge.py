@@ -15,11 +15,11 @@ import torch
 
 from verl_like.batch.columns import Array, tensors_of
 from verl_like.batch.memory import join_rows
-from verl_like.batch.ragged import Ragged, join_ragged, rectangle_of
+from verl_like.batch.ragged import RaggedTensor, join_ragged, rectangle_of
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
-AnyColumn = torch.Tensor | Ragged | Array
+AnyColumn = torch.Tensor | RaggedTensor | Array
 Inside = frozenset[tuple[int, int]]
 """Pairs of enclosing containers whose comparison is in progress."""
 
@@ -34,8 +34,8 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
     if left is right or pair in inside:
         return True
     same = functools.partial(same_value, inside=inside | {pair})
-    if isinstance(left, Ragged) or isinstance(right, Ragged):
-        both = isinstance(left, Ragged) and isinstance(right, Ragged)
+    if isinstance(left, RaggedTensor) or isinstance(right, RaggedTensor):
+        both = isinstance(left, RaggedTensor) and isinstance(right, RaggedTensor)
         if both and left.has_same_spans(right):
             left, right = left.values, right.values
         else:
@@ -197,7 +197,7 @@ def _concat_column(name: str, parts: Sequence[Any]) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(parts)
     parts = [part.to(first.device) for part in parts]
-    if all(isinstance(part, Ragged) and part.fill == parts[0].fill for part in parts):
+    if all(isinstance(part, RaggedTensor) and part.fill == parts[0].fill for part in parts):
         return join_ragged(parts)
     return join_rows([rectangle_of(part) for part in parts])
 

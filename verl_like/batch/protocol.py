@@ -7,9 +7,9 @@ objects) and `meta_info` (a dict about all rows):
     data.union(workers.compute_scores(data))    # adds the columns that the workers return
     for mini_batch in data.split(64): ...
 
-A tensor column is dense, or `Ragged`: rows of different lengths without their padding.
+A tensor column is dense, or `RaggedTensor`: rows of different lengths without their padding.
 
-    data.column("responses"), data.columns      # as stored: a Tensor or a Ragged
+    data.column("responses"), data.columns      # as stored: a Tensor or a RaggedTensor
     data.padded("responses")                    # the rectangle; a copy if the column is ragged
     data.set_columns({"advantages": column})
     data.batch["responses"]                     # verl's layout: see `batch`
@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from verl_like.batch import columns, disk, merge, tensordicts, wire
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_of
-from verl_like.batch.ragged import Column, Ragged, rectangle_of
+from verl_like.batch.ragged import Column, RaggedTensor, rectangle_of
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
@@ -87,7 +87,7 @@ class DataProto:
         non_tensor_batch: dict[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
         *,
-        ragged: Mapping[str, Ragged] | None = None,
+        ragged: Mapping[str, RaggedTensor] | None = None,
         shard: Shard | None = None,
     ) -> None:
         """Take these columns, which stay shared, and check that they have equally many rows.
@@ -173,9 +173,9 @@ class DataProto:
 
     def _parts(
         self, tensors: Mapping[str, Column], rows: int
-    ) -> tuple[TensorDict | None, dict[str, Ragged]]:
+    ) -> tuple[TensorDict | None, dict[str, RaggedTensor]]:
         """Return the dense columns as a TensorDict, which knows the rows, and the ragged ones."""
-        ragged = {name: c for name, c in tensors.items() if isinstance(c, Ragged)}
+        ragged = {name: c for name, c in tensors.items() if isinstance(c, RaggedTensor)}
         dense = _without(tensors, ragged)
         had_tensors = self._dense is not None or bool(self._ragged)
         if dense or self._dense is not None or (had_tensors and not ragged):
@@ -201,7 +201,7 @@ class DataProto:
         `auto_padding` has no effect: dispatch always pads a batch that does not divide.
 
         Args:
-            tensors: name -> tensor [rows, ...], or `Ragged`.
+            tensors: name -> tensor [rows, ...], or `RaggedTensor`.
             non_tensors: name -> array or list with one element per row.
             meta_info: information about all rows.
             num_batch_dims: must be 1.
@@ -221,7 +221,7 @@ class DataProto:
         tensors = dict(tensors or {})
         rows = None
         for name, column in tensors.items():
-            if not isinstance(column, Ragged):
+            if not isinstance(column, RaggedTensor):
                 columns.check_tensor(name, column)
                 rows = len(column)
         everything: dict[str, Any] = {**tensors, **arrays}
@@ -239,7 +239,7 @@ class DataProto:
         tensors: dict[str, Column] = {}
         arrays: dict[str, Array] = {}
         for name, column in data.items():
-            if isinstance(column, (torch.Tensor, Ragged)):
+            if isinstance(column, (torch.Tensor, RaggedTensor)):
                 tensors[name] = column
             elif isinstance(column, np.ndarray):
                 arrays[name] = column
@@ -334,7 +334,7 @@ class DataProto:
         """Return one line per column and meta entry: name, shape, dtype, device."""
         lines = ["batch"]
         for name, column in self.columns.items():
-            ragged = f", {len(column.values)} values" if isinstance(column, Ragged) else ""
+            ragged = f", {len(column.values)} values" if isinstance(column, RaggedTensor) else ""
             shape = tuple(column.shape)
             lines.append(f"  {name}: {shape} {column.dtype} on {column.device}{ragged}")
         lines.append("non_tensor_batch")
@@ -705,7 +705,7 @@ class DataProto:
         """
         copied = self.map_columns(
             len(self),
-            lambda column: column.clone() if isinstance(column, Ragged) else copy_of(column),
+            lambda column: column.clone() if isinstance(column, RaggedTensor) else copy_of(column),
             np.ndarray.copy,
         )
         copied.shard = self.shard
@@ -737,7 +737,9 @@ class DataProto:
         shard: Shard | None = None,
     ) -> Self:
         """Return a batch of these columns; `rows` is None for a batch without a TensorDict."""
-        ragged = {name: column for name, column in tensors.items() if isinstance(column, Ragged)}
+        ragged = {
+            name: column for name, column in tensors.items() if isinstance(column, RaggedTensor)
+        }
         batch = None
         if rows is not None:
             batch = TensorDict(_without(tensors, ragged), batch_size=[rows])

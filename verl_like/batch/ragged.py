@@ -1,13 +1,13 @@
-"""`Ragged`, a column of rows of different lengths: their concatenated values and their positions.
+"""`RaggedTensor`: a column of rows of different lengths, as concatenated values and positions.
 
-    column = Ragged.from_rows([torch.tensor([5, 6]), torch.tensor([7])], width=4, fill=0)
+    column = RaggedTensor.from_rows([torch.tensor([5, 6]), torch.tensor([7])], width=4, fill=0)
     column.values, column.lengths       # [5, 6, 7], [2, 1]
     column.padded()                     # [[5, 6, 0, 0], [7, 0, 0, 0]]
 
 Torch's jagged nested tensors, which a TensorDict can contain, are not enough. In torch 2.13 they
 have no row selection, no slice, `cat`, `repeat` or comparison along the rows, and no padding on the
 left. Each of their operations costs 0.1 to 0.4 ms of dispatch; selecting 8 rows here takes 0.02 ms.
-Dispatch converts users' nested columns to `Ragged` (`verl_like.batch.tensordicts`).
+Dispatch converts users' nested columns to `RaggedTensor` (`verl_like.batch.tensordicts`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl_like.errors import BatchError
 from verl_like.tensor_ops.masked import INTEGERS
 
 
-class Ragged:
+class RaggedTensor:
     """A column whose rows equal `fill` outside their spans: a rectangle without its padding.
 
     - `values`: [tokens, ...], the spans of all rows, concatenated.
@@ -66,7 +66,7 @@ class Ragged:
     @classmethod
     def from_checked(
         cls, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
-    ) -> Ragged:
+    ) -> RaggedTensor:
         """Return a column from parts that were checked before, such as those of a pickle."""
         ragged = cls.__new__(cls)
         ragged._set(values, lengths, width, starts, fill)
@@ -75,7 +75,7 @@ class Ragged:
     @classmethod
     def from_rows(
         cls, rows: Sequence[Tensor], width: int, *, at_end: bool = False, fill: float = 0
-    ) -> Ragged:
+    ) -> RaggedTensor:
         """Return a column with one tensor per row, aligned to the first position or, `at_end`, the
         last.
         """
@@ -86,7 +86,7 @@ class Ragged:
     @classmethod
     def from_rectangle(
         cls, rectangle: Tensor, lengths: Tensor, starts: Tensor | None = None, fill: float = 0
-    ) -> Ragged:
+    ) -> RaggedTensor:
         """Return the spans of a rectangle [rows, width, ...]; values outside them are dropped."""
         lengths = lengths.cpu().long()
         starts = torch.zeros_like(lengths) if starts is None else starts.cpu().long()
@@ -96,15 +96,17 @@ class Ragged:
         values = _bits(flat).index_select(0, places).view(rectangle.dtype)
         return cls(values, lengths, width, starts, fill)
 
-    def like(self, rectangle: Tensor, fill: float = 0) -> Ragged:
+    def like(self, rectangle: Tensor, fill: float = 0) -> RaggedTensor:
         """Return a column with this column's spans, filled from a rectangle of the same shape."""
-        return Ragged.from_rectangle(rectangle, self.lengths, self.starts, fill)
+        return RaggedTensor.from_rectangle(rectangle, self.lengths, self.starts, fill)
 
-    def with_values(self, values: Tensor, fill: float = 0) -> Ragged:
+    def with_values(self, values: Tensor, fill: float = 0) -> RaggedTensor:
         """Return a column with other values at the same spans."""
         spans = self.lengths, self.width, self.starts, fill
         as_many = values.shape[0] == self.values.shape[0]
-        return Ragged.from_checked(values, *spans) if as_many else Ragged(values, *spans)
+        return (
+            RaggedTensor.from_checked(values, *spans) if as_many else RaggedTensor(values, *spans)
+        )
 
     def padded(self) -> Tensor:
         """Return the rectangle, in new memory; gradients flow through it."""
@@ -132,20 +134,20 @@ class Ragged:
         rows = self.value_rows().to(values.device)
         return zeros.index_add(0, rows, values).view(*self.lengths.shape, *values.shape[1:])
 
-    def flatten(self) -> Ragged:
+    def flatten(self) -> RaggedTensor:
         """Return a column in which every span is a row."""
-        return Ragged(
+        return RaggedTensor(
             self.values, self.lengths.flatten(), self.width, self.starts.flatten(), self.fill
         )
 
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Ragged:
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> RaggedTensor:
         """Return a column that groups several rows into one, with the same spans.
 
         `dim` must be 0; `sizes` is as in `Tensor.unflatten`.
         """
         assert dim == 0, "only rows are put together"
         lengths, starts = self.lengths.unflatten(0, sizes), self.starts.unflatten(0, sizes)
-        return Ragged(self.values, lengths, self.width, starts, self.fill)
+        return RaggedTensor(self.values, lengths, self.width, starts, self.fill)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -173,37 +175,37 @@ class Ragged:
 
     def __repr__(self) -> str:
         """The shape of the rectangle and the number of values."""
-        return f"Ragged({len(self.values)} values of {tuple(self.shape)}, {self.dtype})"
+        return f"RaggedTensor({len(self.values)} values of {tuple(self.shape)}, {self.dtype})"
 
-    def to(self, device: torch.device | str, **options: Any) -> Ragged:
+    def to(self, device: torch.device | str, **options: Any) -> RaggedTensor:
         """Return the column with its values on `device`; `options` are arguments of `Tensor.to`."""
         return self.with_values(self.values.to(device, **options), self.fill)
 
-    def cpu(self) -> Ragged:
+    def cpu(self) -> RaggedTensor:
         """Return the column with its values on the CPU."""
         return self.to("cpu")
 
-    def clone(self) -> Ragged:
+    def clone(self) -> RaggedTensor:
         """Return the column with a copy of its values; lengths and starts stay shared."""
         return self.with_values(join_rows([self.values], keeps=False), self.fill)
 
-    def __getitem__(self, rows: slice) -> Ragged:
+    def __getitem__(self, rows: slice) -> RaggedTensor:
         """Return consecutive rows, as views."""
         start, stop, _ = rows.indices(len(self))
         sizes = self._row_sizes()
         first, length = int(sizes[:start].sum()), int(sizes[start:stop].sum())
         return self._with_spans(self.values[first : first + length], slice(start, stop))
 
-    def split(self, size: int) -> list[Ragged]:
+    def split(self, size: int) -> list[RaggedTensor]:
         """Return parts of `size` rows, as views; the last may be shorter."""
         spans = self.lengths.split(size), self.starts.split(size)
         counts = torch.stack([part.sum() for part in spans[0]]).tolist()
         parts = []
         for values, lengths, starts in zip(self.values.split(counts), *spans, strict=True):
-            parts.append(Ragged.from_checked(values, lengths, self.width, starts, self.fill))
+            parts.append(RaggedTensor.from_checked(values, lengths, self.width, starts, self.fill))
         return parts
 
-    def index_select(self, dim: int, index: Tensor) -> Ragged:
+    def index_select(self, dim: int, index: Tensor) -> RaggedTensor:
         """Return a copy of these rows; `dim` must be 0."""
         assert dim == 0, "only rows are picked"
         index = index.cpu()
@@ -213,18 +215,18 @@ class Ragged:
         values = join_rows(picked, keeps=False) if picked else self.values[:0]
         return self._with_spans(values, index)
 
-    def repeat_interleave(self, repeats: int, dim: int) -> Ragged:
+    def repeat_interleave(self, repeats: int, dim: int) -> RaggedTensor:
         """Return each row `repeats` times in a row; `dim` must be 0."""
         return self.index_select(dim, torch.arange(len(self)).repeat_interleave(repeats))
 
     def _row_sizes(self) -> Tensor:
         return self.lengths.flatten(1).sum(dim=1) if self.lengths.dim() > 1 else self.lengths
 
-    def _with_spans(self, values: Tensor, rows: slice | Tensor) -> Ragged:
+    def _with_spans(self, values: Tensor, rows: slice | Tensor) -> RaggedTensor:
         spans = self.lengths[rows], self.width, self.starts[rows]
-        return Ragged.from_checked(values, *spans, self.fill)
+        return RaggedTensor.from_checked(values, *spans, self.fill)
 
-    def has_same_spans(self, other: Ragged) -> bool:
+    def has_same_spans(self, other: RaggedTensor) -> bool:
         """Return whether both columns have the same spans, width and fill."""
         return (
             self.shape == other.shape
@@ -234,18 +236,18 @@ class Ragged:
         )
 
 
-Column = Tensor | Ragged
+Column = Tensor | RaggedTensor
 """A tensor column of a batch."""
 
 
 def rectangle_of(column: Column) -> Tensor:
     """Return a column with its padding: the rectangle of a ragged one, a tensor unchanged."""
-    return column.padded() if isinstance(column, Ragged) else column
+    return column.padded() if isinstance(column, RaggedTensor) else column
 
 
-def join_ragged(parts: Sequence[Ragged]) -> Ragged:
+def join_ragged(parts: Sequence[RaggedTensor]) -> RaggedTensor:
     """Return the rows of all parts in order, in new memory; their fill and width must agree."""
-    return Ragged.from_checked(
+    return RaggedTensor.from_checked(
         join_rows([part.values for part in parts], keeps=False),
         torch.cat([part.lengths for part in parts]),
         parts[0].width,

@@ -18,7 +18,7 @@ from typing import Any, Self
 from verl_like.batch import tensordicts
 from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.batch.tensordict_import import NonTensorData, TensorDict
 from verl_like.errors import BatchError, DispatchError
 
@@ -134,10 +134,10 @@ class TensorDictRows(DataProto):
             return TensorDict(
                 {key: NonTensorData(value) for key, value in self.meta_info.items()}, batch_size=[]
             )
-        dense = {n: c for n, c in columns.items() if not isinstance(c, Ragged)}
+        dense = {n: c for n, c in columns.items() if not isinstance(c, RaggedTensor)}
         merged = tensordicts.merge_parts(len(self), dense, self.non_tensor_batch, self.meta_info)
         for name, column in columns.items():
-            if isinstance(column, Ragged):
+            if isinstance(column, RaggedTensor):
                 merged.set(name, tensordicts.nested_of_ragged(column))
         if self.shard is not None:
             merged.shard = self.shard
@@ -153,7 +153,7 @@ def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:
     widths: dict[str, int] = {}
     for chunk in chunks:
         for name, column in chunk.columns.items():
-            if isinstance(column, Ragged):
+            if isinstance(column, RaggedTensor):
                 widths[name] = max(widths.get(name, 0), column.width)
 
     parts = []
@@ -161,8 +161,10 @@ def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:
         selected = chunk.select(meta_info_keys=None if chunk is chunks[0] else ())
         wide = {}
         for name, column in selected.columns.items():
-            if isinstance(column, Ragged):
-                wide[name] = Ragged(column.values, column.lengths, widths[name], column.starts)
+            if isinstance(column, RaggedTensor):
+                wide[name] = RaggedTensor(
+                    column.values, column.lengths, widths[name], column.starts
+                )
         parts.append(selected.set_columns(wide))
     return parts
 

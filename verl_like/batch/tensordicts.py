@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl_like.batch.columns import Array, object_rows
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.batch.tensordict_import import NonTensorData, NonTensorStack, TensorDict
 from verl_like.errors import BatchError
 
@@ -76,7 +76,7 @@ def is_nested(column: Any) -> bool:
     return bool(getattr(column, "is_nested", False))
 
 
-def ragged_of_nested(name: str, column: Any) -> Ragged:
+def ragged_of_nested(name: str, column: Any) -> RaggedTensor:
     """Return a nested tensor as a ragged column, as wide as its longest row."""
     if column.layout != torch.jagged:
         raise BatchError(
@@ -90,10 +90,10 @@ def ragged_of_nested(name: str, column: Any) -> Ragged:
     lengths = torch.tensor([row.shape[dim] for row in rows])
     lengths = lengths.view(-1, *[1] * dim).expand(-1, *between).contiguous()
     values = torch.cat([row.flatten(0, dim) for row in rows])
-    return Ragged(values, lengths, int(lengths.max()))
+    return RaggedTensor(values, lengths, int(lengths.max()))
 
 
-def nested_of_ragged(column: Ragged) -> torch.Tensor:
+def nested_of_ragged(column: RaggedTensor) -> torch.Tensor:
     """Return a ragged column as a nested tensor; the inverse of `ragged_of_nested`."""
     between = column.lengths.shape[1:]
     spans = column.flatten().rows()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from verl_like.batch.columns import object_rows, tensors_of
 from verl_like.batch.merge import check_same_keys, union_meta
 from verl_like.batch.protocol import DataProto, DataProtoItem
-from verl_like.batch.ragged import Column, Ragged, rectangle_of
+from verl_like.batch.ragged import Column, RaggedTensor, rectangle_of
 from verl_like.batch.split import TensorDictRows
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.batch.tensordicts import nested_of_ragged, ragged_of_nested
@@ -222,7 +222,7 @@ def restore_dynamic_batch(
 
 def _token_counts(columns: dict[str, Column]) -> list[int]:
     ids = columns.get("input_ids")
-    if isinstance(ids, Ragged):
+    if isinstance(ids, RaggedTensor):
         sizes: list[int] = ids.lengths.tolist()
         return sizes
     if "attention_mask" not in columns:

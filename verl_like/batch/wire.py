@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from verl_like.batch.columns import Array
-from verl_like.batch.ragged import Column, Ragged
+from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.tensor_ops.masked import INTEGERS
 
 SMALL_BYTES = 4096
@@ -34,7 +34,7 @@ def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
     packed: Columns = {}
     spans: dict[int, Packed] = {}  # lengths that several columns share travel once
     for name, column in columns.items():
-        if isinstance(column, Ragged):
+        if isinstance(column, RaggedTensor):
             for tensor in (column.lengths, column.starts):
                 if id(tensor) not in spans:
                     spans[id(tensor)] = _pack(tensor, protocol)
@@ -54,7 +54,7 @@ def unpack_columns(packed: Columns) -> dict[str, Column]:
         else:
             values, lengths, starts, width, fill = parts
             spans = _tensor_over(*lengths), width, _tensor_over(*starts)
-            columns[name] = Ragged.from_checked(_tensor_over(*values), *spans, fill)
+            columns[name] = RaggedTensor.from_checked(_tensor_over(*values), *spans, fill)
     return columns
 
 

@@ -7,7 +7,7 @@ mode is a pair:
     collect_fn(target, outputs) -> result                    # outputs by rank
 
 Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or pass `{"dispatch_fn": …,
-"collect_fn": …}` to `@register`. In `ALL_TO_ALL`, a list is one value unless it is a `Scatter`.
+"collect_fn": …}` to `@register`. In `ALL_TO_ALL`, a list is one value unless it is a `PerRank`.
 `target` is the group as this call sees it. `verl_like.batch.split` cuts the rows.
 """
 
@@ -93,7 +93,7 @@ class Dispatch:
     """A named dispatch mode: one object per name, also after unpickling.
 
     - `ALL_TO_ALL`, `ONE_TO_ALL`: all workers get the arguments; `get()` gives a list by rank. Only
-      `ALL_TO_ALL` gives each worker its element of a `Scatter`.
+      `ALL_TO_ALL` gives each worker its element of a `PerRank`.
     - `RANK_ZERO`: only rank 0 runs the method; `get()` gives its result.
     - `DP_COMPUTE`: every argument is a list with one element per worker; `get()` gives a list.
     - `DP_COMPUTE_PROTO`: batches are split over the workers; `get()` gives the joined batch.
@@ -153,12 +153,12 @@ class Execute(Enum):
     RANK_ZERO = "RANK_ZERO"
 
 
-class Scatter(list[Any]):
+class PerRank(list[Any]):
     """A list with one element per worker, for `ALL_TO_ALL`, which would broadcast a plain list.
 
     Example:
 
-        group.set_temperature(Scatter([0.7, 1.0]))      # 0.7 on rank 0, 1.0 on rank 1
+        group.set_temperature(PerRank([0.7, 1.0]))      # 0.7 on rank 0, 1.0 on rank 1
     """
 
 
@@ -256,8 +256,8 @@ def dispatch_one_to_all(target: CallTarget, value: Any, key: int | str) -> list[
 
 @_per_argument
 def dispatch_all_to_all(target: CallTarget, value: Any, key: int | str) -> list[Any]:
-    """Give every worker its element of a `Scatter`, and all workers the other arguments."""
-    if isinstance(value, Scatter):
+    """Give every worker its element of a `PerRank`, and all workers the other arguments."""
+    if isinstance(value, PerRank):
         return _checked_list(target, value, key)
     return [value] * target.world_size
 

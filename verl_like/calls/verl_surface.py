@@ -38,7 +38,7 @@ def scatter_lists() -> None:
     If every argument is a list with one element per worker, each worker gets its elements. That
     holds for `execute_all_sync` and its variants, too, also in groups that exist. verl guesses: a
     list that has that length by chance is scattered, too. Drivers that are written for this project
-    use `Scatter`.
+    use `PerRank`.
     """
     Dispatch.ALL_TO_ALL.mode = Mode(_dispatch_lists, collect_list)
 
@@ -62,7 +62,7 @@ class VerlGroup:
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by its name on every worker, and return their results in rank order.
 
-        The method need not be registered. Every worker gets all the arguments, but of a `Scatter`
+        The method need not be registered. Every worker gets all the arguments, but of a `PerRank`
         only its element.
         """
         return self.execute_all_async(method_name, *args, **kwargs).get()

@@ -6,7 +6,7 @@
         "ref": "actor_rollout_ref_pool",
         "critic": "critic_pool",
     }
-    placement = Placement.plan(spec, mapping, nodes=[Node("here", devices=4, cpus=4.0)])
+    placement = Placement.plan(spec, mapping, nodes=[NodeSpec("here", devices=4, cpus=4.0)])
     print(placement)
 
 Making a plan starts nothing: a placement that does not fit is rejected before any device is
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from verl_like.errors import InsufficientResourcesError, PlacementError, few
-from verl_like.placement.pools import Node, ProcessNeeds, ResourcePool, cpu_share
+from verl_like.placement.pools import NodeSpec, ProcessNeeds, ResourcePool, cpu_share
 from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
 
@@ -36,7 +36,7 @@ class PoolPlan:
 
     name: str
     process_on_nodes: tuple[int, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeSpec, ...]
     roles: tuple[str, ...]
     cpus_per_process: float
     gpus_per_process: float = 0.0
@@ -72,7 +72,7 @@ class Placement:
         cls,
         resource_pool_spec: Mapping[str, Sequence[int]],
         role_mapping: Mapping[str, str],
-        nodes: Sequence[Node],
+        nodes: Sequence[NodeSpec],
         cpus_per_process: float | None = None,
         needs: Mapping[str, ProcessNeeds] | None = None,
     ) -> Placement:
@@ -107,7 +107,7 @@ class Placement:
             plans[pool] = PoolPlan(pool, *parts, need.cpus or 0.0, gpus, need.resources)
         return cls(plans)
 
-    def moved(self, pool: str, nodes: Sequence[Node]) -> Placement:
+    def moved(self, pool: str, nodes: Sequence[NodeSpec]) -> Placement:
         """Return the plan after a loss of nodes; `nodes` are the remaining ones.
 
         The pool moves to nodes where the other pools leave room, preferably to its old ones.
@@ -172,7 +172,7 @@ def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
         yield alike[0], alike[-1], len(alike)
 
 
-def _describe_devices(plan: PoolPlan, node: Node, num_processes: int) -> str:
+def _describe_devices(plan: PoolPlan, node: NodeSpec, num_processes: int) -> str:
     """Return what a pool's processes take from a node besides CPUs: "2 GPUs, 2 accel"."""
     kind, amount = node.kind, float(num_processes)
     if node.kind == "GPU":
@@ -187,7 +187,7 @@ def _describe_devices(plan: PoolPlan, node: Node, num_processes: int) -> str:
 def _needs_with_cpus(
     counts: Mapping[str, Sequence[int]],
     needs: Mapping[str, ProcessNeeds],
-    nodes: Sequence[Node],
+    nodes: Sequence[NodeSpec],
     cpus_per_process: float | None,
 ) -> dict[str, ProcessNeeds]:
     """Return every pool's needs, with CPUs from its settings or an equal share."""
@@ -215,7 +215,7 @@ def _needs_with_cpus(
 class _Room:
     """The free resources of a node while a plan is made."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeSpec) -> None:
         self.node = node
         self.devices = float(node.devices)
         self.cpus = node.cpus
@@ -253,7 +253,7 @@ class _Room:
 
 def _choose_nodes(
     pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequence[_Room], need: ProcessNeeds
-) -> tuple[Node, ...]:
+) -> tuple[NodeSpec, ...]:
     """Return a separate node for every entry of the pool (first fit), and reserve its needs."""
     chosen: list[_Room] = []
     per_node = counts[pool]

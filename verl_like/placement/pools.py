@@ -18,7 +18,7 @@ from verl_like.process.info import ProcessInfo, new_secret
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeSpec:
     """A machine in a plan."""
 
     name: str
@@ -47,7 +47,7 @@ class ProcessNeeds:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of custom resources."""
 
-    def devices_on(self, node: Node) -> float:
+    def devices_on(self, node: NodeSpec) -> float:
         """Return the devices of a node that a process takes: no GPU if it computes on CPUs."""
         if node.kind == "CPU slot":
             return 1.0

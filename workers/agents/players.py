@@ -11,7 +11,7 @@ import torch
 
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.calls import forms_of
@@ -154,7 +154,7 @@ def _starts(
 def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> DataProto:
     """Return the additional columns of trajectories; `batch` has the columns of their samples."""
     responses = batch.column("response_mask")
-    assert isinstance(responses, Ragged), "the rollout makes ragged rows"
+    assert isinstance(responses, RaggedTensor), "the rollout makes ragged rows"
     num_pads = len(batch) - len(trajectories)
     turns = torch.tensor(
         [turn for trajectory in trajectories for turn in trajectory.turns], dtype=torch.long

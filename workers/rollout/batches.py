@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Column, Ragged
+from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.errors import BatchError, RolloutError
 from workers.columns import has_column, read_columns, require, token_counts
 from workers.models.routing import COLUMN as ROUTED
@@ -42,7 +42,7 @@ def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sa
             "already has responses."
         )
     prompts: Sequence[Tensor]
-    if isinstance(ids, Ragged):
+    if isinstance(ids, RaggedTensor):
         prompts = ids.rows()
     else:
         masks = data.padded("attention_mask") != 0
@@ -70,13 +70,13 @@ def batch_of(
     expert choices of every token.
     """
     prompts = [torch.tensor(sample.prompt, dtype=torch.long) for sample in samples]
-    responses = Ragged.from_rows([sample.tokens for sample in samples], widths[1], fill=pad)
+    responses = RaggedTensor.from_rows([sample.tokens for sample in samples], widths[1], fill=pad)
     tokens = [
         torch.cat([prompt, sample.tokens]) for prompt, sample in zip(prompts, samples, strict=True)
     ]
     starts = widths[0] - torch.tensor([len(prompt) for prompt in prompts])
     lengths, values = torch.tensor([len(row) for row in tokens]), torch.cat(tokens)
-    ids = Ragged(values, lengths, sum(widths), starts, pad)
+    ids = RaggedTensor(values, lengths, sum(widths), starts, pad)
     positions: list[Tensor] = []
     oldest: list[int] = []
     """By sample: the weight version of its oldest sampled token, or the engine's version."""
@@ -88,7 +88,7 @@ def batch_of(
         sampled = sample.versions[sample.is_sampled]
         oldest.append(int(sampled.min()) if len(sampled) else version)
     columns: dict[str, Column] = {
-        "prompts": Ragged.from_rows(prompts, widths[0], at_end=True, fill=pad),
+        "prompts": RaggedTensor.from_rows(prompts, widths[0], at_end=True, fill=pad),
         "responses": responses,
         "input_ids": ids,
         "attention_mask": ids.with_values(torch.ones_like(values)),
@@ -177,7 +177,7 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
 def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.ndarray]:
     """Return the rows of a column without padding."""
     column = batch.column(name)
-    if isinstance(column, Ragged):
+    if isinstance(column, RaggedTensor):
         return [row.numpy() for row in column.rows()]
     prompt_counts, response_counts = token_counts(batch)
     counts = (response_counts if of_response else prompt_counts).tolist()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.tensor_ops import (
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
@@ -325,7 +325,7 @@ def head_in_chunks(model: Any) -> str:
     """Return what is wrong with the chunked head on this model."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ValueError("its head computes every position")
-    positions = Ragged.from_rows([torch.arange(12)] * 2, 12)
+    positions = RaggedTensor.from_rows([torch.arange(12)] * 2, 12)
     tokens = 3 + torch.arange(24) * 7 % (VOCABULARY - 3)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = positions.with_values(positions.values > 2)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.batch.ragged import Column, Ragged, join_ragged, rectangle_of
+from verl_like.batch.ragged import Column, RaggedTensor, join_ragged, rectangle_of
 from verl_like.errors import BatchError, ConfigError, nearest_divisors
 from workers.columns import require
 from workers.config import LARGEST_PASS, tokens_per_pass
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Columns = dict[str, Tensor]
 """Padded columns by name, as losses read them."""
 RowColumns = dict[str, Any]
-"""Columns of rows: a `Ragged` for token columns, a tensor for the others."""
+"""Columns of rows: a `RaggedTensor` for token columns, a tensor for the others."""
 Cuts = list[list[int]]
 """The rows of every micro-batch."""
 PassOutputs = dict[str, list[Column]]
@@ -159,14 +159,14 @@ class Rows:
             result[rows] = column.float().cpu()
             return result
 
-        mask: Ragged = self.columns["response_mask"]
+        mask: RaggedTensor = self.columns["response_mask"]
         values = torch.zeros(len(mask.values))
         places = mask.with_values(torch.arange(len(values))).index_select(0, rows).values
-        ragged = [chunk for chunk in chunks if isinstance(chunk, Ragged)]
+        ragged = [chunk for chunk in chunks if isinstance(chunk, RaggedTensor)]
         values[places] = torch.cat([chunk.values for chunk in ragged]).float().cpu()
-        restored: Ragged = mask.with_values(values)
+        restored: RaggedTensor = mask.with_values(values)
         num_padded = len(self.mask) - len(self)
-        if not isinstance(self.mask, Ragged):
+        if not isinstance(self.mask, RaggedTensor):
             return torch.cat([restored.padded(), torch.zeros(num_padded, *restored.shape[1:])])
         padding = self.mask[len(self) :]
         return join_ragged([restored, padding.with_values(torch.zeros(len(padding.values)))])
@@ -181,31 +181,31 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
     mask = columns.get("attention_mask")
     if mask is None:
         return dict(columns)
-    if not (isinstance(mask, Ragged) and bool((mask.values != 0).all())):
+    if not (isinstance(mask, RaggedTensor) and bool((mask.values != 0).all())):
         columns = {name: rectangle_of(column) for name, column in columns.items()}
         mask = _real_tokens(rectangle_of(mask) != 0, names)
 
     spans = {mask.shape: mask}
     responses = columns.get("response_mask")
-    if isinstance(responses, Ragged):
+    if isinstance(responses, RaggedTensor):
         spans[responses.shape] = responses
     elif responses is not None:
         begin = mask.width - responses.shape[-1]  # the first column of responses
         starts = (mask.starts - begin).clamp(min=0)
         lengths = (mask.starts + mask.lengths - begin).clamp(min=0) - starts
-        spans[responses.shape] = Ragged.from_rectangle(responses, lengths, starts)
+        spans[responses.shape] = RaggedTensor.from_rectangle(responses, lengths, starts)
 
     ragged: RowColumns = {}
     for name, column in columns.items():
         span = spans.get(column.shape[: len(mask.shape)])
-        is_kept = isinstance(column, Ragged) and (
+        is_kept = isinstance(column, RaggedTensor) and (
             span is None or torch.equal(column.lengths, span.lengths)
         )
         ragged[name] = column if span is None or is_kept else span.like(rectangle_of(column))
     return ragged
 
 
-def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
+def _real_tokens(mask: Tensor, names: Sequence[str]) -> RaggedTensor:
     """Return the span of real tokens per row of a mask [..., T]; reject a row with a gap."""
     flat = mask.flatten(0, -2)
     begins = flat & ~flat.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
@@ -221,7 +221,7 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
         )
     starts, lengths = begins.int().argmax(dim=1), flat.sum(dim=1)
     shape = mask.shape[:-1]
-    return Ragged.from_rectangle(mask, lengths.view(shape), starts.view(shape))
+    return RaggedTensor.from_rectangle(mask, lengths.view(shape), starts.view(shape))
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:
@@ -387,15 +387,15 @@ def micro_batches(
 
 
 def _dummy(column: Column) -> Column:
-    if isinstance(column, Ragged):
+    if isinstance(column, RaggedTensor):
         lengths = torch.zeros((1, *column.lengths.shape[1:]), dtype=torch.int64)
-        return Ragged(column.values[:0], lengths, column.width)
+        return RaggedTensor(column.values[:0], lengths, column.width)
     return column.new_zeros((1, *column.shape[1:]))
 
 
 def detached(column: Column) -> Column:
     """Return the column detached from the autograd graph, in the same memory."""
-    if isinstance(column, Ragged):
+    if isinstance(column, RaggedTensor):
         return column.with_values(column.values.detach())
     return column.detach()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from workers.models.causal_lm import Head
 from workers.models.lora import adapter_parts, merged_tensors, split_tensors
 from workers.models.precision import Precision
@@ -157,7 +157,7 @@ class Model:
         """Context in which offloaded weights and moments are on the device."""
         return resident(self.module, optimizer, self.sharding, self.device, self.host_blocks)
 
-    def feed(self, columns: RowColumns, reads: Ragged) -> Feed:
+    def feed(self, columns: RowColumns, reads: RaggedTensor) -> Feed:
         """Return the arguments of one forward pass, after showing them to the model's parts."""
         feed = self.row_passes.feed(columns, reads, self.device)
         for part in self.parts:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.routing import COLUMN as ROUTED
@@ -32,7 +32,7 @@ from workers.training.microbatch import Columns, RowColumns
 from workers.training.prefixes import share_prefixes
 
 
-def response_reads(columns: RowColumns) -> Ragged:
+def response_reads(columns: RowColumns) -> RaggedTensor:
     """Mark the tokens whose next token is a response token inside the mask."""
     ids, mask = columns["input_ids"], columns["response_mask"]
     ends = ids.lengths.flatten().cumsum(0)
@@ -50,20 +50,20 @@ def response_reads(columns: RowColumns) -> Ragged:
             )
     reads = torch.zeros(len(ids.values), dtype=torch.bool)
     reads[places[inside]] = True
-    result: Ragged = ids.with_values(reads)
+    result: RaggedTensor = ids.with_values(reads)
     return result
 
 
-def last_token_reads(columns: RowColumns) -> Ragged:
+def last_token_reads(columns: RowColumns) -> RaggedTensor:
     """Mark the last token of every row."""
-    ids: Ragged = columns["input_ids"]
+    ids: RaggedTensor = columns["input_ids"]
     reads = torch.zeros(len(ids.values), dtype=torch.bool)
     lengths = ids.lengths.flatten()
     reads[(lengths.cumsum(0) - 1)[lengths > 0]] = True
     return ids.with_values(reads)
 
 
-def split_segments(columns: RowColumns, reads: Ragged) -> Ragged:
+def split_segments(columns: RowColumns, reads: RaggedTensor) -> RaggedTensor:
     """Return the reads with one row per segment; a segment begins where positions restart at 0.
 
     A trajectory has several segments if the chat template rewrote its history.
@@ -76,10 +76,10 @@ def split_segments(columns: RowColumns, reads: Ragged) -> Ragged:
     if len(places) == len(of_rows):
         return reads
     ends = torch.tensor([len(begins)])
-    return Ragged(reads.values, torch.cat([places, ends]).diff(), reads.width)
+    return RaggedTensor(reads.values, torch.cat([places, ends]).diff(), reads.width)
 
 
-def needed_lengths(reads: Ragged, *, whole_rows: bool = False) -> Tensor:
+def needed_lengths(reads: RaggedTensor, *, whole_rows: bool = False) -> Tensor:
     """Return the length of each row up to its last token that is read; 0 if none is read.
 
     With `whole_rows`, rows keep the tokens after that token.
@@ -92,7 +92,7 @@ def needed_lengths(reads: Ragged, *, whole_rows: bool = False) -> Tensor:
     return zeros.scatter_reduce(0, rows, up_to * reads.values, "amax")
 
 
-def _places_in_rows(column: Ragged) -> Tensor:
+def _places_in_rows(column: RaggedTensor) -> Tensor:
     lengths = column.lengths.flatten()
     return torch.arange(len(column.values)) - (lengths.cumsum(0) - lengths)[column.value_rows()]
 
@@ -131,7 +131,7 @@ class Feed:
 
 def packed_feed(
     columns: RowColumns,
-    reads: Ragged,
+    reads: RaggedTensor,
     device: torch.device,
     *,
     whole_rows: bool = False,
@@ -180,12 +180,14 @@ def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def padded_feed(
-    columns: RowColumns, reads: Ragged, device: torch.device, *, whole_rows: bool = False
+    columns: RowColumns, reads: RaggedTensor, device: torch.device, *, whole_rows: bool = False
 ) -> Feed:
     """Return a feed of the needed tokens of each row, starting at the first column, then zeros."""
     tokens, lengths = _needed(columns, reads, whole_rows)
     width = int(lengths.max())
-    padded = {name: Ragged(values, lengths, width).padded() for name, values in tokens.items()}
+    padded = {
+        name: RaggedTensor(values, lengths, width).padded() for name, values in tokens.items()
+    }
     mask, routed = padded.pop("reads"), padded.pop(ROUTED, None)
     padded["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
     inputs = {name: to_device(column, device) for name, column in padded.items()}
@@ -203,7 +205,7 @@ def padded_feed(
 
 
 def _needed(
-    columns: RowColumns, reads: Ragged, whole_rows: bool
+    columns: RowColumns, reads: RaggedTensor, whole_rows: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return columns with the needed tokens of all rows, and the number of such tokens per row.
 
@@ -259,7 +261,7 @@ def picked(output: Tensor, feed: Feed) -> Tensor:
     return output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
 
 
-def check_rows(module: Any, ids: Ragged) -> None:
+def check_rows(module: Any, ids: RaggedTensor) -> None:
     """Reject rows that are longer than the model supports, and unknown token ids."""
     config = body_of(module).config.get_text_config()
     if not len(ids.values):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.offload import to_device
 from workers.training.attention import Copies, RowLayout
@@ -45,7 +45,9 @@ class PrefixOrder(NamedTuple):
     """Number of tokens that each row, in this order, shares with the row before it."""
 
 
-def prefix_order(ids: Ragged, reads: Ragged, lengths: Sequence[int]) -> PrefixOrder | None:
+def prefix_order(
+    ids: RaggedTensor, reads: RaggedTensor, lengths: Sequence[int]
+) -> PrefixOrder | None:
     """Return an order in which rows share prefixes; None if they share little."""
     rows = [row[:length, None] for row, length in zip(ids.rows(), lengths, strict=True)]
     texts = [row.numpy().astype(">u4").tobytes() for row in rows]

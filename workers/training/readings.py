@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl_like.batch.ragged import Column, Ragged, join_ragged
+from verl_like.batch.ragged import Column, RaggedTensor, join_ragged
 from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
@@ -42,7 +42,7 @@ class Reading:
         """Called once with the loaded model."""
         self.model = model
 
-    def reads(self, columns: RowColumns) -> Ragged:
+    def reads(self, columns: RowColumns) -> RaggedTensor:
         """Mark the tokens at which the head is computed."""
         return response_reads(columns)
 
@@ -104,11 +104,11 @@ class RowScores(Reading):
             )
         self.folder_settings = {"score_at": self.score_at}
 
-    def reads(self, columns: RowColumns) -> Ragged:
+    def reads(self, columns: RowColumns) -> RaggedTensor:
         """Mark the tokens at which the score is read."""
         if self.score_at == "legacy_mean":
             ids = columns["input_ids"]
-            every: Ragged = ids.with_values(torch.ones(len(ids.values), dtype=torch.bool))
+            every: RaggedTensor = ids.with_values(torch.ones(len(ids.values), dtype=torch.bool))
             return every
         return last_token_reads(columns)
 
@@ -144,7 +144,7 @@ class Pairs(Reading):
         self.of_rows.begin(model)
         self.folder_settings = self.of_rows.folder_settings
 
-    def reads(self, columns: RowColumns) -> Ragged:
+    def reads(self, columns: RowColumns) -> RaggedTensor:
         """Mark the tokens of both sides at which the head is computed."""
         return self.of_rows.reads(rows_of_pairs(columns)).unflatten(0, (-1, 2))
 
@@ -173,14 +173,14 @@ class Pairs(Reading):
 
 def rows_of_pairs(columns: RowColumns) -> RowColumns:
     """Return the [pairs, 2, T] columns as [2 * pairs, T]: chosen and rejected alternate."""
-    return {name: c.flatten() for name, c in columns.items() if isinstance(c, Ragged)}
+    return {name: c.flatten() for name, c in columns.items() if isinstance(c, RaggedTensor)}
 
 
 def _paired(chosen: Column, rejected: Column) -> Column:
     """Combine two [pairs, ...] columns into [pairs, 2, ...]."""
     if isinstance(chosen, Tensor) and isinstance(rejected, Tensor):
         return torch.stack([chosen, rejected], dim=1)
-    assert isinstance(chosen, Ragged), "both sides give one kind of column"
-    assert isinstance(rejected, Ragged), "both sides give one kind of column"
+    assert isinstance(chosen, RaggedTensor), "both sides give one kind of column"
+    assert isinstance(rejected, RaggedTensor), "both sides give one kind of column"
     in_turn = torch.arange(2 * len(chosen)).view(2, -1).T.flatten()
     return join_ragged([chosen, rejected]).index_select(0, in_turn).unflatten(0, (-1, 2))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError, nearest_divisors
 from workers.models.folder import factor_border
 from workers.models.support.proof import NO_MODEL, Support, relative_error
@@ -82,7 +82,7 @@ class RowPasses:
         """True if rows may not share a pass because their rotary factors may differ."""
         return self.border is not None
 
-    def lengths(self, reads: Ragged) -> list[int]:
+    def lengths(self, reads: RaggedTensor) -> list[int]:
         """Return the number of tokens per row, or per pair of rows, that a pass computes."""
         tokens = needed_lengths(reads, whole_rows=self.apart)
         if reads.lengths.dim() == 2:
@@ -92,7 +92,7 @@ class RowPasses:
         lengths: list[int] = tokens.tolist()
         return lengths
 
-    def cut(self, ids: Ragged, reads: Ragged, budget: MicroBatchBudget) -> Cuts:
+    def cut(self, ids: RaggedTensor, reads: RaggedTensor, budget: MicroBatchBudget) -> Cuts:
         """Return the numbers of the rows, or of the pairs of rows, of every micro-batch.
 
         Ranks that share a pass add up their budgets.
@@ -110,7 +110,7 @@ class RowPasses:
         single, rectangles = are_pairs and self.apart, self.kind == "padded"
         return cut(lengths, budget, rectangles=rectangles, border=self.border, single=single)
 
-    def num_shared(self, ids: Ragged, reads: Ragged) -> int:
+    def num_shared(self, ids: RaggedTensor, reads: RaggedTensor) -> int:
         """Return the number of tokens in these rows that passes skip because of shared prefixes."""
         if not self.shares:
             return 0
@@ -118,7 +118,7 @@ class RowPasses:
         order = prefix_order(ids, reads, self.lengths(reads))
         return 0 if order is None else sum(order.shared)
 
-    def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
+    def feed(self, columns: RowColumns, reads: RaggedTensor, device: torch.device) -> Feed:
         """Return the arguments of a pass over these rows, with each segment as a separate row."""
         if self.apart and split_segments(columns, reads) is not reads:
             raise ConfigError(SPLITS)
@@ -288,19 +288,19 @@ def find_split_fault(model: Any) -> str:
     return ""
 
 
-def probe_rows() -> tuple[RowColumns, Ragged]:
+def probe_rows() -> tuple[RowColumns, RaggedTensor]:
     """Return test rows, and the positions that are read; their last tokens are not read.
 
     All rows begin with the same tokens.
     """
     rows = [torch.arange(length) for length in LENGTHS]
-    positions = Ragged.from_rows(rows, POSITIONS)
+    positions = RaggedTensor.from_rows(rows, POSITIONS)
     numbers = torch.arange(len(positions.values))
     numbers = torch.where(positions.values < LENGTHS[3] // 3, positions.values, numbers)
     tokens = 3 + numbers * 7 % (VOCABULARY - 3)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = [(row >= len(row) // 3) & (row < len(row) - 2) for row in rows]
-    return columns, Ragged.from_rows(reads, POSITIONS)
+    return columns, RaggedTensor.from_rows(reads, POSITIONS)
 
 
 @torch.no_grad()

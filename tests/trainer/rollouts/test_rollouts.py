@@ -17,7 +17,8 @@ from trainer.config.recipe import Recipe
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
-from verl_like import CallResult, DataProto
+from verl_like import DataProto
+from verl_like.calls.result import CallResult
 from verl_like.registry import load_object
 from workers.roles.rollout import RolloutWorker, SamplerWorker
 

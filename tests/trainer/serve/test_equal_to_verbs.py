@@ -14,7 +14,7 @@ from tests.trainer.serve.clients import Client, FailedError, config_of, outputs,
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from workers.training.optim import OptimStepSettings
 from workers.weights.sync import sync_weights
 
@@ -71,8 +71,8 @@ def over_http(url: str, base: str, rank: int) -> tuple[list[Any], list[Any]]:
     return results, ends
 
 
-def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int) -> Ragged:
-    return Ragged.from_rows([torch.tensor(row, dtype=dtype) for row in rows], width)
+def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int) -> RaggedTensor:
+    return RaggedTensor.from_rows([torch.tensor(row, dtype=dtype) for row in rows], width)
 
 
 def rows_of(ids: list[list[int]], **numbers: list[list[float]]) -> DataProto:
@@ -106,7 +106,7 @@ def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
         for step in range(STEPS):
             sync_weights(actor, rollout, step + 1)
             prompts = [torch.tensor(p) for p in PROMPTS for _ in range(GROUP)]
-            ids = Ragged.from_rows(prompts, config.data.max_prompt_length, at_end=True)
+            ids = RaggedTensor.from_rows(prompts, config.data.max_prompt_length, at_end=True)
             sampling = {"temperature": 0.9, "max_tokens": LENGTH, "stop_token_ids": ()}
             batch = rollout.generate_sequences(
                 DataProto.from_dict(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.verl_like.batches import assert_same
 from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.batch.verl_compat import (
     fold_batch_dim,
     pad_dataproto_to_divisor,
@@ -56,7 +56,7 @@ def ragged(noise, rows):
     starts = torch.from_numpy(noise.integers(0, 8 - lengths.numpy()))
     dtype = TORCH_DTYPES[noise.integers(len(TORCH_DTYPES))]
     values = torch.from_numpy(noise.integers(0, 100, int(lengths.sum()))).to(dtype)
-    return Ragged(values, lengths, 7, starts, int(noise.integers(2)))
+    return RaggedTensor(values, lengths, 7, starts, int(noise.integers(2)))
 
 
 @st.composite
@@ -91,7 +91,7 @@ def rectangles(data):
     """Return the same batch after a read of its columns in verl's layout."""
     copied = copy.copy(data)
     assert copied.batch is None or set(copied.batch.keys()) == set(data.columns)
-    assert not any(isinstance(column, Ragged) for column in copied.columns.values())
+    assert not any(isinstance(column, RaggedTensor) for column in copied.columns.values())
     return copied
 
 
@@ -176,7 +176,7 @@ def test_operations_on_ragged_columns_match_their_rectangles(data, times, random
     for operation in operations:
         assert_same(rectangles(operation(data)), rectangles(operation(rectangles(data))))
     for column in data.columns.values():
-        if isinstance(column, Ragged) and column.fill == 0:
+        if isinstance(column, RaggedTensor) and column.fill == 0:
             assert same_value(column.like(column.padded()), column)
     if len(data) and data.columns:
         assert same_value(dict(data[-1].batch), dict(rectangles(data)[-1].batch))

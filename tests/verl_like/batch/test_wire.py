@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from tests.verl_like.batches import DTYPES, assert_same, of_every_dtype
 from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 
 
 def out_of_band(data):
@@ -82,7 +82,9 @@ def test_any_layout_of_a_tensor_survives_pickle_and_disk(column, tmp_path):
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_padding_is_not_stored_and_is_restored_bit_for_bit(dtype, protocol, tmp_path):
     rows = [(torch.randn(row % 40 + 1) * 100).to(dtype) for row in range(64)]
-    names = {f"{at_end}": Ragged.from_rows(rows, 4096, at_end=at_end) for at_end in (False, True)}
+    names = {
+        f"{at_end}": RaggedTensor.from_rows(rows, 4096, at_end=at_end) for at_end in (False, True)
+    }
     data = DataProto.from_dict(names)
     content = pickle.dumps(data, protocol=protocol)
     tokens = sum(row.nbytes for row in rows)

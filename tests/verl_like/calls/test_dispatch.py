@@ -15,7 +15,7 @@ from verl_like import (
     DataProto,
     Dispatch,
     Execute,
-    Scatter,
+    PerRank,
     Worker,
     WorkerGroup,
     register,
@@ -98,7 +98,7 @@ def test_a_plain_value_of_any_length_is_broadcast(world: int, value: object) -> 
 @worlds
 def test_scatter_gives_each_worker_its_element(world: int) -> None:
     group, letters = GROUPS[world], "abcd"[:world]
-    assert group.all_to_all(Scatter(letters), other=7) == [(r, c, 7) for r, c in enumerate(letters)]
+    assert group.all_to_all(PerRank(letters), other=7) == [(r, c, 7) for r, c in enumerate(letters)]
     assert group.dp_compute([*letters]) == [(r, c) for r, c in enumerate(letters)]
     assert group.dp_compute_first(["only"]) == (0, "only")
 
@@ -110,9 +110,9 @@ def test_a_list_of_the_wrong_length_is_rejected_by_name() -> None:
     ):
         GROUPS[3].dp_compute([1, 2])
     with pytest.raises(
-        DispatchError, match=r"modes.all_to_all: argument 'other' .* got Scatter of 1"
+        DispatchError, match=r"modes.all_to_all: argument 'other' .* got PerRank of 1"
     ):
-        GROUPS[3].all_to_all(0, other=Scatter([1]))
+        GROUPS[3].all_to_all(0, other=PerRank([1]))
 
 
 def test_an_argument_that_is_no_batch_is_rejected_by_name() -> None:

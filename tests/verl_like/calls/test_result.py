@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.verl_like.calls.rows import GROUPS, assert_same, batch, worlds
-from verl_like import CallResult, DataProto, Dispatch, register
+from verl_like import DataProto, Dispatch, register
 from verl_like.calls.future import WorkerFuture
+from verl_like.calls.result import CallResult
 from verl_like.errors import DispatchError
 
 

@@ -17,7 +17,7 @@ from verl_like import (
     DataProto,
     DataProtoFuture,
     Dispatch,
-    Scatter,
+    PerRank,
     Worker,
     create_colocated_worker_raw_cls,
 )
@@ -61,7 +61,7 @@ def test_methods_can_be_called_by_name(group) -> None:
     assert future.get() == [(rank, [1, 2], 0) for rank in ranks]
     assert group.execute_rank_zero_sync("adder_plain", 3) == (0, 3, 0)
     assert group.execute_rank_zero_async("both", 3).get() == 30
-    element = Scatter([10 * rank for rank in ranks])
+    element = PerRank([10 * rank for rank in ranks])
     assert group.execute_all_sync("adder_plain", element) == [(r, 10 * r, 0) for r in ranks]
 
 

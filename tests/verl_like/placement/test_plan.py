@@ -6,9 +6,9 @@ import pytest
 
 from verl_like import Placement
 from verl_like.errors import InsufficientResourcesError, PlacementError
-from verl_like.placement.pools import Node, ProcessNeeds
+from verl_like.placement.pools import NodeSpec, ProcessNeeds
 
-NODES = [Node("a", devices=4, cpus=4.0), Node("b", devices=2, cpus=2.0)]
+NODES = [NodeSpec("a", devices=4, cpus=4.0), NodeSpec("b", devices=2, cpus=2.0)]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_plan_fits_a_narrow_terminal(plan: Placement) -> None:
 
 
 def test_equal_nodes_share_a_row_except_in_a_file() -> None:
-    nodes = [Node(f"n{number}", devices=8, cpus=64.0) for number in range(100)]
+    nodes = [NodeSpec(f"n{number}", devices=8, cpus=64.0) for number in range(100)]
     pools = {"main": [8] * 60 + [4] * 20, "rest": [8, 8]}
     plan = Placement.plan(pools, {"actor": "main", "critic": "rest"}, nodes)
     assert len(plan.draw().splitlines()) == 5
@@ -72,7 +72,7 @@ def test_a_pool_without_enough_cpus_is_rejected() -> None:
 
 
 def test_processes_share_scarce_cpus() -> None:
-    placement = Placement.plan({"main": [4]}, {"actor": "main"}, [Node("a", 4, 1.0)])
+    placement = Placement.plan({"main": [4]}, {"actor": "main"}, [NodeSpec("a", 4, 1.0)])
     assert placement.pools["main"].cpus_per_process == 0.25
 
 
@@ -87,7 +87,7 @@ ON_CPUS = ProcessNeeds("cpu", cpus=0.5)
 
 
 def test_a_pool_on_cpus_leaves_the_gpus_of_its_node_to_others() -> None:
-    node = Node("a", devices=2, cpus=4.0, kind="GPU")
+    node = NodeSpec("a", devices=2, cpus=4.0, kind="GPU")
     with pytest.raises(PlacementError, match="pool 'trainer_pool' .* 0 of 2 GPUs"):
         Placement.plan(TWO_POOLS, ROLES, [node])
     plan = Placement.plan(TWO_POOLS, ROLES, [node], needs={"generator_pool": ON_CPUS})
@@ -98,7 +98,7 @@ def test_a_pool_on_cpus_leaves_the_gpus_of_its_node_to_others() -> None:
 
 
 def test_processes_can_share_a_gpu() -> None:
-    node = Node("a", devices=1, cpus=4.0, kind="GPU")
+    node = NodeSpec("a", devices=1, cpus=4.0, kind="GPU")
     half = dict.fromkeys(TWO_POOLS, ProcessNeeds(gpus=0.25))
     plan = Placement.plan(TWO_POOLS, ROLES, [node], needs=half)
     assert "0.5 GPUs" in str(plan).splitlines()[1]
@@ -110,7 +110,7 @@ def test_processes_can_share_a_gpu() -> None:
 
 def test_a_pool_on_gpus_is_placed_on_gpu_nodes_or_rejected() -> None:
     wants = {"trainer_pool": ProcessNeeds("cuda")}
-    with_gpus = Node("c", devices=2, cpus=2.0, kind="GPU")
+    with_gpus = NodeSpec("c", devices=2, cpus=2.0, kind="GPU")
     plan = Placement.plan(TWO_POOLS, ROLES, [*NODES, with_gpus], needs=wants)
     assert [node.name for node in plan.pools["trainer_pool"].nodes] == ["c"]
     with pytest.raises(PlacementError, match="set trainer.device=cpu or .*trainer_pool.device=cpu"):
@@ -119,11 +119,14 @@ def test_a_pool_on_gpus_is_placed_on_gpu_nodes_or_rejected() -> None:
 
 def test_a_pools_own_cpus_are_reserved_before_the_others_share() -> None:
     needs = {"generator_pool": ProcessNeeds(cpus=0.25)}
-    plan = Placement.plan(TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs=needs)
+    plan = Placement.plan(TWO_POOLS, ROLES, [NodeSpec("a", 4, 2.0)], needs=needs)
     assert [p.cpus_per_process for p in plan.pools.values()] == [0.25, 0.75]
     with pytest.raises(PlacementError, match="takes 2 of 2 CPUs and leaves none for the 2 proc"):
         Placement.plan(
-            TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs={"generator_pool": ProcessNeeds(cpus=1.0)}
+            TWO_POOLS,
+            ROLES,
+            [NodeSpec("a", 4, 2.0)],
+            needs={"generator_pool": ProcessNeeds(cpus=1.0)},
         )
 
 
@@ -132,7 +135,7 @@ def test_custom_resources_are_counted_on_nodes_that_declare_them() -> None:
     plan = Placement.plan(TWO_POOLS, ROLES, NODES, needs=needs)
     assert "2 CPU slots, 2 accel" in str(plan).splitlines()[1]
 
-    known = [Node("a", 4, 4.0, resources={"accel": 1.0}), Node("b", 2, 2.0, resources={})]
+    known = [NodeSpec("a", 4, 4.0, resources={"accel": 1.0}), NodeSpec("b", 2, 2.0, resources={})]
     with pytest.raises(
         PlacementError,
         match="1 accel each: .* 1 of 1 accel.*lower pool_resources.generator_pool.res",
@@ -143,7 +146,7 @@ def test_custom_resources_are_counted_on_nodes_that_declare_them() -> None:
     assert [node.name for node in plan.pools["generator_pool"].nodes] == ["a"]
 
 
-def cluster(*nodes: Node) -> Placement:
+def cluster(*nodes: NodeSpec) -> Placement:
     """Return trainers on the first node with room for two, and generators where one fits."""
     spec, mapping = (
         {"trainers": [2], "generators": [1, 1]},
@@ -152,8 +155,8 @@ def cluster(*nodes: Node) -> Placement:
     return Placement.plan(spec, mapping, nodes, cpus_per_process=1.0)
 
 
-def node(name: str, devices: int) -> Node:
-    return Node(name, devices, float(devices), key=name)
+def node(name: str, devices: int) -> NodeSpec:
+    return NodeSpec(name, devices, float(devices), key=name)
 
 
 def test_only_the_lost_part_of_a_pool_moves_to_a_spare_node() -> None:
@@ -179,9 +182,9 @@ def test_a_pool_moves_only_to_a_free_node_it_does_not_use() -> None:
 
 def test_a_pool_on_gpus_moves_to_gpus() -> None:
     first, slots, second = (
-        Node("a", 1, 4.0, "GPU", "a"),
-        Node("b", 4, 4.0, "CPU slot", "b"),
-        Node("c", 1, 4.0, "GPU", "c"),
+        NodeSpec("a", 1, 4.0, "GPU", "a"),
+        NodeSpec("b", 4, 4.0, "CPU slot", "b"),
+        NodeSpec("c", 1, 4.0, "GPU", "c"),
     )
     before = Placement.plan({"p": [1]}, {"actor": "p"}, [first], 1.0)
     assert before.moved("p", [slots, second]).pools["p"].nodes == (second,)

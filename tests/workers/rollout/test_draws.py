@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError
 from workers.columns import write_columns
 from workers.rollout.batches import check_sample_hashes, sample_hash
@@ -31,7 +31,7 @@ SAMPLES = [
 
 def ragged_batch() -> DataProto:
     prompts = [torch.tensor(sample.prompt) for sample in SAMPLES]
-    responses = Ragged.from_rows([sample.tokens for sample in SAMPLES], R, fill=0)
+    responses = RaggedTensor.from_rows([sample.tokens for sample in SAMPLES], R, fill=0)
     versions = torch.cat([sample.versions for sample in SAMPLES])
     positions = [torch.arange(len(sample.prompt) + len(sample.tokens)) for sample in SAMPLES]
     starts = P - torch.tensor([len(sample.prompt) for sample in SAMPLES])
@@ -39,10 +39,10 @@ def ragged_batch() -> DataProto:
     mask = torch.ones(int(lengths.sum())).long()
     positions[0][4:] = torch.arange(2)
     columns = {
-        "prompts": Ragged.from_rows(prompts, P, at_end=True, fill=0),
+        "prompts": RaggedTensor.from_rows(prompts, P, at_end=True, fill=0),
         "responses": responses,
-        "attention_mask": Ragged(mask, lengths, P + R, starts, 0),
-        "position_ids": Ragged(torch.cat(positions), lengths, P + R, starts, 0),
+        "attention_mask": RaggedTensor(mask, lengths, P + R, starts, 0),
+        "position_ids": RaggedTensor(torch.cat(positions), lengths, P + R, starts, 0),
         "response_mask": responses.with_values((versions >= 0).long()),
         "token_versions": responses.with_values(versions),
         "sample_hash": torch.tensor([sample_hash(sample) for sample in SAMPLES]),
@@ -86,7 +86,7 @@ def test_any_changed_token_or_column_is_rejected_by_name(
     changed = batch.padded(name).clone()
     changed[place] = value
     column = batch.column(name)
-    batch.set_columns({name: column.like(changed) if isinstance(column, Ragged) else changed})
+    batch.set_columns({name: column.like(changed) if isinstance(column, RaggedTensor) else changed})
     with pytest.raises(BatchError, match=r"1 of 2 samples differ from what the .*uid/index: a/0\)"):
         check_sample_hashes(batch)
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from workers.roles.actor import ActorWorker
 from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import MicroBatchBudget
@@ -125,7 +125,7 @@ def test_offloaded_states_are_on_the_gpu_only_during_use(tiny_dir: Path) -> None
 
 def test_gradients_of_shared_prefixes_are_summed_in_a_fixed_order() -> None:
     rows = [torch.tensor([1, 2, 3, 4, last]) for last in range(5, 13)]
-    ids = Ragged.from_rows(rows, 5)
+    ids = RaggedTensor.from_rows(rows, 5)
     columns = {"input_ids": ids, "position_ids": ids.with_values(torch.arange(5).repeat(8))}
     reads = ids.with_values(torch.arange(40) % 5 == 4)
     feed = packed_feed(columns, reads, torch.device("cuda"), shares=True)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.models.architectures import VOCAB, build_tiny, tiny_model_config
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.process.worker import Worker
 from workers.parallel import tensor
 from workers.training import lm_head
@@ -30,7 +30,7 @@ def errors(is_tied: bool) -> dict[str, float]:
     vocab = tensor.apply(split, mesh).vocab
     lm_head.CHUNK_BYTES = 4 * 64 * 3
 
-    positions = Ragged.from_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
+    positions = RaggedTensor.from_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
     tokens = torch.arange(2 * POSITIONS) * 7 % config.vocab_size
     inputs = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     feed = padded_feed(inputs, positions.with_values(positions.values > 2), torch.device("cpu"))

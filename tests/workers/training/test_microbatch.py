@@ -6,7 +6,7 @@ import torch
 from tests.workers.samples import make_batch
 from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, ConfigError
 from workers.training.engine import INPUTS
@@ -66,7 +66,7 @@ def test_padded_and_ragged_columns_give_the_same_rows(holes: bool) -> None:
         ones = mask[1:].with_values(torch.ones(len(mask[1:].values)))
         order = [list(range(1, len(rows)))]
         restored, rectangle = (taken.restore([ones], order) for taken in (rows, other))
-        assert isinstance(restored, Ragged)
+        assert isinstance(restored, RaggedTensor)
         assert isinstance(rectangle, torch.Tensor)
         assert torch.equal(restored.padded(), rectangle)
         assert rectangle.shape == ours.column("responses").shape

@@ -10,7 +10,7 @@ from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradi
 from tests.workers.samples import PROMPT, RESPONSE, make_batch, started, tiny_config
 from tests.workers.training.test_row_proof import saved_model
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from workers.models.routing import COLUMN as ROUTED
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -33,13 +33,13 @@ def samples_of_prompts(num_prompts: int, num_samples: int) -> DataProto:
     return DataProto(batch=batch)
 
 
-def ragged(*rows: list[int]) -> Ragged:
-    return Ragged.from_rows([torch.tensor(row) for row in rows], 16)
+def ragged(*rows: list[int]) -> RaggedTensor:
+    return RaggedTensor.from_rows([torch.tensor(row) for row in rows], 16)
 
 
-def last_read(*lengths: int) -> Ragged:
+def last_read(*lengths: int) -> RaggedTensor:
     """Marks of rows that are read at their last token."""
-    return Ragged.from_rows([torch.arange(n) == n - 1 for n in lengths], 16)
+    return RaggedTensor.from_rows([torch.arange(n) == n - 1 for n in lengths], 16)
 
 
 def worker(cls: type, folder: Any, *, shares: bool, **model: Any) -> Any:

@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
-from verl_like.placement.pools import Node
+from verl_like.placement.pools import NodeSpec
 from verl_like.process.info import ONE_THREAD, environment
 from verl_like.threads import in_daemon
 
@@ -195,7 +195,7 @@ def living_nodes() -> list[dict[str, Any]]:
     return sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
 
 
-def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:
+def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[NodeSpec]:
     """Return the living nodes, by address.
 
     A node without GPUs has `slots_per_node` CPU slots, or one for every CPU.
@@ -206,7 +206,7 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
         have = node["Resources"]
         gpus, cpus = int(have.get("GPU", 0)) if use_gpu else 0, float(have.get("CPU", 0.0))
         nodes.append(
-            Node(
+            NodeSpec(
                 node["NodeManagerAddress"],
                 gpus or (int(cpus) if slots_per_node is None else slots_per_node),
                 cpus,
@@ -384,7 +384,7 @@ ANSWER_S = 60.0
 """Seconds in which a node must answer whether it sees a file."""
 
 
-def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
+def require_shared_folder(folder: Path, nodes: Iterable[NodeSpec]) -> None:
     """Raise if some node does not see this folder, because its workers' files would be lost."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -403,7 +403,7 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
         )
 
 
-def nodes_without_path(path: Path, nodes: Iterable[Node]) -> list[str]:
+def nodes_without_path(path: Path, nodes: Iterable[NodeSpec]) -> list[str]:
     """Return the names of the nodes that have no such path, or do not answer within a minute."""
     node_of_answer = {}
     for key, node in {node.key: node for node in nodes}.items():

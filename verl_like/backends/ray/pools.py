@@ -23,7 +23,7 @@ from verl_like.backends.ray.cluster import (
 from verl_like.calls.diagnose import Deadlines, WaitClock
 from verl_like.errors import PlacementError, WaitTimeoutError
 from verl_like.placement.plan import ROUNDING
-from verl_like.placement.pools import Node, PoolManager, ResourcePool, cpu_share
+from verl_like.placement.pools import NodeSpec, PoolManager, ResourcePool, cpu_share
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: int = 10,
         accelerator_type: str | None = None,
         cpus_per_process: float | None = None,
-        nodes: Sequence[Node] = (),
+        nodes: Sequence[NodeSpec] = (),
         deadlines: Deadlines | None = None,
         gpus_per_process: float = 1.0,
         resources: Mapping[str, float] | None = None,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of, replaced_forward
@@ -97,7 +97,7 @@ class Compile(ModelPart):
 def run_short_pass(model: Model) -> None:
     """Run two short rows through the model, and a chunk of logits through the compiled head."""
     vocabulary = body_of(model.module).get_input_embeddings().num_embeddings
-    positions = Ragged.from_rows([torch.arange(7), torch.arange(5)], 7)
+    positions = RaggedTensor.from_rows([torch.arange(7), torch.arange(5)], 7)
     tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = positions.with_values(torch.ones(len(tokens), dtype=torch.bool))

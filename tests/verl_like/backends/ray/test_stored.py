@@ -12,7 +12,7 @@ from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Modes
 from verl_like import DataProto
 from verl_like.backends.ray.transport import RayTransport, StoredBatch, pickled_batch, put_once
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -48,7 +48,7 @@ def test_any_difference_makes_another_batch() -> None:
 
 def test_a_batch_that_is_small_without_padding_is_sent_with_the_call() -> None:
     rows = [torch.arange(30) for _ in range(200)]
-    ragged = DataProto.from_dict({"tokens": Ragged.from_rows(rows, width=256, at_end=True)})
+    ragged = DataProto.from_dict({"tokens": RaggedTensor.from_rows(rows, width=256, at_end=True)})
     whole = DataProto.from_dict({"tokens": torch.randint(9, (200, 256))})
     part, keeper = RayTransport.share(ragged)
     assert keeper is None

@@ -15,7 +15,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config, weights_of
 from tests.workers.training.rank_layouts import distance, saved
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged
+from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, MissingColumnError
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.routing import Routers
@@ -64,7 +64,7 @@ def with_column(batch: DataProto, rows: list[Tensor]) -> DataProto:
     lengths = batch.padded("attention_mask").sum(dim=1)
     width = batch.padded("input_ids").shape[1]
     starts = batch.padded("attention_mask").int().argmax(dim=1)
-    column = Ragged(torch.cat(rows), lengths, width, starts)
+    column = RaggedTensor(torch.cat(rows), lengths, width, starts)
     return batch.set_columns({"routed_experts": column})
 
 
