@@ -74,7 +74,8 @@ def declared_form(method: Callable[..., Any]) -> str:
         raise DispatchError(
             f"{name} is declared to return {kind.__name__}; a data-parallel method must return a "
             "DataProto (or a TensorDict), metrics (a dict), or both "
-            "(verl_like.extend.CallResult). To collect one value per rank, register it with Dispatch.DP_COMPUTE_METRIC."
+            "(verl_like.extend.CallResult). To collect one value per rank, "
+            "register it with Dispatch.DP_COMPUTE_METRIC."
         )
     return _FORM_OF.get(kind, METRICS if kind is Mapping else "")
 
