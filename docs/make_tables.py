@@ -526,7 +526,7 @@ def flat_name_table() -> str:
     own = [f"`{name}` (`{key}`)" for name, key in OF_ROWS.items() if name not in OF_PPO]
     return (
         f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{_list(rows)}\n\n"
-        f"`SFT`, `RewardTraining`, `DPO` and `KTO` have {_code(alike)} and {', '.join(own)}.\n"
+        f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {_code(alike)} and {', '.join(own)}.\n"
         "Their keys have no `actor_rollout_ref.` or `actor.`: `lr` is `optim.lr`."
     )
 

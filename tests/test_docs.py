@@ -61,7 +61,7 @@ def test_troubleshooting_quotes_messages_of_the_code() -> None:
 
 SMALLER = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': '"tiny/model"',
-    "max_new_tokens=64": "max_prompt_length=64, max_new_tokens=8",
+    "max_response_length=64": "max_prompt_length=64, max_response_length=8",
     "max_completion_length=64": "max_prompt_length=64, max_completion_length=8",
     "steps=100": "steps=1",
 }

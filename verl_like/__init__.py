@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # start here: recipes, environments, hooks, and the results o
     from trainer.api.recipes import PPO as PPO
     from trainer.api.recipes import SFT as SFT
     from trainer.api.recipes import AsyncPPO as AsyncPPO
-    from trainer.api.recipes import RewardTraining as RewardTraining
+    from trainer.api.recipes import RewardModelTraining as RewardModelTraining
     from trainer.check_loss import check_loss as check_loss
     from trainer.hooks import Hooks as Hooks
     from trainer.launch import run as run

@@ -91,7 +91,7 @@ def test_an_async_run_that_generates_turns_in_chunks_equals_the_synchronous_run(
     model = with_experts(tiny_dir, tmp_path / "model")
     more = (model, R3, f"environment.history_tokens={history}")
     plain = play(tiny_dir, tmp_path / "plain", *more, recipe=PPO)
-    chunks = (f"{POLICY}.rollout.max_new_tokens_per_call=3", "async_training.max_staleness=0")
+    chunks = (f"{POLICY}.rollout.max_tokens_per_call=3", "async_training.max_staleness=0")
     in_chunks = play(tiny_dir, tmp_path / "async", *more, *chunks)
     for metrics, expected in zip(numbers_of(in_chunks), numbers_of(plain), strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", GAP):

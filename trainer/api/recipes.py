@@ -71,10 +71,10 @@ class PPO(PythonRun):
     def __init__(
         self,
         model: str | Path | PreTrainedModel | Mapping[str, Any] | Callable[[], Any] | None = None,
-        prompts: str | Path | Iterable[Any] | None = None,
+        prompts: str | Path | int | Iterable[Any] | None = None,
         reward: Callable[..., Any] | Sequence[Any] | Section | None = None,
         *,
-        val_prompts: str | Path | Iterable[Any] | None = None,
+        val_prompts: str | Path | int | Iterable[Any] | None = None,
         tokenizer: Any = None,
         callbacks: Sequence[object] = (),
         lr: float | None = None,
@@ -82,7 +82,7 @@ class PPO(PythonRun):
         n: int | None = None,
         mini_batch_size: int | None = None,
         max_prompt_length: int | None = None,
-        max_new_tokens: int | None = None,
+        max_response_length: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         kl_loss_coef: float | None = None,
@@ -110,7 +110,7 @@ class PPO(PythonRun):
                 several roles a dict of actor, critic, reward_model, ref; or a function that returns
                 any of these.
             prompts: texts, chats, or dicts with a `prompt` (a list, a `datasets.Dataset`, or any
-                other iterable), or file names.
+                other iterable), file names, or the number of prompts that the environment makes.
             reward: a function, a module's `forward`, or a reward model of transformers; by default,
                 the rule of each row's data_source. A function's parameters name its inputs:
                 `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`,
@@ -125,7 +125,7 @@ class PPO(PythonRun):
             n: samples per prompt.
             mini_batch_size: prompts per mini-batch.
             max_prompt_length: longest prompt in tokens.
-            max_new_tokens: longest response in tokens.
+            max_response_length: longest response in tokens.
             temperature: sampling temperature.
             top_p: total probability of the tokens to sample from.
             kl_loss_coef: weight of the KL in the loss; 0 removes it from the loss.
@@ -157,6 +157,9 @@ class PPO(PythonRun):
             settings["reward"] = reward if isinstance(reward, Mapping) else {"list": rewards}
         self._columns: list[str] | None = None
         data = {"data.train_files": prompts, "data.val_files": val_prompts}
+        if any(name.partition(".")[0] == "environment" for name in settings):
+            numbers = {key: value for key, value in data.items() if files.is_num_prompts(value)}
+            data, settings = {**data, **dict.fromkeys(numbers)}, settings | numbers
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
     def fit(
@@ -353,13 +356,13 @@ class SFT(RowsRun):
         check_lm_row(row)
 
 
-class RewardTraining(RowsRun):
+class RewardModelTraining(RowsRun):
     """Training of a reward model on pairs: dicts with `chosen`, `rejected` and usually `prompt`.
 
     It is the command `verl-like reward-model`. The parameters are those of `SFT`. For example:
 
         pair = {"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}
-        RewardTraining("Qwen/Qwen3-0.6B", [pair]).fit()
+        RewardModelTraining("Qwen/Qwen3-0.6B", [pair]).fit()
     """
 
     _recipe_path = "trainer.reward_model.recipe.REWARD_MODEL"
@@ -371,7 +374,7 @@ class RewardTraining(RowsRun):
 
 
 class DPO(RowsRun):
-    """Training with DPO or another preference loss, on pairs like those of `RewardTraining`.
+    """Training with DPO or another preference loss, on pairs like those of `RewardModelTraining`.
 
     The parameters are those of `SFT`. For example, with pairs for validation:
 

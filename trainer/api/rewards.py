@@ -72,7 +72,7 @@ def model_folder_of(model: Any, path: Path) -> str:
         raise ConfigError(
             f"a reward has the type {type(model).__name__}: a model of transformers can be a "
             "reward if it is a sequence classifier with one label, such as verl_like."
-            "RewardTraining makes. To score with another model, pass a function that calls it."
+            "RewardModelTraining makes. To score with another model, pass a function that calls it."
         )
     model.save_pretrained(path)
     return str(path)

@@ -43,7 +43,7 @@ class GeneratorSettings(Section):
     quantization: str | None = None
     max_num_seqs: int | None = None
     kv_cache_gib: float | None = None
-    max_new_tokens_per_call: int | None = None
+    max_tokens_per_call: int | None = None
     tensor_model_parallel_size: int | None = None
     gpu_memory_utilization: float | None = None
 

@@ -57,7 +57,7 @@ class Generator:
     ) -> None:
         """`start` starts the thread. `goes_on_after` handles the loss of a process of the group.
 
-        With `max_new_tokens_per_call`, a take samples at most that many tokens of each response and
+        With `max_tokens_per_call`, a take samples at most that many tokens of each response and
         does not wait for slow environments. New chunks may then start before others are finished,
         and weights arrive between two takes.
         """
@@ -67,7 +67,7 @@ class Generator:
         self._activity = activity.of(f"generator {number}")
         self._weights = WeightVersion(0, 0)
         self._running: dict[Submission, SampleChunk] = {}
-        self._max_tokens = config.rollout_of(number).max_new_tokens_per_call
+        self._max_tokens = config.rollout_of(number).max_tokens_per_call
         self._num_at_once = config.chunks_in_parallel(number)
         num_ranks = sum(sum(config.resource_pool_spec[pool]) for pool in config.child_pools)
         slice_s = max(SLICE_S, num_ranks / TAKES_PER_S)

@@ -27,11 +27,11 @@ from trainer.config.recipe import Recipe, placement_presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows import config as rows
 from trainer.rows.config import RowConfig
-from workers.config.rows import RewardTrainingConfig
+from workers.config.rows import RewardModelTrainingConfig
 
 
 @dataclass(kw_only=True)
-class RewardModelRunConfig(RowConfig, RewardTrainingConfig):
+class RewardModelRunConfig(RowConfig, RewardModelTrainingConfig):
     """A run that trains a reward model."""
 
     trainer: ValidatingTrainerConfig = rows.trainer_section(

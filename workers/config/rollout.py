@@ -125,7 +125,7 @@ class RolloutConfig(Section):
     """
     keep_kv_cache: bool = config_field(False, read_when=TAKES_WEIGHTS_AT_ONCE)
     """Keep the KV cache when weights arrive during generation; false recomputes it."""
-    max_new_tokens_per_call: int | None = config_field(
+    max_tokens_per_call: int | None = config_field(
         None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
     )
     """Maximum tokens that one call adds to a response; later calls continue it. null disables this

@@ -91,10 +91,10 @@ SCORE_AT = ("last_token", "legacy_mean")
 
 
 @dataclass(kw_only=True)
-class RewardTrainingConfig(RowWorkerConfig):
+class RewardModelTrainingConfig(RowWorkerConfig):
     """Keys of reward-model training: the model, the loss of its scores, and where it scores."""
 
-    loss: str = config_field("log_sigmoid", registry="pairwise loss")
+    loss: str = config_field("log_sigmoid", registry="reward-model loss")
     """Loss, as a function of chosen score - rejected score - margin."""
     center_coef: float = config_field(0.0, at_least=0)
     """Weight of (chosen score + rejected score)², which keeps scores near zero; 0 disables it."""

@@ -20,7 +20,7 @@ from verl_like.signatures import CallSignature, check_call
 PairwiseLoss = Callable[[Tensor], Tensor]
 
 REWARD_MODEL_LOSSES: Registry[PairwiseLoss] = Registry(
-    "pairwise loss", partial(check_call, call=CallSignature("gap"))
+    "reward-model loss", partial(check_call, call=CallSignature("gap"))
 )
 """Names for `loss` of a reward model's training."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from verl_like.calls.result import CallMetrics
-from workers.config.rows import RewardTrainingConfig, RowWorkerConfig
+from workers.config.rows import RewardModelTrainingConfig, RowWorkerConfig
 from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
@@ -111,18 +111,18 @@ class SFTWorker(RowWorker):
         return loss, {"loss": loss}
 
 
-class RewardTrainingWorker(RowWorker):
+class RewardModelTrainingWorker(RowWorker):
     """Trains a model to score the chosen side of a pair above the rejected side.
 
     This is not the frozen model that scores PPO's samples (`workers.roles.reward_model`).
     """
 
     loss_name = "pairwise"
-    config: RewardTrainingConfig
+    config: RewardModelTrainingConfig
     head: ClassVar[Head] = "scalar"
     loss_columns = ("margin",)
 
-    def __init__(self, config: RewardTrainingConfig) -> None:
+    def __init__(self, config: RewardModelTrainingConfig) -> None:
         super().__init__(config)
         self.pairwise_loss = get_pairwise_loss(config.loss)
 

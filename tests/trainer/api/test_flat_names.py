@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardTraining
+from trainer import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardModelTraining
 from trainer.api.flat_names import (
     LIKE_TRL,
     OF_PPO,
@@ -27,7 +27,7 @@ ROWS = [{"prompt": "say a", "response": "aaa"}] * 4
 PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
 
 
-@pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardTraining, DPO, KTO])
+@pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardModelTraining, DPO, KTO])
 def test_every_flat_name_stands_for_a_key_and_is_no_key(cls: Any) -> None:
     recipe = load_object(cls._recipe_path, "")
     keys = named_keys(recipe.schema)
@@ -37,7 +37,7 @@ def test_every_flat_name_stands_for_a_key_and_is_no_key(cls: Any) -> None:
 
 
 def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> None:
-    names = {"lr": 1e-3, "n": 2, "batch_size": 4, "mini_batch_size": 2, "max_new_tokens": 8}
+    names = {"lr": 1e-3, "n": 2, "batch_size": 4, "mini_batch_size": 2, "max_response_length": 8}
     model, prompts = tiny_dir / "model", ["say a"] * 8
     run = GRPO(
         model, prompts, lambda response: 1.0, kl_loss_coef=0.5, epochs=2, save_to=tmp_path, **names
@@ -88,7 +88,7 @@ def test_recipes_on_rows_accept_all_forms_of_keys(
     ("keywords", "words"),
     [
         ({"batchsize": 4}, r"no key 'batchsize'\. Did you mean 'batch_size'"),
-        ({"max_response_length": 8}, r"Did you mean 'max_new_tokens'\? Keywords: lr, .*, n, "),
+        ({"max_respons_length": 8}, r"Did you mean 'max_response_length'\? Keywords: lr, .*, n, "),
         ({"steps": 5}, r"no key 'steps'\. Pass it to fit, as in fit\(steps=5\)"),
         ({"report_to": "wandb"}, "TRL's report_to is 'logger' here"),
         ({"num_generations": 8, "n": 4}, "num_generations and n are two names of the same setting"),
@@ -158,7 +158,8 @@ def test_kto_is_dpo_with_its_loss(tiny_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "classes"), [(PPOKeys, [PPO, AsyncPPO]), (RowKeys, [SFT, RewardTraining, DPO, KTO])]
+    ("keys", "classes"),
+    [(PPOKeys, [PPO, AsyncPPO]), (RowKeys, [SFT, RewardModelTraining, DPO, KTO])],
 )
 def test_typed_keys_are_complete(keys: Any, classes: list[Any]) -> None:
     recipes = [load_object(cls._recipe_path, "") for cls in classes]

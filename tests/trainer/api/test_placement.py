@@ -11,7 +11,7 @@ from tests.integration.runs import calls, numbers
 from trainer import GRPO, PPO, AsyncPPO
 
 PROMPTS = [{"prompt": f"say {letter}", "letter": letter} for letter in "abcd"]
-SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_new_tokens": 8, "logger": []}
+SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_response_length": 8, "logger": []}
 
 
 @pytest.mark.parametrize(

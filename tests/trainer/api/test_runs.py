@@ -18,7 +18,7 @@ from trainer import (
     KTO,
     PPO,
     SFT,
-    RewardTraining,
+    RewardModelTraining,
     RunResult,
     config_hash,
     load_config,
@@ -301,7 +301,7 @@ LABELED = {"prompt": "say a", "completion": "aa", "label": True}
         (SFT, "abc", 3, "'messages' is 3, neither a text nor messages"),
         (SFT, "abc", {"messages": []}, "not a list of messages with role and content"),
         (SFT, "abc", {"prompt": "a", "response": 3}, "'response' is 3, not a text"),
-        (RewardTraining, PAIR, {"chosen": "a"}, "it has no 'rejected'; columns: chosen"),
+        (RewardModelTraining, PAIR, {"chosen": "a"}, "it has no 'rejected'; columns: chosen"),
         (DPO, PAIR, {**PAIR, "rejected": "aa"}, "'chosen' and 'rejected' are equal: 'aa'"),
         (DPO, PAIR, {**PAIR, "chosen": 3}, "'chosen': the response must be a text"),
         (DPO, PAIR, LABELED, "it has no 'chosen' and no 'rejected'"),
@@ -345,6 +345,13 @@ def test_rewards_are_a_function_a_list_or_the_section(tiny_dir: Path) -> None:
     assert section.max_failed_fraction == 0.1
     model = reward_of({"model": {"enable": True, "path": "j"}, "function": {"weight": 0}})
     assert (model.model.path, model.function.weight, model.list) == ("j", 0, [])
+
+
+def test_an_environment_makes_the_number_of_prompts_of_a_call(tiny_dir: Path) -> None:
+    run = GRPO(tiny_dir / "model", 64, environment="guess.py:Guess")
+    assert run.config().data.train_files == 64
+    with pytest.raises(ConfigError, match=r"data\.train_files has the type int: pass a list"):
+        GRPO(tiny_dir / "model", 64)
 
 
 def test_few_prompts_are_one_batch(tiny_dir: Path) -> None:

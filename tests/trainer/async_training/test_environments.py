@@ -65,7 +65,7 @@ def test_staleness_0_equals_the_synchronous_run(
     """Even if calls end in the middle of turns, and environments are killed or slow."""
     settings = (
         "async_training.max_staleness=0",
-        "actor_rollout_ref.rollout.max_new_tokens_per_call=3",
+        "actor_rollout_ref.rollout.max_tokens_per_call=3",
         "faults.kill_environment=0.3",
         "faults.delay_environment=0.3",
         "faults.delay_s=0.05",

@@ -64,7 +64,7 @@ def test_staleness_0_equals_the_synchronous_run(
 ) -> None:
     """Also where a generator returns partial responses, and weights are sent as differences."""
     changes = "actor_rollout_ref.rollout.weight_sync=changed"
-    partial = f"{GENERATORS}.0={{max_new_tokens_per_call: 3}}"
+    partial = f"{GENERATORS}.0={{max_tokens_per_call: 3}}"
     folder = run_async(tiny_dir, tmp_path, *TWO_SYNCHRONOUS, changes, partial)
     assert shared_numbers(folder) == shared_numbers(plain)
     takes = Counter(call["cat"] for call in calls(folder, "take"))

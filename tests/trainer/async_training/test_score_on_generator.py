@@ -65,7 +65,7 @@ def test_scores_equal_those_of_the_synchronous_run(
     more = (two_models(classifier), TWO_STEPS, *FEW_ROWS, *ROW_BY_ROW)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = ("async_training.topology=2m1t", "async_training.max_staleness=0", ON_GENERATOR)
-    ours += ("actor_rollout_ref.rollout.max_new_tokens_per_call=3",)
+    ours += ("actor_rollout_ref.rollout.max_tokens_per_call=3",)
     folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
     assert len(calls(folder, "take")) > len(calls(folder, "compute_values")) == 2 * 2

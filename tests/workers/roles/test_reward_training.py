@@ -17,10 +17,10 @@ from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import CheckpointConfig, OptimConfig, RewardModelConfig
-from workers.config.rows import RewardTrainingConfig, RowDataConfig, TrainedModelConfig
+from workers.config.rows import RewardModelTrainingConfig, RowDataConfig, TrainedModelConfig
 from workers.losses.pairwise import REWARD_MODEL_LOSSES
 from workers.roles.reward_model import RewardModelWorker
-from workers.roles.rows import RewardTrainingWorker
+from workers.roles.rows import RewardModelTrainingWorker
 from workers.training.engine import INPUTS
 
 PAIRS = 5
@@ -44,13 +44,13 @@ def pairs(extra_padding: int = 0) -> DataProto:
 
 
 def worker_of(path: Path, model: Settings = NONE, settings: Settings = NONE) -> Any:
-    config = RewardTrainingConfig(
+    config = RewardModelTrainingConfig(
         model=TrainedModelConfig(path=str(path), **model),
         optim=OptimConfig(lr=1e-2),
         checkpoint=CheckpointConfig(save_contents=["model", "hf_model"]),
         **settings,
     )
-    return started(RewardTrainingWorker, config, 10)
+    return started(RewardModelTrainingWorker, config, 10)
 
 
 def trained(path: Path, model: Settings = NONE, settings: Settings = NONE) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def trained(path: Path, model: Settings = NONE, settings: Settings = NONE) -> di
     return {"metrics": metrics, "scores": scores}
 
 
-def exported(worker: RewardTrainingWorker, folder: Path) -> Path:
+def exported(worker: RewardModelTrainingWorker, folder: Path) -> Path:
     worker.save_checkpoint(str(folder))
     return folder / "huggingface"
 
@@ -123,7 +123,7 @@ def test_the_metrics_are_means_over_the_pairs(one_layer_dir: Path) -> None:
 
 def test_a_loss_can_be_given_by_its_dotted_path(one_layer_dir: Path) -> None:
     path = "workers.losses.pairwise.compute_pairwise_loss_log_exp"
-    worker = RewardTrainingWorker(RewardTrainingConfig(loss=path))
+    worker = RewardModelTrainingWorker(RewardModelTrainingConfig(loss=path))
     assert worker.pairwise_loss is REWARD_MODEL_LOSSES["log_exp"]
 
 
