@@ -30,7 +30,7 @@ from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.batches import NoiseOf
+from workers.rollout.batches import SeedOf
 from workers.rollout.sample import Sample
 from workers.weights.channel import SyncReport
 
@@ -73,10 +73,10 @@ def sleep(seconds: float) -> None:
 class SleepingRollout(RolloutWorker):
     """Sleeps for every row, and when it receives weights."""
 
-    def requests_of(self, data: DataProto, noise_of: NoiseOf) -> list[Sample]:
+    def requests_of(self, data: DataProto, seed_of: SeedOf) -> list[Sample]:
         """Sleep, then return the engine's requests."""
         sleep(ROW_S * len(data))
-        return super().requests_of(data, noise_of)
+        return super().requests_of(data, seed_of)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:

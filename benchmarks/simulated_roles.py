@@ -187,7 +187,7 @@ def sampled(data: DataProto, version: int) -> Answer:
     """Return responses of 64 to 512 tokens, which depend only on the sample's name."""
 
     def drawn(sample: Sample) -> Sample:
-        length = 64 + sample.key % (RESPONSE - 63)
+        length = 64 + sample.seed % (RESPONSE - 63)
         tokens = torch.full((length,), 5)
         versions = torch.full((length,), version, dtype=torch.int32)
         return sample.with_response(tokens, torch.full((length, 1), -0.5), versions, "stop")

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.losses.pairwise import REWARD_MODEL_LOSSES as REWARD_MODEL_LOSSES
     from workers.losses.preference.registry import PREFERENCE_LOSSES as PREFERENCE_LOSSES
     from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
-    from workers.losses.registry import chooses_tokens as chooses_tokens
+    from workers.losses.registry import declare_chosen_tokens as declare_chosen_tokens
     from workers.losses.registry import declare_loss_keys as declare_loss_keys
     from workers.losses.token_loss import token_loss as token_loss
     from workers.models.load import load_model as load_model
@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.hf import HFEngine as HFEngine
     from workers.rollout.native.engine import NativeEngine as NativeEngine
     from workers.rollout.sample import Sample as Sample
-    from workers.rollout.sampling import noise_key as noise_key
+    from workers.rollout.sampling import sample_seed as sample_seed
     from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
     from workers.training.microbatch import MiniBatch as MiniBatch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams, TakeBudget
 from workers.rollout.sample import Sample
-from workers.rollout.sampling import noise_key
+from workers.rollout.sampling import sample_seed
 
 VOCAB, PROMPT, RESPONSE, STOP = 64, 9, 14, (2, 5, 7)
 LETTERS = [chr(ord("!") + token) for token in range(VOCAB)]
@@ -93,7 +93,7 @@ def make_prompts(num_ragged: int = 6) -> list[list[int]]:
 def requests_of(prompts: list[list[int]], n: int = 1) -> list[Sample]:
     """Return `n` samples of every prompt, as the role makes them."""
     return [
-        Sample(prompt, noise_key(0, f"{row}-0", index), f"uid {row}-0 sample {index}")
+        Sample(prompt, sample_seed(0, f"{row}-0", index), f"uid {row}-0 sample {index}")
         for row, prompt in enumerate(prompts)
         for index in range(n)
     ]

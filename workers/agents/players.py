@@ -23,7 +23,7 @@ from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.columns import PLAYERS, require, split_player_uid
 from workers.rollout.base import RolloutEngine, SamplingParams
-from workers.rollout.batches import NoiseOf
+from workers.rollout.batches import SeedOf
 
 if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
@@ -87,7 +87,7 @@ class Players:
         return 0 if self._loop is None else self._loop.num_running
 
     def submit(
-        self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, noise_of: NoiseOf
+        self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, seed_of: SeedOf
     ) -> list[int]:
         """Start a trajectory for every row that is not padding; return their numbers."""
         require(data, "raw_prompt", "sample_index", "uid")
@@ -100,7 +100,7 @@ class Players:
             self._kinds = host.kinds
             self._loop = TurnLoop(engine, host, chat, self._config)
         faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
-        starts = _starts(data, noise_of, faults, self._kinds)
+        starts = _starts(data, seed_of, faults, self._kinds)
         return self._loop.submit(starts, sampling, MOST_OPEN)
 
     def take(
@@ -116,14 +116,14 @@ class Players:
 
 
 def _starts(
-    data: DataProto, noise_of: NoiseOf, faults: Faults, kinds: Mapping[str, Kind]
+    data: DataProto, seed_of: SeedOf, faults: Faults, kinds: Mapping[str, Kind]
 ) -> list[TrajectoryStart]:
     columns = data.non_tensor_batch
     indices = data.padded("sample_index").tolist()
     starts: list[TrajectoryStart] = []
     for number in range(data.num_real_rows):
         uid, index = str(columns["uid"][number]), indices[number]
-        key, name = noise_of(uid, index), f"uid {uid} sample {index}"
+        key, name = seed_of(uid, index), f"uid {uid} sample {index}"
         prompt_uid, player = split_player_uid(uid) if PLAYERS in columns else (uid, "")
         columns_of_user = columns["row_columns"][number] if "row_columns" in columns else {}
         rule = columns["reward_model"][number] if "reward_model" in columns else {}
@@ -143,7 +143,7 @@ def _starts(
             if len(starts) < place or starts[-place].environment_key != (prompt_uid, index):
                 raise RolloutError(f"rollout: {name} is missing the other players {players}.")
             row = dict(starts[-place].row)
-        seeds = noise_of(prompt_uid, OF_ALL), noise_of(prompt_uid, index)
+        seeds = seed_of(prompt_uid, OF_ALL), seed_of(prompt_uid, index)
         tools = None if kind == "" else kinds[kind].tools
         start = TrajectoryStart(row["prompt"], row, seeds, key, name, faults, tools=tools)
         start = replace(start, environment_key=(prompt_uid, index), player=player * bool(players))

@@ -75,7 +75,7 @@ class TrajectoryStart:
     seeds: tuple[int, int]
     """The prompt's seed, for all of its samples, and this sample's."""
     key: int
-    """The sample's noise key (`workers.rollout.sample.noise_key`)."""
+    """The sample's seed (`workers.rollout.sample.sample_seed`)."""
     name: str
     faults: Faults = NO_FAULTS
     """The faults that are injected into its environment."""

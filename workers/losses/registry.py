@@ -46,7 +46,7 @@ class LossTraits:
     """Properties of a policy loss, which configuration checks use.
 
     `verl_like.extend` has decorators for the first two fields: `declare_loss_keys` and
-    `chooses_tokens`. A loss with `choose_tokens` must accept `chosen_tokens`; without this
+    `declare_chosen_tokens`. A loss with `choose_tokens` must accept `chosen_tokens`; without this
     argument, it chooses among the tokens of the call.
     """
 
@@ -93,7 +93,7 @@ def declare_loss_keys(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     return declares(keys_read=keys)
 
 
-def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+def declare_chosen_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     """Declare the function that chooses the specially treated tokens from a whole mini-batch.
 
     The driver calls `choose(old_log_prob, advantages, response_mask, generator, config=actor)`, in

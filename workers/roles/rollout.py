@@ -44,7 +44,7 @@ from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.state import named_state, set_buffer_dtype
 from workers.models.tokenizers import set_template_variables
 from workers.rollout.base import RolloutEngine, SamplingParams
-from workers.rollout.batches import REQUEST, NoiseOf, batch_of, samples_of
+from workers.rollout.batches import REQUEST, SeedOf, batch_of, samples_of
 from workers.rollout.build import (
     build_engine,
     check_engine,
@@ -52,7 +52,7 @@ from workers.rollout.build import (
     takes_adapter,
     tokenizer_of,
 )
-from workers.rollout.sample import Sample, noise_key
+from workers.rollout.sample import Sample, sample_seed
 from workers.rollout.sampling import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.rollout.vllm.lockstep import in_step
 from workers.weights.channel import SyncReport
@@ -195,11 +195,11 @@ class RolloutWorker(WeightReceiver, Worker):
             )
         attempt = data.meta_info.get("attempt", 0)
         stream = "validate" if data.meta_info.get("validate") else "train"
-        noise_of = partial(noise_key, self.seed, attempt=attempt, stream=stream)
+        seed_of = partial(sample_seed, self.seed, attempt=attempt, stream=stream)
         if self.players is None:
-            numbers = self.engine.submit(self.requests_of(data, noise_of), sampling)
+            numbers = self.engine.submit(self.requests_of(data, seed_of), sampling)
         else:
-            numbers = self.players.submit(data, self.engine, sampling, noise_of)
+            numbers = self.players.submit(data, self.engine, sampling, seed_of)
         self._sampling, self._pad = sampling, int(pad)
         return numbers
 
@@ -248,9 +248,9 @@ class RolloutWorker(WeightReceiver, Worker):
         sampling = sampling_params(settings, self.response_width, stop)
         return replace(sampling, routed_experts=replays_routing(self.policy) and not validates)
 
-    def requests_of(self, data: DataProto, noise_of: NoiseOf) -> list[Sample]:
+    def requests_of(self, data: DataProto, seed_of: SeedOf) -> list[Sample]:
         """Return one sample to be generated per row that is not padding."""
-        return samples_of(data, self.prompt_width, noise_of)
+        return samples_of(data, self.prompt_width, seed_of)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

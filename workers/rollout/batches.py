@@ -27,11 +27,11 @@ from workers.rollout.sample import Sample
 REQUEST = "request"
 """Column with the request numbers of submitted rows, by which the client finds their samples."""
 TRUNCATED = "rollout_truncated_log_probs"
-NoiseOf = Callable[[str, int], int]
-"""A function that maps uid and sample index to the sample's noise key (`noise_key`)."""
+SeedOf = Callable[[str, int], int]
+"""A function that maps uid and sample index to the seed of the sample (`sample_seed`)."""
 
 
-def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sample]:
+def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Sample]:
     """Return one sample, still without a response, per row that is not padding."""
     require(data, "input_ids", "attention_mask", "sample_index", "uid")
     ids = data.column("input_ids")
@@ -51,7 +51,7 @@ def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sa
     samples = []
     for row, prompt in enumerate(prompts[: data.num_real_rows]):
         uid, index = str(uids[row]), indices[row]
-        samples.append(Sample(prompt.tolist(), noise_of(uid, index), f"uid {uid} sample {index}"))
+        samples.append(Sample(prompt.tolist(), seed_of(uid, index), f"uid {uid} sample {index}"))
     return samples
 
 

@@ -184,7 +184,10 @@ class _Decoding:
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores that leave greedy search one token: the sample's next, or a new one."""
         if self.position == len(self.tokens):
-            place, keys = np.array([len(self.tokens)]), np.array([self.sample.key], dtype=np.uint64)
+            place, keys = (
+                np.array([len(self.tokens)]),
+                np.array([self.sample.seed], dtype=np.uint64),
+            )
             noise = torch.from_numpy(uniforms(keys, place)).to(scores.device)
             token, log_prob = sample_tokens(scores, noise, self.sampling, torch.from_numpy(place))
             self.tokens.append(int(token))

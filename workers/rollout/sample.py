@@ -55,8 +55,8 @@ class Sample:
 
     prompt: Sequence[int]
     """Token ids of the prompt, without padding."""
-    key: int = 0
-    """The sample's noise key (`noise_key`), which seeds its sampling."""
+    seed: int = 0
+    """Seed of its sampling noise (`sample_seed`)."""
     name: str = "sample"
     """The sample's name in messages."""
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -153,7 +153,7 @@ class Sample:
         return replace(
             self._between(begin + 1, None),
             prompt=self.tokens[begin : begin + 1].tolist(),
-            key=noise_key(self.key, "segment", len(self.segments)),  # positions restart at 0
+            seed=sample_seed(self.seed, "segment", len(self.segments)),  # positions restart at 0
             routed_experts=None if routed is None else routed[len(self.prompt) + begin :],
             end_at=self.longest(max_tokens) - begin - 1,
             segments=(),
@@ -207,10 +207,10 @@ class Sample:
         return torch.stack([kind for kind in kinds if kind is not None], dim=1)
 
 
-def noise_key(
+def sample_seed(
     seed: int, uid: str, sample_index: int, attempt: int = 0, stream: str = "train"
 ) -> int:
-    """Return the 64-bit key of a sample's noise: equal arguments give equal noise.
+    """Return the 64-bit seed of a sample's noise: equal arguments give equal noise.
 
     Args:
         seed: the run's seed.

@@ -1,6 +1,6 @@
 """Parse sampling settings, and sample tokens with noise that does not depend on the batch.
 
-The noise is counter-based: each sample has a 64-bit key (`noise_key`), and each pair of key and
+The noise is counter-based: each sample has a 64-bit seed (`sample_seed`), and each pair of seed and
 token position has one uniform number (`uniforms`). So placement, ranks, other samples and restarts
 cannot change the number. The sampled token is the one at which the cumulative distribution, in
 float64, exceeds the number (`sample_tokens`).
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from verl_like.errors import ConfigError, nearest
 from workers.rollout.base import SamplingParams
-from workers.rollout.sample import noise_key as noise_key  # the documented path of this name
+from workers.rollout.sample import sample_seed as sample_seed  # the documented path of this name
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig

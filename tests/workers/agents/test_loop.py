@@ -27,7 +27,7 @@ from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native.engine import NativeEngine
-from workers.rollout.sampling import noise_key
+from workers.rollout.sampling import sample_seed
 
 HERE = "tests.workers.agents.games"
 WIDTH = 60
@@ -63,8 +63,8 @@ def sampling_of(tokenizer: Any, max_tokens: int = WIDTH, **settings: Any) -> Sam
 
 def starts(first: int, last: int, **row: Any) -> list[TrajectoryStart]:
     """Return the starts of samples of one prompt, each with its number in its row."""
-    keys = {number: noise_key(0, "uid", number) for number in range(first, last)}
-    seed = noise_key(0, "uid", -1)
+    keys = {number: sample_seed(0, "uid", number) for number in range(first, last)}
+    seed = sample_seed(0, "uid", -1)
     return [
         TrajectoryStart("a", {"number": number, **row}, (seed, key), key, f"sample {number}")
         for number, key in keys.items()

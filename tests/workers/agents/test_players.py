@@ -19,7 +19,7 @@ from tests.workers.agents.test_loop import (
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.trajectory import Trajectory, TrajectoryStart
-from workers.rollout.sampling import noise_key
+from workers.rollout.sampling import sample_seed
 
 PLAYERS = ("white", "black")
 Pairs = list[list[Trajectory]]
@@ -28,10 +28,13 @@ Play = Callable[..., Pairs]
 
 def starts_of(num: int, players: tuple[str, ...] = PLAYERS, **row: Any) -> list[TrajectoryStart]:
     """Return the starts of all players in `num` environments, each with its number in its row."""
-    seed, starts = noise_key(0, "uid", -1), []
+    seed, starts = sample_seed(0, "uid", -1), []
     for number in range(num):
         for player in players:
-            seeds, key = (seed, noise_key(0, "uid", number)), noise_key(0, f"uid:{player}", number)
+            seeds, key = (
+                (seed, sample_seed(0, "uid", number)),
+                sample_seed(0, f"uid:{player}", number),
+            )
             start = TrajectoryStart("a", {"number": number, **row}, seeds, key, player)
             starts.append(replace(start, environment_key=number, player=player))
     return starts

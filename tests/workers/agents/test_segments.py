@@ -183,14 +183,14 @@ def test_each_segment_has_its_own_noise() -> None:
     versions = torch.full((9,), -1, dtype=torch.int32)
     sample = Sample(
         [1],
-        key=5,
+        seed=5,
         tokens=torch.arange(9),
         finish_reason="abort",
         log_probs=torch.zeros(9),
         versions=versions,
     )
     segments = [replace(sample, segments=begins).last_segment(20) for begins in ((), (4,), (4, 7))]
-    assert len({segment.key for segment in segments}) == 3
+    assert len({segment.seed for segment in segments}) == 3
     assert [list(segment.prompt) for segment in segments] == [[1], [4], [7]]
     assert [len(segment.prompt) + len(segment.tokens) for segment in segments] == [10, 5, 2]
     assert [segment.longest(20) for segment in segments] == [20, 15, 12]

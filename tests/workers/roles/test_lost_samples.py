@@ -18,7 +18,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import LostSamplesError
 from workers.config import WorkersConfig
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.batches import NoiseOf
+from workers.rollout.batches import SeedOf
 from workers.rollout.build import build_engine
 from workers.rollout.client import RolloutClient, Submission
 
@@ -34,8 +34,8 @@ class Sampler(RolloutWorker):
         self.engine = build_engine(self._whole_config, self)
         self.engine.commit(0)
 
-    def requests_of(self, data: DataProto, noise_of: NoiseOf) -> Any:
-        requests = super().requests_of(data, noise_of)
+    def requests_of(self, data: DataProto, seed_of: SeedOf) -> Any:
+        requests = super().requests_of(data, seed_of)
         REQUESTS.update(request.name for request in requests)
         return requests
 

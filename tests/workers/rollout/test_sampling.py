@@ -15,7 +15,7 @@ from workers.rollout import sampling as sampling_module
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import (
     filtered_probs,
-    noise_key,
+    sample_seed,
     sample_tokens,
     uniforms,
     uniforms_of,
@@ -29,7 +29,7 @@ def sampling(**settings: Any) -> SamplingParams:
 
 
 def noise(count: int, position: int = 0) -> torch.Tensor:
-    keys = np.array([noise_key(0, f"{row}-0", 0) for row in range(count)], dtype=np.uint64)
+    keys = np.array([sample_seed(0, f"{row}-0", 0) for row in range(count)], dtype=np.uint64)
     return torch.from_numpy(uniforms(keys, np.full(count, position)))
 
 
@@ -182,7 +182,7 @@ def test_noise_is_a_pure_function_of_key_and_position() -> None:
 
 def test_noise_is_even_along_positions_and_along_keys() -> None:
     along_positions = uniforms(
-        np.full(DRAWS, noise_key(0, "0-0", 0), dtype=np.uint64), np.arange(DRAWS)
+        np.full(DRAWS, sample_seed(0, "0-0", 0), dtype=np.uint64), np.arange(DRAWS)
     )
     for numbers in (along_positions, noise(DRAWS).numpy()):
         counts = np.histogram(numbers, bins=32, range=(0, 1))[0]
@@ -193,8 +193,8 @@ def test_noise_is_even_along_positions_and_along_keys() -> None:
 def test_every_part_of_a_name_changes_the_key() -> None:
     parts = ([0, 1], ["0-0", "1-0", "0-1"], [0, 1], [0, 1], ["train", "validate"])
     names = list(itertools.product(*parts))
-    assert len({noise_key(*name) for name in names}) == len(names)
-    assert noise_key(0, "0-0", 0) == noise_key(0, np.str_("0-0"), np.int64(0))
+    assert len({sample_seed(*name) for name in names}) == len(names)
+    assert sample_seed(0, "0-0", 0) == sample_seed(0, np.str_("0-0"), np.int64(0))
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_short_prompts_next_to_longer_kept_ones_truncate_nothing(model: Any) -> 
     load(engine, model, 3)
     sampling = replace(settings(), max_tokens=96, stop_token_ids=())
     (long,) = engine.generate([Sample([7, 8], end_at=70, cached=CachedStates())], sampling)
-    requests = [replace(observing(long), end_at=80), Sample([9, 9], key=1, end_at=2)]
+    requests = [replace(observing(long), end_at=80), Sample([9, 9], seed=1, end_at=2)]
     expected = [engine.generate([request], sampling)[0] for request in requests]
     for sample, other in zip(engine.generate(requests, sampling), expected, strict=True):
         assert_same(sample, other, engine)

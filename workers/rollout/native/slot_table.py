@@ -90,7 +90,7 @@ class SlotTable:
         if sample.cached is not None:
             sample = replace(sample, cached=CachedStates())  # its states are outdated from now on
         count = len(sample.tokens)
-        self.numbers[slot], self.samples[slot], self.keys[slot] = entry.number, sample, sample.key
+        self.numbers[slot], self.samples[slot], self.keys[slot] = entry.number, sample, sample.seed
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), length
         self.forced[slot], self.num_sampled[slot] = count, 0
         self.longest[slot] = sample.longest(self.tokens.shape[1])

@@ -160,7 +160,7 @@ class VllmEngine(RolloutEngine):
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
                 "detokenize": False,
-                "extra_args": {"row": row, "key": sample.key, "made": len(tokens)},
+                "extra_args": {"row": row, "key": sample.seed, "made": len(tokens)},
             }
             ids, salt = [*sample.prompt, *tokens], f"load {self._num_loads}"
             requests.append(VllmRequest(number, ids, salt, params))

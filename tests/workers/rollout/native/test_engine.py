@@ -31,7 +31,7 @@ from workers.rollout.batches import batch_of
 from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sample import Sample
-from workers.rollout.sampling import noise_key
+from workers.rollout.sampling import sample_seed
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_samples_of_one_prompt_share_its_prefill_and_differ(
     model: Any, prompts: list[list[int]]
 ) -> None:
     engine = engine_of(model)
-    requests = [Sample(prompts[0], noise_key(0, "0-0", i)) for i in range(40)]
+    requests = [Sample(prompts[0], sample_seed(0, "0-0", i)) for i in range(40)]
     with shapes_of_passes(model) as shapes:
         outputs = engine.generate(requests, settings())
     assert shapes[0] == (4, PROMPT)
@@ -260,7 +260,7 @@ def test_a_prefill_of_short_prompts_keeps_earlier_long_ones(model: Any) -> None:
     random = np.random.default_rng(0)
     lengths = [60] * 64 + [3] * 8
     prompts = [random.integers(8, VOCAB, size=length).tolist() for length in lengths]
-    samples = [Sample(prompt, noise_key(0, "x", n)) for n, prompt in enumerate(prompts)]
+    samples = [Sample(prompt, sample_seed(0, "x", n)) for n, prompt in enumerate(prompts)]
     engine = wide_engine(model)
     (single,) = wide_engine(model).generate(samples[:1], settings())
     assert_same(engine.generate(samples, settings())[0], single, engine)
@@ -269,7 +269,7 @@ def test_a_prefill_of_short_prompts_keeps_earlier_long_ones(model: Any) -> None:
 def test_a_sample_that_joins_between_takes_keeps_earlier_ones(model: Any) -> None:
     random = np.random.default_rng(0)
     prompts = [random.integers(8, VOCAB, size=length).tolist() for length in (60, 60, 3)]
-    long, other, short = (Sample(prompt, noise_key(0, "x", 7)) for prompt in prompts)
+    long, other, short = (Sample(prompt, sample_seed(0, "x", 7)) for prompt in prompts)
     other = dataclasses.replace(other, end_at=1)  # its first token is its last
     (single,) = wide_engine(model).generate([long], settings())
 
