@@ -10,13 +10,10 @@ from typing import Any, ClassVar
 
 from trainer.api.flat_names import OF_ROWS, settings_of
 from trainer.api.inputs import (
-    Row,
+    RunInputs,
     file_names,
     is_file_name,
-    model_path,
-    models_by_role,
     rows_in_memory,
-    text_row,
     write_rows,
 )
 from trainer.config.compose import load_config
@@ -53,8 +50,7 @@ class PythonRun:
     """Dotted path of the recipe, which is imported when the first run is created."""
     _example: ClassVar[str]
     """Arguments after the model in an example of a call."""
-    _model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
-    """Role of a model -> its section of the configuration; a single model belongs to the first."""
+    _inputs_class: ClassVar[type[RunInputs]]
     _flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
     """Flat name -> the key that it sets."""
     _presets: ClassVar[Mapping[str, str]] = {}
@@ -73,6 +69,7 @@ class PythonRun:
         reject_nested_run()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
+        self._inputs = self._inputs_class()
         self._recipe: Recipe[Any] = load_object(self._recipe_path, type(self).__name__)
         settings = {**self._presets, **settings_of(keys, self._flat_names, self._recipe)}
         self._names = {key: name for name, key in self._flat_names.items() if name in keys}
@@ -97,7 +94,7 @@ class PythonRun:
 
     def __repr__(self) -> str:
         """Return the class, its model's path and the run folder."""
-        model = self.settings.get(f"{next(iter(self._model_sections.values()))}.path")
+        model = self.settings.get(f"{next(iter(self._inputs.model_sections.values()))}.path")
         return f"{type(self).__name__}(model={str(model)!r}, folder={str(self.folder)!r})"
 
     def _take(
@@ -107,7 +104,7 @@ class PythonRun:
         make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
-        derived = self._model_settings(model, tokenizer, inputs)
+        derived = self._inputs.model_settings(model, tokenizer, inputs)
         self._defaults: dict[str, Any] = {
             "trainer.backend": "local",
             "trainer.save_freq": LAST_STEP_ONLY,
@@ -117,7 +114,7 @@ class PythonRun:
                 derived[key] = self._files(key, rows, settings, inputs)
         _reject_duplicates(derived, settings)
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived}
-        self.settings |= self._plain_settings(settings, inputs)
+        self.settings |= self._inputs.plain_settings(settings, inputs)
         has_places = any(key.partition(".")[0] in PLACES for key in settings)
         if has_places:
             self._defaults["trainer.backend"] = "ray"
@@ -138,9 +135,9 @@ class PythonRun:
         """Return the value of `key`: the given file names, or a new file with the rows."""
         if is_file_name(rows):
             return file_names(rows)
-        items = self._rows_of(rows_in_memory(rows, key), settings)
+        items = self._inputs.rows_of(rows_in_memory(rows, key), settings)
         if key == "data.train_files":
-            self._defaults |= self._defaults_for(len(items))
+            self._defaults |= self._inputs.defaults_for(len(items))
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
         is_new = key != "data.train_files" or not committed(self.folder)
         return write_rows(items, key, path, may_differ=is_new)
@@ -149,41 +146,8 @@ class PythonRun:
         """Raise an error for a row in memory, now in a file, that the run could not use."""
         rows = ((f"{key}, row {number}", row) for number, (_, row) in enumerate(json_rows(path)))
         if config.data.on_bad_row == "error":
-            for _ in good_rows(rows, lambda _, row: self._check_row(row, config), "error"):
+            for _ in good_rows(rows, lambda _, row: self._inputs.check_row(row, config), "error"):
                 pass
-
-    # -------------------------------------------------------------- for a subclass to override
-
-    def _model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-        """Return key -> path for every model; models in memory share the tokenizer."""
-        models = models_by_role(model, list(self._model_sections))
-        are_all_paths = all(isinstance(item, str | Path) for item in models.values())
-        paths: dict[str, Any] = {}
-        for role, item in models.items():
-            folder = inputs / (role if len(models) > 1 else "model")
-            its_tokenizer = (
-                None if isinstance(item, str | Path) and not are_all_paths else tokenizer
-            )
-            paths[f"{self._model_sections[role]}.path"] = model_path(item, its_tokenizer, folder)
-        return paths
-
-    def _rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
-        """Convert items of data in memory to rows with the columns that the recipe's files have."""
-        return [text_row(item) for item in items]
-
-    def _check_row(self, row: Row, config: Any) -> None:
-        """Raise a ValueError if the row's columns or their types are not those of the recipe."""
-        raise NotImplementedError
-
-    def _defaults_for(self, num_rows: int) -> dict[str, Any]:
-        """Return settings for this number of rows in memory; the user's settings override them."""
-        return {}
-
-    def _plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
-        """Return the user's settings, with objects replaced by files."""
-        return dict(settings)
-
-    # ------------------------------------------------------------------------------------- the run
 
     def overrides(self, steps: int | None = None) -> list[str]:
         """Return the `key=value` strings of the run that `fit(steps)` would start now."""
