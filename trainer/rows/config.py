@@ -31,11 +31,11 @@ OPTIMIZERS = "workers.training.optim"
 
 def check_rows_config(config: RowConfig) -> None:
     """Run the checks across keys that these recipes share."""
-    from workers.parallel.sharding import settle
+    from workers.parallel.sharding import resolve_sharding
     from workers.training.schedules import check_optim
 
     model = config.model
-    settle(model.strategy, model.fsdp_config, config.parallel, "model.fsdp_config")
+    resolve_sharding(model.strategy, model.fsdp_config, config.parallel, "model.fsdp_config")
     check_optim(config.optim, "optim")
     _check_pass(config, 1, "a row of up to {} tokens")
 

@@ -246,7 +246,7 @@ class _Child(Requests):
             try:
                 self.send(number, method, _resolve(args))
             except WorkerError as error:  # from a call that this one refers to
-                self.settle(number, error)
+                self.set_answer(number, error)
 
     def _why_dead(self) -> str:
         code = self.process.wait()

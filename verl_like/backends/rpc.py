@@ -121,9 +121,9 @@ class Requests:
             return  # `_receive` finds the reason
         except Exception as error:  # noqa: BLE001 - it belongs to this request
             summary = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
-            self.settle(number, WorkerError(f"{summary}: {error}"))
+            self.set_answer(number, WorkerError(f"{summary}: {error}"))
 
-    def settle(self, number: int, value: Any) -> None:
+    def set_answer(self, number: int, value: Any) -> None:
         """Set the answer of a request, or its error."""
         with self._lock:
             answer = self._unanswered.pop(number, None)
@@ -141,7 +141,7 @@ class Requests:
                 except Exception as error:  # noqa: BLE001 - classes may raise anything when unpickled
                     summary = "the driver cannot read the answer of the worker process"
                     kind, content = "error", f"{summary}: {type(error).__name__}: {error}"
-                self.settle(number, WorkerError(content) if kind == "error" else content)
+                self.set_answer(number, WorkerError(content) if kind == "error" else content)
         except (EOFError, OSError):
             self.dead = WorkerDiedError(self._describe_exit())
             self._fail_all(self.dead)

@@ -40,7 +40,7 @@ class Sharding:
     pp_schedule: str = "1f1b"
 
 
-def settle(
+def resolve_sharding(
     strategy: str,
     config: FSDPConfig | FrozenFSDPConfig,
     parallel: ParallelConfig | None = None,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head
 from workers.models.memory_shapes import described_by, meta_model
-from workers.parallel.sharding import Sharding, axes_key, settle
+from workers.parallel.sharding import Sharding, axes_key, resolve_sharding
 
 _meta_modules: dict[str, Any] = {}
 """Modules on the meta device, by model, head, and whether they are trained."""
@@ -62,7 +62,7 @@ class RoleModelSpec:
     def sharding(self) -> Sharding:
         """The distribution of the model over the role's ranks."""
         key = self._fsdp_key
-        return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
+        return resolve_sharding(self.strategy, self.fsdp, self.parallel, key, self.quantization)
 
     @property
     def axes_key(self) -> str:

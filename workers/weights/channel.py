@@ -101,7 +101,7 @@ def aligned(place: int) -> int:
     return -(-place // ALIGNMENT) * ALIGNMENT
 
 
-def pack(
+def fill_buckets(
     tensors: NamedTensors, limit: int, room: AllocateBuffer, watch: Stopwatch, lends: bool = True
 ) -> Iterator[Bucket]:
     """Copy tensors into buckets of at most `limit` bytes, and hash them.

@@ -27,7 +27,7 @@ from workers.weights.channel import (
     Channel,
     SyncReport,
     allocate_buffer,
-    pack,
+    fill_buckets,
 )
 from workers.weights.checksum import NamedTensors, Stopwatch, hash_of
 from workers.weights.connection import Address, Connections, Manifest
@@ -129,7 +129,7 @@ class WeightSender:
 
         def send(channel: Channel) -> None:
             if merging is None:
-                channel.send(pack(tensors, limit, channel.room, channel.watch))
+                channel.send(fill_buckets(tensors, limit, channel.room, channel.watch))
             else:
                 send_changes(channel, tensors, limit, merging, self.sent, stores=True)
 
@@ -285,7 +285,7 @@ def send_changes(
                 yield PREFIX + name, changes
 
     summary = {"manifest": manifest, "merging": merging}
-    channel.send(pack(changed(), limit, channel.room, channel.watch), summary)
+    channel.send(fill_buckets(changed(), limit, channel.room, channel.watch), summary)
     channel.connection.manifest = manifest
 
 
@@ -316,7 +316,7 @@ class Snapshot:
         """Replace the contents with copies of these tensors, and reuse the memory."""
         self.version, self.merging, self.watch = version, merging, Stopwatch()
         limit = int(bucket_mb * 2**20)
-        self.buckets = list(pack(tensors, limit, self._room, self.watch, lends=False))
+        self.buckets = list(fill_buckets(tensors, limit, self._room, self.watch, lends=False))
         del self._rooms[len(self.buckets) :]
 
     def _room(self, number: int, num_bytes: int) -> Tensor:

@@ -22,7 +22,7 @@ from workers.models.load import PickledTensors, load_model
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor
 from workers.parallel.groups import RankGroups
-from workers.parallel.sharding import settle
+from workers.parallel.sharding import resolve_sharding
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import MicroBatchBudget
 
@@ -184,7 +184,7 @@ def test_a_strategy_that_contradicts_its_fsdp_config_is_rejected(
     strategy: str, config: FSDPConfig, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        settle(strategy, config)
+        resolve_sharding(strategy, config)
 
 
 OPTIMIZERS = ["torch.optim.SGD", "torch.optim.Adagrad"]

@@ -17,7 +17,7 @@ from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.config import FSDPConfig
 from workers.parallel import sharding
-from workers.parallel.sharding import Sharding, settle
+from workers.parallel.sharding import Sharding, resolve_sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.policy_objective import PolicyObjective
 from workers.training.microbatch import MicroBatchBudget
@@ -105,9 +105,11 @@ def test_shard_grad_op_gathers_once_per_mini_batch_and_fsdp_per_pass(
 
 def test_offload_is_a_suffix_of_a_strategy() -> None:
     config = FSDPConfig()
-    assert settle("shard_grad_op+offload", config) == Sharding("shard_grad_op", -1, True, True)
-    assert settle("fsdp+offload", config) == settle("fsdp_offload", config)
-    assert settle("shard_grad_op", config) == Sharding("shard_grad_op", -1, False, False)
+    assert resolve_sharding("shard_grad_op+offload", config) == Sharding(
+        "shard_grad_op", -1, True, True
+    )
+    assert resolve_sharding("fsdp+offload", config) == resolve_sharding("fsdp_offload", config)
+    assert resolve_sharding("shard_grad_op", config) == Sharding("shard_grad_op", -1, False, False)
 
 
 def order_of_gathers(tiny_dir: Path) -> list[str]:

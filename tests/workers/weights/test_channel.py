@@ -22,7 +22,7 @@ from tests.workers.stand_ins import (
 )
 from verl_like.process.store import SignedStore
 from workers.weights import connection, sender
-from workers.weights.channel import ALIGNMENT, Bucket, Channel, pack
+from workers.weights.channel import ALIGNMENT, Bucket, Channel, fill_buckets
 from workers.weights.checksum import CHUNK, Stopwatch, hash_of
 from workers.weights.connection import Connection
 from workers.weights.sync import sync_weights
@@ -88,10 +88,10 @@ def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any])
     """Change the sender's buckets of at most 100 bytes by `change`."""
 
     def changed(tensors: Any, limit: int, *arguments: Any) -> Any:
-        buckets = pack(tensors, 100, *arguments)
+        buckets = fill_buckets(tensors, 100, *arguments)
         return iter(change([Bucket(bucket.entries, bucket.payload.clone()) for bucket in buckets]))
 
-    monkeypatch.setattr(sender, "pack", changed)
+    monkeypatch.setattr(sender, "fill_buckets", changed)
 
 
 def with_double_payload(buckets: list[Bucket]) -> list[Bucket]:
@@ -144,7 +144,7 @@ def test_buckets_stay_within_their_size_in_two_buffers() -> None:
     tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
     tensors[3:3] = [("odd", torch.ones(3, dtype=torch.uint8)), ("none", torch.zeros(0, 2))]
     seen: dict[str, torch.Tensor] = {}
-    for bucket in pack(tensors, 600, buffers_of(600), Stopwatch()):
+    for bucket in fill_buckets(tensors, 600, buffers_of(600), Stopwatch()):
         assert len(bucket.payload) <= 600 or len(bucket.entries) == 1
         for (*_, value), chunk in zip(bucket.entries, bucket.contents(), strict=True):
             assert hash_of(chunk) == value
@@ -159,7 +159,9 @@ def test_a_flipped_bit_at_either_end_of_a_tensor_names_the_tensor(limit: int) ->
     weights["large"] = torch.randn(CHUNK // 4 + 3)
     flipped = []
     unsigned = SignedStore(cast(Any, None), "", "")
-    for number, bucket in enumerate(pack(weights.items(), limit, buffers_of(limit), Stopwatch())):
+    for number, bucket in enumerate(
+        fill_buckets(weights.items(), limit, buffers_of(limit), Stopwatch())
+    ):
         for (name, *_), chunk in zip(bucket.entries, bucket.contents(), strict=True):
             for byte, bit in [(0, 1), (0, 128), (-1, 1), (-1, 128)]:
                 chunk[byte] ^= bit

@@ -61,7 +61,7 @@ class NoiseSampler(nn.Module):
         An additional last column receives tokens that are sampled before vLLM knows that a request
         has ended.
         """
-        self.settle()
+        self.write_pending()
         shape, before = (num_rows, sampling.max_tokens + 1), (self.log_probs, self.versions)
         self.log_probs = torch.zeros(*shape, sampling.num_log_probs)
         self.versions = torch.zeros(shape, dtype=torch.int32)
@@ -96,14 +96,14 @@ class NoiseSampler(nn.Module):
             _StepLogProbs(batch_noise.rows, steps.clip(0, last), self.version, *arriving(log_probs))
         )
         if len(self._arriving) == 2 * STEPS_BEHIND:
-            self.settle(STEPS_BEHIND)
+            self.write_pending(STEPS_BEHIND)
         if self.choices is not None:
             self.choices.end_pass(batch_noise.rows.tolist(), self.choice_dtype)
         return SamplerOutput(
             sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
         )
 
-    def settle(self, num_steps: int | None = None) -> None:
+    def write_pending(self, num_steps: int | None = None) -> None:
         """Write pending steps into the tables: the first `num_steps`, or all."""
         settled = self._arriving[:num_steps]
         self._arriving = self._arriving[len(settled) :]
@@ -232,7 +232,7 @@ class WorkerExtension:
         The last column has no meaning (see `NoiseSampler.begin`).
         """
         sampler = self.model_runner.sampler
-        sampler.settle()
+        sampler.write_pending()
         return sampler.log_probs[rows], sampler.versions[rows]
 
     def end_requests(self) -> None:

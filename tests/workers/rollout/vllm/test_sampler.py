@@ -110,7 +110,7 @@ def test_the_tables_contain_every_draw_of_every_version() -> None:
         assert step(sampler, logits).tolist() == tokens.tolist()
         for n, facts in enumerate(runner.facts):
             expected[facts["row"], made[n] + number] = log_probs[n]
-    sampler.settle()
+    sampler.write_pending()
     assert torch.equal(sampler.log_probs, expected)
     assert sampler.versions[2, :num_steps].tolist() == [n // 10 for n in range(num_steps)]
 
@@ -121,7 +121,7 @@ def test_draws_after_the_last_token_of_a_sample_change_no_other() -> None:
     sampler = started_sampler(runner)
     runner.input_batch.num_tokens_no_spec += MOST
     step(sampler, torch.zeros(2, VOCABULARY))
-    sampler.settle()
+    sampler.write_pending()
     assert not sampler.log_probs[:, :MOST].any()
 
 
