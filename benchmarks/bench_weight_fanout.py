@@ -172,7 +172,7 @@ def figures_of(trainer: Any, generators: list[Any], rounds: int) -> dict[str, An
             began = time.perf_counter()
             figures = deliver(generators[:number])
             seconds[number].append(time.perf_counter() - began)
-            sent_mb[number] = max(figure["perf/weight_sync_mb"] for figure in figures)
+            sent_mb[number] = max(figure["perf/weight_sync_mib"] for figure in figures)
             published = trainer.weights_checksum()
             assert all(
                 generator.weights_checksum() == published for generator in generators[:number]

@@ -223,12 +223,12 @@ METRICS = {
 SYNCHRONOUS = {
     "generation s": "timing_s/gen",
     "sync s": "timing_s/update_weights",
-    "sync MB": "perf/weight_sync_mb",
+    "sync MB": "perf/weight_sync_mib",
 }
 ASYNCHRONOUS = {
     "wait for samples s": "timing_s/gen",
     "sync s": "timing_s/deliver_weights",
-    "sync MB": "perf/published_mb",
+    "sync MB": "perf/published_mib",
 }
 
 

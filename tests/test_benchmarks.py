@@ -23,7 +23,7 @@ from workers.losses.registry import POLICY_LOSSES
 from workers.rewards.scorer import Scorer
 from workers.training import lm_head
 from workers.weights import checksum
-from workers.weights.channel import HOST, Channel, pack
+from workers.weights.channel import HOST, Channel, fill_buckets
 from workers.weights.connection import Connection
 
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -102,7 +102,7 @@ def test_the_safety_benchmark_switches_weight_hashes_off_and_on(
         num_hashes.clear()
         unsigned = SignedStore(cast(Any, None), "", "")
         arriving = Channel(Connection("", 0, 2, None), unsigned, 1, HOST)
-        (bucket,) = pack(state.items(), 2**24, arriving.room, arriving.watch)
+        (bucket,) = fill_buckets(state.items(), 2**24, arriving.room, arriving.watch)
         tensors = arriving._verified(0, bucket.payload, {"number": 0, "tensors": bucket.entries})
         engine.load_weights(tensors)
         engine.commit(1)

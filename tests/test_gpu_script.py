@@ -179,7 +179,7 @@ def test_a_run_reports_medians_of_later_steps_against_the_data_sheet(
     part = run_of(hour, "GRPO 7B, rollout apart: NCCL sync", configs)
     steps = [
         {"timing_s/step": seconds, "timing_s/gen": 10.0, "perf/mfu/actor": 0.4,
-         "timing_s/update_weights": 0.1, "perf/weight_sync_mb": 14000.0}
+         "timing_s/update_weights": 0.1, "perf/weight_sync_mib": 14000.0}
         for seconds in (90.0, 20.0, 30.0)
     ]  # fmt: skip
     (tmp_path / "run").mkdir()

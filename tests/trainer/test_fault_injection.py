@@ -21,7 +21,7 @@ from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, SampleLogError
 
 STEPS, PROMPTS = 10, 2
-OF_ASYNC_RUNS = ("async/", "training/weights_changed_share")
+OF_ASYNC_RUNS = ("async/", "training/weights_changed_fraction")
 """Prefixes of metrics that PPO does not have."""
 
 

@@ -46,7 +46,7 @@ class SyncLog:
             "role": role,
             "seconds": figures["timing_s/weight_sync"],
             "hash_s": figures["perf/weight_sync_hash_s"],
-            "bytes": round(figures["perf/weight_sync_mb"] * MIB),
+            "bytes": round(figures["perf/weight_sync_mib"] * MIB),
             "driver_rss_bytes": resident_bytes(os.getpid()),
         }
         with self._lock, self._path.open("a", encoding="utf-8") as file:

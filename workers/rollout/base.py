@@ -149,7 +149,7 @@ class RolloutEngine(ABC):
     is_follower: bool = False
     """True if another rank of this engine leads, that is, schedules and returns the samples."""
     num_bytes: int = 0
-    """Size of the weights that a sync loads, for the metric `perf/weight_sync_mb`."""
+    """Size of the weights that a sync loads, for the metric `perf/weight_sync_mib`."""
     vocab_size: int
 
     def __init__(

@@ -86,11 +86,11 @@ def publish_weights(
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders), bucket_mb)
     figures = {
         "timing_s/publish_weights": time.perf_counter() - start,
-        "perf/published_mb": max(report.num_bytes for report in reports) / 2**20,
+        "perf/published_mib": max(report.num_bytes for report in reports) / 2**20,
     }
     shares = [report.changed_share for report in reports if report.changed_share is not None]
     if shares:
-        figures["training/weights_changed_share"] = min(shares)
+        figures["training/weights_changed_fraction"] = min(shares)
         if min(shares) == 0:
             _warn_of_unchanged_weights()
     return figures
@@ -176,7 +176,7 @@ def _figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[
     return {
         "timing_s/weight_sync": time.perf_counter() - start,
         "perf/weight_sync_hash_s": max(report.hash_s for report in reports),
-        "perf/weight_sync_mb": max(report.num_bytes for report in reports) / 2**20,
+        "perf/weight_sync_mib": max(report.num_bytes for report in reports) / 2**20,
         "training/weight_version": float(version),
     }
 

@@ -54,7 +54,7 @@ def figures(version: int) -> dict[str, float]:
     return {
         "timing_s/weight_sync": 0.25,
         "perf/weight_sync_hash_s": 0.125,
-        "perf/weight_sync_mb": 5.0,
+        "perf/weight_sync_mib": 5.0,
         "training/weight_version": float(version),
     }
 

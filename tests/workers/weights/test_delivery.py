@@ -100,7 +100,7 @@ def test_a_delivery_succeeds_after_a_rejected_one(actor: Group, rollout: Group) 
 def test_the_share_of_changed_tensors_is_a_metric_and_zero_warns_once(
     actor: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    share = "training/weights_changed_share"
+    share = "training/weights_changed_fraction"
     sync._warn_of_unchanged_weights.cache_clear()
     assert share not in publish_weights(actor, 0)
     assert share not in publish_weights(actor, 0)

@@ -29,7 +29,7 @@ both_ways = pytest.mark.parametrize("bring", [sync_weights, deliver])
 
 
 def num_bytes(figures: dict[str, float]) -> float:
-    return figures["perf/weight_sync_mb"] * 2**20
+    return figures["perf/weight_sync_mib"] * 2**20
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_the_version_changes_when_every_rank_has_verified(actor: Group, rollout:
         assert versions(rollout) == [version] * 2
         assert set(checksums(rollout)) == {checksums(actor)[0]}
         assert metrics["training/weight_version"] == version
-    assert metrics["perf/weight_sync_mb"] > 0
+    assert metrics["perf/weight_sync_mib"] > 0
 
 
 @pytest.mark.parametrize(

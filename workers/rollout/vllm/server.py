@@ -37,7 +37,7 @@ from workers.rollout.vllm.setup import (
     check_tested_version,
     model_identity,
 )
-from workers.weights.channel import Channel, pack
+from workers.weights.channel import Channel, fill_buckets
 from workers.weights.connection import Connections
 
 ANSWER_S = 600.0
@@ -184,7 +184,7 @@ class VllmServer:
         try:
             with self._links.sending(address, ranks, self._device) as (connection, store):
                 channel = Channel(connection, store, 0, self._device)
-                channel.send(pack(tensors, BUCKET_BYTES, channel.room, channel.watch))
+                channel.send(fill_buckets(tensors, BUCKET_BYTES, channel.room, channel.watch))
         except WeightSyncError:
             if told.done():
                 told.result()
