@@ -67,7 +67,7 @@ def page_of(notebook: Any) -> str:
 
 
 def outputs_of(cell: Any) -> tuple[str, list[str]]:
-    """Return what a cell printed, and its pictures, without the live display of a run."""
+    """Return what a cell printed, and its pictures, without the progress bar of a run."""
     texts, pictures = "", []
     for output in cell.get("outputs", []):
         if output.get("name") == "stdout":

@@ -14,8 +14,8 @@ from tests import ROOT
 from tests.import_graph import PACKAGES, imports_of_file, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NEVER_INSTALLED = ("_typeshed", "IPython")
-"""Packages only for type checkers, and packages of a notebook that is already running."""
+NEVER_INSTALLED = ("_typeshed",)
+"""Packages only for type checkers."""
 
 
 def test_every_imported_package_is_declared() -> None:

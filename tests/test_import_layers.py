@@ -32,7 +32,7 @@ BELOW: dict[str, set[str]] = {
     "workers": {"verl_like"},
     "trainer": {"verl_like", "workers"},
 }
-OPTIONAL = {"vllm", "flash_attn", "peft", "trackio", "wandb", "datasets", "pandas", "IPython"}
+OPTIONAL = {"vllm", "flash_attn", "peft", "trackio", "wandb", "datasets", "pandas"}
 
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [

@@ -26,7 +26,6 @@ from typing import Any, Protocol, TextIO
 
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.report.read import spread
-from trainer.run_folder.notebook import NotebookConsole, is_in_notebook
 from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, json_objects, write_whole
@@ -86,7 +85,7 @@ class JsonLines:
 
 
 class Console:
-    """A live bar on a terminal; otherwise the newest step, at most once per second.
+    """A live bar on a terminal or in a notebook; otherwise lines, at most one per second.
 
     The first step, the last step, and every validation always have lines. A line shows the recipe's
     `headline` of a step, or its first metrics, and the time left.
@@ -94,7 +93,7 @@ class Console:
 
     def __init__(self, total_steps: int, headline: Headline, stream: TextIO | None = None):
         self._total, self._stream = total_steps, stream or sys.stdout
-        self._headline = headline
+        self._headline, self._has_bar = headline, self._stream.isatty() or is_in_notebook()
         self._bar: Any = None
         self._began = time.monotonic()
         self._first_step: int | None = None
@@ -105,7 +104,7 @@ class Console:
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         numbers, scores = numbers_of(metrics, self._headline), scores_of(metrics)
         text = "  ".join(numbers)
-        if self._stream.isatty():
+        if self._has_bar:
             from tqdm import tqdm
 
             if self._bar is None:
@@ -141,6 +140,12 @@ class Console:
             self._bar.close()
         if self._waiting:
             self._print()
+
+
+def is_in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:
@@ -247,7 +252,7 @@ def start_trackio(config: RunConfig, total_steps: int) -> OnlineRun:
             name=name,
             config=masked(asdict(config)),
             resume="allow" if is_resumed else "never",
-            embed=False,  # the notebook has the run's own display
+            embed=False,  # no dashboard in a notebook's cell
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -266,15 +271,6 @@ BUILT_IN: dict[str, Callable[..., Tracker]] = {
     "wandb": start_wandb,
 }
 """The trackers that need not be registered, by their names in `TRACKERS`."""
-
-
-def make_console(total_steps: int, headline: Headline) -> Tracker:
-    """Return the console for a terminal or a notebook."""
-    if not is_in_notebook():
-        return Console(total_steps, headline)
-    return NotebookConsole(
-        total_steps, lambda metrics: [*numbers_of(metrics, headline), *scores_of(metrics)]
-    )
 
 
 @dataclass(frozen=True)
@@ -332,7 +328,9 @@ def make_tracking(
         for name in dict.fromkeys(config.trainer.logger):
             try:
                 if name == "console":
-                    tracker: Tracker = make_console(total_steps, console_headline)
+                    tracker: Tracker = Console(
+                        total_steps, console_headline, sys.stderr if is_in_notebook() else None
+                    )
                 else:
                     tracker = (BUILT_IN.get(name) or TRACKERS.look_up(name))(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")

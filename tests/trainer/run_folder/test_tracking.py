@@ -90,6 +90,20 @@ def test_the_bar_has_the_width_of_the_terminal(columns: int) -> None:
     assert ("reward 0.5" if columns == 40 else f"reward 0.5  KL 0.01  {REST}"[:60]) in bar
 
 
+def test_a_notebook_gets_a_bar_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    with make_tracking(config(tmp_path, "console"), 2, PPOTrainer.headline) as tracking:
+        tracking.log(STEP, 1)
+        tracking.log(STEP, 2)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "2/2 |" in output.err
+    assert "reward 0.5" in output.err
+
+
 def test_a_log_has_the_first_and_last_step_and_validations() -> None:
     log = io.StringIO()
     console = Console(8, PPOTrainer.headline, log)
