@@ -77,7 +77,7 @@ ERRORS = [
 def test_errors_name_the_key(settings: str, words: str) -> None:
     needed = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
     with pytest.raises(VerlLikeError, match=words):
-        load_config([*needed, *re.split(r" (?=\w+\.)", settings)])
+        load_config([*needed, *re.split(r" (?=[a-z]\w*\.)", settings)])
 
 
 def test_the_hint_for_recipe_names_a_preset_of_this_recipe() -> None:
