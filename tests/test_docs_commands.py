@@ -291,7 +291,7 @@ NOT_A_VALUE = re.compile(rf"""{PLACEHOLDER.pattern}|"|\b(?:my_\w+|module)\.|^[a-
 """Matches also `n`, names of the reader's own code and presets, and Python."""
 OTHER_SYSTEMS = ("coati", "openrlhf", "trl", "verl")
 VARIABLE = re.compile(r"\b(\w+)(?: =|, \w+ =|: [\w\[\], |]+ =| in |:$)")
-CHECKED_LATER: dict[str, Collection[str]] = {"environment.call_parser": FORMS}
+CHECKED_LATER: dict[str, Collection[str]] = {"environment.tool_call_parser": FORMS}
 """Key -> its valid names, where a run checks them only when it reads its data."""
 
 

@@ -178,7 +178,9 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
     """Play one trajectory turn by turn, until it ends or has `--max-turns` turns."""
     tools = [in_full(path) for path in options.tools]
     forms = forms_of(str(chat.tokenizer.chat_template))
-    spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools, call_parser=forms)
+    spec = EnvironmentSpec(
+        in_full(options.environment), options.kwargs, tools, tool_call_parser=forms
+    )
     row, seed = {"prompt": "", **options.row}, options.seed or 0
     if sys.stdin.isatty():
         print("Enter: the model's turn; a text: yours; Ctrl-D ends")

@@ -16,7 +16,7 @@ generators.
 
   --gpus 16             GPUs in all; --gpus 16xH100 includes the device
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or
-                        another name with --gib, --flops (per s), and
+                        another name with --memory-gib, --flops (per s), and
                         --memory-bandwidth, --link-bandwidth,
                         --network-bandwidth (bytes per s)
   --per-node 8          GPUs per node; default: 8

@@ -35,7 +35,7 @@ class Device:
     """A GPU, with its memory and its links. Rates are per second."""
 
     name: str
-    gib: float
+    memory_gib: float
     flops: float
     """Operations in dense bfloat16 products."""
     memory_bandwidth: float
@@ -48,7 +48,7 @@ class Device:
     @property
     def bytes(self) -> int:
         """Bytes of the GPU's memory."""
-        return int(self.gib * 2**30)
+        return int(self.memory_gib * 2**30)
 
 
 BANDWIDTHS = {
@@ -67,7 +67,7 @@ Gbit/s per GPU, as in nodes that are sold with eight of them.
 DEVICES = {
     name: Device(name, GIB_OF_GPUS[name], PEAKS[name], *rates) for name, rates in BANDWIDTHS.items()
 }
-NUMBERS = ("gib", "flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
+NUMBERS = ("memory_gib", "flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 """The options `--<name>` of `verl-like plan` that describe a GPU."""
 
 

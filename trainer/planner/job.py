@@ -342,8 +342,8 @@ def _per_node(num_gpus: int, per_node: int) -> list[int]:
 def cluster_keys(device: Device, num_gpus: int, per_node: int) -> dict[str, Any]:
     """Return the settings of a run that simulates these GPUs."""
     on_node = min(num_gpus, per_node)
-    is_known = GIB_OF_GPUS.get(device.name) == device.gib
-    gpu = device.name if is_known else f"{device.gib:g}GiB"
+    is_known = GIB_OF_GPUS.get(device.name) == device.memory_gib
+    gpu = device.name if is_known else f"{device.memory_gib:g}GiB"
     return {
         "trainer.simulate": f"{num_gpus}x{gpu}",
         "trainer.nnodes": num_gpus // on_node,

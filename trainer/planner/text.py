@@ -108,7 +108,7 @@ def split_valid(
 
 def fits_nowhere(job: Job) -> ConfigError:
     """Return an error that names the memory of each role and a sufficient number of GPUs."""
-    needs, usable = [], job.device.gib
+    needs, usable = [], job.device.memory_gib
     for role in job.roles:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
         least = min((memory.resident + memory.call for memory in memories), default=0.0)
@@ -133,8 +133,8 @@ def fits_nowhere(job: Job) -> ConfigError:
     if isinstance(job, PPOJob) and job.config.actor_rollout_ref.rollout.name != "vllm":
         smaller += [f"{ROLLOUT}.name=vllm", f"a smaller {ROLLOUT}.kv_cache_gib"]
     return ConfigError(
-        f"no placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB, "
-        f"of which {usable:.0f} are usable. "
+        f"no placement fits on {job.num_gpus:,} x {job.device.name} of "
+        f"{job.device.memory_gib:g} GiB, of which {usable:.0f} are usable. "
         f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. "
         f"Alternatives: {', '.join(smaller)}."
     )

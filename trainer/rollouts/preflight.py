@@ -134,7 +134,8 @@ def with_full_paths(config: Any) -> Any:
         "environment.path": in_full(section.path) if section.path else "",
         "environment.paths": {name: in_full(path) for name, path in section.paths.items()},
         "environment.tools": [in_full(path) for path in section.tools],
-        "environment.call_parser": section.call_parser and in_full(section.call_parser),
+        "environment.tool_call_parser": section.tool_call_parser
+        and in_full(section.tool_call_parser),
     }
     return changed(config, paths)
 

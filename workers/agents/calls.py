@@ -67,7 +67,7 @@ FORMS = {
     "granite_20b": Form("<function_call>"),
     "internlm": Form("<|action_start|><|plugin|>", "<|action_end|>", mark="<|action_start|>"),
 }
-"""The formats by name, for `environment.call_parser`."""
+"""The formats by name, for `environment.tool_call_parser`."""
 THOUGHTS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",

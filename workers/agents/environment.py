@@ -173,7 +173,7 @@ class EnvironmentSpec:
     """
     reuses_replies: bool = False
     """True if an agent's repeated request gets the reply of the first one."""
-    call_parser: Sequence[str] = ()
+    tool_call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
 
     @property
@@ -215,15 +215,15 @@ class EnvironmentSpec:
         return loaded
 
     def _parser(self) -> Parser:
-        if {*self.call_parser} <= {*FORMS}:
-            return partial(parse, forms=self.call_parser)
-        path = self.call_parser[0]
+        if {*self.tool_call_parser} <= {*FORMS}:
+            return partial(parse, forms=self.tool_call_parser)
+        path = self.tool_call_parser[0]
         if ":" not in path:
             raise ConfigError(
-                f"environment.call_parser={path}: use FILE.py:FUNCTION, or one of "
+                f"environment.tool_call_parser={path}: use FILE.py:FUNCTION, or one of "
                 f"{', '.join(FORMS)}.{nearest(path, FORMS)}"
             )
-        return of_user(object_at(path, "environment.call_parser"))
+        return of_user(object_at(path, "environment.tool_call_parser"))
 
     def _agent(
         self, function: Callable[..., Any], kwargs: dict[str, Any], parser: Parser

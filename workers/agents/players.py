@@ -45,11 +45,11 @@ PROCESSES = 4
 def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec:
     """Return the spec of the configured environments; its sandbox allows `MOST_OPEN` at a time.
 
-    Unless `environment.call_parser` is set, the tokenizer's chat template determines the format of
-    tool calls.
+    Unless `environment.tool_call_parser` is set, the tokenizer's chat template determines the
+    format of tool calls.
     """
     template = str(getattr(tokenizer, "chat_template", ""))
-    call_parser = [config.call_parser] if config.call_parser else forms_of(template)
+    tool_call_parser = [config.tool_call_parser] if config.tool_call_parser else forms_of(template)
     sandbox = Sandbox.of(config.sandbox)
     sandbox = replace(sandbox, max_processes=max(sandbox.max_processes, PROCESSES * MOST_OPEN))
     path = config.paths or config.path
@@ -60,7 +60,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
         sandbox,
         config.endpoint or "",
         config.repeated_requests == "reuse",
-        call_parser,
+        tool_call_parser,
     )
 
 

@@ -232,11 +232,13 @@ class Trajectory:
         self.num_call_errors += answer.get("errors", 0)
         if part := answer.get("call_like"):
             template = self.setting.chat.template
-            forms = self.setting.config.call_parser or ", ".join(forms_of(template)) or "any known"
+            forms = (
+                self.setting.config.tool_call_parser or ", ".join(forms_of(template)) or "any known"
+            )
             warn_once(
                 f"environment: a text with {part!r:.80} looks like a call of a tool, but does not "
                 f"have the expected format ({forms}), so it counts as an answer. If it is a call, "
-                "set environment.call_parser to its format."
+                "set environment.tool_call_parser to its format."
             )
         if "request" in answer:
             self._on_request(answer)

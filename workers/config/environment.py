@@ -49,7 +49,9 @@ class EnvironmentConfig(Section):
         factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION"
     )
     """Functions that the policy can call; in short `tools=[...]`."""
-    call_parser: str | None = config_field(None, allows="the name of a format, or FILE.py:FUNCTION")
+    tool_call_parser: str | None = config_field(
+        None, allows="the name of a format, or FILE.py:FUNCTION"
+    )
     """Format of tool calls, or your parser; null: the format that the chat template implies."""
     request_settings: str = config_field(
         "serve", choices=("serve", "override", "reject"), may_change_on_resume=True

@@ -147,7 +147,7 @@ def test_a_model_without_a_config_is_rejected(tmp_path: Path) -> None:
 
 def test_a_model_that_fits_nowhere_gets_the_number_of_gpus_it_needs(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"actor: \d+, .* (\d+) of these GPUs are enough"):
-        plan.plan(["--gpus=1", "--device=H100", "--gib=18", *settings])
+        plan.plan(["--gpus=1", "--device=H100", "--memory-gib=18", *settings])
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_a_plan_that_does_not_fit_has_alternatives(
 ) -> None:
     monkeypatch.setattr("trainer.planner.text.MOST_GPUS", 1)  # skips the search for enough GPUs
     with pytest.raises(ConfigError, match=words):
-        plan.plan(["--gpus=1", "--device=H100", "--gib=6", *settings, *keys])
+        plan.plan(["--gpus=1", "--device=H100", "--memory-gib=6", *settings, *keys])

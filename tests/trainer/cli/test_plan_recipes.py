@@ -106,7 +106,7 @@ def test_pipeline_stages_are_tried_only_if_nothing_else_fits(model: Path) -> Non
     assert all("parallel.pp" not in layout.keys for layout in layouts)
     least = min(layout.memory.resident + layout.memory.call for layout in layouts)
     gib = 0.97 * least / GIB + 4  # the reserve
-    job = job_of("sft", *keys, f"--gib={gib:.3f}")
+    job = job_of("sft", *keys, f"--memory-gib={gib:.3f}")
     smaller = [layout for layout in job.layouts("sft", 8) if job.fits(layout)]
     assert smaller
     assert all(int(layout.keys["parallel.pp"]) > 1 for layout in smaller)

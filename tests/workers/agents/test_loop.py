@@ -428,7 +428,7 @@ def test_a_text_like_a_call_in_another_form_is_noted_once(
     loop.play(starts(0, 3, **{RECORDED: replies}), sampling_of(tokenizer), 3)
     (notice,) = [message for message in caplog.messages if "odd_tool" in message]
     assert "looks like a call" in notice
-    assert "environment.call_parser" in notice
+    assert "environment.tool_call_parser" in notice
 
 
 def test_shared_memory_counts_once_against_the_limit(tmp_path: Path) -> None:

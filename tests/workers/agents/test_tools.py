@@ -309,13 +309,13 @@ def test_a_users_parser_reads_the_calls(tmp_path: Any) -> None:
         "    names = [line[1:] for line in text.splitlines() if line.startswith('!')]\n"
         "    return [{'name': name, 'arguments': {'a': 1}} for name in names]\n"
     )
-    spec = EnvironmentSpec(tools=[f"{HERE}:add"], call_parser=[f"{file}:calls"])
+    spec = EnvironmentSpec(tools=[f"{HERE}:add"], tool_call_parser=[f"{file}:calls"])
     episode = Episode(spec.load(), (0, 1))
     episode.reset({})
     assert episode.step("!add\n!ad")["errors"] == 1
     assert episode.step('<tool_call>{"name": "add"}</tool_call>')["call_like"] == "<tool_call"
-    with pytest.raises(ConfigError, match="call_parser=hermess: .* Did you mean 'hermes'"):
-        EnvironmentSpec(call_parser=["hermess"]).load()
+    with pytest.raises(ConfigError, match="tool_call_parser=hermess: .* Did you mean 'hermes'"):
+        EnvironmentSpec(tool_call_parser=["hermess"]).load()
 
 
 def test_no_text_raises() -> None:
