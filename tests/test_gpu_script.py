@@ -113,12 +113,18 @@ def test_a_part_writes_its_figures_and_its_log(hour: ModuleType, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
-    [("raise SystemExit(3)", "exit code 3"), ("pass", "its figures cannot be read")],
+    ("code", "limit_s", "result", "why"),
+    [
+        ("raise SystemExit(3)", 30, "FAILED", "exit code 3"),
+        ("pass", 30, "FAILED", "its figures cannot be read"),
+        ("import time; time.sleep(99)", 1, "LATE", "not done in 1 s"),
+    ],
 )
-def test_a_failed_part_reports_why(hour: ModuleType, code: str, why: str, tmp_path: Path) -> None:
-    outcome = hour.run_part(part_that(hour, code), tmp_path / "it", None)
-    assert outcome.result == "FAILED"
+def test_a_bad_part_reports_why(
+    hour: ModuleType, code: str, limit_s: int, result: str, why: str, tmp_path: Path
+) -> None:
+    outcome = hour.run_part(part_that(hour, code, limit_s), tmp_path / "it", None)
+    assert outcome.result == result
     assert outcome.why.startswith(why)
     assert outcome.is_bad
 
@@ -133,13 +139,9 @@ def has_ended(beat: Path) -> bool:
     return 0 < size == beat.stat().st_size
 
 
-def test_child_processes_of_a_late_part_end_with_it(hour: ModuleType, tmp_path: Path) -> None:
-    outcome = hour.run_part(part_that(hour, STARTS, 8), tmp_path / "it", None)
-    assert (outcome.result, outcome.why[:15], outcome.is_bad) == ("LATE", "not done in 8 s", True)
-    assert has_ended(tmp_path / "it" / "beat")
-
-
-def test_sigterm_to_the_runner_ends_its_part(hour: ModuleType, tmp_path: Path) -> None:
+def test_sigterm_to_the_runner_ends_its_part_and_that_part_s_processes(
+    hour: ModuleType, tmp_path: Path
+) -> None:
     beat = tmp_path / "it" / "beat"
 
     def end() -> None:

@@ -61,14 +61,21 @@ def run_dir(tiny_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_quickstart_can_be_checked_for_another_gpu(run_dir: Path) -> None:
-    done = bash(EXAMPLES / "quickstart" / "run.sh", "trainer.simulate=1xH100", RUN_DIR=run_dir)
+def test_the_quickstart_can_be_checked_for_another_gpu(run_dir: Path, forked_python: Path) -> None:
+    done = bash(
+        EXAMPLES / "quickstart" / "run.sh",
+        "trainer.simulate=1xH100",
+        RUN_DIR=run_dir,
+        PYTHON=forked_python,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ALL_FOUND in done.stdout
 
 
-def test_the_quickstart_runs_on_cpus_by_default(run_dir: Path) -> None:
-    done = bash(EXAMPLES / "quickstart" / "run.sh", "--cfg", "job", RUN_DIR=run_dir)
+def test_the_quickstart_runs_on_cpus_by_default(run_dir: Path, forked_python: Path) -> None:
+    done = bash(
+        EXAMPLES / "quickstart" / "run.sh", "--cfg", "job", RUN_DIR=run_dir, PYTHON=forked_python
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\n  device: cpu " in done.stdout
 

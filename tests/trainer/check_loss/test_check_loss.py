@@ -29,11 +29,14 @@ OURS = [
 """Losses and estimators without their second names."""
 
 
-@pytest.mark.parametrize(("name", "kind"), OURS)
-def test_our_losses_and_estimators_pass_all_checks(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     few_batches(monkeypatch)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("name", "kind"), OURS)
+def test_our_losses_and_estimators_pass_all_checks(name: str, kind: str) -> None:
     of_kind = [relation.__name__ for relation in RELATIONS[kind]]
     skipped = {"finite_differences"} & {*subject_of(name, kind).exempt}
     assert check_loss(name, kind) == [relation for relation in of_kind if relation not in skipped]
@@ -53,10 +56,8 @@ def good(old_logprobs, logprobs, advantages, action_mask, num_tokens, clip_ratio
     )
 
 
-def test_parameters_of_other_frameworks_are_recognized_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few_batches(monkeypatch)
+@pytest.mark.usefixtures("quick")
+def test_parameters_of_other_frameworks_are_recognized_by_name() -> None:
     subject = subject_of(good)
     assert subject.kind == "policy"
     assert subject.reads == {
@@ -69,6 +70,7 @@ def test_parameters_of_other_frameworks_are_recognized_by_name(
         check_loss(good, loss_agg_mode="token-sum")
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_value_loss_and_an_estimator_are_recognized_by_their_parameters() -> None:
     def value_loss(vpreds, returns, mask, **counts):
         return agg_loss((vpreds - returns) ** 2, mask, "seq-mean-token-mean", **counts)
@@ -90,6 +92,7 @@ def test_an_unknown_setting_or_aggregation_is_rejected() -> None:
         check_loss("rloo", gamma=0.9)
 
 
+@pytest.mark.usefixtures("quick")
 def test_positional_only_parameters_are_filled() -> None:
     def loss(log_prob, mask, /, *, batch_num_tokens):
         return agg_loss(-log_prob, mask, "token-mean", batch_num_tokens=batch_num_tokens)
@@ -111,6 +114,7 @@ def test_a_broken_relation_is_one_sentence_with_the_smallest_batch() -> None:
     assert [line.split()[0] for line in columns] == ["log_prob", "response_mask"]
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_custom_backward_is_compared_with_finite_differences() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
@@ -224,8 +228,8 @@ def test_the_command_prints_the_relations_that_hold_or_the_one_that_is_broken(
         run([f"{file}:mine"], monkeypatch)
 
 
+@pytest.mark.usefixtures("quick")
 def test_verl_s_losses_receive_counts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_batches(monkeypatch)
     stand_in_for_verl(monkeypatch, {"vanilla": POLICY_LOSSES["vanilla"]})
     assert "data_parallel_split" in check_loss("verl:vanilla", clip_ratio_high=0.4)
     assert "reward_scale_and_shift" in check_loss("verl:rloo")
