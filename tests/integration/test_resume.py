@@ -171,16 +171,6 @@ def test_a_failed_background_write_ends_the_run_and_leaves_no_checkpoint(
     assert len(lines(tmp_path)) in (4, 5, 6)  # steps go on until the write has failed
 
 
-def test_a_finished_run_does_nothing_until_its_number_of_steps_is_raised(
-    unbroken: Path, tiny_dir: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
-    run_settings(settings_of(tiny_dir, folder, *LOCAL))
-    assert numbers(folder) == numbers(unbroken)
-    run_settings(settings_of(tiny_dir, folder, *LOCAL, f"trainer.total_training_steps={STEPS + 1}"))
-    assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 2))
-
-
 def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_previous_one(
     unbroken: Path, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,24 +186,6 @@ def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_previous_one(
     assert "renamed to global_step_6.damaged" in caplog.text
     expected = ["global_step_4", "global_step_6", "global_step_6.damaged"]
     assert names_of_checkpoints(folder) == expected
-
-
-def test_a_folder_of_another_configuration_is_rejected_before_anything_starts(
-    unbroken: Path, tiny_dir: Path
-) -> None:
-    before = (unbroken / "metrics.jsonl").read_text()
-    changed = (
-        *LOCAL,
-        "actor_rollout_ref.actor.clip_ratio=0.3",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    )
-    with pytest.raises(CheckpointError) as error:
-        run_settings(settings_of(tiny_dir, unbroken, *changed))
-    assert (
-        "another configuration: actor_rollout_ref.actor.clip_ratio was 0.2, is 0.3. Start"
-        in str(error.value)
-    )
-    assert (unbroken / "metrics.jsonl").read_text() == before
 
 
 def test_a_run_resumes_from_a_checkpoint_of_another_folder(

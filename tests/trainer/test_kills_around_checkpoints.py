@@ -1,5 +1,5 @@
-"""Every process is killed before, during and after a checkpoint, in every recipe and backend; the
-run recovers to undisturbed numbers.
+"""Every process is killed before, during and after a checkpoint; the run recovers to undisturbed
+numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import pytest
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from tests.trainer.async_training.test_lost_processes import of_training
 from tests.trainer.process_backends import BACKENDS, start_processes
-from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
@@ -43,8 +42,6 @@ APART = (
 REPLACED = ("async_training.max_staleness=0", "async_training.on_generator_failure=restart")
 TWO = ("trainer.n_gpus_per_node=2",)
 FOUR = ("trainer.n_gpus_per_node=4",)
-ON_RAY = (PPO, SFT, ASYNC)
-"""Recipes that also run on Ray; the others lose a process there in the same way."""
 REWARDS = "rewards"
 """Instead of a role: the driver's processes that score by a function."""
 
@@ -53,8 +50,6 @@ Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, ...]]
 CELLS: list[Cell] = [
     (PPO, APART, ("rollout", "ref", "critic", REWARDS)),
     (SFT, (), ("sft",)),
-    (BEST_OF_N, (), ("rollout",)),
-    (REGRESSION, ("placement=split", *TWO), ("student",)),
     (ASYNC, (*REPLACED, *POLICY_ALONE), ("actor", "rollout")),
 ]
 CLASSIFIER = "CLASSIFIER"
@@ -160,8 +155,6 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
     if recipe in (PPO, ASYNC):
         return overrides(tiny, folder, *FEW_ROWS, *more)
     here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}", *more]
-    if recipe is REGRESSION:
-        return here
     if recipe is BEST_OF_N:
         prompts = f"data.train_files={tiny}/few.parquet", "data.max_prompt_length=16"
         model = f"actor_rollout_ref.model.path={tiny}/model"
@@ -177,8 +170,6 @@ def all_runs() -> list[Any]:
     """Return every cell on each backend; those over 10 s are slow."""
     runs = []
     for cell, backend in product([*CELLS, *WIDE], BACKENDS):
-        if backend == "ray" and cell in CELLS and cell[0] not in ON_RAY:
-            continue
         marks = [pytest.mark.ray] if backend == "ray" else []
         if cell in WIDE or (backend == "ray" and APART[0] in cell[1]):
             marks.append(pytest.mark.slow)

@@ -61,12 +61,6 @@ def test_a_split_placement_gives_the_same_numbers(whole: Path, tmp_path: Path) -
     assert "student_pool" in (tmp_path / "placement.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.ray
-def test_ray_gives_the_same_numbers(whole: Path, tmp_path: Path, ray_session: None) -> None:
-    run(config(tmp_path, "split", backend="ray", device="cpu"))
-    assert numbers(tmp_path) == numbers(whole)
-
-
 def rewrite_driver_state(checkpoint: Path, older: dict[str, Any]) -> None:
     """Add keys that an older version wrote to the driver's state."""
     path, marker = checkpoint / "trainer.json", checkpoint / "commit.json"

@@ -146,16 +146,6 @@ def test_a_killed_worker_is_replaced_on_ray(
     assert Killer.kills == 0
 
 
-def test_a_run_resumes_from_its_checkpoint_after_a_failed_weight_sync(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(FailingSync, "failures", 0)
-    with caplog.at_level("WARNING"):
-        run(config(tmp_path / "failed"), FailingSync)
-    assert numbers(tmp_path / "failed") == numbers(whole)
-    assert "step 3 failed: version 3 was not applied. Restart 1 of 3" in caplog.text
-
-
 def test_failed_attempts_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps records
     monkeypatch.setattr(FailingSync, "failures", 0)

@@ -188,15 +188,6 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
         assert line["async/sampled_tokens"] == pytest.approx(drawn)
 
 
-def test_a_resume_is_bit_for_bit(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
-    in_background = "role_workers.actor=tests.integration.background_actors.BackgroundActor"
-    settings = ("async_training.max_staleness=0", "trainer.save_freq=1", in_background)
-    folder = run_async(tiny_dir, tmp_path, *settings, TWO_STEPS)
-    assert calls(folder, "write_checkpoint"), "the one of step 1, during step 2"
-    run_async(tiny_dir, tmp_path, *settings)
-    assert shared_numbers(folder) == shared_numbers(plain)
-
-
 def test_old_samples_are_corrected_unless_the_user_decides(tiny_dir: Path, tmp_path: Path) -> None:
     def correction(*more: str) -> tuple[str | None, bool]:
         config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *more), ASYNC)

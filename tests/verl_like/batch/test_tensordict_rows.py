@@ -45,10 +45,6 @@ def assert_equal(one: TensorDict, other: TensorDict) -> None:
             assert one[name] == other[name]
 
 
-def test_every_kind_of_column_survives_the_round_trip() -> None:
-    assert_equal(TensorDictRows.of(make()).to_tensordict(), make())
-
-
 def test_every_kind_of_column_survives_a_pickle() -> None:
     buffers: list[pickle.PickleBuffer] = []
     rows = TensorDictRows.of(make())

@@ -140,12 +140,6 @@ def test_tensors_and_arrays_in_meta_are_compared_by_value():
             data.union(make(**conflict))
 
 
-def test_union_works_when_a_side_has_no_tensors():
-    objects = DataProto.from_dict(non_tensors={"o": list("wxyz")})
-    assert make().union(objects).non_tensor_batch["o"].tolist() == list("wxyz")
-    assert objects.union(make()).batch["a"].tolist() == [0, 1, 2, 3]
-
-
 def test_rows_without_columns_are_counted_by_concat():
     assert len(DataProto.concat([DataProto(), DataProto(TensorDict({}, batch_size=[5]))])) == 5
 
