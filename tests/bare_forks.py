@@ -1,14 +1,13 @@
-"""Fork programs that import little, such as the process of a reward, instead of starting them.
+"""Fork programs that do not need torch, such as the process of a reward, instead of starting them.
 
 A new interpreter spends a tenth of a second on the standard library, which is longer than a reward
-function of the tests takes for all samples. `tests/forked.py` calls `start_fork`; the server runs
-this file.
+function of the tests takes for all samples, and two seconds on the client library of an agent.
+`tests/forked.py` calls `start_fork`; the servers run this file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import select
@@ -23,9 +22,18 @@ from pathlib import Path
 
 from tests.fork_client import Request, packed, read_number, receive, send
 
-PRELOADED = ("workers.rewards.process", "workers.rewards.functions", "workers.rewards.program")
-PROGRAMS = ("workers.rewards.process", "workers.rewards.program")
-"""The programs that may be forked here."""
+SMALL = (
+    *("workers.rewards.process", "workers.rewards.functions", "workers.rewards.program"),
+    "trainer.migrate.recorder",
+)
+ENVIRONMENTS = ("workers.agents.process", "numpy", "openai")
+PROGRAMS = {
+    "workers.rewards.process": SMALL,
+    "workers.rewards.program": SMALL,
+    "trainer.migrate.recorder": SMALL,
+    "workers.agents.process": ENVIRONMENTS,
+}
+"""Program that may be forked here -> the modules that its server has loaded."""
 DESCRIPTORS = 4
 
 
@@ -54,7 +62,7 @@ class BareProcess:
         return self.returncode
 
     def kill(self) -> None:
-        if server.cache_info().currsize == 0:
+        if not servers:
             return  # the tests are over: it has ended with its server's caller
         try:
             self.wait(0)
@@ -66,13 +74,13 @@ class BareProcess:
 class _Server:
     """The forking process, as the tests see it; it ends when this process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str]) -> None:
         self._asking = threading.Lock()
         self._requests, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[1])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.bare_forks", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "tests.bare_forks", str(theirs.fileno()), *preloaded],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": root},
                 process_group=0,
@@ -94,14 +102,23 @@ class _Server:
         return self._process.wait()
 
 
-server = functools.cache(_Server)
+servers: dict[Sequence[str], _Server] = {}
+"""Preloaded modules -> their server."""
 _replacing = threading.Lock()
 
 
-def end_server() -> None:
-    if server.cache_info().currsize:
-        server().end()
-        server.cache_clear()
+def server(program: str) -> _Server:
+    """Return the server that forks this program; start it if there is none."""
+    preloaded = PROGRAMS[program]
+    with _replacing:
+        if preloaded not in servers:
+            servers[preloaded] = _Server(preloaded)
+        return servers[preloaded]
+
+
+def end_servers() -> None:
+    while servers:
+        servers.popitem()[1].end()
 
 
 def start_fork(
@@ -109,21 +126,20 @@ def start_fork(
 ) -> BareProcess:
     """Start a process of `verl_like.process.child`: same program, pipe, environment and output."""
     request = [program, *arguments], dict(environment), os.getcwd()
-    descriptors, first = [pipe.fileno(), 1, 2], server()
+    descriptors, first = [pipe.fileno(), 1, 2], server(program)
     try:
         return first.start(request, descriptors)
     except (BrokenPipeError, EOFError):  # it has ended, perhaps killed by a test
-        replace_server(first)
-    return server().start(request, descriptors)
+        remove_server(program, first)
+    return server(program).start(request, descriptors)
 
 
-def replace_server(lost: _Server) -> None:
+def remove_server(program: str, lost: _Server) -> None:
     """Let the next request start another server, unless one has been started already."""
     with _replacing:
-        if server() is lost:
-            status = lost.end()
+        if servers.get(PROGRAMS[program]) is lost:
+            status = servers.pop(PROGRAMS[program]).end()
             print(f"a server of forks ended with {status}", file=sys.__stderr__, flush=True)
-            server.cache_clear()
 
 
 def serve(requests: socket.socket) -> tuple[list[int], Request]:
@@ -194,6 +210,6 @@ def run_program(descriptors: Sequence[int], request: Request) -> None:
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     run_program(*serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -153,4 +153,4 @@ def forked_workers() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "_start_python", start_forked)
         yield
-    bare_forks.end_server()
+    bare_forks.end_servers()
