@@ -142,19 +142,6 @@ def record(tiny: Path, steps: list[Any], **job: Any) -> dict[str, Any]:
     return RECORD.job_record("verl-like", whole, steps)
 
 
-def test_seconds_are_scaled_to_1024_prompts(tiny_dir: Path) -> None:
-    """Two measured steps of 512 prompts, 3 and 5 seconds; the first took 100."""
-    steps = [
-        RECORD.JobStep(1, 100.0, 9, {}),
-        RECORD.JobStep(2, 3.0, 400, {}),
-        RECORD.JobStep(3, 5.0, 400, {}),
-    ]
-    columns = record(tiny_dir, steps)["columns"]
-    assert columns["seconds per 1,024 prompts"] == 8.0
-    assert columns["response tokens/s"] == 100.0
-    assert cells(RECORD.table({"columns": columns})[2])[4] == "8"
-
-
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.recording import RecordingTrainer
-from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, numbers, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from trainer import load_config, run
 from trainer.record import Metrics
 
@@ -57,19 +56,6 @@ def test_only_validation_sees_the_average(tiny_dir: Path, tmp_path: Path) -> Non
     before, _, after_last = dict.fromkeys(map(frozenset, trainer.validated))
     assert before == start["actor"] == start["rollout"]
     assert last["actor"] == last["rollout"] != after_last
-
-
-def test_a_resumed_run_validates_with_the_same_average(tiny_dir: Path, tmp_path: Path) -> None:
-    reshuffled = ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true")
-    files = f"data.val_files={tiny_dir}/val.parquet"
-    settings = (*SETTINGS, files, f"{DECAY}=0.5", *reshuffled, "trainer.save_freq=1")
-    run(load_config(overrides(tiny_dir, tmp_path, *settings)))
-    whole = numbers(tmp_path)
-    assert any(name.startswith("val-core/") for name in whole[-1])
-
-    shutil.rmtree(tmp_path / "global_step_2")
-    run(load_config(overrides(tiny_dir, tmp_path, *settings)))
-    assert numbers(tmp_path) == whole
 
 
 def test_an_average_that_nothing_reads_has_no_effect(
