@@ -114,11 +114,9 @@ def is_file_name(data: Any) -> bool:
     """Return whether `data` is a file name or a list of file names, not rows."""
     if isinstance(data, str | Path):
         return True
-    return isinstance(data, list | tuple) and bool(data) and all(map(_ends_like_a_file, data))
-
-
-def _ends_like_a_file(item: Any) -> bool:
-    return isinstance(item, str | Path) and str(item).endswith(FILE_ENDINGS)
+    if not isinstance(data, list | tuple) or not data:
+        return False
+    return all(isinstance(x, str | Path) and str(x).endswith(FILE_ENDINGS) for x in data)
 
 
 def file_names(data: Any) -> Any:

@@ -47,7 +47,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
             1.0 - _var(returns - values) / (_var(returns) + 1e-5)
         ).item()
 
-    max_prompt_length, max_response_length = _widths(batch)
+    max_response_length = batch.column("responses").shape[-1]
+    max_prompt_length = batch.column("attention_mask").shape[-1] - max_response_length
     metrics |= _length_metrics("response_length", response_length, max_response_length)
     metrics |= _entropy(batch, mask)
     metrics |= _length_metrics(
@@ -97,12 +98,6 @@ def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
         "training/epoch": trainer.loader.epoch,
         **compute_timing_metrics(batch, timings),
     }
-
-
-def _widths(batch: DataProto) -> tuple[int, int]:
-    """Return the widths of the columns of (prompts, responses)."""
-    max_response_length = batch.column("responses").shape[-1]
-    return batch.column("attention_mask").shape[-1] - max_response_length, max_response_length
 
 
 def _entropy(batch: DataProto, mask: Tensor) -> dict[str, float]:

@@ -125,9 +125,9 @@ BYTES_OF_OLD_STEP = 2048
 """Maximum bytes of an old step's file, unless it has only two samples."""
 
 
-def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
-    """Keep only the best and the worst sample of a file that is larger than the limit."""
-    if not path.is_file() or path.stat().st_size <= limit:
+def thin_samples(path: Path) -> None:
+    """Keep only the best and the worst sample of a file of more than `BYTES_OF_OLD_STEP` bytes."""
+    if not path.is_file() or path.stat().st_size <= BYTES_OF_OLD_STEP:
         return
     lines = path.read_bytes().splitlines(keepends=True)
     by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
