@@ -185,8 +185,8 @@ def subject_of(target: Any, kind: str | None = None, **settings: Any) -> Subject
         function = load_object(target, "check-loss")
     elif isinstance(target, str):
         words = (
-            "not FILE.py:NAME, MODULE.NAME, trl:NAME or verl:NAME, and not the name of a loss or "
-            "estimator:"
+            "a path is FILE.py:NAME, MODULE.NAME, trl:NAME or verl:NAME, and no loss or estimator "
+            "has the name"
         )
         kind, function = look_up(target, kind, KINDS, words)
     return match(function, name, kind, settings)

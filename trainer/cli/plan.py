@@ -220,7 +220,7 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
         options[option] = value if option in TEXTS else _number(name, value)
     for option in ("gpus", "device"):
         if option not in options:
-            raise ConfigError(f"--{option} is missing. Set it as in --gpus 16 --device H100.")
+            raise ConfigError(f"--{option} is missing. Set number and GPU, as in --gpus 16xH100.")
     return options, keys
 
 

@@ -248,9 +248,10 @@ def check_lm_row(row: Row) -> str:
     has_response = row.get("prompt") is not None and row.get("response") is not None
     if not has_response and row.get("text") is None:
         error = NoColumn if row.keys().isdisjoint(("messages", "response", "text")) else ValueError
+        pairs = "; `verl-like dpo` trains on 'chosen' and 'rejected'" if "chosen" in row else ""
         raise error(
             "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; columns: "
-            f"{filled_columns(row)}"
+            f"{filled_columns(row)}{pairs}"
         )
     if has_response and row["prompt"] in ("", []):
         raise ValueError("'prompt' is empty")

@@ -113,9 +113,9 @@ def check_pair(row: Row) -> None:
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
         error = ValueError if row.keys() >= set(missing) else NoColumn
-        raise error(
-            f"it has no {' and no '.join(map(repr, missing))}; columns: {filled_columns(row)}"
-        )
+        labels = "; for rows with a 'label', set loss=kto" if "label" in row else ""
+        columns = f"columns: {filled_columns(row)}{labels}"
+        raise error(f"it has no {' and no '.join(map(repr, missing))}; {columns}")
     if row["chosen"] == row["rejected"]:
         raise ValueError(f"'chosen' and 'rejected' are equal: {str(row['chosen'])!r:.80}")
     for side in ("chosen", "rejected"):

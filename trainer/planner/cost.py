@@ -85,7 +85,7 @@ def device_of(name: str, numbers: dict[str, Any]) -> Device:
     missing = [f"--{number}".replace("_", "-") for number in NUMBERS if number not in numbers]
     if missing:
         raise ConfigError(
-            f"--device={name} is not a known GPU.{nearest(name, DEVICES)} Known: "
+            f"{name} (of --gpus or --device) is not a known GPU.{nearest(name, DEVICES)} Known: "
             f"{', '.join(DEVICES)}. For another GPU, set {', '.join(missing)} (GiB, operations "
             "per second, bytes per second of memory, of links in a node and between nodes)."
         )

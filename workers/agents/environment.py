@@ -561,7 +561,9 @@ def _finite(reward: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"the reward is {reward!r:.80}, not a finite number")
+        raise ValueError(
+            f"the reward is {reward!r:.80}, not a finite number, as in TrajectoryEnd(reward=1.0)"
+        )
     return number
 
 
