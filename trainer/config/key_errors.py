@@ -23,7 +23,9 @@ from trainer.config.keys import (
 from trainer.config.recipe import Recipe
 from verl_like.errors import did_you_mean, nearest
 
-OTHER_TYPE = re.compile("Value .* could not be converted to|Value .* is not a valid bool")
+OTHER_TYPE = re.compile(
+    "Value .* could not be converted to|Value .* is not a valid bool|^Cannot .*"
+)
 """Pattern of OmegaConf's message for a value of the wrong type."""
 
 

@@ -97,6 +97,7 @@ CheckColumns = Callable[[Sequence[str]], None]
 """Raises an error if the table lacks a column."""
 NO_UTF8 = re.compile("[\udc80-\udcff]")
 """Matches bytes that are not UTF-8, as read with `errors="surrogateescape"`."""
+FORMATS = "files other than .parquet and .csv need a JSON object per line"
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
 
 
@@ -189,11 +190,9 @@ def _json_row(line: bytes) -> Any:
     try:
         return parse_json(line)
     except UnicodeDecodeError as err:
-        return ValueError(f"not UTF-8 ({err})")
+        return ValueError(f"not UTF-8 ({err}); {FORMATS}")
     except ValueError as err:
         reason = str(err)
         if isinstance(err, JSONDecodeError):
             reason = f"{err.msg.removesuffix(' at')} at character {err.pos + 1}"
-        return ValueError(
-            f"not JSON ({reason}); files other than .parquet and .csv need a JSON object per line"
-        )
+        return ValueError(f"not JSON ({reason}); {FORMATS}")

@@ -30,12 +30,15 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
             if parent.is_dir()
             else ""
         )
-        there = (
-            f"it holds {listing(folder)}." if folder.is_dir() else f"there is no such folder.{near}"
-        )
+        models = [str(config.parent) for config in sorted(folder.glob("*/config.json"))]
+        tiny = "`verl-like make-tiny DIR` makes a tiny one in DIR/model."
+        there = f"there is no such folder.{near} {tiny}"
+        if folder.is_dir():
+            there = f"it holds {listing(folder)}. {f'Set {key}={models[0]}.' if models else tiny}"
+        elif folder.is_file():
+            there = f"it is a file. {tiny}"
         raise ConfigError(
-            f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
-            "`verl-like make-tiny DIR` makes a tiny one in DIR/model."
+            f"{key}={path} is not a Hugging Face model folder (no config.json): {there}"
         )
     try:
         return read_json_object(file)

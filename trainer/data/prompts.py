@@ -243,9 +243,10 @@ class PromptLoader:
             self.validation = PromptSet(config.data, "val_files", tokenizer, needs_rules, limit)
         self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
         if not len(self):
+            number, size = len(self.prompts), self._config.train_batch_size
             raise ConfigError(
-                f"{self.prompts.story}. The remaining {len(self.prompts)} prompts do not fill a "
-                f"batch of data.train_batch_size={self._config.train_batch_size}. Lower this key."
+                f"{self.prompts.story}. The remaining {number} prompts do not fill a batch of "
+                f"data.train_batch_size={size}. Lower this key to {number}, or add prompts."
             )
         skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
         logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")

@@ -44,6 +44,7 @@ ERRORS = [
     ("trainer.seed=1,2", "^trainer.seed=1,2: several values are a sweep. Add --multirun"),
     ("reward.list=[a]", r"^reward.list=\[a\]: .*str is not .*; it takes a list of sections.$"),
     ("reward.list=[{name: a, weight: x}]", ": weight: it takes a number.$"),
+    ("trainer.stop_at=[1]", r"^trainer.stop_at=\[1\]: it takes \{metric: value\}.$"),
     ("trainer.stop_at={reward: high}", r"reward: high\}: it takes \{metric: value\}.$"),
     (
         "trainer.stop_at={reward: 0.8}",

@@ -75,7 +75,7 @@ def corrupt_page(folder: Path) -> Path:
 
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
-    "no UTF-8": (second(b'{"prompt": "\xff"}'), "p.jsonl, line 2: not UTF-8", 2),
+    "no UTF-8": (second(b'{"prompt": "\xff"}'), "p.jsonl, line 2: not UTF-8.*need a JSON", 2),
     "half a line": (second(b'{"prompt": '), "line 2: not JSON .Expecting value at character 1", 2),
     "an open text": (second(b'{"prompt": "a'), "Invalid control character at character 14", 2),
     "a nest": (second(b"[" * 100_000), "line 2: not JSON .its JSON is nested too deeply", 2),

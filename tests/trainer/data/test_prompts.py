@@ -13,6 +13,7 @@ import torch
 from tests.trainer.data.prompt_rows import read_rows
 from trainer.data.config import DataConfig
 from trainer.data.files import with_rule_columns
+from trainer.data.model_config import read_model_config
 from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.errors import CheckpointError, ConfigError
@@ -48,6 +49,13 @@ def write_jsonl(path: Path, prompts: list[Any]) -> Path:
     ]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
+
+
+def test_a_model_path_around_a_model_or_of_a_file_is_explained(tiny_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Set model\.path=.*/model\.$"):
+        read_model_config("model.path", str(tiny_dir))
+    with pytest.raises(ConfigError, match=r"\): it is a file\. "):
+        read_model_config("model.path", str(tiny_dir / "train.parquet"))
 
 
 def test_prompts_are_left_padded_and_know_special_tokens(make_loader: Any, tokenizer: Any) -> None:
