@@ -47,7 +47,7 @@ ERRORS = [
     ("trainer.stop_at=[1]", r"^trainer.stop_at=\[1\]: it takes \{metric: value\}.$"),
     ("trainer.stop_at={reward: high}", r"reward: high\}: it takes \{metric: value\}.$"),
     (
-        "trainer.stop_at={reward: 0.8}",
+        "trainer.stop_at={reward:0.8}",
         "^trainer.stop_at.reward=0.8: there is no such metric.*score",
     ),
     ("trainer.seed=x", "^trainer.seed=x: it takes a whole number, 0 or more.$"),
