@@ -112,6 +112,11 @@ PROBLEMS = [
         "role_workers.critic=my_roles.Critic cannot be impo",
     ),
     ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
+    (
+        "eval",
+        "data.val_files={tmp}/no.parquet data.max_response_length=4000",
+        "data.val_files: there is no file",
+    ),
     ("eval", "reward.function.path={tmp}/no.py", "there is no such file"),
     (
         "dpo",

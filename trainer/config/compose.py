@@ -90,6 +90,8 @@ def load_config(
     A dict may have dotted names, or dicts within dicts. `defaults` are settings of lower priority,
     which get no notice if this run does not read them.
     """
+    if isinstance(settings, str):
+        raise ConfigError(f"{settings}: load_config takes a list, load_config([{settings!r}]).")
     if isinstance(settings, Mapping):
         settings = overrides_of(flat_settings(recipe.schema, settings))
     config, notices = checked_config(settings, recipe, defaults)

@@ -197,11 +197,11 @@ def names_of(files: str | int | Sequence[str] | None) -> list[str]:
     return [files] if isinstance(files, str) else list(files)
 
 
-def check_files(config: Any) -> None:
+def check_files(config: Any, settings: Sequence[str] = ("train_files", "val_files")) -> None:
     """Raise an error for a missing file of the section `data`, before anything is read."""
     if hasattr(config, "custom_cls") and config.custom_cls.path:
         return  # the user's class decides what the names mean
-    for setting in ("train_files", "val_files"):
+    for setting in settings:
         if is_num_prompts(getattr(config, setting)):
             continue
         for name in names_of(getattr(config, setting)):

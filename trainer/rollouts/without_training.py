@@ -9,7 +9,7 @@ import logging
 from contextlib import ExitStack, closing
 from typing import Any, ClassVar
 
-from trainer.data.files import row_limit
+from trainer.data.files import check_files, row_limit
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.record import Run
@@ -17,6 +17,7 @@ from trainer.rollouts.preflight import (
     check_environment,
     check_model,
     check_promptless_rows,
+    check_reward_files,
     check_reward_models,
     check_rollout,
     note_players,
@@ -59,6 +60,8 @@ class SamplingOnlyTrainer(Trainer):
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """Check the inputs; return tokenizer, rewards and prompts."""
         check_promptless_rows(config)
+        check_files(config.data, [cls.prompt_files])
+        check_reward_files(config)
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
         check_reward_models(config)

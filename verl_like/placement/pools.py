@@ -81,10 +81,11 @@ class ResourcePool:
         Raises:
             PlacementError: a count in `process_on_nodes` is not an int of 1 or more.
         """
-        if not process_on_nodes or any(type(n) is not int or n < 1 for n in process_on_nodes):
+        is_list = isinstance(process_on_nodes, Sequence) and len(process_on_nodes) > 0
+        if not is_list or any(type(n) is not int or n < 1 for n in process_on_nodes):
             raise PlacementError(
                 "a pool needs a list of process counts per node, each 1 or more, not "
-                f"{list(process_on_nodes)}."
+                f"{process_on_nodes}."
             )
         self.store = list(process_on_nodes)
         """The number of processes on each node."""

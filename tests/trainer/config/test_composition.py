@@ -148,3 +148,8 @@ def test_a_key_of_verl_in_a_file_is_rejected_with_ours(tmp_path: Path) -> None:
         load_config(NEEDED, PPO.with_files_of(tmp_path, "mine"))
     for key in ("'reward.model.enable'", "'reward.model.path'"):
         assert f"Here it is {key}." in str(caught.value)
+
+
+def test_settings_are_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"load_config takes a list, load_config\(\['trainer"):
+        load_config("trainer.seed=2")

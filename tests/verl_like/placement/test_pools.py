@@ -82,3 +82,8 @@ def test_a_pool_is_released_after_its_block_and_has_a_repr() -> None:
         assert repr(pool) == "Reserving([1, 2])"
         assert released == []
     assert released == [pool]
+
+
+def test_a_pool_takes_a_list() -> None:
+    with pytest.raises(PlacementError, match=r"a list of process counts .*, not 2\.$"):
+        ResourcePool(2)
