@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ from trainer.groups.nodes import describe_devices, joined_cluster, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks
 from trainer.loop import Loop, Trainer
-from trainer.memory import describe_axes, role_models
+from trainer.memory import UNKNOWN, describe_axes, role_models
 from trainer.observers.active import active_observers, end_of_run
 from trainer.record import Run
 from trainer.report.page import close_run
@@ -110,13 +110,21 @@ def check(
 ) -> RunResult:
     """Make the checks of a run, print the plan, and start nothing.
 
-    If `plan` is given, its text is printed before files are read, and the short plan is left out.
+    If `plan` is given, its text replaces the short plan. If a check fails, only the memory is
+    printed, which needs no data.
     """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
     with reproducible_arithmetic():
+        try:
+            lines = preflight_lines(config, trainer_cls)
+        except VerlLikeError:
+            with suppress(VerlLikeError):
+                memory, *_ = trainer_cls.describe(config, terminal_width(), brief=True)
+                if not memory.startswith(UNKNOWN):
+                    print(memory, flush=True)
+            raise
         if plan is not None:
-            print(plan(config), "", sep="\n", flush=True)
-        lines = preflight_lines(config, trainer_cls)
+            print(plan(config), flush=True)
         config = trainer_cls.resolve_config(config)
         if plan is None:
             show_plan(nominal_placement(config), config, trainer_cls)
@@ -231,7 +239,10 @@ def describe_plan(
     """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
     axes = describe_axes(config, role_models(config))
-    parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
+    parts = [*trainer_cls.describe(config, width, not full), placement.draw(width, axes)]
+    if not full and trainer.device == "auto" and trainer.n_gpus_per_node > 1:
+        if "cpu" in {pool.device_kind for pool in placement.pools.values()}:
+            parts.append("note: no GPU was found, so a process starts for each CPU slot.")
     if trainer_cls.exports_model(config):
         if trainer.save_final:
             place = f"Final model: {trainer.default_local_dir}/{MODEL}"
@@ -251,7 +262,7 @@ def describe_plan(
         parts.append(place)
     if not full:
         parts.append("`verl-like check --full` prints the whole plan.")
-    return ("\n\n" if full else "\n").join(fit(part, width) for part in parts)
+    return ("\n\n" if full else "\n").join(fit(part, width) for part in parts if part)
 
 
 def nominal_placement(config: RunConfig) -> Placement:
@@ -292,8 +303,8 @@ def check_trainer(cls: type[Trainer]) -> None:
 
 
 ALL_FOUND = (
-    "No errors found. Next: start the run with the same settings. (Not checked: what only a run "
-    "does, such as load weights, generate, train, and reach other nodes.)"
+    "No errors found. (Not checked: what only a run does, such as load weights, generate, train, "
+    "and reach other nodes.)"
 )
 
 

@@ -19,6 +19,7 @@ from workers.memory import GIB, LargestPass, RoleMemory, memory_of, pool_bytes, 
 from workers.parallel.sharding import dims_of
 from workers.training.role_model import RoleModelSpec
 
+UNKNOWN = "Memory: not known"
 HEAD = (
     *("role", "pool", "dtype (weights / compute)", "weights", "gradients", "optimizer"),
     *("gathered", "activations", "KV cache", "offloaded"),
@@ -68,24 +69,20 @@ def memory_table(
     for role in roles:
         numbers = (role.weights, role.gradients, role.moments, role.gathered, role.activations)
         table.append((*numbers, role.kv_cache, role.host))
+    is_small = not any(number and number >= GIB for row in table for number in row)
     lines: list[tuple[str, ...]] = [HEAD]
     for role, row in zip(roles, table, strict=True):
-        lines.append((role.role, role.pool, role.types, *map(gib, row)))
+        cells = (gib(number and number * (1024 if is_small else 1)) for number in row)
+        lines.append((role.role, role.pool, role.types, *cells))
     unit = "GPU" if devices.type == "cuda" else "device"
     sums = []
     for pool, total in pool_bytes(roles).items():
         largest = max((role for role in roles if role.pool == pool), key=lambda role: role.call)
-        peak = f"{pool}: {gib(total)} GiB per {unit} at peak, in a call of {largest.role}"
+        peak = f"{pool}: {size(total)} per {unit} at peak, in a call of {largest.role}"
         verdict = _verdict(roles, pool, total, devices)
-        sums.append(f"{pool} {gib(total)} GiB{verdict}" if brief else f"{peak}{verdict}")
-    if not brief:
-        asleep = [role.role for role in roles if role.sleeps]
-        sums += [
-            f"{role}: sleeps, and frees its memory, while the other roles of its pool run"
-            for role in asleep
-        ]
+        sums.append(f"{pool} {size(total)}{verdict}" if brief else f"{peak}{verdict}")
     copies = [
-        f"{pool} {gib(sum(role.copies for role in roles if role.pool == pool))} GiB"
+        f"{pool} {size(sum(role.copies for role in roles if role.pool == pool))}"
         for pool in dict.fromkeys(role.pool for role in roles if role.copies)
     ]
     host = []
@@ -96,10 +93,16 @@ def memory_table(
     device = devices.gpu or devices.type
     if devices.gib is not None and not device.endswith("GiB"):
         device += f", {devices.gib:g} GiB"
-    title = f"Estimated GiB per {unit} ({device}), if every row has the maximum length"
+    units = "MiB" if is_small else "GiB"
+    title = f"Estimated {units} per {unit} ({device}), if every row has the maximum length"
     title = f"{heading}: {title}" if heading else title
     table_lines = draw_table(lines, max_columns, 2, flush_right=True, zero="0")
-    return "\n".join([title, *table_lines, *sums, *host])
+    asleep = [
+        f"{role.role}: sleeps, and frees its memory, while the other roles of its pool run"
+        for role in roles
+        if role.sleeps
+    ]
+    return "\n".join([*sums, title, *table_lines, *asleep, *host])
 
 
 def gib(number: float | None) -> str:
@@ -107,6 +110,11 @@ def gib(number: float | None) -> str:
     if not number:
         return "?" if number is None else "0"
     return f"{number / GIB:.{max(0, 1 - math.floor(math.log10(number / GIB)))}f}"
+
+
+def size(number: float) -> str:
+    """Return bytes with their unit: MiB below 1 GiB."""
+    return f"{gib(number)} GiB" if number >= GIB else f"{gib(number * 1024)} MiB"
 
 
 def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devices) -> str:

@@ -132,10 +132,11 @@ def draw_table(
     """Return the lines of a table whose first row is its heading, in columns if they fit `width`.
 
     If they do not fit, each row becomes a paragraph: its first `num_titles` cells, then the others,
-    each with its heading. A paragraph leaves out cells that equal `zero`. `flush_right` aligns the
-    columns after the titles to the right.
+    each with its heading. A paragraph leaves out cells that equal `zero`, and a table leaves out
+    columns with only such cells. `flush_right` aligns the columns after the titles to the right.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
+    columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
+    rows = [*zip(*(column for column in columns if {*column[1:]} != {zero}), strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
         lines = []

@@ -54,4 +54,4 @@ def test_only_the_full_plan_is_long_and_neither_is_wider_than_80(
     full = plan(load_config(settings, recipe), full=True)
     assert len(full) > len(brief)
     assert max(map(len, full)) <= WIDTH
-    assert any("Memory: Estimated GiB per device" in line for line in full)
+    assert any("Memory: Estimated MiB per device" in line for line in full)

@@ -125,10 +125,10 @@ class AsyncTrainer(PPOTrainer):
     def describe(
         cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Describe the work of generators and trainers, followed by PPO's description."""
+        """Return PPO's description, then describe the work of generators and trainers."""
         assert isinstance(config, AsyncConfig), "this trainer's configuration"
         plan = "\n".join(plan_lines(config, max_columns, brief))
-        return [plan, *super().describe(config, max_columns, brief)]
+        return [*super().describe(config, max_columns, brief), plan]
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:

@@ -15,8 +15,7 @@ whether they fit the GPUs.
   --full               also print the calls of a step and their overlap, batch
                        sizes, the memory of every role, metrics to watch,
                        which keys you, presets and the command changed, and
-                       which of yours have no effect. The plan is printed
-                       before data files are read, also if they are missing
+                       which of yours have no effect
   --measured RUN_DIR   with async: predict the time of a step from the seconds
                        of a PPO run (implies --full)
 """
@@ -26,6 +25,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,7 +55,7 @@ from trainer.ppo.dataflow import describe, overridden_stages
 from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.recipe import PPO
 from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import batch_table
+from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
 from trainer.run_folder.result import RunResult
@@ -67,6 +67,8 @@ from workers.losses.registry import POLICY_LOSSES
 
 LEFT_OUT = ("resource_pool_spec", "role_mapping", "trainer.dry_run", "trainer.simulate")
 """Changed keys that are not listed: the placement shows them, or the command sets them."""
+SET_HERE = ("trainer.dry_run", "trainer.simulate")
+"""Keys of this command that the run does not take."""
 CHOSEN = "Chosen for your settings and devices"
 WIDTH_OF_A_FILE = 160
 
@@ -105,10 +107,11 @@ def explain(
             f"{', '.join(names)}: {why}" for why, names in unused.items()
         ],
     }
-    return "\n\n".join(
-        "\n".join([title, "-" * len(title), *(lines or ["nothing"])])
-        for title, lines in sections.items()
-    )
+    verdict = f"{plan_text(config, brief=True)}\n{batch_line(config)}"
+    texts = [
+        "\n".join([title, "-" * len(title), *lines]) for title, lines in sections.items() if lines
+    ]
+    return "\n\n".join([verdict, *texts])
 
 
 def generators_sections(
@@ -207,6 +210,7 @@ def change_lines(config: PPOConfig, recipe: Recipe[Any], settings: Sequence[Over
 
     default, composed = type(config)(), as_object(compose_tree(settings, recipe), recipe)
     lines: dict[str, list[str]] = {title: [] for title in (*keys_of_title, CHOSEN)}
+    lines["Set by you"] = [f"  {preset.input_line} (preset)" for preset in presets]
     for key in (key.name for key in leaf_keys(type(config))):
         value, usual, before = (read(tree, key) for tree in (config, default, composed))
         if key in LEFT_OUT or unused_reason(config, key) is not None:
@@ -268,7 +272,17 @@ def main(arguments: Sequence[str]) -> None:
 
     def start(config: RunConfig, recipe: Recipe[Any], settings: Sequence[str]) -> RunResult:
         plan = partial(full_plan, measured=options.measured, recipe=recipe, settings=settings)
-        return check(config, plan=plan if full else None)
+        result = check(config, plan=plan if full else None)
+        words = [word for word in rest if word.partition("=")[0] not in SET_HERE]
+        if config.trainer.simulate is not None:
+            keys, trainer = keys_set(known_settings(settings, recipe)), config.trainer
+            sizes = {"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node}
+            words += [
+                f"trainer.{key}={n}" for key, n in sizes.items() if f"trainer.{key}" not in keys
+            ]
+        command = " \\\n    ".join([f"verl-like {name}", *map(shlex.quote, words)])
+        print(f"Next: start the run:\n  {command}", flush=True)
+        return result
 
     run_command(load_object(RECIPES[name], name), settings, start=start)
 

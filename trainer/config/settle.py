@@ -88,7 +88,8 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
             sizes["max_num_seqs"] = SEQUENCES_ON_GPUS
         sizes = {f"actor_rollout_ref.rollout.{key}": value for key, value in sizes.items()}
         changes |= {key: value for key, value in sizes.items() if key not in keys}
-    return changed(config, changes), notices_of_engine(name, device_type)
+    is_assumed = rollout.name == "auto" and config.trainer.simulate is not None
+    return changed(config, changes), notices_of_engine(name, device_type, is_assumed)
 
 
 BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}

@@ -44,6 +44,9 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     else:
         not_checked = placements[len(best) + len(rejected) :]
         kind, slower = "placement", _slower_partitions(job, not_checked, best[0])
+    shown = rejected[:SHOWN]
+    if more := rejected[SHOWN:]:
+        shown.append(f"and {len(more)} more")
     first = best[0]
     roles, devices = job.memory(first)
     trained = next(role for role, model in job.models.items() if model.trains)
@@ -69,7 +72,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         "\n".join([*_table(job, best, max_columns), speed]),
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
         _listed(f"Slower than {kind} 1:", [*islice(slower, SHOWN)]),
-        _listed(f"{kind.title()}s that a run rejects:", rejected),
+        _listed(f"{kind.title()}s that a run rejects:", shown),
         f"Next: check a run with your settings and the keys of {kind} 1{files}:\n  {command}",
     ]
     return "\n\n".join(part for part in parts if part)

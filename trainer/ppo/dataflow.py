@@ -230,7 +230,7 @@ def overlaps(config: PPOConfig) -> str:
     lines = [f"{CONCURRENT_TITLE} in {stage}: {' ‖ '.join(chains)}" for stage, chains in concurrent]
     if stages[INLINE]:
         lines.append(f"{INLINE}: {', '.join(stages[INLINE])}")
-    return "\n".join(lines or [f"{CONCURRENT_TITLE}: nothing"])
+    return "\n".join(lines)
 
 
 def describe(
@@ -250,12 +250,12 @@ def describe(
     for node in nodes:
         before = after[node.name]
         last = [name for name in before if not any(name in waits[other] for other in before)]
-        rows.append((node.stage, node.name, node.pool, ", ".join(last) or "nothing"))
+        rows.append((node.stage, node.name, node.pool, ", ".join(last) or "-"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
     for title, stages in _independent(nodes, after).items():
-        if stages or title == CONCURRENT_TITLE:
-            lines.append(f"{title}:" if stages else f"{title}: nothing")
+        if stages:
+            lines.append(f"{title}:")
         between = ", then " if title == INLINE else "\n    ‖ "
         lines += [f"  {stage}: {between.join(chains)}" for stage, chains in stages.items()]
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from trainer.config.devices import Devices, devices_of
 from trainer.groups.nodes import joined_cluster
-from trainer.memory import check_fit, fits, memory_table, model_memory
+from trainer.memory import UNKNOWN, check_fit, fits, memory_table, model_memory
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import SizeRow, rows_of
@@ -155,7 +155,7 @@ def plan_text(
         roles = role_memories(config, devices.type, devices.bytes, tokens)
         return memory_table(roles, devices, max_columns, brief, heading)
     except (ConfigError, OSError, ValueError) as error:
-        return f"Memory: not known: {error}"
+        return f"{UNKNOWN}: {error}"
 
 
 def fit_passes(config: P, devices: Devices) -> P:

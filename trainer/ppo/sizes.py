@@ -95,11 +95,8 @@ def batch_line(config: PPOConfig) -> str:
     )
 
 
-HEAD = (
-    *("", "ranks", "prompts", "samples", "max tokens"),
-    *("samples per rank", "max tokens per rank", "samples per pass", "tokens per pass"),
-)
-BY_TOKENS = "limited by tokens"
+HEAD = ("", "ranks", "prompts", "samples", "per rank", "per pass", "tokens per pass")
+BY_TOKENS = "any"
 """The cell of the samples per pass if the tokens limit a pass."""
 
 
@@ -133,7 +130,7 @@ def batch_table(
         on_rank = -(-samples // dims.data_size)
         tokens = -(-on_rank * width // dims.sp)
         at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None
-        cells = (ranks, row.prompts, samples, samples * width, on_rank, tokens)
+        cells = (ranks, row.prompts, samples, on_rank)
         micro = (
             (BY_TOKENS, f"{min(row.micro_tokens, tokens):,}")
             if at_once is None

@@ -265,9 +265,9 @@ class PPOTrainer(Trainer):
         """Return batch sizes, memory, and the graph of a step with the overrides of this class."""
         memory = plan_text(config, max_columns, brief=brief)
         if brief:
-            return [batch_line(config), memory, overlaps(config)]
+            return [memory, batch_line(config), overlaps(config)]
         graph = describe(config, max_columns, overridden_stages(cls))
-        return [batch_table(config, max_columns), memory, graph]
+        return [memory, batch_table(config, max_columns), graph]
 
     @classmethod
     def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes, check_ranks
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
-from trainer.memory import check_fit, memory_table, model_memory, role_models
+from trainer.memory import UNKNOWN, check_fit, memory_table, model_memory, role_models
 from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -101,5 +101,5 @@ def plan_text(
     try:
         roles = role_memories(config, num_sides, devices.type)
     except (ConfigError, OSError, ValueError) as error:
-        return f"Memory: not known: {error}"
+        return f"{UNKNOWN}: {error}"
     return memory_table(roles, devices, max_columns, brief)

@@ -140,7 +140,7 @@ class RowTrainer(Trainer, Generic[R]):
         """Describe the sizes of a step, and its memory."""
         sizes = f"Step: {step_sizes(config)}"
         memory = plan_text(config, cls.num_sides(config), max_columns, brief)
-        return [sizes, memory]
+        return [memory, sizes]
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:

@@ -144,7 +144,8 @@ class Placement:
     ) -> str:
         """Return the plan as a table, no wider than `width` columns, with `notes` after the roles.
 
-        With `folds`, runs of similar nodes become one row if a pool has more than `NODES_ALONE`.
+        The only node is left out. With `folds`, runs of similar nodes become one row if a pool has
+        more than `NODES_ALONE`.
         """
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]
         for plan in self.pools.values():
@@ -158,7 +159,8 @@ class Placement:
                 devices = times + _describe_devices(plan, plan.nodes[first], count)
                 cpus = f"{times}{count * plan.cpus_per_process:g}"
                 rows.append((plan.name, node, devices, roles, f"{times}{count}", cpus))
-        return "\n".join(draw_table(rows, width))
+        only_node = rows[1][1] if len({row[1] for row in rows}) == 2 else None
+        return "\n".join(draw_table(rows, width, zero=only_node))
 
 
 def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:

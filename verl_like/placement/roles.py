@@ -57,9 +57,10 @@ def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict
     roles: dict[str, list[str]] = {pool: [] for pool in pools}
     for role, pool in expand_roles(role_mapping).items():
         if pool not in roles:
+            known = f" Pools: {', '.join(roles)}." if roles else ""
             raise PlacementError(
                 f"role '{role}' is mapped to pool '{pool}', which does not "
-                f"exist.{nearest(pool, roles)} Pools: {', '.join(roles)}. Add this pool with "
+                f"exist.{nearest(pool, roles)}{known} Add this pool with "
                 f"resource_pool_spec.{pool}=[1], a list of its processes on each node."
             )
         roles[pool].append(role)

@@ -50,7 +50,9 @@ def model_folder(path: str, weights: bool = True) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(
             f"there is no model folder {path!r}, and the Hugging Face hub did not provide a model "
-            f"of that name: {' '.join(str(error).split())[:300]}"
+            f"of that name. Without a connection, set a local folder; `verl-like plan` needs "
+            "only the model's config.json in it. The hub's message: "
+            f"{' '.join(str(error).split())[:300]}"
         ) from error
     return folder_of_hub
 

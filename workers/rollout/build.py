@@ -58,10 +58,15 @@ def takes_adapter(policy: ActorRolloutRefConfig) -> bool:
     return is_vllm and policy.model.lora_rank > 0 and not rollout.merge_lora
 
 
-def notices_of_engine(name: str, device_type: str) -> list[str]:
-    """Return a notice if this engine is slow on this device."""
+def notices_of_engine(name: str, device_type: str, is_assumed: bool = False) -> list[str]:
+    """Return a notice if this engine is slow on this device, or only assumed for simulated GPUs."""
     if (name, device_type) != ("native", "cuda"):
         return []
+    if is_assumed:
+        return [
+            "note: no supported vLLM is installed here, so the slow native engine is assumed; add "
+            f"{SECTION}.name=vllm for GPUs with vLLM"
+        ]
     return [
         "note: this run generates with the native engine, which is slow on GPUs: it has no CUDA "
         f"graphs and no paged KV cache. {SECTION}.name=auto chooses vLLM if a supported version is "

@@ -28,7 +28,7 @@ def test_a_split_placement_lists_axes_of_ranks_and_concurrent_calls() -> None:
     axes = ("actor_rollout_ref.actor.parallel.tp=2", "critic.parallel.sp=4")
     text = explained("placement=split", "trainer.n_gpus_per_node=8", *axes)
     assert "actor (shard 2, tp 2), rollout" in text
-    assert re.search(r"critic_pool +node 0 +4 CPU slots +critic \(sp 4\)", text)
+    assert re.search(r"critic_pool +4 CPU slots +critic \(sp 4\)", text)
     assert "critic.update_critic\n    ‖ actor.update_actor" in text
     assert "Calls on different pools run concurrently" in text
     assert "Roles on actor_rollout_ref_pool share its processes and run one after the other" in text
@@ -55,6 +55,7 @@ def changed_keys(*overrides: str) -> dict[str, str]:
 def test_changed_keys_are_grouped_by_who_changed_them() -> None:
     grouped = changed_keys("algorithm=grpo", "actor_rollout_ref.rollout.n=4")
     assert grouped["actor_rollout_ref.rollout.n"] == "Set by you:"
+    assert grouped["algorithm"] == "Set by you:", "the preset itself"
     assert grouped["algorithm.adv_estimator"] == "Set by the preset algorithm=grpo:"
     assert grouped["actor_rollout_ref.rollout.name"] == "Chosen for your settings and devices:"
 
@@ -136,14 +137,20 @@ def test_a_run_is_checked_for_gpus_of_another_machine(
     text = " ".join(capsys.readouterr().out.split())
     assert "2 x H100" in text
     assert ALL_FOUND in text
+    assert "Next: start the run: verl-like ppo \\ data.train_files=" in text
+    assert text.endswith("trainer.n_gpus_per_node=2 \\ trainer.nnodes=1"), "not the simulated GPUs"
     assert "Calls of a step" not in text
     assert not (tmp_path / "run").exists()
 
 
-def test_a_check_rejects_what_the_run_would_reject(tiny_dir: Path, tmp_path: Path) -> None:
+def test_an_error_about_data_comes_after_only_the_memory(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = overrides(tiny_dir, tmp_path / "run", f"data.train_files={tmp_path}/absent.jsonl")
     with pytest.raises(SystemExit, match="absent.jsonl"):
-        main(settings)
+        main(["--full", *settings])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"Peak memory per device: .* MiB", line)
 
 
 def test_a_recipe_on_rows_is_checked_by_its_name(
@@ -155,5 +162,5 @@ def test_a_recipe_on_rows_is_checked_by_its_name(
     folder = f"trainer.default_local_dir={tmp_path}/run"
     main(["sft", "--full", *settings, f"model.path={tiny_dir}/model", folder])
     text = capsys.readouterr().out
-    assert "Memory: Estimated GiB per device" in text
+    assert "Memory: Estimated MiB per device" in text
     assert ALL_FOUND in text
