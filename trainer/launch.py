@@ -121,7 +121,7 @@ def check(
             with suppress(VerlLikeError):
                 memory, *_ = trainer_cls.describe(config, terminal_width(), brief=True)
                 if not memory.startswith(UNKNOWN):
-                    print(memory, flush=True)
+                    print(fit(memory, terminal_width()), flush=True)
             raise
         if plan is not None:
             print(plan(config), flush=True)

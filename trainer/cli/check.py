@@ -96,22 +96,21 @@ def explain(
     assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
     overridden = overridden_stages(trainer_cls)
     sections = {
-        "Calls of a step": describe(config, max_columns, overridden).splitlines(),
-        **generators_sections(config, max_columns, measured),
-        "Placement": placement_lines(config, max_columns),
-        "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
         "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
+        "Placement": placement_lines(config, max_columns),
+        **generators_sections(config, max_columns, measured),
+        "Calls of a step": describe(config, max_columns, overridden).splitlines(),
+        "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
         "Metrics to watch": watch_lines(config),
         "Changed from the defaults": changes,
         "Keys that you set without effect": [
             f"{', '.join(names)}: {why}" for why, names in unused.items()
         ],
     }
-    verdict = f"{plan_text(config, brief=True)}\n{batch_line(config)}"
     texts = [
         "\n".join([title, "-" * len(title), *lines]) for title, lines in sections.items() if lines
     ]
-    return "\n\n".join([verdict, *texts])
+    return "\n\n".join([batch_line(config), *texts])
 
 
 def generators_sections(
@@ -277,9 +276,8 @@ def main(arguments: Sequence[str]) -> None:
         if config.trainer.simulate is not None:
             keys, trainer = keys_set(known_settings(settings, recipe)), config.trainer
             sizes = {"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node}
-            words += [
-                f"trainer.{key}={n}" for key, n in sizes.items() if f"trainer.{key}" not in keys
-            ]
+            sizes = {f"trainer.{key}": n for key, n in sizes.items() if n > 1}
+            words += [f"{key}={n}" for key, n in sizes.items() if key not in keys]
         command = " \\\n    ".join([f"verl-like {name}", *map(shlex.quote, words)])
         print(f"Next: start the run:\n  {command}", flush=True)
         return result
