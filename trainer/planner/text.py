@@ -56,7 +56,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         length = "set trainer.total_training_steps to see the duration of the run"
     else:
         length = f"the run of {steps:,} steps takes {two_digits(steps * first.step / 3600)} hours"
-    speed = f"{kind.title()} 1: {two_digits(samples / first.step)} samples per second; {length}."
+    speed = (
+        f"Fastest: {first.summary}: {two_digits(first.step)} s per step, "
+        f"{two_digits(samples / first.step)} samples per second; {length}."
+    )
     cluster = cluster_keys(job.device, job.num_gpus, job.per_node)
     all_gpus = cluster.pop("trainer.simulate")
     keys = [f"{key}={value}" for key, value in cluster.items() if key not in job.keys]
@@ -67,9 +70,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     command = " \\\n    ".join([check, *map(shlex.quote, [*job.settings, *keys])])
     gpus = replace(devices, gpu=job.device.name)
     parts = [
+        f"{speed}\n"
         f"GPUs: {job.num_gpus:,} x {job.device.name}, {min(job.num_gpus, job.per_node)} per node\n"
         f"Step: {job.describe_rows}\n{_engine(job)}{ASSUMED}",
-        "\n".join([*_table(job, best, max_columns), speed]),
+        "\n".join(_table(job, best, max_columns)),
         memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
         _listed(f"Slower than {kind} 1:", [*islice(slower, SHOWN)]),
         _listed(f"{kind.title()}s that a run rejects:", shown),
