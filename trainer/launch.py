@@ -119,9 +119,9 @@ def check(
             lines = preflight_lines(config, trainer_cls)
         except VerlLikeError:
             with suppress(VerlLikeError):
-                memory, *_ = trainer_cls.describe(config, terminal_width(), brief=True)
-                if not memory.startswith(UNKNOWN):
-                    print(fit(memory, terminal_width()), flush=True)
+                for memory in trainer_cls.describe(config, terminal_width(), brief=True)[:1]:
+                    if not memory.startswith(UNKNOWN):
+                        print(fit(memory, terminal_width()), flush=True)
             raise
         if plan is not None:
             print(plan(config), flush=True)

@@ -137,7 +137,7 @@ def test_a_run_is_checked_for_gpus_of_another_machine(
     text = " ".join(capsys.readouterr().out.split())
     assert "2 x H100" in text
     assert ALL_FOUND in text
-    assert "Next: start the run: verl-like ppo \\ data.train_files=" in text
+    assert "Next: start the run: verl-like ppo \\ " in text
     assert "trainer.simulate" not in text.partition("Next: ")[2]
     assert "Calls of a step" not in text
     assert not (tmp_path / "run").exists()
