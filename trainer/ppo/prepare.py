@@ -83,7 +83,7 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0
     count = (
-        f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on; "
+        f"prompts to train on: {len(loader.prompts)}, to validate on: {num_validation}; "
         f"steps: {loader.total_steps:,}"
     )
     width = config.data.max_response_length

@@ -118,7 +118,7 @@ class RowTrainer(Trainer, Generic[R]):
         """Describe the number of rows and of steps."""
         loader, *validation = inputs
         return [
-            f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on; "
+            f"rows to train on: {len(loader)}, to validate on: {sum(map(len, validation))}; "
             f"steps: {num_steps(config, len(loader)):,}"
         ]
 

@@ -136,4 +136,4 @@ def test_a_bad_pair_is_rejected_before_a_process_starts(
         run(load_config(settings, REWARD_MODEL))
     more = ("data.on_bad_row=skip", "trainer.dry_run=true")
     run(load_config([*settings, *more], REWARD_MODEL))
-    assert "1 rows to train on, 7 to validate on; steps: 1\n" in capsys.readouterr().out
+    assert "rows to train on: 1, to validate on: 7; steps: 1\n" in capsys.readouterr().out
