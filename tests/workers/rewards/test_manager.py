@@ -284,13 +284,6 @@ def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: 
     assert metrics["reward/share/mean"] == 0.5
 
 
-def test_batches_are_scored_in_order(managers: Any, tokenizer: Any) -> None:
-    batches = [make_batch(tokenizer, ["a" * length], [""]) for length in range(1, 6)]
-    futures = [managers().remote(batch) for batch in batches]
-    scores = [future.result()[0].batch["token_level_scores"].sum().item() for future in futures]
-    assert scores == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
 @pytest.mark.parametrize(("name", "slow_s"), [("odd", 60.0), ("odd_async", 0.1)])
 def test_a_manager_closes_immediately_even_if_its_function_hangs(
     tokenizer: Any, managers: Any, monkeypatch: pytest.MonkeyPatch, name: str, slow_s: float
