@@ -32,13 +32,12 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, nearest
 from workers.config import ActorConfig, CriticConfig
-from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_sums import LossInputs, TokenSum
 from workers.roles.served import MASK, OURS, SETTINGS, client_loss
 
 TARGETS = "target_tokens"
 PRESETS = Path(ppo.__file__).with_name("algorithm")
-LOSS_KEYS = {"clip_ratio", "clip_ratio_low", "clip_ratio_high", "loss_agg_mode"}
+LOSS_KEYS = {"clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode"}
 MOST_ENTRIES = 2**25
 """Maximum entries of a request's loss inputs, which can exceed the bytes of sparse tensors."""
 
@@ -173,13 +172,13 @@ def loss_of(message: Any, role: str, aliases: Mapping[str, str]) -> RequestLoss:
 
 @cache
 def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the loss and settings of each preset whose actor loss is a single policy loss."""
+    """Return the policy loss and settings of each preset without a KL loss."""
     losses = {}
     for file in PRESETS.glob("*.yaml"):
         actor: Any = OmegaConf.to_container(OmegaConf.load(file).actor_rollout_ref.actor)
         loss = actor.pop("policy_loss")
         actor.pop("ppo_mini_batch_size", None)
-        if file.stem not in POLICY_LOSSES and actor.keys() <= LOSS_KEYS:
+        if actor.keys() <= LOSS_KEYS:
             losses[f"{OURS}{file.stem}"] = f"{OURS}{loss['loss_mode']}", actor
     return losses
 

@@ -102,6 +102,10 @@ def test_an_algorithm_name_sets_its_loss_and_settings(model: Model) -> None:
     changed = {**settings, "clip_ratio_low": 0.9}
     usual, wide = metrics("verl_like:dapo"), metrics("verl_like:dapo", clip_ratio_low=0.9)
     assert wide == metrics("verl_like:vanilla", **changed) != usual
+    gspo = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"}
+    assert metrics("verl_like:gspo") == metrics("verl_like:gspo", **gspo)  # also a policy loss
+    assert metrics("verl_like:gspo") != metrics("verl_like:gspo", clip_ratio_low=0.9)
+    assert math.isfinite(metrics("verl_like:coati_legacy")["loss:sum"])
     with pytest.raises(FailedError, match="user: the actor has no loss 'verl_like:grpo'"):
         metrics("verl_like:grpo")  # has a KL term, which needs a reference
 
