@@ -191,7 +191,7 @@ GOES_ON = (
 
 @contextmanager
 def exit_on_error(folder: str | Path = "") -> Iterator[None]:
-    """End the process by SystemExit if the block raises; `folder` is named if its disk is full."""
+    """End the process by SystemExit if the block raises; a full disk's error names `folder`."""
     try:
         yield
     except RunInterrupted as stopped:

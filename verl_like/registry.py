@@ -130,9 +130,9 @@ def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
         public = {n: value for n, value in sorted(vars(module).items()) if not n.startswith("_")}
         defined = [n for n in public if getattr(public[n], "__module__", "") == module.__name__]
         names = defined or [*public]
-        others = f"only {', '.join(names)}" if names else "and no other"
         raise ConfigError(
-            f"{name_subject}: {path} has no such name, {others}.{nearest(name, names)}"
+            f"{name_subject}: {path} has no {name!r}. It has "
+            f"{', '.join(names) or 'no public names'}.{nearest(name, names)}"
         )
     return getattr(module, name)
 

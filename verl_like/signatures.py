@@ -49,7 +49,8 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
         kind = "by name with" if call.by_name and not call.by_position else "with"
         raise ConfigError(
             f"{subject} has the parameters {format_signature(signature)}, but is called {kind} "
-            f"{call}: {error}. Change its parameters, or give the others a default."
+            f"{call}: {error}. Let it accept these arguments, and give any other parameter a "
+            "default."
         ) from error
 
 

@@ -100,9 +100,12 @@ def test_an_object_is_loaded_by_its_file_or_module_and_its_name(estimators, tmp_
     assert load_object("mine.py:Own", "trainer.cls") is cls
     assert load_object("math:sqrt", "trainer.cls") is math.sqrt
     assert estimators.look_up("math:sqrt") is math.sqrt
-    problem = r"trainer.cls=mine.py:Owm: mine.py has no such name, only Own. Did you mean 'Own'\?"
+    problem = r"trainer.cls=mine.py:Owm: mine.py has no 'Owm'. It has Own. Did you mean 'Own'\?"
     with pytest.raises(ConfigError, match=problem):
         load_object("mine.py:Owm", "trainer.cls")
+    (tmp_path / "empty.py").touch()
+    with pytest.raises(ConfigError, match=r"empty.py has no 'Own'. It has no public names.$"):
+        load_object("empty.py:Own", "trainer.cls")
     with pytest.raises(ConfigError, match=r"trainer.cls=none.py:Own: there is no such file"):
         load_object("none.py:Own", "trainer.cls")
     with pytest.raises(ConfigError, match=r"trainer.cls=./mine:Own cannot be imported"):
@@ -162,5 +165,5 @@ def test_a_missing_module_names_the_accepted_forms():
 def test_a_missing_name_lists_the_names_of_the_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("letters = digits = 1\n_private = 2\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"name='leters': .* no such name, only digits, letters"):
+    with pytest.raises(ConfigError, match=r"name='leters': .* It has digits, letters"):
         load_from(str(file), "leters", *KEYS)

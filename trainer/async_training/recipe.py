@@ -84,8 +84,8 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
             str(generator) in settings and generator != str(generator)
         ):
             raise ConfigError(
-                f"{GENERATOR_SETTINGS} has {generator!r}. Use each generator's number, 0 to "
-                f"{config.async_training.generators - 1}, at most once."
+                f"{GENERATOR_SETTINGS} has the key {generator!r}. Use generators' numbers, up to "
+                f"{config.async_training.generators - 1}, each at most once."
             )
     from workers.rollout.build import engine_for  # slow import: loads torch
 

@@ -124,8 +124,8 @@ def drop_preset_names(role_mapping: Mapping[str, str], named: Collection[str]) -
 def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C, list[str]]:
     """Return the configuration with only this run's roles and pools, and notices to show.
 
-    `keys` are the user's. A pool that the user names and no role uses is an error; a preset's pool
-    without roles is left out.
+    `keys` are the keys that the user set. A pool that the user names and no role uses is an
+    error; a preset's pool without roles is left out.
     """
     inactive = recipe.inactive_roles(config)
     notices = []

@@ -1,9 +1,10 @@
 """Find the user's modules that a run needs.
 
-Objects that workers use (worker classes, policy losses, optimizers) are named by a dotted path and
-imported in the worker processes, so Ray sends these modules to other nodes. Estimators and trainers
-run in the driver's process, and reward functions in processes that it starts on its node. The files
-that they import also affect a run's numbers, so checkpoints have digests of these files.
+Worker processes import the objects that they use (worker classes, policy losses, optimizers). If a
+module's name is in the path of such an object, Ray sends the module to other nodes. Estimators
+and trainers run in the driver's process, and reward functions in processes that it starts on its
+node. The files that they import also affect a run's numbers, so checkpoints have digests of these
+files.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class ValidatingTrainerConfig(TrainerConfig):
 
     test_freq: int = config_field(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
     """Steps between validations; 0: only after the last step, -1: not even then. `val_before_train`
-    sets the one before step 1.
+    controls the validation before step 1.
     """
     val_before_train: bool = config_field(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before step 1; a run that resumes after it does not."""

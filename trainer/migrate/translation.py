@@ -29,9 +29,9 @@ class Translation:
     renamed: list[str] = field(default_factory=list)
     """Flag -> its name here."""
     joined: list[str] = field(default_factory=list)
-    """Flags that a line about another flag covers, or that have no effect in that run."""
+    """Flags that a line about another flag covers, or that have no effect in the translated run."""
     unread: list[str] = field(default_factory=list)
-    """Settings that nothing would read in that run, which are left out of the command."""
+    """Settings that nothing in the translated run would read; the command leaves them out."""
     always: list[str] = field(default_factory=list)
     """Flags that request something that always holds in this project."""
     absent: list[str] = field(default_factory=list)

@@ -98,9 +98,10 @@ class FaultInjection:
         )
         in_order = done == list(range(self._first + 1, self._first + 1 + len(done)))
         if not in_order or self._num_started != sum(outcomes.values()):
+            counts = " + ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
             raise SampleLogError(
                 f"the steps of a run with injected faults do not add up: {self._num_started} were "
-                f"started, {outcomes}; metrics.jsonl has steps {done} after step {self._first}. "
+                f"started, but {counts}; metrics.jsonl has steps {done} after step {self._first}. "
                 f"The faults are in {self._folder / FAULTS_FILE}."
             )
         extra = {}

@@ -207,9 +207,9 @@ def _needs_with_cpus(
         cpus = cpu_share(left, num_others)
         if cpus <= 0:
             raise InsufficientResourcesError(
-                f"pool_resources takes {total - left:g} of {total:g} CPUs and leaves none for the "
-                f"{num_others} processes of the other pools. Lower pool_resources.<pool>.cpus, or "
-                "set it for every pool."
+                f"pool_resources takes {total - left:g} of {total:g} CPUs and leaves too few "
+                f"for the other pools (processes: {num_others}). Lower pool_resources.<pool>.cpus, "
+                "or set it for every pool."
             )
     return {pool: replace(need, cpus=need.cpus or cpus) for pool, need in result.items()}
 

@@ -370,7 +370,7 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
         raise ConfigError(
             f"environment={path} is neither a class with a method `reset` nor an agent "
-            "(a function of `row`)."
+            "(a function with the parameter `row`)."
         )
     if not issubclass(cls, EnvironmentAdapter):
         if own_id:

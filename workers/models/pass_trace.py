@@ -85,7 +85,7 @@ class PassTrace:
     """Bytes that autograd saves in the whole body."""
     saved_in_layers: Bytes
     layer_inputs: Bytes
-    """Other inputs that every layer gets, such as rotary angles."""
+    """Bytes of the inputs that every layer gets besides hidden states, such as rotary angles."""
     layer: LayerTrace
     """The layer with the highest peak."""
 

@@ -56,13 +56,13 @@ def resolve_sharding(
     unsharded = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
     axes: dict[str, Any] = {} if parallel is None else dict(vars(parallel))
-    cut = {"tp": "splits every matrix", "pp": "gives every rank some layers"}
+    cut = {"tp": "splits every matrix", "pp": "gives every rank only some layers"}
     for axis, why in cut.items():
         if quantization and axes.get(axis, 1) > 1:
             raise ConfigError(
                 f"{axes_key(section)}.{axis}={axes[axis]} {why}, but quantization={quantization} "
-                f"keeps linear weights whole on every rank. Leave out {axis}, or, if the model "
-                "does not fit a rank as int8, the quantization."
+                f"keeps all linear weights on every rank. Set {axes_key(section)}.{axis}=1. If the "
+                "model does not fit a rank as int8, leave out the quantization instead."
             )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
@@ -75,7 +75,7 @@ def resolve_sharding(
     if quantization and size not in (-1, 1):
         raise ConfigError(
             f"quantization={quantization} keeps the whole model, a quarter of its float32 size, "
-            f"on every rank. Leave out {name}={size}, or the quantization."
+            f"on every rank, but {name}={size}. Set it to 1, or leave out the quantization."
         )
     if unsharded and size not in (-1, 1):
         raise ConfigError(

@@ -172,9 +172,8 @@ class Calls:
                 words = f"the reward function scores a whole batch, but returned {results!r:.200}"
                 raise ValueError(f"{words}{NO_REWARD}")
             if len(results) != len(samples):
-                raise ValueError(
-                    f"it received {len(samples)} samples but returned {len(results)} scores"
-                )
+                counts = f"{len(samples)} samples, but returned {len(results)} scores"
+                raise ValueError(f"the reward function received {counts}")
         except TimeoutError:
             return [(None, {}, LATE)] * len(samples)
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything

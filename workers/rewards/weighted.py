@@ -55,7 +55,7 @@ class ScoredRows(Protocol):
 
     @property
     def columns(self) -> list[str]:
-        """Other columns that a function may read."""
+        """Columns that a function may read, besides the data source and the ground truth."""
 
     @property
     def has_truth(self) -> bool:

@@ -407,7 +407,10 @@ def _local_mask(
     chunk = getattr(config, "attention_chunk_size", None)
     window = getattr(config, "sliding_window", None)
     if chunk == window:
-        raise TypeError(f"its attention chunk and its sliding window both have {chunk} tokens")
+        raise TypeError(
+            f"its attention chunk and its sliding window both have {chunk} tokens, so a layer's "
+            "mask does not show which of them it uses"
+        )
     return LocalMask(chunk=chunk) if local_size == chunk else LocalMask(window=local_size)
 
 

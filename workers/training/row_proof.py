@@ -146,7 +146,7 @@ def prove_rows(
             "model type %s %s packed rows (%s), so it runs on padded rows, which is slower. Set "
             "use_remove_padding=false in the model's section to silence this warning.",
             support.model_type,
-            "could not be tested on" if reason.startswith(NO_MODEL) else "gives wrong results on",
+            "could not be tested on" if reason.startswith(NO_MODEL) else "does not support",
             reason,
         )
     is_square = kind == "packed" and support.attention == "eager" and not takes_layout(module)
@@ -181,9 +181,9 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
     else:
         choice = "Choose a causal LM of another type for model.path."
     raise ConfigError(
-        f"model type {support.model_type} cannot be trained or scored: its log-probs of a row "
-        f"would differ from those that transformers computes ({wrong}; it may look at "
-        f"tokens that come later). {choice}"
+        f"model type {support.model_type} cannot be trained or scored, because padded rows do "
+        f"not give the log-probs that transformers computes ({wrong}). It may look at later "
+        f"tokens. {choice}"
     )
 
 
@@ -326,7 +326,7 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
             try:
                 numbers = read(model, way.feed(picked, reads.index_select(0, index), cpu))
             except MODEL_ERRORS as error:
-                return f"it rejects them: {type(error).__name__}: {error}"
+                return f"it rejects such rows: {type(error).__name__}: {error}"
             for row, actual in zip(
                 rows, numbers.split([len(expected[r]) for r in rows]), strict=True
             ):

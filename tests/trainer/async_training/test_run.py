@@ -225,7 +225,7 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
         (["async_training.on_buffer_full=evict_oldest"], "Set async_training.max_inflight_samples"),
         ([f"{GENERATORS}.4={{name: hf}}"], "settings.4: this run has generators 0 to 0"),
         ([f"{GENERATORS}.0={{weight_sync: changed}}"], f"no key '{GENERATORS}.0.weight_sync'"),
-        ([f"{GENERATORS}.x={{name: hf}}"], "has 'x'. Use each generator's number"),
+        ([f"{GENERATORS}.x={{name: hf}}"], "has the key 'x'. Use generators' numbers"),
         (
             ["trainer.cls=trainer.ppo.PPOTrainer"],
             "trainer.ppo.PPOTrainer is not a subclass of trainer.async_training.step.AsyncTrainer",

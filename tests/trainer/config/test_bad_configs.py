@@ -111,7 +111,7 @@ SETTINGS = [
     ("reward.function.path=mine.py", "reward.function.path=mine.py.*no such file"),
     (
         "reward.function.path=json",
-        "reward.function.name='compute_score'.*no such name, only.*dumps",
+        "reward.function.name=.* has no 'compute_score'. It has.*dumps",
     ),
     (
         "trainer.cls=trainer.ppo.PPOTrainr",

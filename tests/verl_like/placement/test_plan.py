@@ -121,7 +121,10 @@ def test_a_pools_own_cpus_are_reserved_before_the_others_share() -> None:
     needs = {"generator_pool": ProcessNeeds(cpus=0.25)}
     plan = Placement.plan(TWO_POOLS, ROLES, [NodeSpec("a", 4, 2.0)], needs=needs)
     assert [p.cpus_per_process for p in plan.pools.values()] == [0.25, 0.75]
-    with pytest.raises(PlacementError, match="takes 2 of 2 CPUs and leaves none for the 2 proc"):
+    with pytest.raises(
+        PlacementError,
+        match="takes 2 of 2 CPUs and leaves too few for the other",
+    ):
         Placement.plan(
             TWO_POOLS,
             ROLES,

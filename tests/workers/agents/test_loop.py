@@ -254,7 +254,7 @@ def test_lone_surrogates_in_observations_are_replaced(play: Play, tokenizer: Any
 @pytest.mark.parametrize(
     ("name", "kwargs", "words"),
     [
-        ("Nowhere", {}, "has no such name"),
+        ("Nowhere", {}, "has no 'Nowhere'"),
         ("add", {}, "is neither a class with a method `reset`"),
         ("NoReset", {}, "is neither a class with a method `reset`"),
         ("MisspeltStep", {}, "tool stpe has no docstring.*mean 'step'.*methods other than reset"),

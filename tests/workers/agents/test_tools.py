@@ -77,7 +77,7 @@ def test_an_argument_may_be_described_with_its_type() -> None:
         (["untyped"], r"tools\[0\]: the argument 'a' has no type"),
         (["silent"], r"tools\[0\] has no docstring"),
         (["odd"], r"tools\[0\]: a has the type <class 'set'>, which JSON does not have"),
-        (["nothing"], r"tools\[0\]=.*:nothing: .* has no such name"),
+        (["nothing"], r"tools\[0\]=.*:nothing: .* has no 'nothing'"),
         (["Count"], r"tools\[0\] is a class, not a function"),
         (["add", "add"], "two tools are called 'add'"),
     ],

@@ -153,7 +153,7 @@ def test_models_without_enough_stages_are_rejected(tmp_path: Path) -> None:
     only_one = {"lora_rank": 2, "target_modules": r".*layers\.0\..*q_proj"}
     with pytest.raises(ConfigError, match="nothing in stage 1 is trained"):
         check_axes_of(spec_of(tmp_path, 2, model=only_one), 2)
-    with pytest.raises(ConfigError, match="parallel.pp=2 gives every rank some.*quantization=int8"):
+    with pytest.raises(ConfigError, match="parallel.pp=2 gives every rank only.*quantization=int8"):
         check_axes_of(spec_of(tmp_path, 2, quantization="int8"), 2)
 
 

@@ -104,7 +104,8 @@ def test_a_trl_reward_function_gets_trls_arguments() -> None:
 
 def test_a_batch_with_too_few_scores_fails() -> None:
     outcomes = score_batch(one_score_too_few, [SAMPLE] * 3)
-    assert outcomes == [(None, {}, "ValueError: it received 3 samples but returned 2 scores")] * 3
+    reason = "ValueError: the reward function received 3 samples, but returned 2 scores"
+    assert outcomes == [(None, {}, reason)] * 3
 
 
 @pytest.mark.parametrize(

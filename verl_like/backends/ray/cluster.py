@@ -374,8 +374,8 @@ def private_folder(place: str | None = None) -> Path:
     if not is_private or status.st_uid != os.getuid():
         raise WorkerError(
             f"{folder} is not private to this user (mode 700), so other users could reach the "
-            "sockets, logs and data of this run. Remove it, or set TMPDIR to a folder that only "
-            "you can read."
+            "sockets, logs and data of this run. Remove it, or set RAY_TMPDIR to another folder "
+            "with a short path."
         )
     return folder
 

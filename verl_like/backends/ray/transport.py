@@ -1,7 +1,7 @@
 """The transport of Ray: calls are tasks of actors.
 
-Payloads stay in the object store and go from worker to worker as references. Requests for stacks
-and concurrent calls take a separate connection (`verl_like.backends.rpc`).
+Payloads stay in the object store and go from worker to worker as references. Concurrent
+calls, and requests for a worker's stacks, take a separate connection (`verl_like.backends.rpc`).
 
 Calls and batches are pickled by `pickled` before Ray sees them, because Ray's own pickler takes
 several times as long. Equal batches are put into the store once (`put_once`), because

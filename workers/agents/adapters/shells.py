@@ -131,7 +131,9 @@ def _image(program: str, task: Path, settings: Mapping[str, Any]) -> str:
         if not image.stat().st_size:
             built = _call([program, "build", "-q", f"{task / 'environment'}"])
             if built.returncode:
-                raise RuntimeError(f"the image of {task.name} is not built: {built.stdout[-500:]}")
+                raise RuntimeError(
+                    f"the image of {task.name} could not be built: {built.stdout[-500:]}"
+                )
             image.write_text(built.stdout.split()[-1])
     return image.read_text()
 
