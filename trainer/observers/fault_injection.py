@@ -101,7 +101,7 @@ class FaultInjection:
             counts = " + ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
             raise SampleLogError(
                 f"the steps of a run with injected faults do not add up: {self._num_started} were "
-                f"started, but {counts}; metrics.jsonl has steps {done} after step {self._first}. "
+                f"started ({counts}), but metrics.jsonl has steps {done} after step {self._first}. "
                 f"The faults are in {self._folder / FAULTS_FILE}."
             )
         extra = {}

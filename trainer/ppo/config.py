@@ -164,7 +164,7 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     max_rollouts_to_keep: int | None = config_field(100, at_least=1, hint="or null to keep all")
     """Newest steps whose samples are all kept; null: of every step."""
     max_batches_to_keep: int = config_field(0, at_least=0, hint="0 keeps none", read_when=SAVES)
-    """Newest steps whose batches are kept for `replay --stage`."""
+    """Newest steps whose batches are kept for `replay`."""
 
 
 @dataclass(kw_only=True)

@@ -142,7 +142,7 @@ class EnvironmentHost:
         self._end = weakref.finalize(
             self, _end, supervisor, self._orders, self._channel, self._selector, self._idle, handles
         )
-        until = time.monotonic() + START_S
+        until, failed = time.monotonic() + START_S, f"{self._spec.setting} could not be loaded"
         try:
             pid, folder = self._channel.receive(until)  # of the process that loads the code
             if self._router is not None:
@@ -156,15 +156,11 @@ class EnvironmentHost:
                 "work when it is imported, move this work into `reset`."
             )
         except (EOFError, OSError):
-            problem = (
-                f"{self._spec.setting} is not loaded: its process and its supervisor are gone."
-            )
+            problem = f"{failed}: its process and its supervisor are gone."
         except NoAnswerError as error:
-            problem = (
-                f"{self._spec.setting} is not loaded: its process {error}. Its output is above."
-            )
+            problem = f"{failed}: its process {error}. Its output is above."
         except (TypeError, ValueError) as error:
-            problem = f"{self._spec.setting} is not loaded: it sent an unexpected reply: {error}."
+            problem = f"{failed}: it sent an unexpected reply: {error}."
         if problem is not None:
             self._end()
             raise ConfigError(problem)

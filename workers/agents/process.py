@@ -61,7 +61,7 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        end.send([f"{spec.setting} is not loaded: {type(error).__name__}: {error}", {}])
+        end.send([f"{spec.setting} could not be loaded: {type(error).__name__}: {error}", {}])
         return
     kinds = {
         name: [[tool.schema for tool in code.tools], code.columns, code.players]

@@ -94,7 +94,9 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         return
     except BaseException as err:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        driver.send([f"{spec} is not loaded: {describe_error(err, withheld)}", False, False, None])
+        driver.send(
+            [f"{spec} could not be loaded: {describe_error(err, withheld)}", False, False, None]
+        )
         return
     driver.send([None, call.is_async, call.takes_batches, call.reads])
 

@@ -40,7 +40,7 @@ def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
             raise ValueError("it has no task, or no agent that calls the policy")
     except (ModuleNotFoundError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"environment=verifiers:{name} is not loaded: {type(error).__name__}: {error}"
+            f"environment=verifiers:{name} could not be loaded: {type(error).__name__}: {error}"
         ) from error
 
     async def run(row: Mapping[str, Any], rng: Any, base_url: str, model: str) -> Any:
