@@ -132,7 +132,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     try:
         if not wait_futures([done], limit_s).done:
             subject = "a new Ray cluster on this machine"
-            look = "Look into session_latest/logs in Ray's folder (TMPDIR/verl-like-<user id>)"
+            look = "To see why, start it with `ray start --head`, and set ray.address=auto"
             if address:
                 subject = f"the Ray cluster at {address}"
                 look = "Check the address and, with `ray status`, the head"
