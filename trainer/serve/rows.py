@@ -59,12 +59,10 @@ class Limits:
 
     def check_tokens(self, tokens: Array, subject: str, longest: int | None = None) -> None:
         """Reject ids outside the vocabulary, and rows that are empty or too long."""
+        keys = "data.max_prompt_length" + ("" if longest else " + data.max_response_length")
         longest = longest or self.context
         if not 1 <= len(tokens) <= longest:
-            raise BatchError(
-                f"{subject} has {len(tokens)} tokens; 1 to {longest} fit (data.max_prompt_length "
-                "and data.max_response_length)."
-            )
+            raise BatchError(f"{subject} has {len(tokens)} tokens; 1 to {longest} fit ({keys}).")
         outside = np.argwhere((tokens < 0) | (tokens >= self.vocabulary))
         if len(outside):
             place = tuple(outside[0].tolist())

@@ -278,7 +278,7 @@ BAD_SAMPLES = [
     ({"sampling_params": {"stop": [-3]}}, "sampling_params.stop"),
     ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs"),
     ({"prompt": {"chunks": [{"type": "image"}]}}, "prompt.chunks.0.tokens"),
-    ({"prompt": {"chunks": []}}, "the prompt has 0 tokens; 1 to 32 fit"),
+    ({"prompt": {"chunks": []}}, r"has 0 tokens; 1 to 32 fit \(data.max_prompt_length\)"),
     ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "1000000 at .0. is outside the vocabulary"),
     ({"prompt_logprobs_last_n": 9}, "prompt_logprobs_last_n=9"),
     ({"sampling_session_id": "none"}, "404: there is no open sampler 'none'"),
@@ -301,7 +301,7 @@ BAD_DATUMS = [
     ([datum()], "stable_reinforce", "no public formula.*--stable-reinforce"),
     ([datum(weights=[1.0])], "cross_entropy", r"weights has shape \[1\] for 6 input tokens"),
     ([datum(weights=[math.nan] * 6)], "cross_entropy", r"datum 0: weights is nan at \[0\]"),
-    ([datum([7] * 50)], "cross_entropy", "datum 0 has 49 tokens; 1 to 48 fit"),
+    ([datum([7] * 50)], "cross_entropy", r"49 tokens; 1 to 48 fit \(data.max_prompt_length \+"),
     ([datum([-1, 7])], "cross_entropy", r"datum 0: -1 at \[0\] is outside the vocabulary"),
 ]
 
