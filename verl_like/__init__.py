@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # for your own roles and drivers: workers, batches, calls, pl
     from verl_like.calls.future import gather as gather
     from verl_like.calls.group import ClassWithInitArgs as ClassWithInitArgs
     from verl_like.calls.group import create_colocated_worker_cls as create_colocated_worker_cls
+    from verl_like.errors import ConfigError as ConfigError
     from verl_like.errors import VerlLikeError as VerlLikeError
     from verl_like.placement.plan import Placement as Placement
     from verl_like.placement.pools import NodeSpec as NodeSpec

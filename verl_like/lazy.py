@@ -21,5 +21,9 @@ def names_by_block(path: str) -> list[dict[str, str]]:
 def import_name(package: str, modules: dict[str, str], name: str) -> Any:
     """Return a public name of a package from the module that has it."""
     if name not in modules:
-        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        from verl_like.errors import nearest
+
+        raise AttributeError(
+            f"module '{package}' has no attribute '{name}'.{nearest(name, modules)}"
+        )
     return getattr(importlib.import_module(modules[name]), name)
