@@ -39,22 +39,36 @@ from workers.agents.tools import NO_TOOLS, Tool, answer_call, waited
 
 @dataclass(frozen=True)
 class Turn:
-    """An environment's reply after which the policy takes another turn."""
+    """An environment's reply after which the policy takes another turn.
+
+    Args:
+        text: the observation that the policy reads next.
+        reward: reward of the policy's last text.
+    """
 
     text: str
-    """The observation that the policy reads next."""
     reward: float = 0.0
-    """Reward of the policy's last text."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"the text of a Turn is {_kind(self.text)}, not a string")
+        _finite(self.reward)
 
 
 @dataclass(frozen=True)
 class TrajectoryEnd:
-    """An environment's reply that ends the trajectory."""
+    """An environment's reply that ends the trajectory.
+
+    Args:
+        reward: reward of the policy's last text.
+        truncated: True if a limit, not the task, ended it; counts like `environment.max_turns`.
+    """
 
     reward: float = 0.0
-    """Reward of the policy's last text."""
     truncated: bool = False
-    """True if the environment truncated the trajectory; counts like `environment.max_turns`."""
+
+    def __post_init__(self) -> None:
+        _finite(self.reward)
 
 
 class Environment:
@@ -549,8 +563,6 @@ class Episode:
             return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
         if not isinstance(answer, Turn):
             raise TypeError(f"step returned {_kind(answer)}, not a Turn or a TrajectoryEnd")
-        if not isinstance(answer.text, str):
-            raise TypeError(f"step returned a Turn whose text is {_kind(answer.text)}")
         message = {"role": "user", "content": answer.text}
         return {"messages": [message], "reward": _finite(answer.reward)}
 

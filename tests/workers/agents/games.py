@@ -170,13 +170,13 @@ class Strange(Environment):
         return 7 if self.answer == "reset" else None
 
     def step(self, text):
-        answers = {"number": 3, "pair": ("hm", 1.0), "text": Turn(5)}
+        answers = {"number": 3, "pair": ("hm", 1.0)}
         rewards = {"nan": float("nan"), "inf": -float("inf"), "no": None, "word": "1.0"}
         if self.answer in rewards:
             return TrajectoryEnd(rewards[self.answer])
-        return (
-            Turn("hm", rewards[self.answer[5:]]) if "turn" in self.answer else answers[self.answer]
-        )
+        if "turn" in self.answer:
+            return Turn("hm", rewards[self.answer[5:]])
+        return Turn(5) if self.answer == "text" else answers[self.answer]
 
 
 class Counter:

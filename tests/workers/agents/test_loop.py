@@ -225,7 +225,7 @@ def test_an_invalid_reply_of_an_environment_is_a_failure(play: Play) -> None:
         "word": "the reward is '1.0', not a finite number",
         "turn-nan": "the reward is nan, not a finite number",
         "turn-no": "the reward is None, not a finite number",
-        "text": "a Turn whose text is int 5",
+        "text": "the text of a Turn is int 5, not a string",
     }
     trajectories = play("Strange", num=len(words), kwargs={"answer": list(words)})
     for trajectory, expected in zip(trajectories, words.values(), strict=True):
