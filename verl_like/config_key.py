@@ -83,17 +83,19 @@ def changed(section: S, changes: Mapping[str, Any]) -> S:
 
 @dataclass(frozen=True)
 class ReadWhen:
-    """The condition under which a key or a section is read."""
+    """The condition under which a key or a section is read.
+
+    Args:
+        says: the condition in words for the docs: "there is a critic".
+        holds: a function of the key's section and the whole configuration: whether the key is read.
+        otherwise: the reason in errors if the condition is false, such as "this run has no
+            teacher", or a function of the configuration that returns it. `{section}` stands for the
+            section's name and a dot.
+    """
 
     says: str
-    """The condition in words for the docs: "there is a critic"."""
     holds: Callable[[Any, Any], bool]
-    """A function of the key's section and the whole configuration: whether the key is read."""
     otherwise: str | Callable[[Any], str]
-    """The reason in errors if the condition is false, such as "this run has no teacher", or a
-    function of the configuration that returns it. `{section}` stands for the section's name and a
-    dot.
-    """
 
     def missing(self, section: str, run: Any) -> str:
         """Return `otherwise` for a key in that section."""
@@ -155,50 +157,50 @@ def _value(section: Any, run: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class KeyRules:
-    """The rules of one key, besides its type, default and docstring."""
+    """The rules of one key, besides its type, default and docstring.
+
+        def my_loss(log_prob, ..., *, beta: Annotated[float, KeyRules(above=0)] = 0.1): ...
+
+    Args:
+        above: the value is greater than this.
+        at_least: the value is at least this.
+        at_most: the value is at most this.
+        below: the value is less than this.
+        or_exactly: a value outside the range that has a special meaning, such as -1.
+        choices: the valid values, of the key or of each item of its list.
+        elsewhere: other systems' words -> the choice that the error for the word suggests.
+        registry: the kind of the registry in which the value, or each item of a list, is looked up.
+            A path (`my_module.name`, `file.py:name`) names the user's own code.
+        options: the dataclass whose fields are the valid names of a dict, with types and rules.
+        arguments_of: the key in the same section that names an entry of a registry. The value is a
+            dict of the entry's arguments (see the function `arguments_of`), except those that are
+            keys of the section.
+        allows: the values in words, if neither type, range nor choices describe them.
+        hint: the end of an error message, and of the values in the docs: "or null to keep all".
+        required: if set, the key must not be empty; explains how to fill it.
+        read_when: the key is read only if all of these hold.
+        may_change_on_resume: True if a resumed run may have another value, because the key does not
+            affect the results. If None, the attribute `may_change_on_resume` of the section's class
+            decides.
+        verl: the dotted key in verl, if it has another name there.
+    """
 
     above: float | None = None
-    """The value is greater than this."""
     at_least: float | None = None
-    """The value is at least this."""
     at_most: float | None = None
-    """The value is at most this."""
     below: float | None = None
-    """The value is less than this."""
     or_exactly: float | None = None
-    """A value outside the range that has a special meaning, such as -1."""
     choices: tuple[str, ...] = ()
-    """The valid values, of the key or of each item of its list."""
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Words of other systems for a choice -> that choice, which the error for the word suggests."""
     registry: str = ""
-    """The kind of the registry in which the value, or each item of a list, is looked up.
-
-    A path (`my_module.name`, `file.py:name`) names the user's own code.
-    """
     options: type | None = None
-    """The dataclass whose fields are the valid names of a dict, with their types and rules."""
     arguments_of: str = ""
-    """The key in the same section that names an entry of a registry.
-
-    The value is a dict of the entry's arguments (see the function `arguments_of`), except those
-    that are keys of the section.
-    """
     allows: str = ""
-    """The values in words, if neither type, range nor choices describe them."""
     hint: str = ""
-    """The end of an error message, and of the values in the docs: "or null to keep all"."""
     required: str = ""
-    """If set, the key must not be empty; explains how to fill it."""
     read_when: tuple[ReadWhen, ...] = ()
-    """The key is read only if all of these hold."""
     may_change_on_resume: bool | None = None
-    """True if a resumed run may have another value, because the key does not affect the results.
-
-    If None, the attribute `may_change_on_resume` of the section's class decides.
-    """
     verl: str = ""
-    """The dotted key in verl, if it has another name there."""
 
 
 NO_RULES = KeyRules()

@@ -259,7 +259,9 @@ class PPO(PythonRun):
 class GRPO(PPO):
     """GRPO: samples of one prompt are compared with each other, without a critic.
 
-    The parameters are those of `PPO`. For example, with 8 samples per prompt:
+    It takes a model, prompts and a reward like `PPO`, whose other parameters it also has. The most
+    important are `n` (samples per prompt), `lr`, `batch_size` (prompts per step),
+    `max_response_length` (tokens) and `save_to` (the run folder):
 
         run = GRPO("Qwen/Qwen3-0.6B", prompts, reward, n=8, lr=1e-6, save_to="runs/grpo")
         run.fit(steps=100)

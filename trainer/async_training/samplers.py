@@ -1,9 +1,5 @@
 """Chunks of samples, and the samplers that choose a batch from the finished ones.
 
-    @BATCH_SAMPLERS.register("newest_first")
-    class NewestFirst(BatchSampler):
-        def choose(self, view: BufferView) -> SelectedBatch: ...
-
 Set `async_training.sampler` to the dotted path of your own sampler. While the trainer waits for a
 batch, the buffer calls `choose` whenever something has changed. `choose` returns chunks that form
 exactly one batch, or none if the trainer has to go on waiting.
@@ -32,31 +28,36 @@ class SampleChunk:
     """A chunk of a batch: consecutive prompts whose samples one generator generates.
 
     The rows of a validation belong to no batch; such chunks have a negative number.
+
+    Args:
+        number: the chunk's position in the order of the run's prompts.
+        num_samples: number of its samples.
+        batch: number of the loader's batch that has its prompts.
+        start: index of its first prompt in that batch.
+        stop: index after its last prompt.
+        rank: the trainer rank that gets the samples; only its generators may generate the chunk.
+        generator: the number of the generator that generates the chunk.
+        version: version of the generator's weights at the chunk's start; no token is older.
+        attempt: number of batches that the step generated before; the noise depends on it.
+        uids: the uid of each prompt.
+        rows: one row per sample, until the samples are finished.
+        samples: the finished samples.
+        metrics: metrics from the generator's scoring.
     """
 
     number: int
-    """The chunk's position in the order of the run's prompts."""
     num_samples: int
     batch: int = 0
     start: int = 0
     stop: int = 0
-    """The chunk has the prompts `start` to `stop` of the loader's batch."""
     rank: int = ANY_RANK
-    """The trainer rank that gets the samples; only its generators may generate the chunk."""
     generator: int = 0
-    """The number of the generator that generates the chunk."""
     version: int = 0
-    """The version of the generator's weights when it started the chunk; no token is older."""
     attempt: int = 0
-    """How many batches the step generated before this one; the random noise depends on it."""
     uids: list[str] = field(default_factory=list)
-    """The uid of each prompt."""
     rows: DataProto | None = field(default=None, repr=False)
-    """One row per sample, until the samples are finished."""
     samples: DataProto | None = field(default=None, repr=False)
-    """The finished samples."""
     metrics: Metrics = field(default_factory=dict)
-    """Metrics from the generator's scoring."""
 
     @property
     def is_validation(self) -> bool:
@@ -100,28 +101,30 @@ class BufferView:
     """Chunks to choose from, and the state of the run, as a sampler sees them.
 
     If trainer ranks have their own generators, each has its own view: its part of a batch.
+
+    Args:
+        ready: finished chunks, in the order in which they arrived.
+        in_progress: chunks that are being generated.
+        num_samples: number of samples in a batch.
+        version: version of the trainer's weights.
+        max_staleness: `async_training.max_staleness`, in weight versions.
+        samples_per_version: number of samples that are trained on per version.
+        seed: the seed of this batch: the run's seed and the number of the batch.
+        orphaned: chunks of a lost generator that wait for another generator.
+        samples_left_in_version: samples that later batches need before the next version.
+        drop_older_than: `async_training.drop_older_than`, if it is set.
     """
 
     ready: Sequence[SampleChunk]
-    """Finished chunks, in the order in which they arrived."""
     in_progress: Sequence[SampleChunk]
-    """Chunks that are being generated."""
     num_samples: int
-    """Number of samples in a batch."""
     version: int
-    """Version of the trainer's weights."""
     max_staleness: int
-    """`async_training.max_staleness`, in weight versions."""
     samples_per_version: int
-    """Number of samples that are trained on per weight version."""
     seed: Sequence[int]
-    """The seed of this batch: the run's seed and the number of the batch."""
     orphaned: Sequence[SampleChunk] = ()
-    """Chunks of a lost generator that wait for another generator."""
     samples_left_in_version: int = 0
-    """Number of samples that later batches need before the next weight version."""
     drop_older_than: int | None = None
-    """`async_training.drop_older_than`, if it is set."""
 
     def samples_until_stale(self, version_made: int) -> int:
         """Count the samples that later batches use until those of `version_made` are too stale."""
@@ -131,20 +134,37 @@ class BufferView:
 
 @dataclass
 class SelectedBatch:
-    """The chunks of a batch in order, and chunks to drop with the reasons."""
+    """The chunks of a batch in order, and chunks to drop with the reasons.
+
+    Args:
+        selected: chunks with exactly `view.num_samples` samples; empty if the trainer has to wait.
+        dropped: (chunk, reason in words) for each chunk that is never trained on.
+    """
 
     selected: list[SampleChunk] = field(default_factory=list)
-    """Chunks with exactly `view.num_samples` samples; empty if the trainer has to wait."""
     dropped: list[tuple[SampleChunk, str]] = field(default_factory=list)
-    """(chunk, reason in words) for each chunk that is never trained on."""
 
 
 class BatchSampler(ABC):
-    """Chooses the chunks of a batch. It has no state: the same view gives the same batch."""
+    """Chooses the chunks of a batch. It has no state: the same view gives the same batch.
+
+    Example:
+
+        class NewestFirst(BatchSampler):
+            def choose(self, view):
+                newest = sorted(view.ready, key=lambda chunk: -chunk.version)
+                in_time = urgent_chunks_first(view, newest) or ()
+                return SelectedBatch(select_chunks(in_time, view.num_samples))
+    """
 
     @abstractmethod
     def choose(self, view: BufferView) -> SelectedBatch:
-        """Choose the next batch; an empty batch means that the trainer waits."""
+        """Choose the next batch; an empty batch means that the trainer waits.
+
+        Args:
+            view: the chunks that are `ready` or `in_progress`, the `num_samples` of a batch, and
+                the `version` of the trainer's weights.
+        """
 
 
 class SamplerError(VerlLikeError, RuntimeError):

@@ -36,45 +36,44 @@ class Recipe(Generic[C]):
 
         MINE = Recipe("mine", MyConfig, Path(__file__).parent, "my_trainer", placements)
         config = load_config(["data.train_files=a.parquet"], MINE)      # a MyConfig
+
+    Args:
+        name: the recipe in messages and on the command line; its schema is `<name>_schema` in YAML.
+        schema: the dataclass of its configuration.
+        config_dir: folder of its YAML; files in its `placement/` are further presets.
+        config_name: name of its YAML, without the ending.
+        placements: the pools and roles of each `placement=<preset>`.
+        inactive_roles: roles of the recipe that a configuration does not need -> why.
+        extra_roles: further roles of a configuration -> (dotted path of the class, another role). A
+            further role shares the other role's pool unless `role_mapping` has it.
+        complete: returns the configuration with derived values, and notices to show. It gets the
+            keys that the user set, and runs before `checks`.
+        registries: the modules that register names for keys; they may import torch.
+        checks: rules between fields: each raises `ConfigError`, or returns warnings to show.
+        translate: translates another system's keys into ours, before settings are checked.
+        settings_of_configuration: reads the settings in another system's YAML, from its
+            `--config-name` and `--config-path`.
+        shares_presets_of: folder of another recipe whose groups of presets it shares.
+        own_folder: folder of the user's YAML, which adds presets and extends or replaces files.
     """
 
     name: str
-    """The recipe in messages and on the command line; its schema is `<name>_schema` in YAML."""
     schema: type[C]
-    """The dataclass of its configuration."""
     config_dir: Path
-    """Folder of its YAML; files in `placement/` there are presets in addition to `placements`."""
     config_name: str
-    """Name of its YAML, without the ending."""
     placements: Placements
-    """The pools and roles of each `placement=<preset>`."""
     inactive_roles: Callable[[Any], Mapping[str, str]] = lambda config: {}
-    """Roles of the recipe that a configuration does not need -> why."""
     extra_roles: Callable[[Any], Mapping[str, tuple[str, str]]] = lambda config: {}
-    """Further roles of a configuration -> (dotted path of the class, another role).
-
-    A further role shares the other role's pool unless `role_mapping` has it.
-    """
     complete: Callable[[C, Collection[str]], tuple[C, Sequence[str]]] = lambda config, keys: (
         config,
         (),
     )
-    """Returns the configuration with derived values, and notices to show.
-
-    It gets the keys that the user set, and runs before `checks`.
-    """
     registries: Sequence[str] = ()
-    """The modules that register names for keys; they may import torch."""
     checks: Sequence[Callable[[C], Sequence[str] | None]] = ()
-    """Rules between fields: each raises `ConfigError`, or returns warnings to show."""
     translate: Callable[[Sequence[Override]], Sequence[Override]] = lambda settings: settings
-    """Translates another system's keys into ours, before settings are checked."""
     settings_of_configuration: Callable[[str, str], Sequence[str]] | None = None
-    """Reads the settings in another system's YAML, from its `--config-name` and `--config-path`."""
     shares_presets_of: Path | None = None
-    """Folder of another recipe whose groups of presets it shares."""
     own_folder: Path | None = None
-    """Folder of the user's YAML: presets, and files that extend or replace the recipe's."""
 
     def __repr__(self) -> str:
         """Return the name, because signatures show a recipe as a default."""

@@ -222,7 +222,7 @@ class FaultsConfig(Section):
 
 @dataclass(kw_only=True)
 class RunConfig(Section):
-    """The sections and keys of every recipe."""
+    """The sections and keys of every recipe; `verl-like ppo --cfg all` explains them."""
 
     never_read: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Reason -> keys of shared sections that this recipe does not read."""

@@ -187,7 +187,7 @@ class PPOFaultsConfig(FaultsConfig):
 
 @dataclass(kw_only=True)
 class PPOConfig(RunConfig, WorkersConfig):
-    """The configuration of a PPO run."""
+    """The configuration of a PPO run; `verl-like ppo --cfg all` explains its keys."""
 
     data: DataConfig = config_field(factory=DataConfig)
     """The prompts: their files, number per step, lengths and order."""

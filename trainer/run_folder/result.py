@@ -33,16 +33,18 @@ class RunResult:
 
         result = run(load_config(settings))
         result.metrics[-1]["critic/score/mean"], result.model_folder
+
+    Args:
+        folder: the run folder.
+        config_hash: the hash in the first line of `config.yaml`; equal for equal configurations.
+        metrics: the lines of `metrics.jsonl`: the metrics of each step, with its number as `step`.
+        model_folder: the final model for `from_pretrained`, the newest export, or None.
     """
 
     folder: Path
-    """The run folder."""
     config_hash: str
-    """The hash in the first line of `config.yaml`; equal for equal configurations."""
     metrics: list[dict[str, float]]
-    """The lines of `metrics.jsonl`: the metrics of each step, with its number as `step`."""
     model_folder: Path | None
-    """The final model for `from_pretrained`, or the newest export; None if there is neither."""
 
     @classmethod
     def of(cls, config: RunConfig, role: str) -> RunResult:

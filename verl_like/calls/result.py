@@ -35,12 +35,22 @@ CallMetrics = dict[str, Any]
 
 
 class CallResult(NamedTuple):
-    """A batch and its metrics."""
+    """A batch and its metrics: the result of a method, and of `get()` on its future.
+
+    Example:
+
+        return CallResult(data.select(["old_log_probs"]), {"entropy": 1.2})     # on each worker
+
+        batch, metrics = group.compute_log_prob(data).get()     # on the driver, where
+        metrics["entropy"]                                      # is [1.2, 1.3] from two ranks
+
+    Args:
+        batch: a `DataProto` or TensorDict; None if there are only metrics.
+        metrics: on a worker, name -> number; on the driver, name -> list over the ranks.
+    """
 
     batch: Any = None
-    """A `DataProto` or TensorDict; None if there are only metrics."""
     metrics: CallMetrics = {}
-    """On a worker, name -> number; on the driver, name -> list over the ranks."""
 
     @classmethod
     def of(cls, value: Any) -> CallResult:

@@ -62,10 +62,13 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Placement:
-    """Pools that fit on the nodes, with their roles. `print` shows them as a table."""
+    """Pools that fit on the nodes, with their roles. `print` shows them as a table.
+
+    Args:
+        pools: pool -> its processes per node, its nodes and its roles.
+    """
 
     pools: dict[str, PoolPlan]
-    """Pool -> its processes per node, its nodes and its roles."""
 
     @classmethod
     def plan(

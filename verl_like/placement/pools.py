@@ -19,19 +19,23 @@ from verl_like.process.info import ProcessInfo, new_secret
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A machine in a plan."""
+    """A machine in a plan.
+
+    Args:
+        name: the name in messages, such as the host's.
+        devices: number of GPUs, or of CPU slots on a node without GPUs.
+        cpus: number of CPUs.
+        kind: the kind of its devices: `GPU`, `CPU slot`, or `device` if they are not known yet.
+        key: the backend's name of the node, such as Ray's node id.
+        resources: custom resources; None if they are not known.
+    """
 
     name: str
-    """The name in messages, such as the host's."""
     devices: int
-    """GPUs, or CPU slots on a node without GPUs."""
     cpus: float
     kind: str = "CPU slot"
-    """The kind of its devices: `GPU`, `CPU slot`, or `device` if they are not known yet."""
     key: str = ""
-    """The backend's name of the node, such as Ray's node id."""
     resources: Mapping[str, float] | None = None
-    """Custom resources; None if they are not known."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,10 @@ class ShardedConfig(Section):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section):
-    """The optimizer and its schedule, which steps once per `update_*` call."""
+    """The optimizer and its schedule, which steps once per `update_*` call.
+
+    `verl-like ppo --cfg all` explains the keys.
+    """
 
     lr: float = config_field(1e-6, at_least=0)
     """Peak learning rate."""
@@ -145,7 +148,10 @@ class FrozenFSDPConfig(Section):
 
 @dataclass(kw_only=True)
 class FSDPConfig(FrozenFSDPConfig):
-    """Sharding of a role's module and its optimizer over its ranks."""
+    """Sharding of a role's module and its optimizer over its ranks.
+
+    `verl-like ppo --cfg all` explains the keys.
+    """
 
     optimizer_offload: bool | None = config_field(None)
     """Keep optimizer state in host memory between updates; null: as `strategy` says."""
@@ -196,7 +202,12 @@ class FrozenModelConfig(Section):
 
 @dataclass(kw_only=True)
 class ModelConfig(Section):
-    """A Hugging Face model folder and how it is loaded."""
+    """A Hugging Face model folder and how it is loaded.
+
+    `verl-like ppo --cfg all` explains the keys. For example, with LoRA:
+
+        ModelConfig(path="Qwen/Qwen3-0.6B", lora_rank=16, lora_alpha=32)
+    """
 
     SECTION = "actor_rollout_ref.model"  # not annotated, so it is no key
     """The section that sets these keys, for messages."""

@@ -26,32 +26,35 @@ class SamplingParams:
     """Sampling settings.
 
     They are applied in this order: logit bias, minimum length, temperature, top-k, top-p, min-p.
+
+    Args:
+        temperature: divisor of the logits.
+        top_k: sample from the k most likely tokens; -1: from all.
+        top_p: sample from the most likely tokens with this total probability.
+        min_p: sample from tokens with at least this fraction of the largest probability.
+        do_sample: False decodes greedily.
+        max_tokens: maximum tokens of a response.
+        min_tokens: minimum tokens of a response: before, no stop token is sampled, and no stop
+            string counts.
+        stop_token_ids: tokens that end a response; the sampled one stays as its last token.
+        stop_strings: texts that end a response.
+        logit_bias: pairs of a token id and the number that is added to its logit.
+        truncated_log_probs: also return log-probs under the truncated distribution.
+        routed_experts: also return the experts that the model's routers choose.
     """
 
     temperature: float = 1.0
-    """Divisor of the logits."""
     top_k: int = -1
-    """Sample from the k most likely tokens; -1: from all."""
     top_p: float = 1.0
-    """Sample from the most likely tokens with this total probability."""
     min_p: float = 0.0
-    """Sample from tokens with at least this fraction of the largest probability."""
     do_sample: bool = True
-    """False decodes greedily."""
     max_tokens: int
-    """Maximum tokens of a response."""
     min_tokens: int = 0
-    """Minimum tokens of a response: before, no stop token is sampled, and no stop string counts."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response; the sampled one stays as its last token."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a response."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and the number that is added to its logit."""
     truncated_log_probs: bool = False
-    """Also return log-probs under the truncated distribution that was sampled from."""
     routed_experts: bool = False
-    """Also return the experts that the model's routers choose."""
 
     def __post_init__(self) -> None:
         """Reject values that make sampling impossible."""
@@ -84,18 +87,21 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The sizes that an engine must support, and its memory."""
+    """The sizes that an engine must support, and its memory.
+
+    Args:
+        prompt_width: maximum tokens of a prompt.
+        response_width: maximum tokens of a response.
+        max_num_seqs: maximum number of samples that decode at once; hf decodes one at a time.
+        kv_cache_gib: size of the KV cache in GiB, for native and for vllm on CPUs.
+        keep_kv_cache: True if unfinished samples keep their KV cache when new weights arrive.
+    """
 
     prompt_width: int
-    """Maximum tokens of a prompt."""
     response_width: int
-    """Maximum tokens of a response."""
     max_num_seqs: int = 256
-    """Maximum number of samples that decode at the same time; hf decodes one at a time."""
     kv_cache_gib: float = 4.0
-    """Size of the KV cache in GiB, for native and for vllm on CPUs."""
     keep_kv_cache: bool = False
-    """True if unfinished samples keep their KV cache when new weights arrive."""
 
 
 class TakeBudget:

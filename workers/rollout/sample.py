@@ -51,43 +51,42 @@ class CachedStates:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and its response so far."""
+    """A prompt and its response so far.
+
+    Args:
+        prompt: token ids of the prompt, without padding.
+        seed: seed of its sampling noise (`sample_seed`).
+        name: the sample's name in messages.
+        tokens: token ids of the response so far, including the stop token if there is one.
+        log_probs: one log-prob per token of the response.
+        versions: version of the weights that sampled each token; -1 for a token that was observed.
+        finish_reason: why the response ended: "stop" or "length"; "" before generation has started.
+            "abort" marks an unfinished response, which continues if you submit it again.
+        truncated_log_probs: if requested, log-probs under the truncated distribution that was
+            sampled from.
+        end_at: maximum response tokens of this sample; None uses the limit of `SamplingParams`.
+        stop_strings: texts that end this response, in addition to those of `SamplingParams`.
+        segments: positions in the response at which new segments begin. The policy reads each
+            segment without the tokens before it.
+        routed_experts: if requested, the routers' choices for the tokens read so far, [tokens,
+            layers, choices]. If new weights have read a token again, it has their choices, which
+            match its keys and values.
+        cached: keys and values for the next turn; the engine fills an empty `CachedStates`.
+    """
 
     prompt: Sequence[int]
-    """Token ids of the prompt, without padding."""
     seed: int = 0
-    """Seed of its sampling noise (`sample_seed`)."""
     name: str = "sample"
-    """The sample's name in messages."""
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    """Token ids of the response so far, including the stop token, if it has stopped at one."""
     log_probs: Tensor = field(default_factory=lambda: torch.empty(0))
-    """One log-prob per token of the response."""
     versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    """Version of the weights that sampled each token; -1 for a token that was observed."""
     finish_reason: str = ""
-    """Why the response ended: "stop" or "length"; "" before generation has started.
-
-    "abort" marks an unfinished response, which continues if you submit it again.
-    """
     truncated_log_probs: Tensor | None = None
-    """If requested, log-probs under the truncated distribution that was sampled from."""
     end_at: int | None = None
-    """Maximum response tokens of this sample; None uses the limit of the sampling parameters."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end this response, in addition to those of the sampling parameters."""
     segments: tuple[int, ...] = ()
-    """Positions in the response at which new segments begin.
-
-    The policy reads each segment without the tokens before it.
-    """
     routed_experts: Tensor | None = None
-    """If requested, the routers' choices for the tokens read so far, [tokens, layers, choices].
-
-    If new weights have read a token again, it has their choices, which match its keys and values.
-    """
     cached: CachedStates | None = None
-    """Keys and values for the next turn; an empty `CachedStates` asks the engine to store them."""
 
     def with_response(
         self,

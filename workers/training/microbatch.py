@@ -52,12 +52,14 @@ class MicroBatchBudget:
         MicroBatchBudget(tokens=16384)          # set exactly one of the two
 
     The padding of padded rows counts; packed rows have none.
+
+    Args:
+        rows: maximum rows.
+        tokens: maximum tokens; a single longer row raises an error.
     """
 
     rows: int | None = None
-    """Maximum rows."""
     tokens: int | None = None
-    """Maximum tokens; a single longer row raises an error."""
 
     @classmethod
     def of(cls, data: RowDataConfig) -> MicroBatchBudget:
@@ -236,16 +238,19 @@ def sample_names(data: DataProto, start: int) -> list[str]:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One rank's rows of a mini-batch, with the row and token counts over all ranks."""
+    """One rank's rows of a mini-batch, with the row and token counts over all ranks.
+
+    Args:
+        columns: this rank's rows.
+        num_rows: rows over all ranks that have a token inside the response mask.
+        num_tokens: tokens over all ranks inside the response mask.
+        names: names of this rank's rows, for messages.
+    """
 
     columns: RowColumns
-    """This rank's rows."""
     num_rows: int
-    """Rows over all ranks that have a token inside the response mask."""
     num_tokens: int
-    """Tokens over all ranks inside the response mask."""
     names: list[str]
-    """Names of this rank's rows, for messages."""
 
     @property
     def denominators(self) -> Denominators:

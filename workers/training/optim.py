@@ -96,20 +96,23 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class OptimStepSettings:
-    """Settings of one optimizer step that differ from the configuration; None keeps a setting."""
+    """Settings of one optimizer step that differ from the configuration; None keeps a setting.
+
+    Args:
+        lr: learning rate, instead of the schedule's.
+        betas: decay rates of Adam's two moments.
+        eps: Adam's epsilon.
+        weight_decay: decoupled weight decay, as in AdamW.
+        grad_clip: gradients are clipped to this norm.
+        ends_update: True if the learning-rate schedule advances after the step.
+    """
 
     lr: float | None = None
-    """Learning rate, instead of the schedule's."""
     betas: tuple[float, float] | None = None
-    """Decay rates of Adam's two moments."""
     eps: float | None = None
-    """Adam's epsilon."""
     weight_decay: float | None = None
-    """Decoupled weight decay, as in AdamW."""
     grad_clip: float | None = None
-    """Gradients are clipped to this norm."""
     ends_update: bool = True
-    """True if the learning-rate schedule advances after the step."""
 
     @contextmanager
     def applied_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

@@ -25,38 +25,43 @@ EngineT = TypeVar("EngineT")
 
 @dataclass(frozen=True)
 class RoleModelSpec:
-    """Description of a role's model, from which its engine is built and its memory estimated."""
+    """Description of a role's model, from which its engine is built and its memory estimated.
+
+        RoleModelSpec("verifier.path", ModelConfig(path="models/verifier"), head="score")
+
+    Args:
+        key: the configuration key with the model's folder.
+        model: the model's section.
+        fsdp: sharding, offloading and precision.
+        strategy: a value of `actor.strategy`.
+        head: "token" for a language model, "scalar" for values per position, "score" per row.
+        parallel: sizes of the parallel axes; None: only data-parallel ranks.
+        trains: True if the role has gradients and an optimizer.
+        quantization: "int8" if linear weights are stored as int8.
+        has_average: True if the role has a float32 moving average of the weights.
+        saved: the parts of a checkpoint, such as "model" and "optimizer".
+        section: the configuration section that contains `fsdp_config`, for messages.
+        rows: samples per pass without gradients, if passes are limited by samples.
+        tokens: tokens per pass, if the role has its own key for them.
+        replays_routing: True if tokens go to the experts that their rows name.
+        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
+    """
 
     key: str
-    """The configuration key with the model's folder."""
     model: ModelConfig
-    """The model's section."""
     fsdp: FrozenFSDPConfig = field(default_factory=FrozenFSDPConfig)
-    """Sharding, offloading and precision."""
     strategy: str = "fsdp"
-    """A value of `actor.strategy`."""
     head: Head = "token"
-    """"token" for a language model, "scalar" for a value per position, "score" for one per row."""
     parallel: ParallelConfig | None = None
-    """Sizes of the parallel axes; None: only data-parallel ranks."""
     trains: bool = False
-    """True if the role has gradients and an optimizer."""
     quantization: str | None = None
-    """"int8" if linear weights are stored as int8."""
     has_average: bool = False
-    """True if the role has a float32 moving average of the weights."""
     saved: Sequence[str] = ()
-    """The parts of a checkpoint, such as "model" and "optimizer"."""
     section: str = ""
-    """The configuration section that contains `fsdp_config`, for messages."""
     rows: int | None = None
-    """Samples per pass without gradients, if passes are limited by samples."""
     tokens: int | None = None
-    """Tokens per pass, if the role has its own key for them."""
     replays_routing: bool = False
-    """True if tokens go to the experts that their rows name."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a mixture of experts."""
 
     @property
     def sharding(self) -> Sharding:
