@@ -138,6 +138,7 @@ class AsyncTrainerConfig(PPOTrainerConfig):
 class AsyncConfig(PPOConfig):
     """A run that generates and trains at the same time."""
 
+    pool_keys = "async_training.generators, async_training.trainers or resource_pool_spec"
     async_training: AsyncSettings = config_field(factory=AsyncSettings)
     """Generators, trainers, and the buffer between them."""
     trainer: AsyncTrainerConfig = config_field(factory=AsyncTrainerConfig)

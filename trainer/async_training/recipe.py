@@ -3,7 +3,8 @@
 
 PPO that generates and trains at the same time: generators sample on their own
 pools, and the trainer takes batches from a buffer and sends weights back. It
-has all keys of `verl-like ppo`, such as algorithm=grpo, and:
+has all keys of `verl-like ppo`, such as algorithm=grpo (not placement=split: it
+has its own pools), and:
 
   async_training.generators=2     number of generators
   async_training.max_staleness=1  weight versions that a sample may lag behind;
@@ -68,7 +69,7 @@ def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, S
         "role_workers": config.role_workers | _workers(config),
         "resource_pool_spec": spec,
     }
-    if "trainer.n_gpus_per_node" not in keys:
+    if "trainer.n_gpus_per_node" not in keys and config.trainer.simulate is None:
         changes["trainer.n_gpus_per_node"] = sum(max(sizes) for sizes in spec.values() if sizes)
     return complete_ppo(changed(config, changes), keys, _other_weights(config))
 

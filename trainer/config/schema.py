@@ -226,6 +226,8 @@ class RunConfig(Section):
 
     never_read: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Reason -> keys of shared sections that this recipe does not read."""
+    pool_keys: ClassVar[str] = ""
+    """The keys that size a recipe's own pools, if `placement=split` does not apply to it."""
 
     trainer: TrainerConfig = config_field(factory=TrainerConfig)
     """Length, devices, checkpoints and logging of the run."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
+from trainer.groups.nodes import describe_devices
+from trainer.launch import nominal_placement
 from trainer.planner.simulate import Phases, prediction_lines, setup_of, simulate
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import rows_of
+from verl_like.errors import ConfigError
 
 NEEDED = (
     "data.train_files=x",
@@ -24,6 +29,25 @@ NEEDED = (
 
 def config_of(*overrides: str) -> AsyncConfig:
     return load_config([*NEEDED, *overrides], ASYNC)
+
+
+def test_a_note_names_the_keys_that_use_more_gpus() -> None:
+    config = config_of("trainer.simulate=8xH100", "trainer.backend=ray")
+    devices, note = describe_devices(config).splitlines()
+    assert devices.startswith("Devices: 8 x H100 on 1 node")
+    assert note.startswith("note: this run uses 2 of 8 GPUs; raise async_training.generators, ")
+
+
+def test_an_error_names_the_keys_of_the_pools_instead_of_a_placement() -> None:
+    with pytest.raises(ConfigError, match=r"its own pools.*async_training\.generators"):
+        config_of("placement=split")
+
+
+def test_generators_may_be_on_all_simulated_nodes() -> None:
+    sizes = ("async_training.generators=9", "data.train_batch_size=72")
+    config = config_of("trainer.simulate=16xH100", *sizes)
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
+    assert len(nominal_placement(config).pools) == 10
 
 
 def test_the_plan_describes_chunks_staleness_and_limits() -> None:

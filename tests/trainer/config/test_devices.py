@@ -11,6 +11,7 @@ from tests.integration.runs import overrides
 from trainer.config.compose import load_config
 from trainer.config.devices import devices_of
 from trainer.config.schema import TrainerConfig
+from trainer.groups.nodes import describe_devices
 from trainer.launch import ALL_FOUND, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -37,8 +38,25 @@ def test_a_command_for_gpus_is_checked_on_a_machine_without_any(
     run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=16xH100"))
     output = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
     assert "Devices: 8 x H100 on each of 2 nodes" in output
+    assert "GPUs; " not in output, "all are used"
     assert "fits (73 of 79 GiB usable)" in output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "note"),
+    [
+        ("trainer.n_gpus_per_node=3", "3 of 8 GPUs; set trainer.n_gpus_per_node=8 to use all"),
+        ("resource_pool_spec.global_pool=[2]", "2 of 8 GPUs; raise resource_pool_spec to use more"),
+    ],
+)
+def test_a_note_names_the_key_that_leaves_gpus_unused(
+    tiny_dir: Path, tmp_path: Path, setting: str, note: str
+) -> None:
+    config = config_of(tiny_dir, tmp_path, "trainer.simulate=8xH100", setting)
+    devices = describe_devices(config)
+    assert devices.startswith("Devices: 8 x H100 on 1 node")
+    assert devices.endswith(f"\nnote: this run uses {note}")
 
 
 def test_a_dry_run_fits_the_passes_to_the_memory(
