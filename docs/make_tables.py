@@ -141,6 +141,8 @@ def key_table(page: str) -> str:
         if line.startswith("- ") and len(meaning.split()) > 8:
             earlier = first.setdefault(line, section)
             line = line if earlier == section else f"{key}{colon}As in {earlier}."
+        if line.startswith("- `") and section.startswith("`"):
+            line = f"- `{section.strip('`')}.{line.removeprefix('- `')}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -368,21 +370,8 @@ def lr_schedule_table() -> str:
 
 
 def correction_table() -> str:
-    """The presets of `correction`, by how they start."""
-    presets = PPO.preset_names("correction")
-    return "\n".join(
-        f"- {_code(preset for preset in presets if preset.startswith(start))}: {meaning}"
-        for start, meaning in CORRECTIONS.items()
-    )
-
-
-CORRECTIONS = {
-    "decoupled_": "PPO; the actor computes the old log-probs.",
-    "bypass_ppo_clip": "PPO, with ratios to the rollout's policy.",
-    "bypass_pg_": "REINFORCE, with ratios to the rollout's policy.",
-    "disabled": "no correction; the gap to the rollout is only measured.",
-}
-"""Start of a preset's name -> what the presets have in common."""
+    """The presets of `correction`."""
+    return f"{_code(PPO.preset_names('correction'))}."
 
 
 def command_list() -> str:

@@ -56,6 +56,7 @@ class Registry(Mapping[str, T]):
         self.__doc__ = f"Each {kind} by name. The decorator `register(name)` adds your own."
         self._check = check
         self._entries: dict[str, T] = {}
+        self._aliases: set[str] = set()
         _by_kind[kind] = self
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
@@ -70,6 +71,7 @@ class Registry(Mapping[str, T]):
                         f"Use another name for {entry!r}."
                     )
                 self._entries[key] = entry
+            self._aliases.update(aliases)
             return entry
 
         return enter
@@ -79,10 +81,10 @@ class Registry(Mapping[str, T]):
         if name in self._entries:
             return self._entries[name]
         if "." not in name and ":" not in name:
+            known = ", ".join(sorted(self._entries.keys() - self._aliases))
             raise ConfigError(
-                f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: "
-                f"{', '.join(sorted(self._entries))}. For your own, use module.name or "
-                "file.py:name."
+                f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}. For "
+                "your own, use module.name or file.py:name."
             )
         loaded: T = _imported(name, f"{self.kind} {name!r}")
         self._reject_unfit(loaded, name)

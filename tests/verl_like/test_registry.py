@@ -66,7 +66,7 @@ def test_a_name_with_swapped_letters_is_suggested_first():
 def test_an_unknown_name_lists_the_known_and_the_nearest(estimators):
     with pytest.raises(
         ConfigError,
-        match=r"unknown estimator 'grp'\. Did you mean 'grpo'\? Known: gae, group_relative, grpo",
+        match=r"unknown estimator 'grp'\. Did you mean 'grpo'\? Known: gae, grpo. For",
     ):
         estimators.look_up("grp")
 

@@ -197,6 +197,8 @@ def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
     if name == "steps":
         hint = " Pass it to fit, as in fit(steps=5)."
+    elif name == "args":
+        hint = " TRL's args=...Config(...) is not read: pass its fields as keywords."
     elif LIKE_TRL.get(name) in names:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."
     else:

@@ -60,7 +60,8 @@ class PromptInputs(RunInputs):
         """Return prompts in verl's schema."""
         prompt_key = settings.get("data.prompt_key", "prompt")
         rows = [prompt_row(item, prompt_key) for item in items]
-        self.columns = files.other_columns(rows, prompt_key)
+        if all(row.get(prompt_key) for row in rows):  # otherwise `check_row` says what is wrong
+            self.columns = files.other_columns(rows, prompt_key)
         return rows
 
     def check_row(self, row: Row, config: Any) -> None:

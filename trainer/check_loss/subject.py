@@ -137,22 +137,27 @@ def _described(value: Any) -> str:
     return f"a tensor {list(value.shape)} {gradient} a gradient"
 
 
-def check_name(name: str, names: Iterable[str], words: str) -> None:
-    """Raise an error that begins with `words` if `name` is not in `names`."""
+def check_name(name: str, names: Iterable[str], words: str, advice: str = "") -> None:
+    """Raise an error that begins with `words` and ends with `advice` if `names` lacks `name`."""
     if name not in {*names}:
-        raise ConfigError(f"{words} {name!r}.{nearest(name, names)} Known: {', '.join(names)}.")
+        known = f"Known: {', '.join(names)}.{advice}"
+        raise ConfigError(f"{words} {name!r}.{nearest(name, names)} {known}")
 
 
 def look_up(
-    name: str, kind: str | None, named: Mapping[str, Mapping[str, Any]], words: str
+    name: str,
+    kind: str | None,
+    named: Mapping[str, Mapping[str, Any]],
+    words: str,
+    advice: str = "",
 ) -> tuple[str, Any]:
     """Return the kind and the function of this name.
 
-    The error for an unknown name begins with `words`.
+    The error for an unknown name begins with `words` and ends with `advice`.
     """
     searched = {key: named[key] for key in named if kind in (None, key)}
     names = dict.fromkeys(n for functions in searched.values() for n in functions)
-    check_name(name, [*names], words)
+    check_name(name, [*names], words, advice)
     kind, *others = (key for key in searched if name in searched[key])
     if others:
         raise ConfigError(
@@ -184,11 +189,8 @@ def subject_of(target: Any, kind: str | None = None, **settings: Any) -> Subject
     if isinstance(target, str) and ("." in target or ":" in target):
         function = load_object(target, "check-loss")
     elif isinstance(target, str):
-        words = (
-            "a path is FILE.py:NAME, MODULE.NAME, trl:NAME or verl:NAME, and no loss or estimator "
-            "has the name"
-        )
-        kind, function = look_up(target, kind, KINDS, words)
+        advice = " Your own: FILE.py:NAME or MODULE.NAME."
+        kind, function = look_up(target, kind, KINDS, "there is no loss or estimator", advice)
     return match(function, name, kind, settings)
 
 

@@ -251,6 +251,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--measured", default="")
     options, rest = parser.parse_known_args(arguments)
+    for word in rest:
+        if hint := word.startswith("--") and nearest(
+            word, [f"--{option}" for option in vars(options)]
+        ):
+            raise ConfigError(f"{word} is not an option.{hint}")
     name = "ppo"
     if rest and "=" not in rest[0] and not rest[0].startswith("-"):
         command = rest.pop(0)

@@ -94,6 +94,8 @@ def load_config(
         raise ConfigError(f"{settings}: load_config takes a list, load_config([{settings!r}]).")
     if isinstance(settings, Mapping):
         settings = overrides_of(flat_settings(recipe.schema, settings))
+    if not isinstance(settings, Sequence):
+        raise ConfigError(f"load_config({settings!r}): pass a list of settings, or a dict.")
     config, notices = checked_config(settings, recipe, defaults)
     for notice in notices:
         logging.getLogger(__name__).warning(notice)

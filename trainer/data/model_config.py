@@ -24,12 +24,7 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
     folder = small_files_of(key, path)
     file = folder / "config.json"
     if not file.is_file():
-        parent = folder.parent
-        near = (
-            nearest(str(folder), [str(entry) for entry in parent.iterdir() if entry.is_dir()])
-            if parent.is_dir()
-            else ""
-        )
+        near = nearest(str(folder), [str(c.parent) for c in folder.parent.glob("*/config.json")])
         models = [str(config.parent) for config in sorted(folder.glob("*/config.json"))]
         tiny = "`verl-like make-tiny DIR` makes a tiny one in DIR/model."
         there = f"there is no such folder.{near} {tiny}"

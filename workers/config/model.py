@@ -252,7 +252,7 @@ class ModelConfig(Section):
     lora_rank: int = config_field(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = config_field(16, above=0, read_when=HAS_LORA)
-    """Adapters are scaled by lora_alpha / lora_rank (default of `serve`: 32)."""
+    """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = config_field(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )

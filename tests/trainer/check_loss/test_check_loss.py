@@ -193,7 +193,7 @@ def test_a_function_that_cannot_be_checked_is_explained(monkeypatch: pytest.Monk
         (dict(target=3), "3 is of the type int, not a function with parameters"),
         (
             dict(target="vanila"),
-            "no loss or estimator has the name 'vanila'.*Did you mean 'vanilla'"
+            "there is no loss or estimator 'vanila'. Did you mean 'vanilla'.*Your own: FILE.py"
             r".* Known: (?!.* gpg,.* gpg,)",
         ),
         (dict(target="gpg"), "gpg is of the kinds policy and estimator.*such as --kind policy"),

@@ -153,3 +153,5 @@ def test_a_key_of_verl_in_a_file_is_rejected_with_ours(tmp_path: Path) -> None:
 def test_settings_are_a_list() -> None:
     with pytest.raises(ConfigError, match=r"load_config takes a list, load_config\(\['trainer"):
         load_config("trainer.seed=2")
+    with pytest.raises(ConfigError, match=r"load_config\(3\): pass a list of settings"):
+        load_config(3)  # type: ignore[arg-type]
