@@ -60,7 +60,7 @@ class PromptInputs(RunInputs):
         """Return prompts in verl's schema."""
         prompt_key = settings.get("data.prompt_key", "prompt")
         rows = [prompt_row(item, prompt_key) for item in items]
-        if all(row.get(prompt_key) for row in rows):  # otherwise `check_row` says what is wrong
+        if any(row.get(prompt_key) for row in rows):  # otherwise `check_row` says what is wrong
             self.columns = files.other_columns(rows, prompt_key)
         return rows
 

@@ -93,6 +93,7 @@ def test_recipes_on_rows_accept_all_forms_of_keys(
         ({"report_to": "wandb"}, "TRL's report_to is 'logger' here"),
         ({"num_generations": 8, "n": 4}, "num_generations and n are two names of the same setting"),
         ({"zzz": 1}, r"no key 'zzz'\. Keywords: lr, "),
+        ({"args": 1}, r"TRL's args=...Config\(...\) is not read: pass its fields"),
         (
             {"lr": 1, "actor_rollout_ref.actor.optim.lr": 2},
             r"lr=1 sets actor.*but .*lr=2 is also set",

@@ -271,6 +271,8 @@ def test_a_key_that_an_argument_sets_is_rejected(tmp_path: Path) -> None:
         SFT("a", ROWS, save_to=tmp_path, **{"model.path": "b"})
     with pytest.raises(ConfigError, match=r"there is no key 'optim\.lrr'.*'optim\.lr'"):
         SFT("a", ROWS, save_to=tmp_path, optim={"lrr": 1.0})
+    with pytest.raises(ConfigError, match="row 0: no column 'prompt'"):
+        PPO("a", [{"question": "x"}], lambda answer: 1.0, save_to=tmp_path)
     with pytest.raises(ConfigError, match="reward.list is set twice"):
         PPO("a", PROMPTS, len, save_to=tmp_path, **{"reward.list": [len]})
 

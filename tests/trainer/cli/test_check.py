@@ -20,6 +20,11 @@ TWO_POOLS = ("trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=
 REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
 
 
+def test_a_misspelled_option_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="--ful is not an option. Did you mean '--full'"):
+        main(["--ful", *REQUIRED])
+
+
 def explained(*overrides: str) -> str:
     return explain(load_config([*REQUIRED, *overrides]), settings=[*REQUIRED, *overrides])
 
