@@ -33,18 +33,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 LIST_OF_KEYS = re.compile(r"<!-- begin (?:keys_\w+|\w+(?:-\w+)*-keys) -->.*?<!-- end ", re.S)
-"""Matches a generated list of keys; in a section, its keys have names relative to the heading."""
+"""Matches a generated list of keys."""
 
 
 def with_anchors(keys: str) -> str:
     """Return a list of keys with an anchor for each, in the syntax of `attr_list`."""
-    lines, section = [], ""
-    for line in keys.splitlines():
-        if line.startswith("## "):
-            named = re.match(r"## `([\w.]+)`", line)
-            section = f"{named[1]}." if named else ""
-        lines.append(re.sub(r"^- `([\w.]+)`", rf"- `\1`{{#{section}\1}}", line))
-    return "\n".join(lines)
+    return re.sub(r"^- `([\w.]+)`", r"- `\1`{#\1}", keys, flags=re.M)
 
 
 def on_nav(nav: Any, config: Any, files: Any) -> Any:

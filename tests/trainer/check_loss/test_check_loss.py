@@ -193,8 +193,8 @@ def test_a_function_that_cannot_be_checked_is_explained(monkeypatch: pytest.Monk
         (dict(target=3), "3 is of the type int, not a function with parameters"),
         (
             dict(target="vanila"),
-            "there is no loss or estimator 'vanila'. Did you mean 'vanilla'.*Your own: FILE.py"
-            r".* Known: (?!.* gpg,.* gpg,)",
+            "there is no loss or estimator 'vanila'. Did you mean 'vanilla'.*"
+            r" Known: (?!.* gpg,.* gpg,).* Your own: FILE.py",
         ),
         (dict(target="gpg"), "gpg is of the kinds policy and estimator.*such as --kind policy"),
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),
