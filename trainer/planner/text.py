@@ -55,10 +55,10 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     if steps is None:
         length = "set trainer.total_training_steps to see the duration of the run"
     else:
-        length = f"the run of {steps:,} steps takes {two_digits(steps * first.step / 3600)} hours"
+        length = f"the run of {steps:,} steps takes {three_digits(steps * first.step / 3600)} hours"
     speed = (
-        f"Fastest: {first.summary}: {two_digits(first.step)} s per step, "
-        f"{two_digits(samples / first.step)} samples per second; {length}."
+        f"Fastest: {first.summary}: {three_digits(first.step)} s per step, "
+        f"{three_digits(samples / first.step)} samples per second; {length}."
     )
     cluster = cluster_keys(job.device, job.num_gpus, job.per_node)
     all_gpus = cluster.pop("trainer.simulate")
@@ -168,15 +168,15 @@ def _table(job: Job, best: Sequence[PlannedPlacement], max_columns: int | None) 
     for number, placement in enumerate(best, 1):
         seconds = (placement.step, *(placement.seconds if stages else ()))
         most = max(pool.bytes for pool in placement.pools)
-        rows.append((str(number), *map(two_digits, seconds), gib(most), *cells[number - 1]))
+        rows.append((str(number), *map(three_digits, seconds), gib(most), *cells[number - 1]))
     return [*([STAGES] if stages else []), *draw_table(rows, max_columns), *footer]
 
 
-def two_digits(number: float) -> str:
-    """Return a number with two significant digits, and at most two decimals."""
+def three_digits(number: float) -> str:
+    """Return a number with three significant digits, and at most two decimals."""
     if 0 < number < 0.01:
         return "<0.01"
-    return f"{number:,.{2 if number < 1 else int(number < 9.95)}f}"
+    return f"{number:,.{2 if number < 9.995 else int(number < 99.95)}f}"
 
 
 def _slower_partitions(
@@ -188,8 +188,8 @@ def _slower_partitions(
         slower = [seconds - fastest for seconds, fastest in pairs]
         at = max(range(len(slower)), key=slower.__getitem__)
         yield (
-            f"{two_digits(placement.step)} s, {placement.summary}: {job.stages[at]} of "
-            f"{placement.slowest_in(at)} takes {two_digits(slower[at])} s more"
+            f"{three_digits(placement.step)} s, {placement.summary}: {job.stages[at]} of "
+            f"{placement.slowest_in(at)} takes {three_digits(slower[at])} s more"
         )
 
 
@@ -205,8 +205,8 @@ def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
             continue
         fitting = [layout.total for layout in with_key if job.fits(layout)]
         if fitting:
-            extra = two_digits(min(fitting) - best[0].step)
-            yield f"{key}: {two_digits(min(fitting))} s, {extra} s more"
+            extra = three_digits(min(fitting) - best[0].step)
+            yield f"{key}: {three_digits(min(fitting))} s, {extra} s more"
         else:
             least = min(layout.memory.resident + layout.memory.call for layout in with_key)
             yield f"{key}: needs at least {gib(least)} GiB"

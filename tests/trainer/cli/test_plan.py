@@ -12,7 +12,7 @@ from trainer.config.settings import overrides_of
 from trainer.planner.job import cluster_keys
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement
-from trainer.planner.text import SHOWN, plan_text, split_valid, two_digits
+from trainer.planner.text import SHOWN, plan_text, split_valid, three_digits
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -73,7 +73,7 @@ def test_the_text_has_keys_slower_placements_and_hours(
     settings: list[str], planned: tuple[PPOJob, list[PlannedPlacement]]
 ) -> None:
     text = plan.plan([*GPUS, *settings, "trainer.total_training_steps=7200"])
-    hours = two_digits(2 * planned[1][0].step)
+    hours = three_digits(2 * planned[1][0].step)
     assert f"the run of 7,200 steps takes {hours} hours." in text
     for part in (
         "GPUs: 16 x A100, 8 per node\nStep: 1,024 prompts x 1 sample, prompt + response of 256",
@@ -93,13 +93,15 @@ def test_the_text_has_keys_slower_placements_and_hours(
         (0.0, "0.00"),
         (0.004, "<0.01"),
         (0.25, "0.25"),
-        (5.94, "5.9"),
-        (9.97, "10"),
+        (5.944, "5.94"),
+        (9.997, "10.0"),
+        (14.06, "14.1"),
+        (99.97, "100"),
         (1234.5, "1,234"),
     ],
 )
-def test_seconds_have_two_significant_digits(seconds: float, text: str) -> None:
-    assert two_digits(seconds) == text
+def test_seconds_have_three_significant_digits(seconds: float, text: str) -> None:
+    assert three_digits(seconds) == text
 
 
 def test_a_rejected_placement_is_not_listed_as_slower(
