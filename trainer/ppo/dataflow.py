@@ -227,7 +227,10 @@ def overlaps(config: PPOConfig) -> str:
     nodes = step_nodes(config)
     stages = _independent(nodes, edges(nodes))
     concurrent = stages[CONCURRENT_TITLE].items()
-    lines = [f"{CONCURRENT_TITLE} in {stage}: {' ‖ '.join(chains)}" for stage, chains in concurrent]
+    lines = []
+    for stage, chains in concurrent:
+        bound = [f"({chain})" if ", then " in chain else chain for chain in chains]
+        lines.append(f"{CONCURRENT_TITLE} in {stage}: {' ‖ '.join(bound)}")
     if stages[INLINE]:
         lines.append(f"{INLINE}: {', '.join(stages[INLINE])}")
     return "\n".join(lines)

@@ -64,6 +64,7 @@ def test_rewards_wait_for_the_reward_model() -> None:
     assert f"  score: {judge}, then critic.compute_values\n" in describe(config)
     assert f"    ‖ rewards (after {judge})\n" in describe(config)
     assert f"‖ rewards (after {judge}) ‖" in overlaps(config)
+    assert f"({judge}, then critic.compute_values)" in overlaps(config)
 
 
 def test_pools_in_the_drivers_process_are_sequential() -> None:
