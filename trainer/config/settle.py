@@ -152,8 +152,11 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
 
     unused = [pool for pool in spec if pool not in used]
     spec = {pool: sizes for pool, sizes in spec.items() if pool in used}
-    if "placement" in keys and unused and len(spec) == 1:
+    is_only_role = bool(shares) and len(expand_roles(config.role_mapping)) == 1
+    if "placement" in keys and len(spec) == 1 and (unused or is_only_role):
         why = f"this run has no role for {', '.join(unused)}, so all roles share {', '.join(spec)}"
+        if not unused:
+            why = "this run has only one role"
         notices.append(notice_of(["placement"], why))
     config = changed(config, {"resource_pool_spec": spec})
     roles_by_pool(spec, config.role_mapping)  # raises if a pool does not exist

@@ -11,7 +11,7 @@ import torch
 
 from tests.integration.runs import numbers, overrides_on_rows, write_jsonl
 from trainer import run
-from trainer.config.compose import load_config
+from trainer.config.compose import checked_config, load_config
 from trainer.data.lm_rows import encode_lm_row
 from trainer.data.prompts import load_tokenizer
 from trainer.sft.recipe import SFT
@@ -180,3 +180,11 @@ def test_random_weights_need_a_seed_and_a_folder_without_weights(
     run(load_config([*settings, "model.random_init_seed=1"], SFT))
     exported = tmp_path / "run" / "global_step_3" / "sft" / "huggingface"
     assert (exported / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("preset", ["colocate", "split", "standalone"])
+def test_a_placement_of_the_only_role_gets_a_note(preset: str) -> None:
+    settings = ["data.train_files=x", "model.path=y"]
+    _, notices = checked_config([*settings, f"placement={preset}"], SFT)
+    assert notices == ["note: placement has no effect: this run has only one role"]
+    assert not checked_config(settings, SFT)[1]
