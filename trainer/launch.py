@@ -243,26 +243,31 @@ def describe_plan(
     if not full and trainer.device == "auto" and trainer.n_gpus_per_node > 1:
         if "cpu" in {pool.device_kind for pool in placement.pools.values()}:
             parts.append("note: no GPU was found, so a process starts for each CPU slot.")
-    if trainer_cls.exports_model(config):
-        if trainer.save_final:
-            place = f"Final model: {trainer.default_local_dir}/{MODEL}"
-        elif trainer.save_freq > 0:
-            place = "trainer.save_final=false: the trained model is only in checkpoints."
-        elif trainer.save_every_minutes is not None:
-            place = (
-                "warning: no model will be saved if the run ends within "
-                f"{trainer.save_every_minutes:g} minutes (trainer.save_every_minutes), because of "
-                "trainer.save_final=false."
-            )
-        else:
-            place = (
-                "warning: no model will be saved (trainer.save_final=false, trainer.save_freq=-1, "
-                "trainer.save_every_minutes=null)."
-            )
-        parts.append(place)
+    parts.append(describe_saving(config, trainer_cls))
     if not full:
         parts.append("`verl-like check --full` prints the whole plan.")
     return ("\n\n" if full else "\n").join(fit(part, width) for part in parts if part)
+
+
+def describe_saving(config: RunConfig, trainer_cls: type[Trainer]) -> str:
+    """Return where the trained model will be, or a warning; "" if the run trains none."""
+    trainer = config.trainer
+    if not trainer_cls.exports_model(config):
+        return ""
+    if trainer.save_final:
+        return f"Final model: {trainer.default_local_dir}/{MODEL}"
+    if trainer.save_freq > 0:
+        return "trainer.save_final=false: the trained model is only in checkpoints."
+    if trainer.save_every_minutes is not None:
+        return (
+            "warning: no model will be saved if the run ends within "
+            f"{trainer.save_every_minutes:g} minutes (trainer.save_every_minutes), because of "
+            "trainer.save_final=false."
+        )
+    return (
+        "warning: no model will be saved (trainer.save_final=false, trainer.save_freq=-1, "
+        "trainer.save_every_minutes=null)."
+    )
 
 
 def nominal_placement(config: RunConfig) -> Placement:

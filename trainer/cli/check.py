@@ -12,10 +12,11 @@ whether they fit the GPUs.
 
   --gpus 8xH100        check for these GPUs (in all), also on a laptop; or
                        --gpus 8 --device H100; 80GiB for any GPU of that size
-  --full               also print the calls of a step and their overlap, batch
-                       sizes, the memory of every role, metrics to watch,
-                       which keys you, presets and the command changed, and
-                       which of yours have no effect
+  --full               also print (not for best-of-n) the memory of every role,
+                       batch sizes, which keys you, presets and the command
+                       changed, and which of yours have no effect; with ppo
+                       and async also the calls of a step, their overlap, and
+                       metrics to watch
   --measured RUN_DIR   with async: predict the time of a step from the seconds
                        of a PPO run (implies --full)
 """
@@ -36,7 +37,6 @@ from omegaconf import OmegaConf
 
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
-from trainer.async_training.recipe import ASYNC
 from trainer.cli.main import RECIPES, resolve_command
 from trainer.config.compose import as_object, compose_tree, is_preset, known_settings
 from trainer.config.devices import devices_of
@@ -46,8 +46,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import keys_set
 from trainer.config.unused_keys import unused_reason
-from trainer.launch import check, describe_plan, nominal_placement, trainer_class
-from trainer.memory import describe_axes
+from trainer.launch import check, describe_plan, describe_saving, nominal_placement, trainer_class
+from trainer.memory import describe_axes, role_models
 from trainer.planner.simulate import measured_phases, prediction_lines
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
@@ -58,6 +58,9 @@ from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
+from trainer.rows import preflight
+from trainer.rows.config import RowConfig
+from trainer.rows.trainer import RowTrainer, step_sizes
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
@@ -74,7 +77,7 @@ WIDTH_OF_A_FILE = 160
 
 
 def explain(
-    config: PPOConfig,
+    config: RunConfig,
     max_columns: int | None = None,
     measured: str = "",
     recipe: Recipe[Any] = PPO,
@@ -91,17 +94,10 @@ def explain(
         if reason := unused_reason(config, key):
             unused.setdefault(reason, []).append(key)
     changes = change_lines(config, recipe, known)
-    config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
-    assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
-    overridden = overridden_stages(trainer_cls)
+    is_ppo = isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer)
     sections = {
-        "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
-        "Placement": placement_lines(config, max_columns),
-        **generators_sections(config, max_columns, measured),
-        "Calls of a step": describe(config, max_columns, overridden).splitlines(),
-        "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
-        "Metrics to watch": watch_lines(config),
+        **(ppo_sections if is_ppo else row_sections)(config, max_columns, measured),
         "Changed from the defaults": changes,
         "Keys that you set without effect": [
             f"{', '.join(names)}: {why}" for why, names in unused.items()
@@ -110,7 +106,34 @@ def explain(
     texts = [
         "\n".join([title, "-" * len(title), *lines]) for title, lines in sections.items() if lines
     ]
-    return "\n\n".join([batch_line(config), *texts])
+    return "\n\n".join([batch_line(config), *texts] if is_ppo else texts)
+
+
+def ppo_sections(config: PPOConfig, max_columns: int | None, measured: str) -> dict[str, list[str]]:
+    """Return the sections about memory, placement and calls of PPO and its variants."""
+    config = fit_passes(config, devices_of(config.trainer))
+    overridden = overridden_stages(trainer_class(config))
+    return {
+        "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
+        "Placement": placement_lines(config, max_columns),
+        **generators_sections(config, max_columns, measured),
+        "Calls of a step": describe(config, max_columns, overridden).splitlines(),
+        "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
+        "Metrics to watch": watch_lines(config),
+    }
+
+
+def row_sections(config: RowConfig, max_columns: int | None, measured: str) -> dict[str, list[str]]:
+    """Return the sections about memory, placement and batch sizes of a recipe on rows."""
+    trainer_cls, axes = trainer_class(config), describe_axes(config, role_models(config))
+    assert issubclass(trainer_cls, RowTrainer), "the trainer of a recipe on rows"
+    memory = preflight.plan_text(config, trainer_cls.num_sides(config), max_columns, heading="")
+    placement = nominal_placement(config).draw(max_columns, axes)
+    return {
+        "Memory per device": memory.splitlines(),
+        "Placement": [*placement.splitlines(), describe_saving(config, trainer_cls)],
+        "Batch sizes": [step_sizes(config)],
+    }
 
 
 def generators_sections(
@@ -192,13 +215,13 @@ def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
     return "\n\n".join(formula), fields["Watch"], fields["Source"]
 
 
-def change_lines(config: PPOConfig, recipe: Recipe[Any], settings: Sequence[Override]) -> list[str]:
+def change_lines(config: RunConfig, recipe: Recipe[Any], settings: Sequence[Override]) -> list[str]:
     """Return the keys that differ from their defaults, with both values, grouped by their origin.
 
     Keys that the run does not read, and values that the recipe's own YAML sets, are left out.
     """
     presets = [setting for setting in settings if is_preset(setting, recipe)]
-    ours: Recipe[Any] = ASYNC if isinstance(config, AsyncConfig) else PPO
+    ours: Recipe[Any] = load_object(RECIPES[recipe.name], recipe.name)
     keys_of_title = {"Set by you": {*keys_set(settings)}}
     for preset in presets:
         others = [setting for setting in presets if setting is not preset]
@@ -299,6 +322,7 @@ def full_plan(
     """Return the full plan of the run, as wide as the terminal, or `WIDTH_OF_A_FILE`."""
     width = terminal_width() or WIDTH_OF_A_FILE
     trainer_cls = trainer_class(config)
-    if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
+    is_ppo = isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer)
+    if is_ppo or (isinstance(config, RowConfig) and issubclass(trainer_cls, RowTrainer)):
         return fit(explain(config, width, measured, recipe, settings), width)
     return describe_plan(nominal_placement(config), config, trainer_cls, full=True)

@@ -94,7 +94,11 @@ def longest_row(config: RowConfig) -> int:
 
 
 def plan_text(
-    config: RowConfig, num_sides: int, max_columns: int | None = None, brief: bool = False
+    config: RowConfig,
+    num_sides: int,
+    max_columns: int | None = None,
+    brief: bool = False,
+    heading: str = "Memory",
 ) -> str:
     """Return the memory table for this run's devices, or the reason why there is none."""
     devices = devices_of(config.trainer)
@@ -102,4 +106,4 @@ def plan_text(
         roles = role_memories(config, num_sides, devices.type)
     except (ConfigError, OSError, ValueError) as error:
         return f"{UNKNOWN}: {error}"
-    return memory_table(roles, devices, max_columns, brief)
+    return memory_table(roles, devices, max_columns, brief, heading)

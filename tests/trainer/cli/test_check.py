@@ -167,5 +167,8 @@ def test_a_recipe_on_rows_is_checked_by_its_name(
     folder = f"trainer.default_local_dir={tmp_path}/run"
     main(["sft", "--full", *settings, f"model.path={tiny_dir}/model", folder])
     text = capsys.readouterr().out
-    assert "Memory: Estimated MiB per device" in text
+    assert "Memory per device\n-----------------\nglobal_pool: " in text
+    assert "\nEstimated MiB per device" in text
+    assert "Batch sizes\n-----------\n2 rows of at most" in text
+    assert "\n  data.train_batch_size=2 (default 64)\n" in text
     assert ALL_FOUND in text
