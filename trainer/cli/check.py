@@ -77,7 +77,7 @@ WIDTH_OF_A_FILE = 160
 
 
 def explain(
-    config: RunConfig,
+    config: Any,
     max_columns: int | None = None,
     measured: str = "",
     recipe: Recipe[Any] = PPO,
@@ -96,8 +96,11 @@ def explain(
     changes = change_lines(config, recipe, known)
     trainer_cls = trainer_class(config)
     is_ppo = isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer)
+    details = (
+        ppo_sections(config, max_columns, measured) if is_ppo else row_sections(config, max_columns)
+    )
     sections = {
-        **(ppo_sections if is_ppo else row_sections)(config, max_columns, measured),
+        **details,
         "Changed from the defaults": changes,
         "Keys that you set without effect": [
             f"{', '.join(names)}: {why}" for why, names in unused.items()
@@ -123,7 +126,7 @@ def ppo_sections(config: PPOConfig, max_columns: int | None, measured: str) -> d
     }
 
 
-def row_sections(config: RowConfig, max_columns: int | None, measured: str) -> dict[str, list[str]]:
+def row_sections(config: RowConfig, max_columns: int | None) -> dict[str, list[str]]:
     """Return the sections about memory, placement and batch sizes of a recipe on rows."""
     trainer_cls, axes = trainer_class(config), describe_axes(config, role_models(config))
     assert issubclass(trainer_cls, RowTrainer), "the trainer of a recipe on rows"
