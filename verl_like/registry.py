@@ -56,7 +56,8 @@ class Registry(Mapping[str, T]):
         self.__doc__ = f"Each {kind} by name. The decorator `register(name)` adds your own."
         self._check = check
         self._entries: dict[str, T] = {}
-        self._aliases: set[str] = set()
+        self.aliases: set[str] = set()
+        """Second names of entries, which errors do not list."""
         _by_kind[kind] = self
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
@@ -71,7 +72,7 @@ class Registry(Mapping[str, T]):
                         f"Use another name for {entry!r}."
                     )
                 self._entries[key] = entry
-            self._aliases.update(aliases)
+            self.aliases.update(aliases)
             return entry
 
         return enter
@@ -81,7 +82,7 @@ class Registry(Mapping[str, T]):
         if name in self._entries:
             return self._entries[name]
         if "." not in name and ":" not in name:
-            known = ", ".join(sorted(self._entries.keys() - self._aliases))
+            known = ", ".join(sorted(self._entries.keys() - self.aliases))
             raise ConfigError(
                 f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}. For "
                 "your own, use module.name or file.py:name."

@@ -74,6 +74,16 @@ class TrajectoryEnd:
 class Environment:
     """Base class for environments; each trajectory has its own instance, in a separate process.
 
+        class Guess(Environment):
+            def reset(self, row, rng):
+                self.number = rng.integers(10)
+                return "Guess my number, from 0 to 9."
+
+            def step(self, text):
+                if text.strip() == str(self.number):
+                    return TrajectoryEnd(reward=1.0)
+                return Turn("No. Guess again.")
+
     The caller's loop, where `generate` is the policy:
 
         env = Guess(**kwargs)                 # `environment.kwargs`

@@ -49,7 +49,7 @@ PassOutputs = dict[str, list[Column]]
 class MicroBatchBudget:
     """The maximum size of a micro-batch on one rank: `rows`, or `tokens`, prompts included.
 
-        MicroBatchBudget(tokens=16384)          # set exactly one of the two
+        MicroBatchBudget(tokens=16384)
 
     The padding of padded rows counts; packed rows have none.
 

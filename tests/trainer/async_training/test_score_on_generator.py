@@ -131,7 +131,7 @@ def test_generators_have_the_roles_that_score() -> None:
     assert "Scores: each generator scores its samples with its own ref, critic_copy" in plan_lines(
         config
     )
-    assert "critic_copy.compute_values" in AsyncTrainer.describe(config)[-1]
+    assert "critic_copy.compute_values" in "\n".join(AsyncTrainer.describe(config))
 
 
 def test_each_reward_model_of_a_further_generator_has_its_own_reward() -> None:

@@ -93,7 +93,10 @@ def test_fp8_in_rollout_or_trainer_is_corrected(settings: tuple[str, ...], reaso
         (("actor_rollout_ref.rollout.quantization=int4",), "choose int8 or fp8"),
         ((ROLLOUT, "trainer.device=cuda"), "only on CPUs.*device is cuda"),
         ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "an int8 reference cannot be updated"),
-        ((REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"), "fsdp_size=2, or the quant"),
+        (
+            (REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"),
+            r"fsdp_size=2\. Set it to 1, or leave out the quant",
+        ),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.param_offload=true"), "param_offload=true"),
         ((REF, KL, "actor_rollout_ref.model.lora_rank=4"), "the actor's module"),
         (
