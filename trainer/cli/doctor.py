@@ -168,7 +168,7 @@ def nvidia_gpus() -> list[Gpu]:
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, without an import; None for CPUs only."""
+    """Return the CUDA version of the installed torch, without importing it; None without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

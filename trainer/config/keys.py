@@ -268,7 +268,7 @@ def known_arguments(schema: type) -> list[Key]:
 
 
 def may_change_on_resume(schema: type, name: str) -> bool:
-    """Return whether a resumed run may change the key, or a whole section around it."""
+    """Return whether a resumed run may change the key: it, or a section around it, is marked so."""
     return any(key.rules.may_change_on_resume for key in path_to(schema, name))
 
 

@@ -221,7 +221,8 @@ def read_lm_rows(
     rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "no token is in the loss")
     if not rows:
         raise ConfigError(
-            f"{story}. No row is left to train or validate on. Fix the rows, or allow longer ones."
+            f"{story}. No row is left to train or validate on. Fix the rows, or raise "
+            f"{key.partition('.')[0]}.max_length."
         )
     logger.info("%s", story)
     return [row.sides[0] for row in rows]

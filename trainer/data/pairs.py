@@ -83,7 +83,8 @@ def read_pairs(
     rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, why)
     if not rows:
         raise ConfigError(
-            f"{story}. No pair is left to train or validate on. Fix the rows, or allow longer ones."
+            f"{story}. No pair is left to train or validate on. Fix the rows, or raise "
+            f"{key.partition('.')[0]}.max_length."
         )
     logger.info("%s", story)
     return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]

@@ -87,8 +87,8 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         process.wait()
     if isinstance(answer, str):
         raise ConfigError(
-            "the script was not run, because this machine has no sandbox for it: "
-            f"{answer} {PASS_THE_COMMAND}"
+            "the script was not run, because its sandbox could not be set up: "
+            f"{answer.removesuffix('.')}. {PASS_THE_COMMAND}"
         )
     assert isinstance(answer, Recording), answer
     variables = MARKED.findall(
@@ -197,7 +197,7 @@ class Recording:
 
 
 def main(pipe: Connection) -> None:
-    """Answer one `Script` with a `Recording`, or with the reason why there is no sandbox."""
+    """Answer one `Script` with a `Recording`, or with the reason why it has no sandbox."""
     script = pipe.recv()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)

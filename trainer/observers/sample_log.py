@@ -120,7 +120,7 @@ class SampleLog:
         tokens: Mapping[SampleKey, int],
         stats: Mapping[SampleKey, Mapping[str, int]] | None = None,
     ) -> None:
-        """Close these samples as trained on, with the token counts that the update got.
+        """Close these samples as trained on; `tokens` has each one's token count in the update.
 
         `stats` has properties of samples, which are counted. Raise if the log has other token
         counts.

@@ -207,7 +207,7 @@ def _chains(group: Sequence[CallNode], after: dict[str, list[str]]) -> list[str]
 def _independent(
     nodes: Sequence[CallNode], after: dict[str, list[str]]
 ) -> dict[str, dict[str, list[str]]]:
-    """Map each title to stage -> the chains of its calls that do not depend on each other."""
+    """Map each title to stage -> chains of the calls that are independent of another pool's."""
     members: dict[str, set[CallNode]] = {CONCURRENT_TITLE: set(), INLINE: set()}
     for first, second in side_by_side(nodes, after):
         if first.pool != second.pool:
@@ -241,10 +241,10 @@ def describe(
 ) -> str:
     """Describe the graph: what each call waits for, and which calls overlap.
 
-    A call that waits for another call also waits for the calls before it, which are not repeated.
-    The table is no wider than `max_columns`. `overridden` lists the methods that a subclass
-    overrides. Bookkeeping columns that come with the tokens, such as the attention mask, are left
-    out.
+    The table leaves out waits that follow from others: a call also waits for everything that the
+    calls in its row wait for. The table is no wider than `max_columns`. `overridden`
+    lists the methods that a subclass overrides. Bookkeeping columns that come with the tokens, such
+    as the attention mask, are left out.
     """
     nodes = step_nodes(config)
     after = edges(nodes)

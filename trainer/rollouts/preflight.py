@@ -154,17 +154,16 @@ def check_promptless_rows(config: Any) -> None:
 def check_row_columns(kinds: Mapping[str, Kind], data_columns: Collection[str]) -> None:
     """Reject data that lacks a column which an environment's `reset` needs."""
     columns = {*data_columns, *OWN_COLUMNS}
-    needed = [name for kind in kinds.values() for name in kind.columns]
     if kinds and "" not in kinds and COLUMN not in columns:
         raise ConfigError(
             f"environment.paths has {len(kinds)} environments, but the rows of data.train_files "
             f"have no column {COLUMN!r} that names one of {', '.join(kinds)}."
         )
-    for name in needed:
+    for label, name in ((label, name) for label, kind in kinds.items() for name in kind.columns):
         if name not in columns:
             raise ConfigError(
-                f"environment: its reset needs {name!r}, and the rows of data.train_files have no "
-                f"such column, only {', '.join(sorted(columns))}."
-                f"{nearest(name, [*columns, 'row', 'rng'])} It can also have row (all columns) and "
-                "rng."
+                f"environment{label and f' {label}'}: `reset` has the parameter {name!r}, but the "
+                f"rows of data.train_files have no such column, only {', '.join(sorted(columns))}."
+                f"{nearest(name, [*columns, 'row', 'rng'])} `reset` can also take row (all "
+                "columns) and rng."
             )

@@ -5,9 +5,9 @@
             while not stop.received: ...
             stop.end("after step 7")  # raises `RunInterrupted` if there was a signal
 
-A second signal, or a signal outside `deferred`, raises `RunInterrupted` at once. A third signal has
-its usual effect. The same signal again within a second does not count: a sender that signals a
-process group also signals a script, which passes it on.
+A second signal, or a signal outside `deferred`, raises `RunInterrupted` at once. The next signal
+has its usual effect. A signal that repeats within a second is ignored: if a process group is
+signaled, the run may get the signal again from the wrapper script that started it.
 """
 
 from __future__ import annotations

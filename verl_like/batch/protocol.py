@@ -1,7 +1,7 @@
 """`DataProto`, the batch that every role method takes and returns (with verl's names).
 
-Its three parts are aligned by rows: tensor columns, `non_tensor_batch` (numpy arrays, mostly of
-objects) and `meta_info` (a dict about all rows):
+It has tensor columns and `non_tensor_batch` (numpy arrays, mostly of objects), aligned by rows, and
+`meta_info` (a dict about the whole batch):
 
     data = DataProto.from_dict({"input_ids": ids}, {"uid": ["0-0", "1-0"]}, {"temperature": 1.0})
     data.union(workers.compute_scores(data))    # adds the columns that the workers return
@@ -483,7 +483,7 @@ class DataProto:
         for place, part in enumerate(parts):
             if not isinstance(part, DataProto):
                 raise BatchError(
-                    f"concat: part {place} is not a DataProto ({type(part).__name__})."
+                    f"concat: part {place} must be a DataProto, not {type(part).__name__}."
                 )
         all_tensors = [part.columns for part in parts]
         all_arrays = [part.non_tensor_batch for part in parts]

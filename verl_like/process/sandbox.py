@@ -126,23 +126,23 @@ def reject_nested_run() -> None:
         )
 
 
-def isolate_network() -> None:
+def isolate_network(way_out: str = "") -> None:
     """Leave this process no network except its own loopback interface.
 
-    Raise if the machine does not allow a network namespace.
+    Raise if the machine does not allow a network namespace; the error ends with `way_out`.
     """
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
-        raise ConfigError("network=false needs Linux namespaces. Set network=true.")
+        raise ConfigError(f"this machine has no Linux namespaces.{way_out}")
     if libc.unshare(_CLONE_NEWNET) != 0:  # not permitted: use a user namespace
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())
             raise ConfigError(
-                "network=false needs a network namespace, which this machine does not allow "
-                f"({reason}). Allow user namespaces (sysctl user.max_user_namespaces, "
+                f"this machine does not allow a network namespace ({reason}). Allow user "
+                "namespaces (sysctl user.max_user_namespaces, "
                 "kernel.apparmor_restrict_unprivileged_userns=0; in a container its seccomp "
-                "profile), or set network=true."
+                f"profile).{way_out}"
             )
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")

@@ -70,7 +70,7 @@ def supervise(
     try:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         if not sandbox.network:
-            isolate_network()
+            isolate_network(" Otherwise, set network=true.")
         pipes = {1: os.pipe(), 2: os.pipe()}
         descriptors = {0: os.open(os.devnull, os.O_RDONLY), DATA: starter}
         descriptors |= {number: theirs for number, (_, theirs) in pipes.items()}

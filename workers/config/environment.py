@@ -35,10 +35,10 @@ class EnvironmentConfig(Section):
 
     path: str = config_field("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
     """Environment class, agent's function, or another package's environment, such as
-    gymnasium:FrozenLake-v1; in short `environment=...`.
+    gymnasium:FrozenLake-v1; short form: `environment=...`.
     """
     paths: dict[str, str] = config_field(factory=dict, allows="{NAME: PATH}")
-    """Several environments; the data's column `environment` names one of them. In short
+    """Several environments; the data's column `environment` names one of them. Short form:
     `environment={NAME: PATH}`.
     """
     kwargs: dict[str, Any] = config_field(
@@ -48,7 +48,7 @@ class EnvironmentConfig(Section):
     tools: list[str] = config_field(
         factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION"
     )
-    """Functions that the policy can call; in short `tools=[...]`."""
+    """Functions that the policy can call; short form: `tools=[...]`."""
     tool_call_parser: str | None = config_field(
         None, allows="the name of a format, or FILE.py:FUNCTION"
     )

@@ -99,8 +99,8 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: str | None = config_field(
         None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms)"
     )
-    """Criteria that remove tokens or sequences from the loss; put several in quotes, separated by
-    commas. null disables rejection.
+    """Criteria that remove tokens or sequences from the loss; separate several with commas, and
+    quote the list. null disables rejection.
     """
     rollout_rs_threshold: str | None = config_field(
         None,

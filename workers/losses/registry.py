@@ -46,8 +46,9 @@ class LossTraits:
     """Properties of a policy loss, which configuration checks use.
 
     `verl_like.extend` has decorators for the first two fields: `declare_loss_keys` and
-    `declare_chosen_tokens`. A loss with `choose_tokens` must accept `chosen_tokens`; without this
-    argument, it chooses among the tokens of the call.
+    `declare_chosen_tokens`. A loss with `choose_tokens` must have a parameter
+    `chosen_tokens`. If a caller leaves it out, the loss has to choose from the tokens of the call,
+    as losses made by `token_loss` do.
     """
 
     keys_read: tuple[str, ...] | None = None

@@ -71,7 +71,7 @@ def check_small_files(folder: Path) -> None:
             if file.name in PARSED:
                 read_json_object(file)
         except ValueError as error:
-            raise ConfigError(f"{file} is damaged: {error}. Fix or remove it.") from error
+            raise ConfigError(f"{file} is damaged: {error}. Fix or replace it.") from error
 
 
 def generation_eos(path: str) -> tuple[int, ...]:

@@ -59,8 +59,9 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
         ):
             raise ConfigError(
                 f"{key}={size}: {name} ({type(experts).__name__}) is not supported: each "
-                "weight must have the experts as its first dim, and the forward pass must take "
-                f"{NUM_ARGUMENTS} arguments (states, chosen experts, weights). Leave {key} at 1."
+                "parameter must have the experts as its first dim, and the forward pass must take "
+                f"{NUM_ARGUMENTS} arguments (hidden states, expert indices, routing weights). "
+                f"Leave {key} at 1."
             )
         if count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)

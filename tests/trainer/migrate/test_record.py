@@ -167,7 +167,7 @@ def test_without_a_sandbox_scripts_are_rejected(monkeypatch: pytest.MonkeyPatch)
     process, pipe = Mock(), Mock()
     process.wait.return_value, pipe.recv.return_value = 0, "no Landlock."
     monkeypatch.setattr("trainer.migrate.recorder.start_child", lambda _: (process, pipe))
-    with pytest.raises(ConfigError, match="no sandbox for it: no Landlock.*verl-like migrate"):
+    with pytest.raises(ConfigError, match=r"set up: no Landlock\. Pass.*verl-like migrate"):
         record("python -m train")
     words = ["main_ppo", "data.train_files=x", "actor_rollout_ref.model.path=y"]
     assert migrate("verl", words)[0].program == "ppo"

@@ -121,7 +121,10 @@ def test_a_number_of_trajectories_needs_no_file(tiny_dir: Path, tmp_path: Path) 
     [
         (("environment=nowhere.py:Guess",), "nowhere.py:Guess: there is no such file"),
         ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0"),
-        ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only"),
+        (
+            (f"environment={GAMES}:NeedsLevel",),
+            "environment: .reset. has the parameter 'level'.* no such column, only",
+        ),
         (("data.train_files=8",), "is a number of prompts, but there is no environment"),
         ((f"environment={GAMES}:Count", f"tools=[{GAMES}:add]"), "does not write tools"),
     ],

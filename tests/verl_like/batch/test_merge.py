@@ -88,7 +88,7 @@ def test_concat_collects_metrics_into_lists():
         ([make(2).select(["ids"]), make(2)], r"\['score'\] in addition"),
         ([make(2), DataProto()], r"part 1 lacks the tensor columns \['ids', 'score'\]"),
         ([make(2), make(1, t=1), make(1, t=2)], r"part 2 .*meta_info\['t'\] is 1 and 2"),
-        ([make(2), {"ids": 1}], "part 1 is not a DataProto"),
+        ([make(2), {"ids": 1}], "part 1 must be a DataProto, not dict"),
         (
             [
                 DataProto.from_dict({"a": torch.zeros(1, 2)}),

@@ -53,8 +53,8 @@ def test_a_machine_without_landlock_or_namespaces_is_rejected(
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: NoNamespaces)
     with pytest.raises(ConfigError, match=r"Linux 5\.13\+ with Landlock"):
         _restrict_with_landlock("/tmp")
-    with pytest.raises(ConfigError, match=r"needs a network namespace.*or set network=true"):
-        isolate_network()
+    with pytest.raises(ConfigError, match=r"network namespace \(.*profile\)\. Set network=true\."):
+        isolate_network(" Set network=true.")
 
 
 @pytest.mark.parametrize("start", [run, lambda config: PPO(config, [])])

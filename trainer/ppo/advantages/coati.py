@@ -20,8 +20,9 @@ def compute_coati_advantage(
 ) -> tuple[Tensor, Tensor]:
     """For every token, the response's reward minus the value at the last token.
 
-    Advantages are not whitened. The reward is the sum of the row; with `kl_penalty_per=sequence`,
-    it is the score minus the weighted mean KL. The critic learns this reward at every token.
+    Advantages are not whitened. The reward is the sum of the row's token rewards: with
+    `kl_penalty_per=sequence`, the score minus the KL coefficient times the mean KL. The critic
+    learns this reward at every token.
 
     Watch: If `critic/advantages/mean` stays far from 0, raise `critic.optim.lr`, or set
     `trainer.critic_warmup`.
