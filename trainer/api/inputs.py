@@ -196,7 +196,7 @@ def text_row(item: Any) -> Row:
 
 
 class RunInputs:
-    """How a recipe reads the models, rows and settings of a call."""
+    """Reads the models, rows and settings of a call; each recipe has a subclass."""
 
     model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
     """Role of a model -> its section of the configuration; a single model belongs to the first."""

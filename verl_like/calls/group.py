@@ -318,9 +318,9 @@ def check_group_arguments(group: WorkerGroup, kind: type, pool: object, cls: obj
     """Reject a pool that is not of the backend's `kind`, and a class without its arguments."""
     name = type(group).__name__
     if not isinstance(pool, kind):
-        given, sizes = type(pool).__name__, pool if isinstance(pool, list) else [1]
+        sizes = pool if isinstance(pool, list) else [1]
         raise PlacementError(
-            f"{name} needs a {kind.__name__}, not {given}: {kind.__name__}({sizes})."
+            f"{name} needs a {kind.__name__}, not {type(pool).__name__}: {kind.__name__}({sizes})."
         )
     if not isinstance(cls, ClassWithInitArgs):
         worker = getattr(cls, "__name__", "MyWorker")
