@@ -144,13 +144,13 @@ def test_a_hang_is_explained_before_its_deadline(
 ) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_session")
-    monkeypatch.setattr(diagnose, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(diagnose, "LOOK_EVERY_S", 0.3)
     with start(backend, {"faulty": (Faulty, ()), "adder": (Adder, ())}, [2]) as group:
         group.adder_allreduce()
         with (
             caplog.at_level(logging.WARNING),
             pytest.raises(WaitTimeoutError, match=f"(?s){words}"),
         ):
-            getattr(group, f"faulty_{method}")().get(timeout=4.0)
+            getattr(group, f"faulty_{method}")().get(timeout=8.0)
     (explained,) = [r.getMessage() for r in caplog.records if "made no progress" in r.getMessage()]
     assert re.search(f"(?s){words}", explained)
