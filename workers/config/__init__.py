@@ -2,7 +2,7 @@
 
 A recipe's schema extends `WorkersConfig` with the sections that the driver reads. Every worker is
 built as `cls(config)` with the whole configuration. Each field declares its key's range, when the
-key is read, and if it may change on a resume (`verl_like.config_key`). Sizes name their unit:
+key is read, and whether it may change on a resume (`verl_like.config_key`). Sizes name their unit:
 prompts, or samples (a prompt has `rollout.n` samples).
 """
 
@@ -83,7 +83,7 @@ class WorkersConfig(ScoringSections):
     data: Any
     """Workers read the maximum lengths of prompt and response, and `apply_chat_template_kwargs`."""
     trainer: Any
-    """Workers read `seed` and `device`."""
+    """Workers read `seed`."""
     algorithm: Any
     """Workers read `rollout_correction`."""
 
@@ -125,8 +125,9 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
     """Return `reward.list`, or the rewards of `reward.function` and `reward.model`.
 
     If `environment.path` or `environment.paths` is set, the environment's reward is added. Without
-    any of these keys, each row's data_source names a built-in rule, unless no reward is needed
-    (`has_no_reward`).
+    an environment, `reward.list` and `reward.function.path`, each row's data_source names a
+    built-in rule, unless `reward.function.weight=0` leaves the score to a model, or no reward is
+    needed (`has_no_reward`).
     """
     rewards = []
     if config.environment.path or config.environment.paths:

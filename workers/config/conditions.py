@@ -38,7 +38,7 @@ def why_no_critic(run: Any) -> str:
 
 
 def has_no_reward(run: Any) -> bool:
-    """True if no reward is configured and, because of a teacher, none is needed."""
+    """True if the section `reward` has no reward and, because of a teacher, needs none."""
     reward = run.reward
     return has_only_teacher(run) and not (
         reward.list or reward.function.path or reward.model.enable

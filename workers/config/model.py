@@ -140,8 +140,10 @@ class FrozenFSDPConfig(Section):
     """Sharding of a module without an optimizer over its role's ranks."""
 
     may_change_on_resume = True
-    fsdp_size: int = config_field(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
-    """Ranks per sharding group; -1: the whole pool."""
+    fsdp_size: int = config_field(
+        -1, above=0, or_exactly=-1, hint="or -1 for all that the other axes leave"
+    )
+    """Ranks that shard the weights; -1: all that the other axes leave."""
     param_offload: bool | None = config_field(None)
     """Keep parameters in host memory between calls; null: as `strategy` says."""
 
@@ -169,7 +171,7 @@ class ParallelConfig(Section):
     sp: int = config_field(1, above=0)
     """Ranks that split the tokens of a row (sequence parallel)."""
     tp: int = config_field(1, above=0)
-    """Ranks that split every matrix (tensor parallel)."""
+    """Ranks that split the matrices of a layer (tensor parallel)."""
     pp: int = config_field(1, above=0)
     """Ranks that split the layers (pipeline parallel)."""
     pp_schedule: str = config_field("1f1b", choices=PP_SCHEDULES, read_when=HAS_STAGES)

@@ -60,7 +60,7 @@ class RewardFunctionConfig(UserCodeConfig):
     )
     """Extra keyword arguments of each call."""
     weight: float = config_field(1.0, allows="a number", read_when=when("reward.model.enable"))
-    """Weight of the function or rule if a model also scores; 0 disables the function or rule."""
+    """Weight of the function or rule if a model also scores; 0 disables the rule."""
 
 
 @dataclass(kw_only=True)
@@ -115,8 +115,8 @@ class RewardConfig(Section):
     timeout_s: float = config_field(10.0, above=0, read_when=IS_NO_MODEL)
     """Timeout per sample or request, in seconds; the timeout of a batch is 12 times as long."""
     path: str = config_field("", allows="a .py file, a module, or a model's folder or name")
-    """File or module of the function, or folder or hub name of the model. If it is empty, the row's
-    data_source names a built-in rule.
+    """File or module of the function, or folder or hub name of the model. Without a file or module,
+    the row's data_source names a built-in rule.
     """
     function: str = config_field("compute_score", allows="a name", read_when=IS_FUNCTION)
     """Name in that file or module."""
@@ -187,7 +187,7 @@ class ScoringConfig(Section):
     function: RewardFunctionConfig = config_field(
         factory=RewardFunctionConfig, read_when=NO_REWARD_LIST, verl="custom_reward_function"
     )
-    """Your reward function. Without one, a row's data_source names a built-in rule."""
+    """Your reward function, instead of the built-in rule that a row's data_source names."""
     model: RewardModelConfig = config_field(
         factory=RewardModelConfig, read_when=NO_REWARD_LIST, verl="reward_model"
     )

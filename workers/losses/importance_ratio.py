@@ -47,10 +47,7 @@ class _LogRatio(torch.autograd.Function):
 
 
 def clip_widths(config: ActorConfig) -> tuple[float, float]:
-    """Return the largest allowed distances of a ratio below and above 1.
-
-    `clip_ratio` is the default for both sides.
-    """
+    """Return `clip_ratio_low` and `clip_ratio_high`; the default of both is `clip_ratio`."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 

@@ -30,7 +30,7 @@ def compute_policy_loss_sapo(
     """A smooth gate instead of clipping: `-A * (4 / tau) * sigmoid(tau * (r - 1))`.
 
     At r = 1, its gradient equals the policy gradient; it fades as r moves away from 1. tau is
-    `tau_pos` where A > 0. Elsewhere it is `tau_neg`, which is larger, so that the gradient fades
+    `tau_pos` where A > 0. Elsewhere it is `tau_neg`, by default larger, so that the gradient fades
     faster for tokens whose probability is reduced. The paper uses `seq-mean-token-mean`.
 
     Watch: If `actor/ppo_kl` grows while `actor/grad_norm` falls, lower the learning rate, or use

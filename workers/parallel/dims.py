@@ -4,7 +4,7 @@
     replicate  a full copy of the model, different rows
     shard      a shard of every weight, different rows (FSDP)
     sp         the same rows, different tokens of them (sequence parallel)
-    tp         the same tokens, a shard of every matrix (tensor parallel)
+    tp         the same tokens, a shard of the matrices (tensor parallel)
 
 Along tp, rank numbers are consecutive; pp is the slowest axis. Rows of a batch are divided over
 replicate x shard. Ranks that differ only along pp, sp or tp have the same rows and form one model

@@ -167,7 +167,7 @@ class TermScores:
     step_ends: Tensor
     """[rows, R], True at the tokens at which a scored step ends."""
     failed: Tensor
-    """[rows], True for samples without a score."""
+    """[rows], True for samples whose scoring failed."""
 
 
 class Rewards:
@@ -374,7 +374,7 @@ def normalized(raw: TermScores, mask: Tensor) -> TermScores:
 
 
 def neutralize_skipped(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
-    """Give each skipped row its group's mean over the other rows, which leaves that mean unchanged.
+    """Give each skipped row the mean of the rows of its group that are not skipped.
 
     If all rows of a group are skipped, they get 0.
     """

@@ -1,7 +1,7 @@
 """Roles of preference training: the trained model, and a reference from another model folder.
 
-Both get pairs or labeled rows. The update reads the reference's log-probs from a column that the
-driver computes once, before training.
+Both get pairs or labeled rows. If the loss needs a reference, the update reads its log-probs from
+a column that the driver computes once, before training.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ComputesReference(ModelWorker):
 
 
 class PreferenceWorker(RowWorker, ComputesReference):
-    """Trains on pairs or labeled rows, and computes the reference's log-probs before training."""
+    """Trains on pairs or labeled rows; can compute the reference's log-probs before training."""
 
     loss_name = "preference"
     config: PreferenceWorkerConfig

@@ -71,7 +71,7 @@ ASK = replace(SPLIT, collect_fn=collect_list, returns_batch=False, collecting_ra
 
 
 class RolloutWorker(WeightReceiver, Worker):
-    """Generates samples, which do not depend on the rank that generates them.
+    """Generates samples, whose noise does not depend on the rank that generates them.
 
     The random numbers of a sample are keyed by seed, uid, sample index and attempt, and by whether
     it is for training or validation.

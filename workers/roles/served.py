@@ -10,7 +10,7 @@ A state is one client's weights (usually LoRA adapters), gradients and optimizer
     rollout.generate_sequences(rows)
 
 The rollout always has its own copy of the weights, with merged adapters. So samples come from one
-snapshot while training continues, and every placement gives the same results, bit for bit.
+snapshot while training continues, in every placement.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 Engines run independently of each other. Between two takes, you can sync weights and submit more
 rows. A sample's noise depends neither on its rank nor on the rest of the batch. So if a group is
 lost, its replacement generates the unfinished samples again from their prompts and the same noise.
-In float32 on a CPU, native and hf then sample the same tokens again.
+In float32 on a CPU, native and hf then sample the same tokens of a dense model again.
 """
 
 from __future__ import annotations

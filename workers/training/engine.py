@@ -1,6 +1,6 @@
 """The training engine of one model: scores rows, accumulates gradients, takes optimizer steps.
 
-Every role that has a model (actor, critic, reference, reward model) owns one `TrainEngine`.
+Actor, critic, reference, teacher and reward model compute with a `TrainEngine`.
 
     engine = TrainEngine(RoleModelSpec("model.path", model_config), optim_config=optim)
     engine.build(worker, total_steps)           # opens the process group, shards, loads

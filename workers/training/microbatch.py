@@ -1,4 +1,4 @@
-"""Split a rank's chunk of a batch into mini- and micro-batches; the split does not affect results.
+"""Split a rank's chunk of a batch into mini- and micro-batches.
 
 - The real rows of the chunk are stored without padding, and pad rows of the dispatch are dropped
   (`Rows.take`). Results are restored to the order of the rows, with zeros for pad rows

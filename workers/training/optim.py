@@ -102,7 +102,7 @@ class OptimStepSettings:
         lr: learning rate, instead of the schedule's.
         betas: decay rates of Adam's two moments.
         eps: Adam's epsilon.
-        weight_decay: decoupled weight decay, as in AdamW.
+        weight_decay: weight decay of the optimizer.
         grad_clip: gradients are clipped to this norm.
         ends_update: True if the learning-rate schedule advances after the step.
     """

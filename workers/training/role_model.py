@@ -32,7 +32,7 @@ class RoleModelSpec:
     Args:
         key: the configuration key with the model's folder.
         model: the model's section.
-        fsdp: sharding, offloading and precision.
+        fsdp: sharding and offloading.
         strategy: a value of `actor.strategy`.
         head: "token" for a language model, "scalar" for values per position, "score" per row.
         parallel: sizes of the parallel axes; None: only data-parallel ranks.

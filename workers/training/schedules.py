@@ -80,7 +80,7 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
         lr = config.lr * lr_factor(step, total_steps, config)
 
-    The factor is above 0 up to 1; during the warm-up it rises in equal steps.
+    During the warm-up, the factor rises in equal steps.
     """
     warmup = config.lr_warmup_steps
     if warmup < 0:

@@ -1,4 +1,4 @@
-"""A training engine whose model gives one number per row: reward models, frozen or trained.
+"""A training engine whose model gives one number per row, such as a reward model.
 
     engine = ScoreEngine(RoleModelSpec("model.path", model_config, head="score"))
     engine.build(worker)

@@ -9,7 +9,7 @@
 A state consists of weights, gradients, optimizer moments and counts. Only one state is in the
 module at a time, so computations for different states are independent. On an unsharded model,
 states are swapped without copying, and adapters may differ in LoRA rank. On a sharded model, the
-shards are overwritten. The state `BASE` is the model as loaded and is never trained.
+shards are overwritten. The state `BASE` is the model as loaded; do not train it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TrainedStates:
         self.states[name] = TrainedState(rank, weights, frozen)
 
     def copy(self, source: str, name: str) -> None:
-        """Store the current weights of `source` as the state `name`, which may exist already."""
+        """Store the current weights of `source` as the state `name`, which must not be in use."""
         state = self._state(source)
         self.states[name] = TrainedState(state.rank, self._clones(source), state.frozen)
 

@@ -56,7 +56,7 @@ _LENGTHS = Struct("<qq")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One rank's result of a sync: its error, the bytes and the time of hashing."""
+    """One rank's result of a sync: its error, the number of bytes, and the seconds of hashing."""
 
     error: str | None = None
     num_bytes: int = 0

@@ -60,7 +60,7 @@ ERRORS = [
     ("actor_rollout_ref.actor.optim.betas=[0.9,1.5]", r"betas=\[0.9, 1.5\].*two numbers"),
     ("critic.optim.lr_warmup_steps_ratio=1.5", "critic.optim.lr_warmup_steps_.*from 0 to 1"),
     (f"{SAMPLED}.do_sample=true {SAMPLED}.top_k=0", f"{SAMPLED}.top_k=0.*above 0, or -1 for all"),
-    ("actor_rollout_ref.actor.fsdp_config.fsdp_size=0", "-1 for the whole pool"),
+    ("actor_rollout_ref.actor.fsdp_config.fsdp_size=0", "-1 for all that the other axes leave"),
     (
         "critic.model.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=2",
         "role 'critic' on pool.*fsdp_size=3 does not divide the 2 ranks",

@@ -38,8 +38,8 @@ def measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
 def rewards(columns: Mapping[str, Tensor], settings: Any) -> Tensor:
     """Return the reward that the loss implies for each response.
 
-    It is beta times the log-ratio to the reference. Without a reference it is beta times the
-    log-prob per token. For a loss without beta, beta is 1.
+    It is beta times the log-ratio to the reference, or for a loss that does not read
+    `ref_log_probs`, beta times the log-prob per token. For a loss without beta, beta is 1.
     """
     log_probs = columns["log_probs"].detach()
     takes_beta = "beta" in parameters_of(PREFERENCE_LOSSES.look_up(settings.loss))

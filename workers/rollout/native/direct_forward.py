@@ -252,7 +252,7 @@ def _rotated(states: Tensor, rotation: _Rotation, out: Tensor | None = None) -> 
 MIN_ROWS = 4
 """Minimum rows of a pass; with fewer, the bits of a linear layer's result depend on the number."""
 MIN_ROWS_OF_MKL = 16
-"""`MIN_ROWS` if torch computes in float32 on a CPU: MKL has special kernels for few rows."""
+"""Minimum rows if torch computes in float32 on a CPU: MKL has special kernels for few rows."""
 NARROW = 256
 """Models with a smaller hidden size use MKL instead of oneDNN.
 
@@ -265,7 +265,8 @@ SIMD_WIDTH = 32
 class TorchLinear:
     """A linear layer on states [rows, in], with operations that decoder layers apply to its result.
 
-    With `MIN_ROWS_OF_MKL` or more rows, the bits of a row's result do not depend on other rows.
+    In float32 on a CPU, with `MIN_ROWS_OF_MKL` or more rows, the bits of a row's result do not
+    depend on other rows.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -340,7 +341,7 @@ def build_linear(layer: Any, by_onednn: bool) -> TorchLinear:
 
 
 def uses_onednn(module: Any) -> bool:
-    """Return True if oneDNN is faster for this model, so that the direct pass uses it."""
+    """Return True if the direct pass uses oneDNN: in float32 on a CPU, except for narrow models."""
     weight = module.lm_head.weight
     if weight.device.type != "cpu" or module.config.hidden_size < NARROW:
         return False  # before workers.cpu is imported, which only a CPU needs

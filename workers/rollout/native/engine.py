@@ -1,4 +1,4 @@
-"""The embedded rollout engine: a decode loop over any full-attention Hugging Face causal LM.
+"""The embedded rollout engine: a decode loop over Hugging Face causal LMs with full attention.
 
 When the engine is built, `module_forward.check_decoding` tests with a tiny model whether the
 engine decodes the model's class correctly.
@@ -6,11 +6,11 @@ engine decodes the model's class correctly.
     waiting prompts --prefill, in groups--> slots of the KV cache
     slots           --decode, one token per pass--> finished samples leave, waiting prompts enter
 
-In float32 on a CPU, a sample's tokens and log-probs have the same bits in any batch, for four
-reasons. A pass has at least `direct_forward.fewest_rows` rows, because the bits of a linear layer
-differ with fewer rows. It runs on one CPU thread, because several threads would split the rows in a
-way that depends on their number. Attention covers whole blocks of columns (`native.kv_cache`). The
-noise is keyed by the sample (`rollout.sampling`).
+In float32 on a CPU, a sample's tokens and log-probs have the same bits in any batch, except with a
+mixture of experts. This has four reasons. A pass has at least `direct_forward.fewest_rows` rows,
+because the bits of a linear layer differ with fewer rows. It runs on one CPU thread, because
+several threads would split the rows in a way that depends on their number. Attention covers whole
+blocks of columns (`native.kv_cache`). The noise is keyed by the sample (`rollout.sampling`).
 """
 
 from __future__ import annotations

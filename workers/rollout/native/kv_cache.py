@@ -6,11 +6,11 @@ slots have the same width, less than twice what the longest running sample needs
 and are copied when the width changes. So a decode step reads memory in one stream, twice as fast as
 if it skipped unused columns.
 
-On a CPU, four facts make the bits of a row independent of the other rows. A pass attends to a
-number of columns that is a multiple of `BLOCK`, so sums over columns are grouped in the same way
-(masked columns add zeros). It attends to at least `min_window` columns, because fewer would use
-another kernel. Prompts are padded to multiples of `BLOCK`, too. Because column 0 is always masked,
-no mask is all ones, which transformers would drop in some batches and not in others.
+On a CPU, four facts make the bits of a row's attention independent of the other rows. A pass
+attends to a number of columns that is a multiple of `BLOCK`, so sums over columns are grouped in
+the same way (masked columns add zeros). It attends to at least `min_window` columns, because fewer
+would use another kernel. Prompts are padded to multiples of `BLOCK`, too. Because column 0 is
+always masked, no mask is all ones, which transformers would drop in some batches and not in others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The forward pass of any full-attention Hugging Face causal LM, through the module itself.
+"""The forward pass of Hugging Face causal LMs with full attention, through the module itself.
 
 With grouped-query attention, transformers repeats the whole cache for every query head at every
 token, which costs more than the arithmetic. `grouped_attention` copies nothing: a decode step has

