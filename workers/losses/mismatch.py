@@ -1,7 +1,7 @@
 """Measure the gap between the rollout's and the trainer's log-probs of the same tokens.
 
-The gap is measured at every step: by the driver if the batch has old log-probs, otherwise by the
-actor in the forward passes of the update. The names are verl's, except for `gap_from_token_…`.
+The driver measures the gap if the batch has old log-probs. Otherwise the actor measures it in the
+forward passes of the update. The names are verl's, except for `gap_from_token_…`.
 """
 
 from __future__ import annotations

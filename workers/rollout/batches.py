@@ -1,10 +1,10 @@
 """Convert prompt rows to samples for an engine, and samples to rows of a batch.
 
 Each row has a hash of the tokens that the engine read and sampled (`sample_hash`). The trainer
-checks it before the update (`check_sample_hashes`), so no tokenizer, stage or hook can change these
-tokens unnoticed. The hash covers the prompt, the response, the weight version of each token (which
-also marks observed tokens), and where segments start. It does not cover other columns, such as
-log-probs.
+checks it before the update (`check_sample_hashes`), so a tokenizer, stage or hook cannot change
+these tokens unnoticed, unless it drops the column. The hash covers the prompt, the response, the
+weight version of each token (which also marks observed tokens), and where segments start. It does
+not cover other columns, such as log-probs.
 """
 
 from __future__ import annotations

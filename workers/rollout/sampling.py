@@ -2,8 +2,8 @@
 
 The noise is counter-based: each sample has a 64-bit seed (`sample_seed`), and each pair of seed and
 token position has one uniform number (`uniforms`). So placement, ranks, other samples and restarts
-cannot change the number. The sampled token is the one at which the cumulative distribution, in
-float64, exceeds the number (`sample_tokens`).
+cannot change the number. The sampled token is the one at which the cumulative distribution exceeds
+the number (`sample_tokens`).
 """
 
 from __future__ import annotations

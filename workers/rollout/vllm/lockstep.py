@@ -119,7 +119,7 @@ def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
 def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a role's method that generates, so that only an engine's first rank runs it.
 
-    The engine's other ranks follow, and return None. The only rank of an engine is its first.
+    The engine's other ranks follow, and return None. An engine's only rank is its first.
     """
 
     @functools.wraps(method)
