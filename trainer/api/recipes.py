@@ -234,8 +234,8 @@ class PPO(PythonRun):
             return super().fit(steps)
         if steps is not None:
             raise ConfigError(
-                f"steps={steps} and {', '.join(counts)} both set the run's length. Pass either "
-                "steps or the other three."
+                f"steps={steps} and another argument both set the run's length. Pass only steps, "
+                f"or only {', '.join(counts)}."
             )
 
         length = self._prompts_of(**require_counts(**counts))

@@ -349,8 +349,10 @@ class ExperienceBuffer:
             return
         wanted, queued = self._demand.num_samples, num_samples_of(self.open.ready)
         if self.stream.has_ended and not self.is_paused:
-            size = f", and a batch needs {wanted}" if wanted else ""
-            raise EndOfSamples(f"there are no more prompts: {queued} samples are left{size}")
+            size = (
+                f", and the queue has {queued} of the {wanted} samples of a batch" if wanted else ""
+            )
+            raise EndOfSamples(f"there are no more prompts{size}")
         awaited = "a validation" if self.is_paused else f"{wanted} samples"
         where = f"the trainer waits for {awaited}, {queued} samples are queued, "
         if not self._generators:

@@ -47,8 +47,8 @@ def check_run(config: AsyncConfig) -> list[str]:
     spec = config.resource_pool_spec.get(TRAINER_POOL, [])
     if pools["actor"] == TRAINER_POOL and sum(spec) != topology.trainers:
         raise ConfigError(
-            f"resource_pool_spec.{TRAINER_POOL}={spec} has {sum(spec)} ranks, but "
-            f"async_training.trainers={topology.trainers}. Set both to the same number."
+            f"resource_pool_spec.{TRAINER_POOL}={spec} adds up to {sum(spec)}, but "
+            f"async_training.trainers={topology.trainers}. Set both to the same number of ranks."
         )
 
     algorithm = config.algorithm
@@ -100,7 +100,7 @@ def check_run(config: AsyncConfig) -> list[str]:
         fit.sort(key=lambda size: abs(size - config.chunk_size))
         raise ConfigError(
             f"async_training.prompts_per_call={config.chunk_size} does not divide the {part} "
-            "prompts per batch of a trainer rank; nearest values that do: "
+            f"prompts per batch{' of a trainer rank' if ranks > 1 else ''}; nearest that do: "
             f"{' and '.join(map(str, fit[:2]))}."
         )
     if async_training.sampler != "in_order" and total is not None and total % batch:
@@ -148,8 +148,8 @@ def _check_generators(config: AsyncConfig) -> list[str]:
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
             raise ConfigError(
-                f"{where}: this run has generators 0 to {topology.generators - 1}. Name one of "
-                "them, or raise async_training.generators."
+                f"{where}: generators are numbered from 0, and async_training.generators="
+                f"{topology.generators}. Use a smaller number, or raise this key."
             )
         of_generator = config.of_role(generator_role(generator))
         try:
@@ -217,9 +217,9 @@ def check_start(config: AsyncConfig) -> None:
         raise CheckpointError(
             f"{resume.start} was saved in the middle of a round of {length} steps "
             "(async_training.update_steps x async_training.train_epochs), and checkpoints do not "
-            "contain the batches of a round. Move it away, so that the run resumes from an "
-            f"earlier checkpoint whose step is a multiple of {length}, or start in another "
-            "trainer.default_local_dir."
+            f"contain the batches of a round. Resume from a step that is a multiple of {length}: "
+            "move later checkpoints away, and set trainer.resume_from_path if this run sets it. Or "
+            "start in another trainer.default_local_dir."
         )
 
 

@@ -187,7 +187,7 @@ def chosen(sampler: BatchSampler, view: BufferView) -> SelectedBatch:
             f"the sampler {name} selected samples of version {oldest} for the update of version "
             f"{view.version}, but async_training.max_staleness={view.max_staleness}. The sampler "
             "held these samples back too long. Sort with verl_like.extend.urgent_chunks_first, "
-            "which puts the samples that a batch must contain first."
+            "so that a batch gets the samples that it must contain."
         )
     return batch
 

@@ -81,7 +81,9 @@ class Topology:
         """
         for noun, number in (("generators", generators), ("trainers", trainers)):
             if type(number) is not int or number < 1:
-                raise ConfigError(f"async_training.{noun}={number}: it must be 1 or more.")
+                raise ConfigError(
+                    f"async_training.{noun}={number}: use a whole number of 1 or more."
+                )
         if sample_routes is None:
             num = max(generators, trainers)
             sample_routes = [(i % generators, i % trainers) for i in range(num)]
@@ -225,8 +227,8 @@ def _pairs(
         for end, (noun, number) in zip(ends, (sender, receiver), strict=True):
             if not 0 <= end < number:
                 raise ConfigError(
-                    f"{key}: [{ends[0]},{ends[1]}] names {noun} {end}, which does not exist: this "
-                    f"run has {noun}s 0 to {number - 1} (async_training.{noun}s={number})."
+                    f"{key}: [{ends[0]},{ends[1]}] names {noun} {end}, which does not exist: "
+                    f"{noun}s are numbered from 0, and async_training.{noun}s={number}."
                 )
         pairs.append((ends[0], ends[1]))
 

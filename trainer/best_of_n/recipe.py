@@ -161,7 +161,7 @@ def check(config: BestOfNConfig) -> None:
             )
 
     if has_environment(config) and (selection.format == "pairs" or config.environment.tools):
-        name = "tools" if config.environment.tools else "selection.format=pairs"
+        name = "environment.tools" if config.environment.tools else "selection.format=pairs"
         raise ConfigError(
             f"{name}: with an environment, each selected sample becomes one row of `messages` for "
             "verl-like sft, which has neither tools nor pairs. Leave this key out."
@@ -169,7 +169,9 @@ def check(config: BestOfNConfig) -> None:
     wanted = 2 if selection.format == "pairs" else selection.top_k
     if rollout.n < wanted:
         reason = (
-            "a pair is made of two" if selection.format == "pairs" else f"top_k={wanted} are kept"
+            "a pair is made of two"
+            if selection.format == "pairs"
+            else f"selection.top_k={wanted} are kept"
         )
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={rollout.n} samples per prompt are too few, because "

@@ -187,8 +187,8 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
     with closing(EnvironmentHost(spec, STEP_S)) as host:
         if players := host.kinds[""].players:
             raise ConfigError(
-                f"--environment={options.environment} has the players {', '.join(players)}, and "
-                "chat plays with one. `verl-like check-environment` plays them with your texts, "
+                f"--environment={options.environment} has the players {', '.join(players)}, but "
+                "chat plays only one. `verl-like check-environment` plays them with your texts, "
                 "and `verl-like eval` with the model."
             )
         host.open(0, (seed, seed + 1), row)

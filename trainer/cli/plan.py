@@ -220,7 +220,9 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
         options[option] = value if option in TEXTS else _number(name, value)
     for option in ("gpus", "device"):
         if option not in options:
-            raise ConfigError(f"--{option} is missing. Set number and GPU, as in --gpus 16xH100.")
+            raise ConfigError(
+                f"--{option} is missing. Set the number and the GPU, as in --gpus 16xH100."
+            )
     return options, keys
 
 

@@ -282,8 +282,11 @@ class _Number:
             number = self.kind(text)
             if self.low <= number <= self.high and number < math.inf:
                 return number
-        range_of = f"{self.low} or more" if self.high == math.inf else f"{self.low} to {self.high}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {range_of}")
+        limits = (
+            f"of {self.low} or more" if self.high == math.inf else f"from {self.low} to {self.high}"
+        )
+        kind = "whole number" if self.kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} {limits}")
 
 
 @dataclass(frozen=True)

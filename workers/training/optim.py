@@ -255,8 +255,7 @@ class NonfiniteGuard:
         if self.in_a_row > MOST_IN_A_ROW:
             raise WorkerError(
                 f"{self.in_a_row} steps in a row had a non-finite gradient; the last: {fact} Look "
-                "at those samples' rewards and log-probs, lower the learning rate, or continue "
-                "from an earlier checkpoint."
+                "at those samples, lower the learning rate, or continue from an earlier checkpoint."
             )
         if self.groups.is_first:
             logger.warning(

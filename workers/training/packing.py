@@ -272,7 +272,8 @@ def check_rows(module: Any, ids: RaggedTensor) -> None:
     if limit is not None and longest > limit:
         raise ConfigError(
             f"a row of {longest} tokens is longer than the model's {limit} positions. Lower "
-            "data.max_prompt_length or data.max_response_length (data.max_length without PPO)."
+            "the keys that limit its length, such as data.max_prompt_length and "
+            "data.max_response_length, or data.max_length."
         )
 
     vocabulary = config.vocab_size

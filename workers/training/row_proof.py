@@ -177,9 +177,9 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
 
     in_eager = replace(support, attention="eager")
     if not (in_eager.why_not(rows_packed) and in_eager.why_not(rows_padded)):
-        choice = "Set model.attn_implementation=eager, which gives the right log-probs."
+        choice = "Set attn_implementation=eager in the model's section; its log-probs are right."
     else:
-        choice = "Choose a causal LM of another type for model.path."
+        choice = "Choose a causal LM of another type."
     raise ConfigError(
         f"model type {support.model_type} cannot be trained or scored, because padded rows do "
         f"not give the log-probs that transformers computes ({wrong}). It may look at later "

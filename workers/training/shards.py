@@ -94,8 +94,8 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        there = ", ".join(sorted(path.name for path in folder.glob("*"))[:5]) or "nothing"
-        raise DamagedCheckpointError(f"{folder} holds no <rank>.safetensors to read, but {there}")
+        there = ", ".join(sorted(path.name for path in folder.glob("*"))[:5]) or "no files"
+        raise DamagedCheckpointError(f"{folder} has no file <rank>.safetensors; it has {there}")
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
@@ -152,8 +152,7 @@ def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
 def _reject_broken(folder: Path, names: Sequence[str]) -> None:
     if names:
         raise DamagedCheckpointError(
-            f"{folder} does not hold every element of {len(names)} tensors once: "
-            f"{', '.join(names[:5])}"
+            f"{folder} lacks or repeats elements in {len(names)} of its tensors, such as {names[0]}"
         )
 
 

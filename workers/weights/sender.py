@@ -392,8 +392,9 @@ class Snapshots:
                     if newest is None
                     else f"the published version is {newest}"
                 )
+                wanted = "the newest version" if version is None else f"version {version}"
                 raise WeightSyncError(
-                    f"version {version} cannot be delivered: {available}. Only the newest "
+                    f"{wanted} cannot be delivered: {available}. Only the newest "
                     "version can be delivered; publish_weights(actor_group, version) publishes it."
                 )
             sends_changes = self.newest.merging is not None

@@ -87,7 +87,7 @@ def test_another_generator_takes_over_the_chunk_of_a_lost_one() -> None:
 def test_samples_left_at_the_end_are_no_batch_and_are_reported() -> None:
     buffer = make_buffer(num_batches=1)
     left = [finish(buffer, begin(buffer)), finish(buffer, begin(buffer))]
-    with pytest.raises(EndOfSamples, match="4 samples are left, and a batch needs 6"):
+    with pytest.raises(EndOfSamples, match="the queue has 4 of the 6 samples"):
         buffer.take(Demand(6))
     assert buffer.log.open(QUEUED) == [name for chunk in left for name in chunk.names]
     line = describe_log(buffer.log.state_dict()).splitlines()[1]

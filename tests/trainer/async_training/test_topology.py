@@ -70,8 +70,11 @@ def test_an_unknown_preset_is_rejected(preset: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"generators": 0}, "async_training.generators=0: it must be 1 or more"),
-        ({"sample_routes": [[0, 0], [1, 2]]}, r"\[1,2\] names trainer 2, .* trainers 0 to 1"),
+        ({"generators": 0}, "async_training.generators=0: use a whole number of 1"),
+        (
+            {"sample_routes": [[0, 0], [1, 2]]},
+            r"\[1,2\] names trainer 2, .* from 0, and .*trainers=2",
+        ),
         ({"sample_routes": [[0, 0], [1, 1], [0, 0]]}, r"\[0,0\] is listed 2 times"),
         (
             {"sample_routes": [[0, 0, 1]]},

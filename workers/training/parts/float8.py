@@ -132,7 +132,7 @@ def check_float8(
     """Reject a device or compute dtype without float8 products, and tensor parallelism."""
     reason = f"parallel.tp={dims.tp} splits linear layers" if dims.tp > 1 else ""
     if reason := reason or _why_not(device, compute):
-        raise ConfigError(f"{key}: {reason}. Leave it out.")
+        raise ConfigError(f"{key}: {reason}. Leave out {key}.")
 
 
 def _why_not(device: torch.device, compute: torch.dtype) -> str:

@@ -238,7 +238,7 @@ def check_stages(
             raise ConfigError(
                 f"{setting} with {section}.pp_schedule={schedule} makes {num_stages} stages of "
                 f"the {len(parts.layers)} layers of {model_type}. Set "
-                f"{section}.pp={len(parts.layers) // num_chunks(schedule)} or less."
+                f"{section}.pp to at most {max(len(parts.layers) // num_chunks(schedule), 1)}."
             )
         reason = support.why_not(stages_of_a_layer)
         if reason:
@@ -254,7 +254,8 @@ def check_stages(
     idle = [number for number in range(num_stages) if trained.isdisjoint(stages.weights([number]))]
     if trained and idle:
         raise ConfigError(
-            f"{setting}: nothing in stage {idle[0]} is trained (model.target_modules). Set "
-            f"{section}.pp=1, or model.target_modules=all-linear."
+            f"{setting}: nothing in stage {idle[0]} is trained, because of "
+            "target_modules in the model's section. Set "
+            f"{section}.pp=1, or target_modules=all-linear."
         )
     return ranges

@@ -85,9 +85,9 @@ def test_a_device_or_type_without_float8_is_rejected(
         actor(tiny_dir, fp8_linear=True, compute_dtype="float32")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
-    with pytest.raises(ConfigError, match="capability 8.9 .* not a NVIDIA A100. Leave it out"):
+    with pytest.raises(ConfigError, match="capability 8.9 .* not a NVIDIA A100. Leave out"):
         check_float8(torch.device("cuda"), BFLOAT16, ParallelDims())
-    with pytest.raises(ConfigError, match="parallel.tp=2 splits linear layers. Leave it out"):
+    with pytest.raises(ConfigError, match="parallel.tp=2 splits linear layers. Leave out"):
         check_float8(CPU, BFLOAT16, ParallelDims(tp=2))
 
     def absent(*_: Any, **__: Any) -> Any:
