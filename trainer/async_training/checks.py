@@ -70,7 +70,7 @@ def check_run(config: AsyncConfig) -> list[str]:
             ]
             raise ConfigError(
                 f"{key}=true selects a batch's rows from all generators, but "
-                "async_training.sample_routes gives each trainer rank separate generators: a rank "
+                "the routes of samples give each trainer rank separate generators: a rank "
                 f"would get samples of other ranks' generators. Drop {key}, or let every "
                 "generator send to every rank with "
                 f"async_training.sample_routes=[{','.join(pairs)}]."
