@@ -33,7 +33,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from workers.agents import Environment, TrajectoryEnd, Turn
+from workers.agents import Environment, Observation, TrajectoryEnd
 from workers.cpu.allocator import keep_freed_memory
 
 HERE = Path(__file__).resolve()
@@ -54,7 +54,7 @@ class Free(Environment):
         self.fails = self.raises > 0 and row["number"] % self.raises == 0
         return "go"
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         """Return an observation of a few tokens, or end the trajectory."""
         self.num_replies += 1
         if self.is_hung:
@@ -64,7 +64,7 @@ class Free(Environment):
         return (
             TrajectoryEnd(1.0)
             if self.num_replies == self.turns
-            else Turn(f"next {self.num_replies}", 0.1)
+            else Observation(f"next {self.num_replies}", 0.1)
         )
 
 
@@ -93,10 +93,10 @@ class Model:
     def engine(self, width: int) -> Any:
         """Return a native engine for responses of up to `width` tokens."""
         from workers.rollout.base import EngineLimits
-        from workers.rollout.native.engine import NativeEngine
+        from workers.rollout.native.engine import NativeRolloutEngine
 
         limits = EngineLimits(prompt_width=PROMPT, response_width=width, max_num_seqs=256)
-        engine = NativeEngine(self.module, limits, owns_weights=False)
+        engine = NativeRolloutEngine(self.module, limits, owns_weights=False)
         engine.commit(0)
         return engine
 

@@ -498,7 +498,7 @@ def decode(trial: Trial) -> Iterator[Figure]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits, SamplingParams
-    from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.native.engine import NativeRolloutEngine
     from workers.rollout.sample import Sample
 
     sheet = data_sheet()
@@ -511,7 +511,7 @@ def decode(trial: Trial) -> Iterator[Figure]:
         ).eval()
     for num_rows in (8,) if trial.tiny else (64, 256):
         limits = EngineLimits(prompt, response, max_num_seqs=num_rows)
-        engine = NativeEngine(module, limits, owns_weights=False)
+        engine = NativeRolloutEngine(module, limits, owns_weights=False)
         engine.commit(0)
         ids = torch.randint(6, module.config.vocab_size, (num_rows, prompt)).tolist()
         samples = [Sample(row, key) for key, row in enumerate(ids)]

@@ -97,7 +97,7 @@ def grpo(folder: Path) -> tuple[Work, Work, Work, Work]:
     from verl_like.batch.protocol import DataProto
     from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
     from workers.rollout.base import EngineLimits, SamplingParams
-    from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.native.engine import NativeRolloutEngine
     from workers.rollout.sample import Sample
 
     make(folder)
@@ -113,7 +113,7 @@ def grpo(folder: Path) -> tuple[Work, Work, Work, Work]:
     data.meta_info["on_policy"] = True
 
     module = worker.engine.module
-    engine = NativeEngine(module, EngineLimits(PROMPT, RESPONSE), owns_weights=False)
+    engine = NativeRolloutEngine(module, EngineLimits(PROMPT, RESPONSE), owns_weights=False)
     engine.commit(0)
     prompts = data.batch["prompts"].tolist()
     sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=())

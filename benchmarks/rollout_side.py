@@ -71,11 +71,11 @@ def ours(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits
-    from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.native.engine import NativeRolloutEngine
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     began = time.perf_counter()
-    engine = NativeEngine(
+    engine = NativeRolloutEngine(
         model, EngineLimits(prompt_width=PROMPT, response_width=TAIL), owns_weights=False
     )
     engine.commit(0)
@@ -119,12 +119,12 @@ def vllm(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits
-    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.in_process import InProcessVllm
     from workers.rollout.vllm.setup import VllmSettings
 
     began = time.perf_counter()
-    engine = VllmEngine(
+    engine = VllmRolloutEngine(
         VllmSettings(str(folder)), EngineLimits(prompt_width=PROMPT, response_width=TAIL)
     )
     start = time.perf_counter() - began

@@ -24,7 +24,7 @@ from trainer.observers.alarms import AlarmRule
 from trainer.record import Call, Metrics, Run
 from trainer.restarts import replace_within_step
 from trainer.run_folder.folder import committed
-from trainer.run_folder.metrics import reached_target
+from trainer.run_folder.metrics import describe_reached_target
 from trainer.run_folder.resume import IS_LAST
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
@@ -346,7 +346,9 @@ class Loop:
                 self._stop_here()
             record.stop.end(f"while it waited for {waiting}")
             raise
-        reached = reached_target(metrics, record.config.trainer.stop_at) or trainer.end_reason()
+        reached = (
+            describe_reached_target(metrics, record.config.trainer.stop_at) or trainer.end_reason()
+        )
         try:
             metrics |= self._save(is_last=bool(reached))
         finally:

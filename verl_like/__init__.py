@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # start here: recipes, environments, hooks, and the results o
     from trainer.run_folder.signals import RunInterrupted as RunInterrupted
     from workers.agents import Environment as Environment
     from workers.agents import EnvironmentAdapter as EnvironmentAdapter
+    from workers.agents import Observation as Observation
     from workers.agents import TrajectoryEnd as TrajectoryEnd
-    from workers.agents import Turn as Turn
     from workers.rewards.functions import default_compute_score as default_compute_score
 if TYPE_CHECKING:  # for your own roles and drivers: workers, batches, calls, placement
     from verl_like.backends.local import LocalWorkerGroup as LocalWorkerGroup

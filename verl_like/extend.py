@@ -1,6 +1,6 @@
 """The names that authors of roles, engines, losses and recipes import.
 
-    from verl_like.extend import HFEngine, PPOTrainer, ScoreEngine
+    from verl_like.extend import HFRolloutEngine, PPOTrainer, ScoreTrainEngine
 
 Each name is imported on first use, like the names of `verl_like`.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.ppo.mismatch import diagnose_rollout_gap as diagnose_rollout_gap
     from trainer.ppo.stages import PPOTrainer as PPOTrainer
     from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
-    from trainer.run_folder.metrics import reached_target as reached_target
+    from trainer.run_folder.metrics import describe_reached_target as describe_reached_target
     from trainer.run_folder.metrics import reduce_metrics as reduce_metrics
     from trainer.run_folder.tracking import Tracker as Tracker
     from trainer.sft.step import SFTTrainer as SFTTrainer
@@ -57,8 +57,8 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.base import EngineLimits as EngineLimits
     from workers.rollout.base import RolloutEngine as RolloutEngine
     from workers.rollout.base import SamplingParams as SamplingParams
-    from workers.rollout.hf import HFEngine as HFEngine
-    from workers.rollout.native.engine import NativeEngine as NativeEngine
+    from workers.rollout.hf import HFRolloutEngine as HFRolloutEngine
+    from workers.rollout.native.engine import NativeRolloutEngine as NativeRolloutEngine
     from workers.rollout.sample import Sample as Sample
     from workers.rollout.sampling import sample_seed as sample_seed
     from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
@@ -69,7 +69,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.training.role_model import RoleModelSpec as RoleModelSpec
     from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
     from workers.training.schedules import lr_factor as lr_factor
-    from workers.training.score_engine import ScoreEngine as ScoreEngine
+    from workers.training.score_engine import ScoreTrainEngine as ScoreTrainEngine
     from workers.weights.module_writer import ModuleWriter as ModuleWriter
 
 [_MODULE_OF] = names_by_block(__file__)

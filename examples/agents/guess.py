@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_like import Environment, TrajectoryEnd, Turn
+from verl_like import Environment, Observation, TrajectoryEnd
 
 
 class Guess(Environment):
     def reset(self, row: Any, rng: Any) -> None:
         self.secret, self.left = int(rng.integers(1, 11)), 4
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         guess, self.left = int(text) if text.isdecimal() else 0, self.left - 1
         if guess == self.secret or not self.left:
             return TrajectoryEnd(reward=float(guess == self.secret))
-        return Turn("higher" if guess < self.secret else "lower")
+        return Observation("higher" if guess < self.secret else "lower")

@@ -19,7 +19,7 @@ from verl_like.extend import (
     FSDPConfig,
     PPOTrainer,
     RoleModelSpec,
-    ScoreEngine,
+    ScoreTrainEngine,
     read_columns,
     reduce_metrics,
 )
@@ -44,7 +44,7 @@ class VerifierWorker(Worker):
         self.budget = value_budget(config)
         fsdp = FSDPConfig(**config.critic.model.fsdp_config)
         spec = RoleModelSpec("critic.model.path", model, fsdp, head="scalar")
-        self.engine = ScoreEngine(spec, optim_config=optim)
+        self.engine = ScoreTrainEngine(spec, optim_config=optim)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -19,7 +19,7 @@ from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from workers.config import WorkersConfig
 from workers.rollout.build import check_engine
-from workers.rollout.hf import HFEngine
+from workers.rollout.hf import HFRolloutEngine
 
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
 
@@ -63,11 +63,11 @@ class NarrowSampler(BatchSampler):
     def choose(self) -> Any: ...
 
 
-class BareEngine(HFEngine):
+class BareEngine(HFRolloutEngine):
     def __init__(self, module: Any, limits: Any) -> None: ...
 
 
-class NarrowEngine(HFEngine):
+class NarrowEngine(HFRolloutEngine):
     def _advance(self) -> Any: ...
 
 

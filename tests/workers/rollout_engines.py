@@ -58,22 +58,22 @@ def make_engine(name: str, model: Any, folder: Path, url: str = "") -> RolloutEn
     """Create an engine with stale weights; with a `url`, on vLLM's server there."""
     limits = LIMITS
     if name == "vllm":
-        from workers.rollout.vllm.engine import VllmEngine
+        from workers.rollout.vllm.engine import VllmRolloutEngine
         from workers.rollout.vllm.setup import VllmSettings
 
         settings = VllmSettings(str(folder))
-        return VllmEngine(settings, limits, decode=decode, server_url=url or None)
+        return VllmRolloutEngine(settings, limits, decode=decode, server_url=url or None)
     own = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in own.parameters():
             parameter.zero_()
     if name == "hf":
-        from workers.rollout.hf import HFEngine
+        from workers.rollout.hf import HFRolloutEngine
 
-        return HFEngine(own, limits, decode=decode)
-    from workers.rollout.native.engine import NativeEngine
+        return HFRolloutEngine(own, limits, decode=decode)
+    from workers.rollout.native.engine import NativeRolloutEngine
 
-    return NativeEngine(own, limits, owns_weights=True, decode=decode)
+    return NativeRolloutEngine(own, limits, owns_weights=True, decode=decode)
 
 
 def load(engine: RolloutEngine, model: Any, version: int) -> None:
@@ -154,7 +154,7 @@ def assert_same(left: Sample, right: Sample, engine: RolloutEngine) -> None:
     assert left.tokens.tolist() == right.tokens.tolist()
     assert left.finish_reason == right.finish_reason
     assert left.versions.tolist() == right.versions.tolist()
-    exact = type(engine).__name__ in ("HFEngine", "NativeEngine")
+    exact = type(engine).__name__ in ("HFRolloutEngine", "NativeRolloutEngine")
     atol = 0.0 if exact else 1e-4
     torch.testing.assert_close(left.log_probs, right.log_probs, atol=atol, rtol=0, equal_nan=True)
 

@@ -70,7 +70,7 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
     return numbers
 
 
-def reached_target(metrics: Mapping[str, float], targets: Mapping[str, float]) -> str:
+def describe_reached_target(metrics: Mapping[str, float], targets: Mapping[str, float]) -> str:
     """Return a description of the first metric that reached its target, or "" if none did.
 
     `targets` maps names to numbers, as `trainer.stop_at`; a metric reaches its target from below.

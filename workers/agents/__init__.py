@@ -12,6 +12,6 @@ loop          plays many trajectories with one engine
 players       plays the trajectories of a rollout worker
 """
 
-from workers.agents.environment import Environment, EnvironmentAdapter, TrajectoryEnd, Turn
+from workers.agents.environment import Environment, EnvironmentAdapter, Observation, TrajectoryEnd
 
-__all__ = ["EnvironmentAdapter", "TrajectoryEnd", "Environment", "Turn"]
+__all__ = ["EnvironmentAdapter", "TrajectoryEnd", "Environment", "Observation"]

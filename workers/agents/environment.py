@@ -8,7 +8,7 @@
         def step(self, text):
             if text.strip() == self.secret:
                 return TrajectoryEnd(reward=1.0)
-            return Turn("later" if text.strip() < self.secret else "earlier")
+            return Observation("later" if text.strip() < self.secret else "earlier")
 
 Other public methods of the class, and the functions in `environment.tools`, are tools that the
 policy can call. If a class has tools but no `step`, the first response without a tool call ends the
@@ -38,7 +38,7 @@ from workers.agents.tools import NO_TOOLS, Tool, answer_call, waited
 
 
 @dataclass(frozen=True)
-class Turn:
+class Observation:
     """An environment's reply after which the policy takes another turn.
 
     Args:
@@ -51,7 +51,7 @@ class Turn:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise TypeError(f"the text of a Turn is {_kind(self.text)}, not a string")
+            raise TypeError(f"the text of an Observation is {_kind(self.text)}, not a string")
         _finite(self.reward)
 
 
@@ -82,14 +82,14 @@ class Environment:
             def step(self, text):
                 if text.strip() == str(self.number):
                     return TrajectoryEnd(reward=1.0)
-                return Turn("No. Guess again.")
+                return Observation("No. Guess again.")
 
     The caller's loop, where `generate` is the policy:
 
         env = Guess(**kwargs)                 # `environment.kwargs`
         observation = env.reset(row, rng)     # None adds nothing to the row's prompt
         reply = env.step(generate(observation))
-        while isinstance(reply, Turn):
+        while isinstance(reply, Observation):
             reply = env.step(generate(reply.text))
 
     Override `reset` and `step`. Other public methods are tools, which the policy can call, except
@@ -121,10 +121,10 @@ class Environment:
         return None
 
     def step(self, text: str) -> Any:
-        """Reply to the policy's text with a `Turn` or a `TrajectoryEnd`.
+        """Reply to the policy's text with an `Observation` or a `TrajectoryEnd`.
 
         With several players, define `step(self, text, player)`, and return a dict that maps players
-        to their replies. A player that gets a `Turn` takes its next turn.
+        to their replies. A player that gets an `Observation` takes its next turn.
 
         Args:
             text: the text that the policy has generated in this turn.
@@ -525,7 +525,7 @@ class Episode:
         self._speaking |= {player for player in replies if "end" not in replies[player]}
         if self._waiting and not self._speaking:
             raise ValueError(
-                f"{method} returned no Turn, so nobody speaks next, but the players "
+                f"{method} returned no Observation, so nobody speaks next, but the players "
                 f"{sorted(self._waiting)} still wait for a reply"
             )
         for player in self._silent & {*replies}:
@@ -571,8 +571,8 @@ class Episode:
         if isinstance(answer, TrajectoryEnd):
             reward = _finite(answer.reward)
             return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
-        if not isinstance(answer, Turn):
-            raise TypeError(f"step returned {_kind(answer)}, not a Turn or a TrajectoryEnd")
+        if not isinstance(answer, Observation):
+            raise TypeError(f"step returned {_kind(answer)}, not an Observation or a TrajectoryEnd")
         message = {"role": "user", "content": answer.text}
         return {"messages": [message], "reward": _finite(answer.reward)}
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
-from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Playable, Turn
+from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Observation, Playable
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import describe_error, place_of
 
@@ -177,8 +177,8 @@ def _lines(descriptor: int) -> Iterator[bytes]:
 class _Nothing(Environment):
     """An environment that the forking process plays as a warm-up."""
 
-    def step(self, text: str) -> Turn:
-        return Turn(text)
+    def step(self, text: str) -> Observation:
+        return Observation(text)
 
 
 def _warm_up() -> None:

@@ -142,7 +142,7 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
         rule = RewardConfig(
             name="function",
             weight=settings.function.weight if model.enable else 1.0,
-            default_score=settings.default_score,
+            score_on_failure=settings.score_on_failure,
             timeout_s=settings.timeout_s,
             path=function.path,
             function=function.name,

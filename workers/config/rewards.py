@@ -83,7 +83,7 @@ class RewardModelConfig(Section):
 
 REWARD_KINDS = ("function", "model", "remote")
 """Kinds of rewards in `reward.list`; an environment adds a reward of the kind `environment`."""
-ON_FAILURE = ("default", "skip", "fail")
+ON_FAILURE = ("score", "skip", "fail")
 """What happens to a sample whose reward fails."""
 
 
@@ -104,12 +104,12 @@ class RewardConfig(Section):
     """Weight in the sum of rewards."""
     normalize: bool = config_field(False)
     """Normalize scores by batch mean and standard deviation, except in validation."""
-    on_failure: str = config_field("default", choices=ON_FAILURE, read_when=IS_NO_MODEL)
-    """If scoring fails, `default`: use `default_score`; `skip`: leave the sample out of the update;
-    `fail`: end the run.
+    on_failure: str = config_field("score", choices=ON_FAILURE, read_when=IS_NO_MODEL)
+    """If scoring fails, `score`: the sample gets `score_on_failure`; `skip`: it is left out of the
+    update; `fail`: the run ends.
     """
-    default_score: float = config_field(
-        0.0, allows="a number", read_when=(IS_NO_MODEL, when("on_failure", "default"))
+    score_on_failure: float = config_field(
+        0.0, allows="a number", read_when=(IS_NO_MODEL, when("on_failure", "score"))
     )
     """Score of samples whose call failed."""
     timeout_s: float = config_field(10.0, above=0, read_when=IS_NO_MODEL)
@@ -194,7 +194,7 @@ class ScoringConfig(Section):
     """A reward model, which the role `reward_model` loads."""
     list: RewardList = config_field(factory=RewardList, allows="a list of sections")
     """Weighted rewards, instead of `function` and `model`."""
-    default_score: float = config_field(
+    score_on_failure: float = config_field(
         0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE)
     )
     """Score of samples whose call failed."""

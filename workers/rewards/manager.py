@@ -45,7 +45,7 @@ class RewardManager:
     at its token, or at the last one if the response is shorter.
 
     A sample fails if its call raises, returns no finite number, or exceeds its deadline, and all
-    remaining samples fail at the batch's deadline. Failed samples get `default_score`. They are
+    remaining samples fail at the batch's deadline. Failed samples get `score_on_failure`. They are
     counted in the metrics, marked in `score_failed` and named in the meta_info `FAILURES`.
     `workers.rewards.weighted` decides if they end the run.
     """
@@ -54,11 +54,11 @@ class RewardManager:
         self,
         tokenizer: Any,
         scorer: Scorer | RemoteScorer,
-        default_score: float = 0.0,
+        score_on_failure: float = 0.0,
     ):
         """Start the scorer, which rejects a function that cannot be loaded."""
         self._tokenizer = tokenizer
-        self._default_score, self._scorer = default_score, scorer
+        self._score_on_failure, self._scorer = score_on_failure, scorer
         scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
@@ -83,7 +83,7 @@ class RewardManager:
             for uid, (score, _, error) in zip(uids, outcomes, strict=True)
             if score is None
         )
-        default = self._default_score
+        default = self._score_on_failure
         values = torch.tensor([default if score is None else score for score, _, _ in outcomes])
         failed = torch.tensor([score is None for score, _, _ in outcomes])
         extras = _extra_columns(outcomes)

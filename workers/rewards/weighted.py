@@ -86,7 +86,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
                 section = f"reward.list[{number}]" if run.reward.list else None
                 trusted = run.reward.trust_programs
                 scorer = _scorer(config, section, rows, sandbox, trusted)
-                manager = RewardManager(tokenizer, scorer, config.default_score)
+                manager = RewardManager(tokenizer, scorer, config.score_on_failure)
             parts.append(RewardTerm(config, manager, limits.max_failed_fraction))
     except BaseException:
         rewards.close()
@@ -317,7 +317,7 @@ class WeightedScores:
             scores_of_part = TermScores(*columns.values())
             failures = result.meta_info[FAILURES]
             _reject_failures(part, scores_of_part.failed, failures)
-            cost = f"get the score {part.config.default_score:g}"
+            cost = f"get the score {part.config.score_on_failure:g}"
             if part.config.on_failure == "skip":
                 cost = "are not used for training"
             self._rewards.failure_log.note(name, len(scores_of_part.failed), cost, failures)
@@ -343,7 +343,7 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
     """Raise if a reward failed too often; the error has the first failure of each kind."""
     config, most, count = part.config, part.max_failed_fraction, int(failed.sum())
     if config.on_failure == "fail" and count:
-        rule = ", and its on_failure is fail. Fix the reward, or set on_failure: default or skip."
+        rule = ", and its on_failure is fail. Fix the reward, or set on_failure: score or skip."
     elif count > most * len(failed):
         section = "environment" if config.kind == "environment" else "reward"
         rule = (

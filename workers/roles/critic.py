@@ -19,7 +19,7 @@ from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
-from workers.training.average import MovingAverageEngine
+from workers.training.average import MovingAverageTrainEngine
 from workers.training.checkpoint import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
@@ -154,12 +154,12 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
     version by version, as a rollout receives the actor's, and has none before the first delivery.
     """
 
-    engine: MovingAverageEngine
+    engine: MovingAverageTrainEngine
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.budget = value_budget(config)
-        self.engine = self.engine_of(self.role_model(config), MovingAverageEngine, decay=0.0)
+        self.engine = self.engine_of(self.role_model(config), MovingAverageTrainEngine, decay=0.0)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "critic_copy") -> RoleModelSpec:

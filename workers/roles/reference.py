@@ -20,7 +20,7 @@ from workers.config import FrozenFSDPConfig, is_actors_module, reference_model
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
-from workers.training.average import MovingAverageEngine
+from workers.training.average import MovingAverageTrainEngine
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import BackgroundSaves
 from workers.training.lm_head import TokenOutputs
@@ -47,7 +47,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         self.budget = pass_budget(config, self.config.log_prob_micro_batch_size_per_gpu)
         self.follows = self.config.update_every is not None
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
-        engine_cls = MovingAverageEngine if self.follows else TrainEngine
+        engine_cls = MovingAverageTrainEngine if self.follows else TrainEngine
         self.engine = self.engine_of(self.role_model(config), engine_cls, **settings)
 
     @classmethod

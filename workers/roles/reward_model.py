@@ -19,7 +19,7 @@ from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.microbatch import MicroBatchBudget, budget_of_actor
 from workers.training.role_model import RoleModelSpec
-from workers.training.score_engine import ScoreEngine
+from workers.training.score_engine import ScoreTrainEngine
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -40,7 +40,7 @@ class RewardModelWorker(ModelWorker):
         self.policy_path = config.actor_rollout_ref.model.path
         rows = self.config.micro_batch_size_per_gpu
         self.budget = budget_of_actor(config) if rows is None else MicroBatchBudget(rows=rows)
-        self.engine = self.engine_of(self.role_model(config, self.role), ScoreEngine)
+        self.engine = self.engine_of(self.role_model(config, self.role), ScoreTrainEngine)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str) -> RoleModelSpec:

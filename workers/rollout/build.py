@@ -185,16 +185,16 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
     else:
         module = shared
     if rollout.name == "hf":
-        from workers.rollout.hf import HFEngine
+        from workers.rollout.hf import HFRolloutEngine
 
-        return HFEngine(module, limits, decode=decode)
+        return HFRolloutEngine(module, limits, decode=decode)
     if custom := user_engine(rollout.name):
         make: Any = custom  # its signature is unknown to mypy
         engine: RolloutEngine = make(module, limits, decode=decode)
         return engine
-    from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.native.engine import NativeRolloutEngine
 
-    return NativeEngine(module, limits, owns_weights=shared is None, decode=decode)
+    return NativeRolloutEngine(module, limits, owns_weights=shared is None, decode=decode)
 
 
 def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
@@ -224,7 +224,7 @@ def _vllm_engine(
     limits: EngineLimits,
     decode: Callable[[list[int]], str] | None,
 ) -> RolloutEngine:
-    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.lockstep import Lockstep
 
     policy = config.actor_rollout_ref
@@ -242,7 +242,7 @@ def _vllm_engine(
         options=options,
     )
     if urls := policy.rollout.server_urls:
-        return VllmEngine(settings, limits, decode=decode, server_url=urls[worker.rank])
+        return VllmRolloutEngine(settings, limits, decode=decode, server_url=urls[worker.rank])
     ranks = ranks_per_engine(config)
     lockstep = Lockstep(worker, ranks) if ranks > 1 else None
-    return VllmEngine(settings, limits, decode=decode, lockstep=lockstep)
+    return VllmRolloutEngine(settings, limits, decode=decode, lockstep=lockstep)

@@ -24,14 +24,14 @@ from workers.models.state import named_state
 from workers.models.support.proof import Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
-from workers.rollout.module_engine import ModuleEngine
+from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.sample import UNFINISHED, Sample, num_of_older_weights
 from workers.rollout.sampling import sample_tokens, uniforms
 
 logger = logging.getLogger(__name__)
 
 
-class HFEngine(ModuleEngine):
+class HFRolloutEngine(ModuleRolloutEngine):
     """Generates with its own copy of the module, by transformers' `generate`."""
 
     def __init__(
@@ -111,7 +111,7 @@ class _Decoding:
     weights are read in one pass with the prompt, unless their keys and values are still cached.
     """
 
-    def __init__(self, engine: HFEngine, sample: Sample, sampling: SamplingParams) -> None:
+    def __init__(self, engine: HFRolloutEngine, sample: Sample, sampling: SamplingParams) -> None:
         self.engine, self.sample, self.sampling = engine, sample, sampling
         self.tokens: list[int] = sample.tokens.tolist()
         self.log_probs = sample.stacked_log_probs(sampling.num_log_probs).tolist()

@@ -18,7 +18,7 @@ from workers.weights.checksum import NamedTensors, digest_of, float32_hash, hash
 from workers.weights.module_writer import ModuleWriter
 
 
-class ModuleEngine(RolloutEngine):
+class ModuleRolloutEngine(RolloutEngine):
     """Loads weights into `module`; frees and allocates its parameters."""
 
     def __init__(

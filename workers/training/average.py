@@ -1,7 +1,7 @@
 """Weights that follow other weights.
 
 `WeightAverage` is the policy's moving average for validation (`actor.ema_decay`).
-`MovingAverageEngine` is a frozen model that follows another one: the reference with
+`MovingAverageTrainEngine` is a frozen model that follows another one: the reference with
 `ref.update_every`, or a generator's copy of the critic. Its weights arrive whole and by name, as
 for a rollout engine (`workers.weights.sync`), whatever the sharding on either side.
 """
@@ -73,7 +73,7 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         local_shard(target[name]).copy_(local_shard(tensor))
 
 
-class MovingAverageEngine(TrainEngine):
+class MovingAverageTrainEngine(TrainEngine):
     """A frozen engine; its weights become `decay` x weights + (1 - `decay`) x received weights.
 
     In a narrower dtype than float32, a small step would round to zero, so a float32 average is

@@ -4,7 +4,7 @@ class TeacherWorker(Worker):
     @classmethod
     def role_model(cls, config, role) -> RoleModelSpec: ...
 
-engine = ScoreEngine(TeacherWorker.role_model(config, "teacher"))
+engine = ScoreTrainEngine(TeacherWorker.role_model(config, "teacher"))
 """
 
 from __future__ import annotations
@@ -91,6 +91,6 @@ class RoleModelSpec:
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
         """Return `engine_class(self, **settings)`; call `build(worker)` next.
 
-        `engine_class` is `ScoreEngine` or another `TrainEngine`.
+        `engine_class` is `ScoreTrainEngine` or another `TrainEngine`.
         """
         return engine_class(self, **settings)

@@ -1,6 +1,6 @@
 """A training engine whose model gives one number per row, such as a reward model.
 
-    engine = ScoreEngine(RoleModelSpec("model.path", model_config, head="score"))
+    engine = ScoreTrainEngine(RoleModelSpec("model.path", model_config, head="score"))
     engine.build(worker)
     scores = engine.score_rows(data, MicroBatchBudget(rows=8))        # [rows]
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from workers.training.role_model import RoleModelSpec
 
 
-class ScoreEngine(TrainEngine):
+class ScoreTrainEngine(TrainEngine):
     """A training engine that gives one score per row, for example for a reward model.
 
     Example:
 
-        engine = ScoreEngine(RoleModelSpec("model.path", model_config, head="score"))
+        engine = ScoreTrainEngine(RoleModelSpec("model.path", model_config, head="score"))
         engine.build(worker)                                        # frozen: no optim_config
         scores = engine.score_rows(data, MicroBatchBudget(rows=8))  # [rows]
     """

@@ -54,7 +54,7 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
             ["algorithm.use_kl_in_reward=true", BY_TOKENS],
         ),
         ("critic.ppo_max_token_len_per_gpu=64", [ROWS]),
-        ("reward.default_score=1", ONLY_REWARD_MODEL),
+        ("reward.score_on_failure=1", ONLY_REWARD_MODEL),
         ("cpus_per_process=0.5", ["trainer.backend=local"]),
         ("ray.runtime_env.env_vars.A=1", ["trainer.backend=local"]),
     ],

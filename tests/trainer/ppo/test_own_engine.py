@@ -12,11 +12,11 @@ from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
 from verl_like.errors import ConfigError
 from workers.rollout.base import SamplingParams
-from workers.rollout.hf import HFEngine
+from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.sample import Sample
 
 
-class CountingEngine(HFEngine):
+class CountingEngine(HFRolloutEngine):
     """Generates as `hf`, and counts."""
 
     num_responses: ClassVar[int] = 0

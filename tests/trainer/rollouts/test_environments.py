@@ -50,7 +50,7 @@ def test_retokenized_turns_are_trained(tiny_dir: Path, tmp_path: Path) -> None:
 def test_a_hanging_environment_is_punished(tiny_dir: Path, tmp_path: Path) -> None:
     hang = (
         f"environment={GAMES}:HangsWhenTold",
-        "environment.step_timeout_s=3",
+        "environment.step_timeout_s=8",
         "environment.retries=0",
     )
     play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *hang, "environment.reward_on_failure=-1")

@@ -30,7 +30,7 @@ from trainer.rollouts.turns import chats_of
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
-COUNT = """from workers.agents import TrajectoryEnd, Environment, Turn
+COUNT = """from workers.agents import Environment, Observation, TrajectoryEnd
 
 class Count(Environment):
     def reset(self, row, rng):
@@ -39,7 +39,7 @@ class Count(Environment):
 
     def step(self, text):
         self.turns += 1
-        return TrajectoryEnd(1.0) if self.turns == self.goal else Turn("no", reward=-0.25)
+        return TrajectoryEnd(1.0) if self.turns == self.goal else Observation("no", reward=-0.25)
 """
 AGENT = """import json
 from urllib.error import HTTPError

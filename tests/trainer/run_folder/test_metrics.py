@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.run_folder.metrics import reached_target, reduce_metrics
+from trainer.run_folder.metrics import describe_reached_target, reduce_metrics
 from verl_like.errors import BatchError, ConfigError
 
 
@@ -30,12 +30,12 @@ def test_a_metric_without_values_raises() -> None:
 
 def test_a_target_is_reached_at_its_value() -> None:
     targets = {"critic/score/mean": 0.5}
-    assert reached_target({"critic/score/mean": 0.49}, targets) == ""
-    assert reached_target({"critic/score/mean": 0.5}, targets).startswith(
+    assert describe_reached_target({"critic/score/mean": 0.49}, targets) == ""
+    assert describe_reached_target({"critic/score/mean": 0.5}, targets).startswith(
         "critic/score/mean=0.5 has reached 0.5"
     )
 
 
 def test_a_target_of_an_unknown_metric_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'critic/score/mea'.*critic/score/mean"):
-        reached_target({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})
+        describe_reached_target({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})

@@ -8,7 +8,7 @@ import os
 import random
 import time
 
-from workers.agents import Environment, TrajectoryEnd, Turn
+from workers.agents import Environment, Observation, TrajectoryEnd
 
 
 class OfRow(Environment):
@@ -47,7 +47,7 @@ class Count(Environment):
             time.sleep(self.sleep)
         if len(self.texts) == self.turns:
             return TrajectoryEnd(float(len(self.texts)))
-        return Turn(f"{len(self.texts)}", reward=0.5)
+        return Observation(f"{len(self.texts)}", reward=0.5)
 
 
 class Jitter(Count):
@@ -147,7 +147,7 @@ class Says(Environment):
         self.text = text
 
     def step(self, text):
-        return Turn(self.text)
+        return Observation(self.text)
 
 
 class Long(Environment):
@@ -175,8 +175,8 @@ class Strange(Environment):
         if self.answer in rewards:
             return TrajectoryEnd(rewards[self.answer])
         if "turn" in self.answer:
-            return Turn("hm", rewards[self.answer[5:]])
-        return Turn(5) if self.answer == "text" else answers[self.answer]
+            return Observation("hm", rewards[self.answer[5:]])
+        return Observation(5) if self.answer == "text" else answers[self.answer]
 
 
 class Counter:
@@ -315,7 +315,7 @@ class Clock(Environment):
     """Observes the time."""
 
     def step(self, text):
-        return Turn(str(time.perf_counter()))
+        return Observation(str(time.perf_counter()))
 
 
 class Own(Environment):
@@ -363,16 +363,16 @@ class Duel(Environment):
         if self.both and len(white) != len(black):
             return {}
         if self.leaves:
-            reply = Turn("alone") if len(black) < 2 else TrajectoryEnd(1.0)
+            reply = Observation("alone") if len(black) < 2 else TrajectoryEnd(1.0)
             return {"black": reply} | ({"white": TrajectoryEnd(0.25)} if player == "white" else {})
         if len(black) < len(white) and not self.both:
-            return {"black": Turn("your move", 0.5 * (len(white) > 1))}
+            return {"black": Observation("your move", 0.5 * (len(white) > 1))}
         if len(black) == self.rounds:
             longest = [max(map(len, texts)) for texts in (white, black)]
             return {"white": TrajectoryEnd(longest[0]), "black": TrajectoryEnd(-longest[1])}
         if self.both:
-            return {name: Turn("go on", 0.5) for name in self.players}
-        return {"white": Turn("go on", 0.5)}
+            return {name: Observation("go on", 0.5) for name in self.players}
+        return {"white": Observation("go on", 0.5)}
 
 
 class FailsOnce(Environment):
@@ -392,7 +392,7 @@ class FailsOnce(Environment):
             open(self.mark, "w").close()
             raise ValueError("failed once")
         return (
-            {"black": Turn("go")}
+            {"black": Observation("go")}
             if player == "white"
             else {p: TrajectoryEnd(1.0) for p in self.players}
         )
@@ -408,5 +408,11 @@ class Stalls(Environment):
         return {"white": "go"}
 
     def step(self, text, player):
-        replies = [{}, {"red": Turn("a")}, {"black": Turn("a", 1.0)}, Turn("a"), {"white": "a"}]
+        replies = [
+            {},
+            {"red": Observation("a")},
+            {"black": Observation("a", 1.0)},
+            Observation("a"),
+            {"white": "a"},
+        ]
         return replies[self.number]

@@ -24,7 +24,7 @@ import pytest
 from tests.waiting import wait_until
 from trainer.cli import check_environment
 from verl_like.errors import ConfigError
-from workers.agents import EnvironmentAdapter, TrajectoryEnd, Turn
+from workers.agents import EnvironmentAdapter, Observation, TrajectoryEnd
 from workers.agents.environment import EnvironmentSpec, Episode, in_full
 from workers.agents.host import EnvironmentHost
 
@@ -48,7 +48,7 @@ class Level(EnvironmentAdapter):
     def reset(self, row: Any, rng: Any) -> str:
         return f"level {self.id} of {self.kwargs}"
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         return TrajectoryEnd(1.0)
 
 

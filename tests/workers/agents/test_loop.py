@@ -26,7 +26,7 @@ from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sampling import sample_seed
 
 HERE = "tests.workers.agents.games"
@@ -35,10 +35,10 @@ Play = Callable[..., list[Trajectory]]
 LIMITS = EngineLimits(prompt_width=16, response_width=WIDTH, kv_cache_gib=0.5)
 
 
-def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeEngine:
+def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeRolloutEngine:
     import copy
 
-    engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
+    engine = NativeRolloutEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)
     return engine
 
@@ -217,15 +217,15 @@ def test_a_trajectory_whose_process_ends_fails(play: Play) -> None:
 def test_an_invalid_reply_of_an_environment_is_a_failure(play: Play) -> None:
     words = {
         "reset": "reset returned int 7, not a text or None",
-        "number": "step returned int 3, not a Turn or a TrajectoryEnd",
-        "pair": "step returned tuple ('hm', 1.0), not a Turn or a TrajectoryEnd",
+        "number": "step returned int 3, not an Observation or a TrajectoryEnd",
+        "pair": "step returned tuple ('hm', 1.0), not an Observation or a TrajectoryEnd",
         "nan": "the reward is nan, not a finite number",
         "inf": "the reward is -inf, not a finite number",
         "no": "the reward is None, not a finite number",
         "word": "the reward is '1.0', not a finite number",
         "turn-nan": "the reward is nan, not a finite number",
         "turn-no": "the reward is None, not a finite number",
-        "text": "the text of a Turn is int 5, not a string",
+        "text": "the text of an Observation is int 5, not a string",
     }
     trajectories = play("Strange", num=len(words), kwargs={"answer": list(words)})
     for trajectory, expected in zip(trajectories, words.values(), strict=True):

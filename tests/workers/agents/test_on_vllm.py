@@ -36,14 +36,14 @@ def models(tokenizer: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def engine(tokenizer: Any, models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.setup import VllmSettings
 
     gc.collect()  # an older engine that is collected later would end this engine's process groups
     folder = tmp_path_factory.mktemp("vllm")
     models[0].save_pretrained(folder)
     limits = EngineLimits(PROMPT, WIDTH, max_num_seqs=16, kv_cache_gib=1.0)
-    return VllmEngine(VllmSettings(str(folder), options={"block_size": BLOCK}), limits)
+    return VllmRolloutEngine(VllmSettings(str(folder), options={"block_size": BLOCK}), limits)
 
 
 @pytest.fixture

@@ -112,11 +112,11 @@ def test_a_failed_environment_is_retried_for_all_players(play: Play) -> None:
 
 def test_invalid_replies_to_players_are_failures(play: Play) -> None:
     words = [
-        "returned no Turn, so nobody speaks next",
+        "returned no Observation, so nobody speaks next",
         "expected a dict with keys from",
         "rewards 'black'",
         "expected a dict with keys from",
-        "not a Turn",
+        "not an Observation",
     ]
     for (white, black), problem in zip(play("Stalls", num=5), words, strict=True):
         assert problem in white.problem

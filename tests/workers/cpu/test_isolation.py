@@ -56,7 +56,7 @@ def changed_by_engines(tiny_dir: Path) -> dict[str, Any]:
     from workers.cpu import linear
     from workers.roles.actor import ActorWorker
     from workers.rollout.base import EngineLimits, SamplingParams
-    from workers.rollout.native.engine import NativeEngine
+    from workers.rollout.native.engine import NativeRolloutEngine
     from workers.rollout.sample import Sample
     from workers.training.microbatch import MicroBatchBudget
 
@@ -66,7 +66,7 @@ def changed_by_engines(tiny_dir: Path) -> dict[str, Any]:
     with actor.engine.running():
         while_running = foreign.changed(before), vars(modeling_llama) == vars_before
     gradients(actor, make_batch(4), ACTOR_COLUMNS, MicroBatchBudget(rows=2))
-    engine = NativeEngine(actor.engine.module, EngineLimits(8, 4), owns_weights=False)
+    engine = NativeRolloutEngine(actor.engine.module, EngineLimits(8, 4), owns_weights=False)
     engine.commit(0)
     engine.generate([Sample([1, 2, 3])], SamplingParams(max_tokens=4, stop_token_ids=(0,)))
     return {

@@ -28,8 +28,8 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import set_training_mode
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.hf import HFEngine
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.hf import HFRolloutEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.hf_export import export_huggingface
@@ -232,13 +232,13 @@ def _export(module: Any, folder: Path, engine: Any) -> tuple[float, str]:
 
 
 def _native(module: Any) -> tuple[float, str]:
-    engine = NativeEngine(module, EngineLimits(32, 64), owns_weights=False)
+    engine = NativeRolloutEngine(module, EngineLimits(32, 64), owns_weights=False)
     return decoding_error(engine, module, num_prompts=4), ""
 
 
 def _hf(module: Any) -> tuple[float, str]:
     """Run the hf engine on one row."""
-    engine = HFEngine(module, EngineLimits(32, 64))
+    engine = HFRolloutEngine(module, EngineLimits(32, 64))
     return decoding_error(engine, module, num_prompts=1), ""
 
 

@@ -140,7 +140,7 @@ def test_only_a_failing_sample_gets_the_default_score(
     managers: Any, tokenizer: Any, name: str, truth: str
 ) -> None:
     batch = make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""])
-    scores, metrics = managers(name, default_score=-1.0).remote(batch).result()
+    scores, metrics = managers(name, score_on_failure=-1.0).remote(batch).result()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
     assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
     (failure,) = scores.meta_info[FAILURES].values()

@@ -167,7 +167,7 @@ def test_a_failure_ends_the_run_if_on_failure_is_fail() -> None:
         scores_of(judge)
 
 
-@pytest.mark.parametrize("on_failure", ["default", "skip"])
+@pytest.mark.parametrize("on_failure", ["score", "skip"])
 def test_more_failures_than_max_failed_fraction_end_the_run(on_failure: str) -> None:
     nan = float("nan")
     rules: dict[str, Any] = {"on_failure": on_failure, "max_failed_fraction": 0.5}

@@ -150,7 +150,7 @@ def test_vllm_gets_the_dtype_of_the_rollout(
     config.actor_rollout_ref.rollout.name = "vllm"
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     monkeypatch.setattr(
-        "workers.rollout.vllm.engine.VllmEngine", lambda settings, *_, **__: settings
+        "workers.rollout.vllm.engine.VllmRolloutEngine", lambda settings, *_, **__: settings
     )
     assert started(RolloutWorker, config).engine.dtype == "bfloat16"
 

@@ -90,7 +90,9 @@ def test_the_native_engine_on_gpus_has_a_notice() -> None:
 def test_fp8_is_passed_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     calls: list[Any] = []
-    monkeypatch.setattr(engine, "VllmEngine", lambda settings, *_, **__: calls.append(settings))
+    monkeypatch.setattr(
+        engine, "VllmRolloutEngine", lambda settings, *_, **__: calls.append(settings)
+    )
     config = tiny_config(tmp_path)
     config.actor_rollout_ref.rollout.quantization = "fp8"
     worker: Any = SimpleNamespace(device=torch.device("cuda", 0))

@@ -34,7 +34,7 @@ from tests.workers.rollout_engines import (
 )
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import RolloutEngine
-from workers.rollout.module_engine import ModuleEngine
+from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import filtered_probs
 
@@ -173,7 +173,7 @@ def test_a_logit_bias_changes_draws_but_not_reported_log_probs(
 def test_first_tokens_follow_the_truncated_distribution(
     engine: RolloutEngine, model: Any, changes: dict[str, Any]
 ) -> None:
-    prompt, draws = PROMPTS[0], 1500 if type(engine).__name__ != "HFEngine" else 120
+    prompt, draws = PROMPTS[0], 1500 if type(engine).__name__ != "HFRolloutEngine" else 120
     sampling = settings(max_tokens=1, **changes)
     requests = [Sample(prompt, 977 * i + 5, f"draw {i}") for i in range(draws)]
     counts = Counter(int(output.tokens[0]) for output in engine.generate(requests, sampling))
@@ -271,7 +271,7 @@ def test_a_woken_engine_is_stale_until_weights_arrive(
     engine: RolloutEngine, model: Any, samples: list[Sample]
 ) -> None:
     memory = []
-    if isinstance(engine, ModuleEngine):
+    if isinstance(engine, ModuleRolloutEngine):
         memory = [weight.untyped_storage()._weak_ref() for weight in engine.module.parameters()]
     assert not any(map(torch.UntypedStorage._expired, memory))
     engine.sleep()

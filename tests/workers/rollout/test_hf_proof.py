@@ -11,7 +11,7 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.models.walk import LARGEST_ERROR, decoding_error
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
-from workers.rollout.hf import HFEngine
+from workers.rollout.hf import HFRolloutEngine
 
 
 @pytest.mark.parametrize("case", ["minimax", "recurrent_gemma"])
@@ -22,7 +22,7 @@ def test_a_class_whose_cache_is_wrong_is_decoded_without_it(
     with torch.no_grad():
         module(torch.arange(6, 30)[None])  # recurrent_gemma leaves its state in the modules
     with caplog.at_level(logging.WARNING):
-        engine = HFEngine(module, EngineLimits(32, 64))
+        engine = HFRolloutEngine(module, EngineLimits(32, 64))
     assert not engine.uses_cache
     assert f"decodes model type {case} without a cache" in caplog.text
     assert decoding_error(engine, module, num_prompts=1) < LARGEST_ERROR
@@ -32,7 +32,7 @@ def test_the_models_generation_config_does_not_change_scores() -> None:
     module = build_tiny(tiny_model_config("llama"))
     module.generation_config.repetition_penalty = 3.0
     module.generation_config.no_repeat_ngram_size = 1
-    engine = HFEngine(module, EngineLimits(32, 64))
+    engine = HFRolloutEngine(module, EngineLimits(32, 64))
     assert engine.uses_cache
     assert decoding_error(engine, module, num_prompts=3) < LARGEST_ERROR
 
@@ -40,5 +40,5 @@ def test_the_models_generation_config_does_not_change_scores() -> None:
 def test_rows_longer_than_a_change_of_rotary_factors_are_rejected() -> None:
     module = build_tiny(tiny_model_config("phi3+longrope"))
     with pytest.raises(ConfigError, match=r"first 16 tokens .* 'phi3' .* now 17, to 16 or less"):
-        HFEngine(module, EngineLimits(8, 9))
-    HFEngine(module, EngineLimits(8, 8))
+        HFRolloutEngine(module, EngineLimits(8, 9))
+    HFRolloutEngine(module, EngineLimits(8, 8))

@@ -29,7 +29,7 @@ from tests.workers.rollout_engines import (
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.rollout.base import RolloutEngine
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
 
 PROMPTS = make_prompts()
@@ -118,7 +118,7 @@ def test_later_tokens_use_new_weights_if_the_module_decodes(
     model: Any, other: Any, folder: Path
 ) -> None:
     engine = make_engine("native", model, folder)
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, NativeRolloutEngine)
     engine.direct_agrees = False
     load(engine, model, 3)
     outputs = generate_and(engine, requests_of(PROMPTS), LONG, 8, lambda: load(engine, other, 4))

@@ -23,8 +23,8 @@ from workers.config import ModelConfig
 from workers.models.load import load_model
 from workers.models.quantize import Int8Weight
 from workers.rollout.base import EngineLimits
-from workers.rollout.hf import HFEngine
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.hf import HFRolloutEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.weights.checksum import checksum_of
 
 LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, kv_cache_gib=1.0)
@@ -35,9 +35,9 @@ def engine_of(name: str, model: Any, folder: Path) -> Any:
     module = load_model(ModelConfig(path=str(folder)), "token", quantization="int8")
     engine: Any
     if name == "hf":
-        engine = HFEngine(module, LIMITS)
+        engine = HFRolloutEngine(module, LIMITS)
     else:
-        engine = NativeEngine(module, LIMITS, owns_weights=True)
+        engine = NativeRolloutEngine(module, LIMITS, owns_weights=True)
     load(engine, model, 1)
     return engine
 

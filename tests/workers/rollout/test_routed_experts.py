@@ -19,8 +19,8 @@ from workers.models.routing import Routers
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.batches import batch_of
 from workers.rollout.build import check_notes_routing
-from workers.rollout.hf import HFEngine
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.hf import HFRolloutEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
 
 LIMITS = EngineLimits(prompt_width=6, response_width=12, max_num_seqs=3, kv_cache_gib=1.0)
@@ -38,9 +38,9 @@ def engine_of(name: str, model: Any, **limits: Any) -> RolloutEngine:
     module, own_limits = copy.deepcopy(model), replace(LIMITS, **limits)
     engine: RolloutEngine
     if name == "hf":
-        engine = HFEngine(module, own_limits)
+        engine = HFRolloutEngine(module, own_limits)
     else:
-        engine = NativeEngine(module, own_limits, owns_weights=True)
+        engine = NativeRolloutEngine(module, own_limits, owns_weights=True)
     engine.commit(1)
     return engine
 
@@ -128,7 +128,7 @@ def test_an_engine_that_records_no_experts_is_rejected() -> None:
     server = RolloutConfig(name="vllm", server_urls=["http://here:8000"])
     with pytest.raises(ConfigError, match="a vLLM server does not record which experts"):
         check_notes_routing(server)
-    for name in ("native", "hf", "vllm", "workers.rollout.hf.HFEngine"):
+    for name in ("native", "hf", "vllm", "workers.rollout.hf.HFRolloutEngine"):
         check_notes_routing(RolloutConfig(name=name))
 
 

@@ -25,7 +25,7 @@ from tests.workers.rollout_engines import (
 )
 from workers.rollout import sample as rollout_sample
 from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import CachedStates, Sample, num_read_at_once
 
 PROMPTS = make_prompts(num_ragged=4)
@@ -162,20 +162,20 @@ LONG = 12
 
 
 @pytest.fixture
-def native(model: Any, monkeypatch: pytest.MonkeyPatch) -> NativeEngine:
+def native(model: Any, monkeypatch: pytest.MonkeyPatch) -> NativeRolloutEngine:
     monkeypatch.setattr(rollout_sample, "LONG_OBSERVATION", LONG)
     return native_engine(model)
 
 
-def native_engine(model: Any) -> NativeEngine:
+def native_engine(model: Any) -> NativeRolloutEngine:
     limits = EngineLimits(prompt_width=PROMPT, response_width=100, kv_cache_gib=1.0)
-    engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
+    engine = NativeRolloutEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)
     return engine
 
 
 def play(
-    engine: NativeEngine,
+    engine: NativeRolloutEngine,
     observed: Sequence[int],
     cached: CachedStates | None = None,
     one_by_one: bool = False,
@@ -193,7 +193,9 @@ def play(
 
 
 @pytest.mark.parametrize("length", [3, LONG, LONG + 1])
-def test_kept_states_equal_recomputed_ones(native: NativeEngine, model: Any, length: int) -> None:
+def test_kept_states_equal_recomputed_ones(
+    native: NativeRolloutEngine, model: Any, length: int
+) -> None:
     observed = [20 + position % 30 for position in range(length)]
     expected = play(native, observed)
     for one_by_one in (False, True):
@@ -215,7 +217,7 @@ def test_a_long_observation_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert num_read_at_once([3, -1, 4, -1, -1], 5) == 5
 
 
-def test_kept_states_of_another_text_are_not_used(native: NativeEngine) -> None:
+def test_kept_states_of_another_text_are_not_used(native: NativeRolloutEngine) -> None:
     first, other = first_turns(native, CachedStates())[:2]
     mixed = observing(replace(first, cached=other.cached))
     (sample,) = native.generate([mixed], settings())
@@ -223,7 +225,7 @@ def test_kept_states_of_another_text_are_not_used(native: NativeEngine) -> None:
     assert_same(sample, expected, native)
 
 
-def test_states_that_do_not_fit_are_recomputed(native: NativeEngine) -> None:
+def test_states_that_do_not_fit_are_recomputed(native: NativeRolloutEngine) -> None:
     expected = turns(native, CachedStates())
     native.turn_cache.limit = 0
     for sample, other in zip(turns(native, CachedStates()), expected, strict=True):
@@ -232,7 +234,7 @@ def test_states_that_do_not_fit_are_recomputed(native: NativeEngine) -> None:
         assert_same(sample, other, native)
 
 
-def test_kept_states_use_memory_until_their_sample_is_deleted(native: NativeEngine) -> None:
+def test_kept_states_use_memory_until_their_sample_is_deleted(native: NativeRolloutEngine) -> None:
     samples = turns(native, CachedStates())
     cached_states = {s.cached.states for s in samples if s.cached and s.cached.states}
     assert native.turn_cache.bytes == sum(states.num_bytes for states in cached_states) > 0
@@ -244,7 +246,7 @@ def test_kept_states_use_memory_until_their_sample_is_deleted(native: NativeEngi
 def test_short_prompts_next_to_longer_kept_ones_truncate_nothing(model: Any) -> None:
     """The cache's slots keep their width until all longer prompts have left."""
     limits = EngineLimits(prompt_width=16, response_width=96)
-    engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
+    engine = NativeRolloutEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)
     sampling = replace(settings(), max_tokens=96, stop_token_ids=())
     (long,) = engine.generate([Sample([7, 8], end_at=70, cached=CachedStates())], sampling)

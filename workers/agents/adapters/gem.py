@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
 
 
 class Gem(EnvironmentAdapter):
@@ -26,9 +26,9 @@ class Gem(EnvironmentAdapter):
         observation, _ = self._env.reset(seed=seed_from(rng))
         return str(observation)
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         """Return the environment's reply."""
         observation, reward, terminated, truncated, _ = self._env.step(text)
         if terminated or truncated:
             return TrajectoryEnd(float(reward), truncated=not terminated)
-        return Turn(observation, float(reward))
+        return Observation(observation, float(reward))

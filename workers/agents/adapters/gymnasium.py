@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 HIGHLIGHTED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
@@ -53,7 +53,7 @@ class Gymnasium(EnvironmentAdapter):
         observation, _ = self._env.reset(seed=seed_from(rng))
         return f"{self._shown(observation)}\n{self._ask()}"
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         """Take the action that the last numbers of the text describe."""
         import numpy as np
 
@@ -61,15 +61,15 @@ class Gymnasium(EnvironmentAdapter):
         size = int(np.prod(space.shape))
         numbers = [float(number) for number in NUMBER.findall(text)[-size:]]
         if len(numbers) < size or not np.isfinite(numbers).all():
-            return Turn(self._ask())
+            return Observation(self._ask())
         action: Any = np.array(numbers).reshape(space.shape).astype(space.dtype)
         action = action if space.shape else action[()]
         if not space.contains(action):
-            return Turn(self._ask())
+            return Observation(self._ask())
         observation, reward, terminated, truncated, _ = self._env.step(action)
         if terminated or truncated:
             return TrajectoryEnd(float(reward), truncated=not terminated)
-        return Turn(self._shown(observation), float(reward))
+        return Observation(self._shown(observation), float(reward))
 
     def _ask(self) -> str:
         space: Any = self._env.action_space

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import imported, seed_from
-from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
 
 CONNECT_S = 10.0
 NOT_OBSERVED = {"done", "reward", "metadata"}
@@ -59,7 +59,7 @@ class OpenEnv(EnvironmentAdapter):
         )
         return _shown(self._ask("reset", {"seed": seed_from(rng), **self.kwargs}))
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         """Send the policy's text as an action."""
         if self.field:
             action = {self.field: text}
@@ -69,10 +69,12 @@ class OpenEnv(EnvironmentAdapter):
             except (ValueError, RecursionError):
                 action = None
             if not isinstance(action, dict):
-                return Turn(f"error: an action is a JSON object with {', '.join(self.fields)}")
+                return Observation(
+                    f"error: an action is a JSON object with {', '.join(self.fields)}"
+                )
         reply = self._ask("step", action)
         reward = reply.get("reward") or 0.0
-        return TrajectoryEnd(reward) if reply.get("done") else Turn(_shown(reply), reward)
+        return TrajectoryEnd(reward) if reply.get("done") else Observation(_shown(reply), reward)
 
     def _ask(self, kind: str, data: Any) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))

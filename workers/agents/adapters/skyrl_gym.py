@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported
-from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn, in_full, object_at
+from workers.agents.environment import (
+    EnvironmentAdapter,
+    Observation,
+    TrajectoryEnd,
+    in_full,
+    object_at,
+)
 
 
 class SkyRLGym(EnvironmentAdapter):
@@ -48,7 +54,7 @@ class SkyRLGym(EnvironmentAdapter):
                 "`init` changes the prompt. Write the changed prompt into the rows of the data."
             )
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         """Return the texts of the environment's messages."""
         output = self._env.step(text)
         if output.get("postprocessed_action", text) not in (None, text):
@@ -60,4 +66,4 @@ class SkyRLGym(EnvironmentAdapter):
         if output["done"]:
             return TrajectoryEnd(output["reward"])
         texts = [message["content"] for message in output["observations"]]
-        return Turn("\n".join(texts), output["reward"])
+        return Observation("\n".join(texts), output["reward"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
 
 
 class TextArena(EnvironmentAdapter):
@@ -39,13 +39,13 @@ class TextArena(EnvironmentAdapter):
         self._game.reset(num_players=1, seed=seed_from(rng))
         return self._observed()
 
-    def step(self, text: str) -> Turn | TrajectoryEnd:
+    def step(self, text: str) -> Observation | TrajectoryEnd:
         """Play the policy's text."""
         is_over, _ = self._game.step(action=text)
         if is_over:
             rewards, _ = self._game.close()
             return TrajectoryEnd(rewards[0])
-        return Turn(self._observed())
+        return Observation(self._observed())
 
     def _observed(self) -> str:
         player, messages = self._state.get_observation()

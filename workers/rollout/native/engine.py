@@ -27,7 +27,7 @@ from torch import Tensor
 from workers.models.lora import merged_tensors
 from workers.models.state import named_state
 from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
-from workers.rollout.module_engine import ModuleEngine
+from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.native.direct_forward import (
     DirectForward,
     agrees,
@@ -47,7 +47,7 @@ from workers.rollout.native.turn_cache import TurnCache
 from workers.rollout.sample import Sample
 
 
-class NativeEngine(ModuleEngine):
+class NativeRolloutEngine(ModuleRolloutEngine):
     """Generates with its own module, or with the trainer's (`owns_weights=False`)."""
 
     def __init__(

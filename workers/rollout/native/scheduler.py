@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workers.models.routing import RecordedChoices
 from workers.rollout.base import SamplingParams, TakeBudget
-from workers.rollout.module_engine import ModuleEngine
+from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.native.direct_forward import (
     MIN_ROWS,
     DirectForward,
@@ -66,7 +66,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: ModuleEngine,
+        engine: ModuleRolloutEngine,
         sampling: SamplingParams,
         forward_class: type[DirectForward] | type[ModuleForward],
         memory: CacheMemory,

@@ -48,7 +48,7 @@ class _Request:
     finish_reason: str = UNFINISHED
 
 
-class VllmEngine(RolloutEngine):
+class VllmRolloutEngine(RolloutEngine):
     """A vLLM engine, which cannot generate before the first sync.
 
     It starts with random weights, or with the base model if syncs send only a LoRA adapter.
@@ -278,7 +278,7 @@ def check_vllm(model_path: str) -> str:
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     limits = EngineLimits(prompt_width=8, response_width=8, max_num_seqs=4, kv_cache_gib=1.0)
-    engine = VllmEngine(VllmSettings(model_path, device_type=device_type), limits)
+    engine = VllmRolloutEngine(VllmSettings(model_path, device_type=device_type), limits)
     module = load_model(ModelConfig(path=model_path), "token", torch.device("cpu"))
     engine.load_weights(named_state(module))
     engine.commit(0)

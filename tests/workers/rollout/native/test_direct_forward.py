@@ -15,7 +15,7 @@ from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import direct_forward, scheduler
 from workers.rollout.native import engine as native_rollout
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.sample import Sample
 
@@ -71,7 +71,9 @@ def generate(
     **changes: Any,
 ) -> dict[int, Sample]:
     """Return row -> output."""
-    engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE, max_num_seqs), owns_weights=False)
+    engine = NativeRolloutEngine(
+        model, EngineLimits(PROMPT, RESPONSE, max_num_seqs), owns_weights=False
+    )
     engine.commit(0)
     sampling = SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": (3, 5), **changes})
     outputs = engine.generate([Sample(prompts[row], 1000 + row) for row in rows], sampling)
@@ -171,7 +173,7 @@ def test_updates_of_the_module_take_effect_at_once(
     prompts: list[list[int]],
 ) -> None:
     model = make_model("Llama")
-    engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE), owns_weights=False)
+    engine = NativeRolloutEngine(model, EngineLimits(PROMPT, RESPONSE), owns_weights=False)
     sampling = SamplingParams(max_tokens=4, stop_token_ids=(), do_sample=False)
     for version in range(2):
         engine.commit(version)

@@ -29,7 +29,7 @@ from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits
 from workers.rollout.batches import batch_of
 from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import sample_seed
 
@@ -41,9 +41,9 @@ def prompts() -> list[list[int]]:
     return [*prompts, prompts[0]]
 
 
-def engine_of(model: Any, max_num_seqs: int = 256) -> NativeEngine:
+def engine_of(model: Any, max_num_seqs: int = 256) -> NativeRolloutEngine:
     limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs)
-    engine = NativeEngine(model, limits, owns_weights=False)
+    engine = NativeRolloutEngine(model, limits, owns_weights=False)
     engine.commit(0)
     return engine
 
@@ -131,7 +131,7 @@ def test_passes_compute_few_rows_beyond_the_generated_tokens(
 def test_rows_longer_than_the_model_allows_are_rejected(model: Any) -> None:
     limits = EngineLimits(prompt_width=1500, response_width=1500, max_num_seqs=4)
     with pytest.raises(ConfigError, match="3000 tokens, but the model has 128"):
-        NativeEngine(model, limits, owns_weights=False)
+        NativeRolloutEngine(model, limits, owns_weights=False)
 
 
 def test_the_module_is_in_training_mode_after_a_generation(
@@ -249,8 +249,8 @@ def test_unknown_engines_and_updates_without_an_actor_are_rejected(
         worker.update_weights(1)
 
 
-def wide_engine(model: Any) -> NativeEngine:
-    engine = NativeEngine(model, EngineLimits(64, RESPONSE), owns_weights=False)
+def wide_engine(model: Any) -> NativeRolloutEngine:
+    engine = NativeRolloutEngine(model, EngineLimits(64, RESPONSE), owns_weights=False)
     engine.commit(0)
     return engine
 

@@ -14,15 +14,15 @@ from workers.models.support import proof as model_proof
 from workers.models.support.stand_in import stand_in
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import module_forward
-from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
 
 PROMPT, RESPONSE = 32, 40
 
 
-def engine_of(module: Any) -> NativeEngine:
+def engine_of(module: Any) -> NativeRolloutEngine:
     limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE)
-    engine = NativeEngine(module, limits, owns_weights=False)
+    engine = NativeRolloutEngine(module, limits, owns_weights=False)
     engine.commit(0)
     return engine
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workers.config import ModelConfig
 from workers.rollout.base import EngineLimits
-from workers.rollout.vllm.engine import VllmEngine
+from workers.rollout.vllm.engine import VllmRolloutEngine
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.setup import VllmSettings
@@ -52,7 +52,9 @@ def engine_on(
     log: list[Any],
     device_type: str = "cuda",
     adapter: ModelConfig | None = None,
-) -> VllmEngine:
+) -> VllmRolloutEngine:
     """Return our engine on this device, with the stand-in for vLLM."""
     monkeypatch.setattr(InProcessVllm, "start", lambda self: FakeLLM(log))
-    return VllmEngine(VllmSettings(str(folder), device_type=device_type, adapter=adapter), LIMITS)
+    return VllmRolloutEngine(
+        VllmSettings(str(folder), device_type=device_type, adapter=adapter), LIMITS
+    )

@@ -20,12 +20,12 @@ from workers.rollout.base import EngineLimits
 
 def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     """Return vLLM's and transformers' choices by sample; some saw an abort or a new version."""
-    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.setup import VllmSettings
 
     model: Any = save_model(folder, family)
     limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=4, kv_cache_gib=1.0)
-    engine = VllmEngine(VllmSettings(str(folder), notes_routing=True), limits)
+    engine = VllmRolloutEngine(VllmSettings(str(folder), notes_routing=True), limits)
     engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
     engine.commit(0)
     sampling = replace(settings(), routed_experts=True)

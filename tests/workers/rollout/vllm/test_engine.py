@@ -64,7 +64,7 @@ def test_a_missing_engine_is_rejected_with_the_command(
 
 @pytest.mark.vllm
 def test_a_quantization_that_vllm_ignores_is_rejected(tmp_path: Path) -> None:
-    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.setup import VllmSettings
 
     make_model(tmp_path)
@@ -74,7 +74,7 @@ def test_a_quantization_that_vllm_ignores_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="vLLM ignored quantization='int8_per_channel_weight_only' on cpu"
     ):
-        VllmEngine(vllm_settings, LIMITS)
+        VllmRolloutEngine(vllm_settings, LIMITS)
 
 
 @pytest.mark.vllm
@@ -169,13 +169,13 @@ def test_a_ppo_step_on_a_server_equals_one_in_process(
 
 def decoded(folder: Path, size: int) -> Any:
     """Return greedy tokens, the checksum, and whether sampled log-probs are finite, by one rank."""
-    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.setup import VllmSettings
 
     worker = Worker()
     worker.open_process_group()
     lockstep = Lockstep(worker, size) if size > 1 else None
-    engine = VllmEngine(VllmSettings(str(folder)), LIMITS, lockstep=lockstep)
+    engine = VllmRolloutEngine(VllmSettings(str(folder)), LIMITS, lockstep=lockstep)
     for version in range(2):
         changed = make_model(folder / f"again {worker.rank}", seed=version)
         load(engine, changed, version)

@@ -83,12 +83,12 @@ def test_a_name_without_a_place_on_any_rank_is_rejected(tmp_path: Path) -> None:
 
 def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     """Return vLLM's and transformers' log-probs of greedy tokens after each load."""
-    from workers.rollout.vllm.engine import VllmEngine
+    from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.setup import VllmSettings
 
     model = save_model(folder, family)
     limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=8, kv_cache_gib=1.0)
-    engine = VllmEngine(VllmSettings(str(folder)), limits)
+    engine = VllmRolloutEngine(VllmSettings(str(folder)), limits)
     prompts, log_probs = make_prompts()[:4], []
     for version in range(2):
         with torch.no_grad():

@@ -15,7 +15,7 @@ from tests.workers.rollout.vllm.fakes import LIMITS, FakeLLM
 from tests.workers.rollout_engines import load, make_model, requests_of
 from verl_like import Worker
 from workers.rollout.base import SamplingParams
-from workers.rollout.vllm.engine import VllmEngine
+from workers.rollout.vllm.engine import VllmRolloutEngine
 from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.lockstep import Lockstep, in_step
 from workers.rollout.vllm.setup import VllmRequest, VllmSettings
@@ -64,7 +64,7 @@ class ScriptedVllm(InProcessVllm):
 class Role:
     """Two calls, as the rollout's role makes them."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: VllmRolloutEngine) -> None:
         self.engine = engine
 
     @in_step
@@ -80,18 +80,18 @@ class Role:
         return sorted(self.engine.abort())
 
 
-def engine_of(folder: Path) -> VllmEngine:
+def engine_of(folder: Path) -> VllmRolloutEngine:
     worker = Worker()
     worker.open_process_group()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.rollout.vllm.engine.InProcessVllm", ScriptedVllm)
-        engine = VllmEngine(VllmSettings(str(folder)), LIMITS, lockstep=Lockstep(worker, 2))
+        engine = VllmRolloutEngine(VllmSettings(str(folder)), LIMITS, lockstep=Lockstep(worker, 2))
     load(engine, make_model(folder / str(worker.rank)), 1)
     llm_of(engine).log.clear()
     return engine
 
 
-def llm_of(engine: VllmEngine) -> Any:
+def llm_of(engine: VllmRolloutEngine) -> Any:
     assert isinstance(engine.vllm, InProcessVllm)
     return engine.vllm.llm
 

@@ -21,7 +21,7 @@ from verl_like.process.machine import address_toward
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits
 from workers.rollout.sample import Sample
-from workers.rollout.vllm.engine import VllmEngine
+from workers.rollout.vllm.engine import VllmRolloutEngine
 from workers.rollout.vllm.server import VllmServer
 from workers.rollout.vllm.setup import VllmSettings
 from workers.weights.checksum import checksum_of
@@ -38,12 +38,12 @@ def server(
         yield url_and_rank
 
 
-def engine_of(folder: Path, url: str) -> VllmEngine:
-    return VllmEngine(VllmSettings(str(folder)), LIMITS, server_url=url)
+def engine_of(folder: Path, url: str) -> VllmRolloutEngine:
+    return VllmRolloutEngine(VllmSettings(str(folder)), LIMITS, server_url=url)
 
 
 @pytest.fixture
-def engine(folder: Path, model: Any, server: tuple[str, StandIn]) -> VllmEngine:
+def engine(folder: Path, model: Any, server: tuple[str, StandIn]) -> VllmRolloutEngine:
     engine = engine_of(folder, server[0])
     load(engine, model, 3)
     return engine
@@ -53,7 +53,7 @@ FREE = settings(stop_token_ids=(0,))
 
 
 def test_requests_join_running_ones_and_aborted_ones_resume(
-    engine: VllmEngine, server: tuple[str, StandIn]
+    engine: VllmRolloutEngine, server: tuple[str, StandIn]
 ) -> None:
     _, rank = server
     rank.held |= {1, 20}
@@ -80,7 +80,7 @@ def test_requests_join_running_ones_and_aborted_ones_resume(
 
 
 def test_a_request_that_arrives_after_its_abort_is_aborted(
-    engine: VllmEngine, server: tuple[str, StandIn], monkeypatch: pytest.MonkeyPatch
+    engine: VllmRolloutEngine, server: tuple[str, StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, rank = server
     server_side: Any = engine.vllm
@@ -103,7 +103,7 @@ def test_a_request_that_arrives_after_its_abort_is_aborted(
 
 
 def test_weights_arrive_while_the_server_is_paused(
-    engine: VllmEngine, server: tuple[str, StandIn], model: Any
+    engine: VllmRolloutEngine, server: tuple[str, StandIn], model: Any
 ) -> None:
     _, rank = server
     assert engine.weights_checksum() == checksum_of(model.named_parameters())
@@ -141,7 +141,7 @@ def test_weights_reach_a_server_on_another_machine(
 
 
 def test_weights_that_change_on_their_way_are_rejected(
-    engine: VllmEngine, server: tuple[str, StandIn], model: Any
+    engine: VllmRolloutEngine, server: tuple[str, StandIn], model: Any
 ) -> None:
     _, rank = server
     rank.damage = lambda: rank._arrivals.changed.append("lm_head.weight")
@@ -152,7 +152,7 @@ def test_weights_that_change_on_their_way_are_rejected(
 
 
 def test_a_server_that_rejects_weights_is_named(
-    engine: VllmEngine, server: tuple[str, StandIn], model: Any
+    engine: VllmRolloutEngine, server: tuple[str, StandIn], model: Any
 ) -> None:
     def fail() -> None:
         raise ValueError("no room")
@@ -200,7 +200,7 @@ def test_a_server_of_another_version_is_rejected(folder: Path, server: tuple[str
 
 
 def test_a_server_that_dies_during_a_response_ends_the_take(
-    engine: VllmEngine, server: tuple[str, StandIn]
+    engine: VllmRolloutEngine, server: tuple[str, StandIn]
 ) -> None:
     server[1].dies = True
     engine.submit([Sample([1])], FREE)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.workers.rollout.vllm.fakes import engine_on
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.rollout.base import SamplingParams
-from workers.rollout.vllm.engine import VllmEngine
+from workers.rollout.vllm.engine import VllmRolloutEngine
 from workers.rollout.vllm.setup import process_environment
 from workers.rollout.vllm.worker import WorkerExtension
 
@@ -28,7 +28,9 @@ def log() -> list[Any]:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, folder: Path, model: Any, log: list[Any]) -> VllmEngine:
+def engine(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, model: Any, log: list[Any]
+) -> VllmRolloutEngine:
     """An engine with a stand-in for vLLM, whose calls are logged."""
     return engine_on(monkeypatch, folder, log)
 
@@ -46,7 +48,7 @@ def steps(log: list[Any]) -> list[Any]:
 
 
 def test_the_cache_wakes_last_and_torch_frees_memory_before(
-    engine: VllmEngine, model: Any, log: list[Any], monkeypatch: pytest.MonkeyPatch
+    engine: VllmRolloutEngine, model: Any, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.load_weights(resident(model, log))
     engine.commit(1)
@@ -78,7 +80,7 @@ def test_the_cache_wakes_last_and_torch_frees_memory_before(
 
 
 def test_an_engine_sleeps_again_after_a_failed_sync(
-    engine: VllmEngine, model: Any, log: list[Any]
+    engine: VllmRolloutEngine, model: Any, log: list[Any]
 ) -> None:
     engine.sleep()
     with pytest.raises(WeightSyncError, match="missing"):
@@ -137,7 +139,7 @@ def test_buffers_and_loose_tensors_are_restored_after_a_sleep() -> None:
     assert not worker._loose
 
 
-def test_closing_an_engine_shuts_vllm_down(engine: VllmEngine, log: list[Any]) -> None:
+def test_closing_an_engine_shuts_vllm_down(engine: VllmRolloutEngine, log: list[Any]) -> None:
     engine.close()
     assert log[-1] == "shut down"
 
