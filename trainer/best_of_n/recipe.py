@@ -171,7 +171,7 @@ def check(config: BestOfNConfig) -> None:
         reason = (
             "a pair is made of two"
             if selection.format == "pairs"
-            else f"selection.top_k={wanted} are kept"
+            else f"selection.top_k={wanted} keeps more"
         )
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={rollout.n} samples per prompt are too few, because "

@@ -106,7 +106,7 @@ class Job(ABC):
 
     @abstractmethod
     def check_run(self, config: Any) -> None:
-        """Raise the errors that the run would raise before it allocates a device."""
+        """Raise if a check of the run rejects this configuration."""
 
     @functools.cached_property
     def models(self) -> dict[str, RoleModelSpec]:
@@ -138,8 +138,8 @@ class Job(ABC):
     def best(self, num_gpus: int) -> list[PlannedPlacement]:
         """Return the placements on a number of GPUs, fastest first.
 
-        Each partition of the roles has one placement, its fastest. A single role has a placement
-        for each layout that fits.
+        Each partition of the roles that fits has one placement. A single role has a placement for
+        each layout that fits.
         """
         sizes = sizes_of(num_gpus, self.per_node)
         if len(self.roles) > 1:
@@ -212,7 +212,7 @@ class Job(ABC):
         return self.memories(config), devices_of(config.trainer)
 
     def check(self) -> None:
-        """Raise if the user places roles, or sets axes that a model does not support."""
+        """Raise if the user places roles, or sets a tp, sp or pp that a model does not support."""
         placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACING]
         if placing:
             raise ConfigError(f"{placing[0]}: the plan chooses where roles run; leave the key out.")
@@ -224,13 +224,13 @@ class Job(ABC):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def worthwhile(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return the layouts that no other layout beats in both speed and memory."""
+        """Return the layouts that no other layout beats (`Layout.beats`)."""
         layouts = self.layouts(role, num_gpus)
         return [layout for layout in layouts if not any(other.beats(layout) for other in layouts)]
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return all layouts of a model on a number of GPUs, also those that do not fit.
+        """Return the layouts to try of a model on these GPUs, also those that do not fit.
 
         Pipeline stages wait for each other, so `pp` is tried only if no other layout fits.
         """

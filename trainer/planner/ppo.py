@@ -135,7 +135,7 @@ class PPOJob(Job):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return all layouts of a model, or of engines, on this number of GPUs."""
+        """Return the layouts to try of a model, or of engines, on this number of GPUs."""
         if self.config.kind_of(role) == "rollout":
             gpus = Gpus(self.device, num_gpus, self.per_node)
             return list(self.engines(role, gpus, self.rows(role)))

@@ -94,7 +94,7 @@ class RowsJob(Job):
         return role_memories(config, self.num_sides, devices_of(config.trainer).type)
 
     def check_run(self, config: RowConfig) -> None:
-        """Raise the errors that the run would raise before it allocates a device."""
+        """Raise the errors of models and memory that the run would raise at its start."""
         preflight(config, self.num_sides)
 
     def axes_are_tried(self, role: str) -> bool:

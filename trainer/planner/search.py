@@ -138,7 +138,7 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[Layout, ...] | None:
-    """Choose a layout for every role so that a GPU has room for all; None if this is impossible.
+    """Choose a layout for every role so that a GPU has room for all; None if none is found.
 
     Every role starts with its fastest layout. While the layouts do not fit together, the one whose
     replacement saves the most bytes per second of extra time is replaced.
@@ -179,7 +179,7 @@ def allocate(
     lay_out: LayOut,
     least: Seconds = (),
 ) -> PlannedPlacement | None:
-    """Return the fastest pools for these groups, with GPUs in proportion to their work.
+    """Return the fastest pools for these groups, with GPUs roughly in proportion to their work.
 
     A pool gets half to four times its share of the GPUs. If it fits on none of these numbers, it
     gets the fewest GPUs that it fits on. Return None if nothing fits.

@@ -114,7 +114,7 @@ def split_valid(
 
 
 def fits_nowhere(job: Job) -> ConfigError:
-    """Return an error that names the memory of each role and a sufficient number of GPUs."""
+    """Return an error with each role's minimum memory and, if known, a sufficient GPU number."""
     needs, usable = [], job.device.memory_gib
     for role in job.roles:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
@@ -173,7 +173,7 @@ def _table(job: Job, best: Sequence[PlannedPlacement], max_columns: int | None) 
 
 
 def three_digits(number: float) -> str:
-    """Return a number with three significant digits, and at most two decimals."""
+    """Format a number: two decimals below 10, one below 100, otherwise none; or `<0.01`."""
     if 0 < number < 0.01:
         return "<0.01"
     return f"{number:,.{2 if number < 9.995 else int(number < 99.95)}f}"

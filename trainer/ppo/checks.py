@@ -368,7 +368,7 @@ def _reject_weights(config: PPOConfig) -> None:
 
 
 def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
-    """Reject a number of samples per prompt that the players cannot share equally."""
+    """Reject players that cannot share a prompt's samples or, in an async run, differ in number."""
     n = config.actor_rollout_ref.rollout.n
     compares_samples = _compares_samples(config.algorithm.adv_estimator)
     for players in [kind.players for kind in kinds if kind.players]:

@@ -220,5 +220,5 @@ class PPOConfig(RunConfig, WorkersConfig):
         return "score"
 
     def prompts_per_call(self, role: str) -> int:
-        """Return how many prompts a role scores or generates per call: the whole batch."""
+        """Return the prompts per call of a role that samples or scores: the whole batch."""
         return self.data.train_batch_size

@@ -42,7 +42,7 @@ def role_memories(
     device_bytes: int | None = None,
     tokens_at_once: int | None = None,
 ) -> list[RoleMemory]:
-    """Return the memory of every role that has a model.
+    """Return the memory of every role that holds a model.
 
     `tokens_at_once` is the number of tokens per pass with dynamic batch sizes; by default, the
     configured number.

@@ -83,8 +83,8 @@ class RewardManager:
             for uid, (score, _, error) in zip(uids, outcomes, strict=True)
             if score is None
         )
-        default = self._score_on_failure
-        values = torch.tensor([default if score is None else score for score, _, _ in outcomes])
+        if_failed = self._score_on_failure
+        values = torch.tensor([if_failed if score is None else score for score, _, _ in outcomes])
         failed = torch.tensor([score is None for score, _, _ in outcomes])
         extras = _extra_columns(outcomes)
 

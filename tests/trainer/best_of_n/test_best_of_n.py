@@ -263,7 +263,7 @@ def test_a_key_of_training_has_no_effect(
     [
         (
             "selection.top_k=5",
-            "rollout.n=4 samples per prompt are too few, because selection.top_k=5 are kept",
+            "rollout.n=4 samples per prompt are too few, because selection.top_k=5 keeps more",
         ),
         ("selection.format=pairs actor_rollout_ref.rollout.n=1", "a pair is made of two"),
         ("selection.file=rows.csv", "it must end in .parquet or .jsonl"),

@@ -408,11 +408,6 @@ class Stalls(Environment):
         return {"white": "go"}
 
     def step(self, text, player):
-        replies = [
-            {},
-            {"red": Observation("a")},
-            {"black": Observation("a", 1.0)},
-            Observation("a"),
-            {"white": "a"},
-        ]
+        seen = Observation("a")
+        replies = [{}, {"red": seen}, {"black": Observation("a", 1.0)}, seen, {"white": "a"}]
         return replies[self.number]

@@ -136,7 +136,7 @@ def test_the_score_is_at_the_last_response_token(managers: Any, tokenizer: Any) 
 @pytest.mark.parametrize(
     ("name", "truth"), [("odd", "nan"), ("odd", "nothing"), ("odd_async", "raise")]
 )
-def test_only_a_failing_sample_gets_the_default_score(
+def test_only_a_failing_sample_gets_the_score_on_failure(
     managers: Any, tokenizer: Any, name: str, truth: str
 ) -> None:
     batch = make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""])

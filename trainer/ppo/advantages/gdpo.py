@@ -30,7 +30,7 @@ def compute_gdpo_outcome_advantage(
     """The weighted sum of the GRPO advantages of each reward, then whitened.
 
     `named_rewards` has the shape [rows, rewards]. A missing reward (nan) counts as the mean of its
-    group. A group of one sample keeps its raw rewards.
+    group's other rewards. A group of one sample keeps its raw rewards.
 
     Watch: If `reward/<name>/mean` stays flat while others rise, raise the weight of that reward, or
     drop it.

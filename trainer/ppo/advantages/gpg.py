@@ -23,8 +23,8 @@ def compute_gpg_outcome_advantage(
     The factor is verl's; the paper leaves out groups of equal scores instead. A group of one sample
     keeps its raw score, times the factor.
 
-    Watch: If `critic/advantages/max` jumps, few scores are nonzero: lower the learning rate, or use
-    `grpo`.
+    Watch: If `critic/advantages/max` jumps, few scores may be nonzero: lower the learning rate, or
+    use `grpo`.
 
     Source: arXiv 2504.02546
     """

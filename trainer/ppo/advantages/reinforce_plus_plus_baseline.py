@@ -20,8 +20,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score minus the group's mean, whitened.
 
-    Watch: If `critic/advantages/max`, which counts standard deviations, is large, most groups have
-    equal scores: set `algorithm.filter_groups.enable`.
+    Watch: If `critic/advantages/max`, in standard deviations, is large, most groups have equal
+    scores: set `algorithm.filter_groups.enable`.
 
     Source: arXiv 2501.03262
     """
