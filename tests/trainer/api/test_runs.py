@@ -161,7 +161,7 @@ def test_impossible_counts_are_rejected(tiny_dir: Path, tmp_path: Path) -> None:
         ppo.fit(steps=0)
     with pytest.raises(ConfigError, match="max_timesteps=None: pass a number"):
         ppo.fit(num_episodes=1, update_timesteps=2)
-    with pytest.raises(ConfigError, match="Pass either steps or the other"):
+    with pytest.raises(ConfigError, match="Pass only steps, or only num_episodes, max_timesteps"):
         ppo.fit(1, num_episodes=1)
     with pytest.raises(
         ConfigError, match="train_batch_size=4 is not a multiple of update_timesteps=3"
