@@ -44,7 +44,7 @@ class CallResult(NamedTuple):
         batch, metrics = group.compute_log_prob(data).get()     # on the driver, where
         metrics["entropy"]                                      # is [1.2, 1.3] from two ranks
 
-    Args:
+    Attributes:
         batch: a `DataProto` or TensorDict; None if there are only metrics.
         metrics: on a worker, name -> number; on the driver, name -> list over the ranks.
     """
