@@ -43,6 +43,11 @@ from verl_like.process.info import ProcessInfo
 
 MOST_APART = 64
 """Maximum number of header references that a task gets as separate arguments."""
+SUDDEN_END = (
+    "it ended without an error message: it was killed by SIGKILL (by a user, by Ray's memory "
+    "monitor, or by the kernel when memory ran out), or it crashed in native code. Look for a "
+    "stack in its log."
+)
 ONLY_FOR_RAY = (b"__main__", b"\x03ray", b"ray.")
 r"""Marks in a pickle that only Ray may unpickle.
 
@@ -191,11 +196,7 @@ class RayTransport(ProcessTransport):
         return lost
 
     def _why_dead(self, rank: int) -> str:
-        pid = self.started[rank].pid
-        return (
-            f"the worker process (pid {pid}) is gone: it ended without an error message (its "
-            "log may say why)."
-        )
+        return f"the worker process (pid {self.started[rank].pid}) is gone: {SUDDEN_END}"
 
     def pid_here(self, rank: int) -> int | None:
         """Return the actor's process id if it is on this node."""
@@ -242,11 +243,7 @@ def _cause_of_death(error: Exception) -> str:
             f"the node's Ray is started. Ray's report: {text}"
         )
     if "connection error code" in text:
-        return (
-            "it ended without an error message: it was killed by SIGKILL (by a user, or by the "
-            "kernel when memory ran out), or it crashed in native code. Look for a stack in its "
-            "log."
-        )
+        return SUDDEN_END
     return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
 
 
