@@ -44,7 +44,7 @@ BATCH_MARKS = {"solution_strs", "responses"}
 # the function scores a whole batch, as a list. Columns have their own names in all of them.
 FIELDS_WITHOUT_SIGNATURE = {name: name for name in SAMPLE_FIELDS}
 FIELDS_OF_SAMPLE = FIELDS_WITHOUT_SIGNATURE | SHORT_NAMES
-FIELDS_OF_BATCH = {f"{name}s": entry for name, entry in FIELDS_OF_SAMPLE.items()}
+FIELDS_OF_BATCH = {f"{name.removesuffix('s')}s": entry for name, entry in FIELDS_OF_SAMPLE.items()}
 FIELDS_OF_TRL = {**FIELDS_WITHOUT_SIGNATURE, "prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
 
 

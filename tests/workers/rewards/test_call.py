@@ -68,10 +68,13 @@ def test_parameters_are_filled_by_name(
 
 def test_a_batch_function_gets_columns_as_lists() -> None:
     call = RewardCall.of(
-        lambda prompts, responses, answer: [prompts, responses, answer], {}, ["answer"]
+        lambda prompts, num_tokens, responses, answer: [prompts, num_tokens, responses, answer],
+        {},
+        ["answer"],
     )
-    rows = [{**SAMPLE, "raw_prompt": "p", "answer": "4"}, {**SAMPLE, "raw_prompt": "q"}]
-    assert call.whole_batch(rows) == [["p", "q"], ["four", "four"], ["4", None]]
+    row = {**SAMPLE, "num_tokens": 1}
+    rows = [{**row, "raw_prompt": "p", "answer": "4"}, {**row, "raw_prompt": "q"}]
+    assert call.whole_batch(rows) == [["p", "q"], [1, 1], ["four", "four"], ["4", None]]
 
 
 def test_a_ground_truth_that_no_row_has_is_optional() -> None:
