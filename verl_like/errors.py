@@ -1,4 +1,4 @@
-"""The exception tree. Every message says what happened, where, with which numbers, and what to do.
+"""The exception tree. Messages say what happened, where, and what to do.
 
 VerlLikeError
 ├── BatchError (ValueError)            columns, lengths, rows of a DataProto
@@ -67,7 +67,7 @@ class WorkerDiedError(WorkerError):
 
 
 class WaitTimeoutError(WorkerError, TimeoutError):
-    """A wait passed its deadline; for a call, the message explains who waits for whom."""
+    """A wait passed its deadline; for a call, the message has the likely cause and the stacks."""
 
 
 class RewardError(VerlLikeError, RuntimeError):

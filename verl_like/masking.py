@@ -1,4 +1,4 @@
-"""Mask secrets in everything that a run writes: its configuration, its logs, its errors.
+"""Mask secrets in the configuration, logs and errors that a run writes.
 
     masked({"env_vars": {"HF_TOKEN": "hf_abc..."}})     # {"env_vars": {"HF_TOKEN": "***"}}
     mask_text("refused: hf_abc...")                      # "refused: ***"
@@ -77,7 +77,7 @@ def _by_name() -> dict[str, str]:
 
 
 def mask_text(text: str) -> str:
-    """Return the text with all known secrets of this process masked."""
+    """Return the text with the secrets masked that this process knows."""
     for value, name in _by_name().items():
         text = text.replace(value, name)
     for secret in sorted(_known(), key=len, reverse=True):

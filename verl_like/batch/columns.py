@@ -46,7 +46,7 @@ def as_array(name: str, value: Any) -> Array:
 
 
 def check_tensor(name: str, column: Any) -> None:
-    """Raise unless the column is a dense tensor with rows."""
+    """Raise unless the column is a dense tensor with at least one dim."""
     if not isinstance(column, torch.Tensor):
         hint = "use a tensor"
         if isinstance(column, (list, tuple, np.ndarray)):

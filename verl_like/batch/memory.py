@@ -91,7 +91,7 @@ def copy_of(column: torch.Tensor) -> torch.Tensor:
 
 
 def join_rows(parts: list[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
-    """Return the rows of all parts, in order; with `keeps`, their block is cached after use."""
+    """Return the rows of all parts, in order; with `keeps`, a large block is cached after use."""
     size = sum([part.nbytes for part in parts])
     if size < (LARGE_BYTES if keeps else UNKEPT_BYTES) or not all(map(_is_plain, parts)):
         return torch.cat(parts)

@@ -331,7 +331,7 @@ class DataProto:
         return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
 
     def get_data_info(self) -> str:
-        """Return one line per column and meta entry: name, shape, dtype, device."""
+        """Return a line per column (name, shape, dtype, device) and per meta entry (key, type)."""
         lines = ["batch"]
         for name, column in self.columns.items():
             ragged = f", {len(column.values)} values" if isinstance(column, RaggedTensor) else ""
@@ -572,7 +572,7 @@ class DataProto:
     def chunk(self, chunks: int) -> list[Self]:
         """Split the batch into `chunks` parts, longer ones first; sizes differ by one at most.
 
-        Parts are empty when there are fewer rows than parts.
+        The last parts are empty when there are fewer rows than parts.
         """
         if chunks < 1:
             raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
@@ -602,7 +602,7 @@ class DataProto:
         )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:
-        """Return row i `repeat_times[i]` times in a row; 0 drops it."""
+        """Repeat row i `repeat_times[i]` times, aab; 0 drops it."""
         if isinstance(repeat_times, torch.Tensor):
             repeat_times = repeat_times.cpu().numpy()
         counts = np.asarray(repeat_times)
@@ -656,7 +656,7 @@ class DataProto:
     ) -> Iterator[Self]:
         """Yield mini-batches of `mini_batch_size` rows, `epochs` times over the batch.
 
-        `dataloader_kwargs={"shuffle": True}` shuffles them by `seed`.
+        `dataloader_kwargs={"shuffle": True}` shuffles the rows by `seed`.
         """
         rows = len(self)
         if mini_batch_size < 1 or rows % mini_batch_size:

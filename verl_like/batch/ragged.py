@@ -216,7 +216,7 @@ class RaggedTensor:
         return self._with_spans(values, index)
 
     def repeat_interleave(self, repeats: int, dim: int) -> RaggedTensor:
-        """Return each row `repeats` times in a row; `dim` must be 0."""
+        """Return each row `repeats` times, as in aabb; `dim` must be 0."""
         return self.index_select(dim, torch.arange(len(self)).repeat_interleave(repeats))
 
     def _row_sizes(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Convert batches to TensorDicts and back, for code that uses tensordict.
 
 Tensors stay columns, rows of numpy columns become a `NonTensorStack`, and an entry of `meta_info`
-becomes `NonTensorData`. Nested tensors of the jagged layout are ragged columns.
+becomes `NonTensorData`. `ragged_of_nested` converts jagged nested tensors.
 """
 
 from __future__ import annotations

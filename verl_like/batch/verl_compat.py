@@ -132,7 +132,7 @@ def rearrange_micro_batches(
     """Return micro-batches of at most `max_token_len` tokens, and the row numbers of each.
 
     Tokens are counted by `attention_mask`, or by nested `input_ids`. No micro-batch is empty, and
-    their token counts are nearly equal.
+    token counts are balanced.
 
     Args:
         batch: a TensorDict with one batch dim.

@@ -46,7 +46,7 @@ def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
 
 
 def unpack_columns(packed: Columns) -> dict[str, Column]:
-    """Return the columns, as views of the buffers that they arrived in."""
+    """Return the columns; large ones are views of the buffers that they arrived in."""
     columns: dict[str, Column] = {}
     for name, parts in packed.items():
         if len(parts) == 3:

@@ -428,7 +428,7 @@ def register(
             thread.
 
     Raises:
-        DispatchError: the mode is unknown, or splits batches of a concurrent method; or the
+        DispatchError: the mode is unknown, or not possible for a concurrent method; or the
             annotation of a method whose results are joined is neither a batch nor metrics.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode

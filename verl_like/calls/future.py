@@ -4,7 +4,7 @@ A future holds references to chunks on the workers; `get()` brings them to the d
 
     ref = reference.compute_ref_log_prob.remote(batch)
     values = critic.compute_values.remote(batch)
-    update = critic.update_critic.remote(values)    # chunks travel from worker to worker
+    update = critic.update_critic.remote(values)    # Ray sends chunks from worker to worker
     ref, values = gather(ref, values)               # waits for both, also when one fails
 
 `wait_for` is the only loop that waits. It reads all answers by one request if they come within a
@@ -122,7 +122,7 @@ class WorkerFuture:
         return few([self.transport.describe(p.rank, p.role) for p in self._open.values()])
 
     def note(self, reference: Any, answer: Any) -> None:
-        """Record a rank's answer, or the error that it died or that its answer cannot be sent."""
+        """Record a rank's answer, or the error if it died or its answer cannot be sent."""
         call = self._open.pop(reference)
         if isinstance(answer, WorkerError):
             self._failures[call.rank] = type(answer)(f"{self.where(call)}: {answer}")
@@ -168,8 +168,8 @@ class WorkerFuture:
 class DataProtoFuture(WorkerFuture):
     """The future of a `DataProto`, or of a `CallResult` if the method also returns metrics.
 
-    If you pass it to a group with as many data-parallel ranks as it has chunks, they go from worker
-    to worker and not through the driver.
+    If you pass it to a group with as many data-parallel ranks as it has chunks, Ray sends the
+    chunks from worker to worker and not through the driver.
     """
 
     def fits(self, transport: Transport, num_chunks: int) -> bool:

@@ -46,7 +46,7 @@ class CallResult(NamedTuple):
 
     Attributes:
         batch: a `DataProto` or TensorDict; None if there are only metrics.
-        metrics: on a worker, name -> number; on the driver, name -> list over the ranks.
+        metrics: see `CallMetrics`; on the driver, name -> list over the ranks.
     """
 
     batch: Any = None

@@ -90,7 +90,7 @@ class Transport(ABC):
 
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Return the Python stack of every process that responds in time, even amid a call."""
+        """Return the Python stack of every process that responds in time, even during a call."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,9 +1,9 @@
 """The wire format: the messages between the driver and a worker process.
 
 A `Call` goes to the worker; a payload and its `Header` come back. The header is small and describes
-the payload. Small arguments travel inside the call. Large ones, and the results of other calls,
-travel next to it as parts. A slot in the call stands for each part: `Packer` makes the slots in the
-driver, and `unpack` fills them in the worker.
+the payload. Most arguments travel inside the call. Large tensors, arrays and batches, and chunks of
+other calls' results, travel next to it as parts. A slot in the call stands for each part: `Packer`
+makes the slots in the driver, and `unpack` fills them in the worker.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RemoteError(NamedTuple):
         return cls(pickled, f"{type(error).__module__}.{type(error).__qualname__}", text)
 
     def rebuild(self, where: str) -> BaseException:
-        """Return the exception with its type, and a note of the worker's place and traceback."""
+        """Return the exception, or a `WorkerError` for it, with its place and traceback."""
         error: BaseException | None = None
         if self.pickled is not None:
             with contextlib.suppress(Exception):  # its class may be importable in the worker only

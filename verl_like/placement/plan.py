@@ -147,7 +147,7 @@ class Placement:
     ) -> str:
         """Return the plan as a table, no wider than `width` columns, with `notes` after the roles.
 
-        The only node is left out. With `folds`, runs of similar nodes become one row if a pool has
+        A single node is not named. With `folds`, runs of similar nodes become one row if a pool has
         more than `NODES_ALONE`.
         """
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]

@@ -210,5 +210,5 @@ class PoolManager:
         return self.resource_pool_dict[mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Return the number of devices in all pools."""
+        """Return the number of processes in all pools."""
         return sum(sum(counts) for counts in self.resource_pool_spec.values())

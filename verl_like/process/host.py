@@ -145,7 +145,7 @@ class WorkerHost:
         return self._answer("location", lambda: (place(), {}))
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
-        """Run one method. Its header carries whatever the method raises.
+        """Run one method, and return its payload and header, which carries an error.
 
         A concurrent call comes in its own thread. It leaves the process's random state and log as
         they are, because another role's call may be using them.

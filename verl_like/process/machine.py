@@ -48,7 +48,7 @@ def process_state(pid: int) -> str | None:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Yield the living children of a process; none without /proc."""
+    """Yield the children of a process; none without /proc."""
     tasks = f"/proc/{pid}/task"
     with contextlib.suppress(OSError):  # that process is gone
         for thread in os.listdir(tasks):

@@ -1,4 +1,4 @@
-"""Get, set, save and load the state of every random generator of a role."""
+"""Get, set, save and load the state of a process's random generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_TORCH = ("torch", "cuda")
 
 
 def get_random_state() -> dict[str, Any]:
-    """Return the state of every generator that a worker may draw from."""
+    """Return the states of the global generators of Python, numpy and torch."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -28,7 +28,7 @@ LONE_SURROGATES = "backslashreplace"
 
 
 class RoleState:
-    """One role of a process. Inside `with state:` all output goes to the role's log, too."""
+    """One role of a process. Inside `with state:`, prints go to the role's log, too."""
 
     def __init__(self, role: str, process_info: ProcessInfo):
         """Seed the random state with (seed, role, rank), also if roles share the process."""

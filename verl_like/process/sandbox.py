@@ -155,10 +155,10 @@ def isolate_network(way_out: str = "") -> None:
 def restrict_writes(*places: str, extra: Iterable[str] = ()) -> None:
     """Keep this process, and those that it starts, from changing anything outside these places.
 
-    It can write only below these folders and files. It cannot change modes, owners or times of
-    files, attach to another process, or allocate memory that outlives it, on machines where `deny`
-    works. It has none of root's rights except to read files. `extra` are further system calls to
-    deny. If the kernel has no Landlock, this raises after all other limits are set.
+    It can write only these files and below these folders. It cannot change modes or owners of
+    files, set their times, attach to another process, or allocate memory that outlives it, on
+    machines where `deny` works. It has none of root's rights except to read files. `extra` are
+    further system calls to deny. If the kernel has no Landlock, this raises after all other limits are set.
     """
     drop_capabilities()
     deny(MACHINE, METADATA, KEEPS_TO_ITSELF, extra)

@@ -1,11 +1,11 @@
-"""Confined processes: forked with limits and watched from outside; nothing survives their end.
+"""Confined processes: forked with limits, watched from outside, and killed with their children.
 
     supervise(socket, sandbox, program)     # does not return
 
 `supervise` forks a child that runs `program(descriptor of the socket)` in its own folder, and
-watches it. It ends if the child ends or stops, if a limit is exceeded, or if the other end of the
-socket is closed. Then every process that the child has started is killed, whatever session it is
-in, and the folder is removed. The other end receives the reason as a line `{"ended": words}`.
+watches it. The watch ends if the child ends or stops, if a limit is exceeded, or if the other end
+of the socket is closed. Then every process that the child has started is killed, whatever session
+it is in, and the folder is removed. The other end receives the reason as a line `{"ended": words}`.
 Nothing here imports torch.
 """
 

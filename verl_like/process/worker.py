@@ -92,7 +92,7 @@ class Worker(VerlWorker):
             @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
             def compute_values(self, batch: DataProto) -> DataProto: ...
 
-    The driver calls `@register`ed methods on all ranks of a group. A run calls every role's
+    The driver calls `@register`ed methods on the ranks of a group. A run calls every role's
     `init_model` before the first step. A role with trainable state overrides `save_checkpoint` and
     `load_checkpoint`.
     """

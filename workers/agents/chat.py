@@ -8,8 +8,8 @@
 To find the text between two turns, the template renders a short chat with a placeholder turn and
 the observations; the text after the placeholder is used. So the row has the tokens that were
 sampled and read, even if the template drops parts of older turns (such as reasoning). With
-`environment.history_tokens=retokenized`, `chat.rewritten` instead returns the whole chat as the
-template renders it now, and that text is tokenized again.
+`environment.history_tokens=retokenized`, if the template changes earlier text, `chat.rewritten`
+returns the whole chat, which is tokenized again.
 """
 
 from __future__ import annotations

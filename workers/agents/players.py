@@ -67,7 +67,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
 class Players:
     """Plays the trajectories of one rollout worker with its environments.
 
-    It has the interface of an engine: `submit`, then `take` until no trajectory is running.
+    Call `submit`, then `take` until no trajectory is running.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A cluster that is started here belongs to one user. Ray makes its session folder readable to
 everyone, so the session folder is inside a folder that only the user can enter, which is removed
-when the process ends. Ray's token is in one of the user's files. The metrics ports, which no token
-protects, stay closed.
+when the process ends. Ray's token is in a file that only the user can read. The metrics ports,
+which no token protects, stay closed unless the dashboard is on.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def connect(
     """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here.
 
     Do nothing if the process is connected, and wait if another thread is connecting it. Workers get
-    one thread each, unless `runtime_env` sets another number, or, for a cluster that is started
+    the variables of `ONE_THREAD`, unless `runtime_env` sets them, or, for a cluster that is started
     here, this process's environment.
     """
     with _connecting:
@@ -190,15 +190,15 @@ def _session_folder() -> Path:
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """Return Ray's records of its living nodes, by address."""
+    """Return Ray's records of its living nodes, sorted by address."""
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     return sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
 
 
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[NodeSpec]:
-    """Return the living nodes, by address.
+    """Return the living nodes, sorted by address.
 
-    A node without GPUs has `slots_per_node` CPU slots, or one for every CPU.
+    A node without GPUs, or without `use_gpu`, has `slots_per_node` CPU slots, or one for every CPU.
     """
     prefixes = ("CPU", "GPU", "memory", "object_store_memory", "node:", "accelerator_type:")
     nodes = []
@@ -312,7 +312,7 @@ def within(seconds: float, work: Callable[[], None], subject: str) -> bool:
 
 
 def leave_if_broken() -> bool:
-    """Leave a cluster whose head or nodes do not answer, so that the next connection is a new one.
+    """Leave a cluster that does not answer or has lost its nodes, so that `connect` works again.
 
     Return whether this process is in no cluster now.
     """

@@ -1,4 +1,4 @@
-"""Pools on a Ray cluster: one placement group per node, with a unique name and a bounded wait."""
+"""Pools on a Ray cluster: placement groups with unique names and a bounded wait."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RayResourcePool(ResourcePool):
         return self._bundles
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """Return one placement group per node, in rank order."""
+        """Return the pool's placement groups, in rank order."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles()))
 
     def release(self) -> None:

@@ -113,7 +113,7 @@ class RayTransport(ProcessTransport):
         self.started = wait_for_start(self, answers)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Submit the call as a task of the rank's actor; its name is only for the dashboard."""
+        """Submit the call as a task of the rank's actor, or at once if it is concurrent."""
         if call.concurrent:
             return self.call_concurrently(rank, call)
         message: tuple[Any, ...] = call.role, call.method
@@ -170,7 +170,7 @@ class RayTransport(ProcessTransport):
             raise WorkerError(f"Ray could not return the result: {error}") from None
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
-        """Fetch all values in one request; None if one failed, whose error `fetch` raises."""
+        """Fetch all values in one request; return None if one fails or is late."""
         if any(isinstance(reference, AnswerPart) for reference in references):
             return super().fetch_together(references, seconds)
         try:
@@ -185,7 +185,7 @@ class RayTransport(ProcessTransport):
         return f"pid {self.started[rank].pid} on {self._cluster.address(self._nodes[rank])}"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the ranks whose process, node or cluster head is gone, and why."""
+        """Return the ranks whose process, node or cluster head is gone or stopped, and why."""
         if not self._nodes:
             return {}
         ranks, head = list(ranks), self._cluster.head_failure()
@@ -272,7 +272,7 @@ def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:
 
 
 def pickled(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
-    """Pickle the value, append its data to `buffers`; return None if only Ray can pickle it."""
+    """Return a value's pickle and append its data to `buffers`; None if only Ray can pickle it."""
     if cloudpickle.list_registry_pickle_by_value():
         return None
     try:

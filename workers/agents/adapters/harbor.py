@@ -2,7 +2,7 @@
 
 A task is a folder with `instruction.md`, `task.toml`, `environment/` and `tests/test.sh`. The
 policy calls the tool `bash`, and at the end the tests write the reward. If `docker` or `podman`
-works on this machine, each trajectory has a container of the task's image. Otherwise the commands
+works in the sandbox, each trajectory has a container of the task's image. Otherwise the commands
 run in the sandbox, in a copy of `environment/`. There, the task's absolute paths (`/app`, `/tests`,
 `/logs`, `/solution`, and WORKDIR) are folders of the trajectory, and packages that a Dockerfile
 names are not installed. `environment.kwargs.runtime` is auto, local, docker or podman.
@@ -35,7 +35,7 @@ class Harbor(EnvironmentAdapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Find the tasks: the folder itself, or each folder in it."""
+        """Find the tasks: the folder itself, and the folders in it."""
         folder = Path(cls.id)
         folders = [folder, *sorted(folder.glob("*/"))]
         cls.tasks = {task.name: task for task in folders if (task / "instruction.md").is_file()}
