@@ -158,7 +158,8 @@ def restrict_writes(*places: str, extra: Iterable[str] = ()) -> None:
     It can write only these files and below these folders. It cannot change modes or owners of
     files, set their times, attach to another process, or allocate memory that outlives it, on
     machines where `deny` works. It has none of root's rights except to read files. `extra` are
-    further system calls to deny. If the kernel has no Landlock, this raises after all other limits are set.
+    further system calls to deny. If the kernel has no Landlock, this raises after all other limits
+    are set.
     """
     drop_capabilities()
     deny(MACHINE, METADATA, KEEPS_TO_ITSELF, extra)
