@@ -234,7 +234,7 @@ def main() -> None:
     add(
         "--only", action="append", default=[], metavar="PART", help="run this part; may be repeated"
     )
-    add("--seconds", type=float, default=1200, help="limit for all parts together")
+    add("--seconds", type=float, help="limit for all parts together (900; several GPUs: 1200)")
     add("--patience", type=float, default=1, help="factor for all deadlines, for a busy machine")
     add("--dry-run", metavar="GPU", help="check every run as on GPUs of this name, and stop")
     add("--out", type=Path, help="a folder; runs/gpu/<time> by default")
@@ -248,7 +248,8 @@ def main() -> None:
         return
     end_parts_on_sigterm()
     out = (options.out or Path(f"runs/gpu/{datetime.now():%Y%m%d-%H%M%S}")).resolve()
-    outcomes = run_parts(machine, out, options.only, options.seconds, options.patience)
+    seconds = options.seconds or (900 if options.gpus == 1 else 1200)
+    outcomes = run_parts(machine, out, options.only, seconds, options.patience)
     print("", (out / "gpu.md").read_text("utf-8"), f"everything: {out}/gpu.json", sep="\n")
     if machine.device == "cpu":
         print(

@@ -57,7 +57,7 @@ class AsyncSettings(Section):
     """Generators, trainers, and the buffer between them."""
 
     topology: str | None = config_field(None, allows="a name such as 2m1t")
-    """Generators and trainers in one name, as in ColossalChat; sets `generators` and `trainers`."""
+    """`2m1t` sets `generators=2 trainers=1`, as in ColossalChat."""
     generators: int = config_field(1, above=0, read_when=BY_NUMBERS)
     """Number of generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
     trainers: int = config_field(1, above=0, read_when=BY_NUMBERS)

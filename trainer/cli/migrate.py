@@ -20,9 +20,9 @@ The script runs in a sandbox where nothing trains. The shell handles variables,
 loops and files, and arguments after the script go to the script. Below each
 command, migrate lists what happened to each flag: renamed, built in, or not
 supported (with an alternative). Defaults that differ between the two systems
-are set explicitly. A command that cannot be reproduced faithfully is rejected.
-With --prove as the last argument, it also compares loss and estimator with
-verl's or TRL's own functions on small batches.
+are set explicitly. A command is rejected if leaving out one of its flags would
+change the experiment. With --prove as the last argument, it also compares loss
+and estimator with verl's or TRL's own functions on small batches.
 """
 
 from __future__ import annotations
