@@ -62,7 +62,7 @@ class Run:
     def clock(
         self, stage: str, stage_of: Callable[[Call, str], str] = lambda call, stage: stage
     ) -> Iterator[None]:
-        """Time a stage. Calls that finish in it belong to it, unless `stage_of` names another."""
+        """Time a stage. Its calls are those that end in it; `stage_of` may name another stage."""
         start = time.perf_counter()
         try:
             yield

@@ -1,9 +1,8 @@
 """Decide whether, when and with which state a run that lost a worker continues.
 
-A lost group whose roles have no state of their own (rollout, frozen readers) is replaced within the
-step by `replace_within_step`; the other groups continue the step. After any other loss,
-`restart_groups` restores the groups for another attempt, which loads the last checkpoint. With the
-engines `native` and `hf`, a synchronous run has the same results as a run without losses.
+A lost group whose roles have no state of their own (rollouts, models that do not change) can be
+replaced within the step by `replace_within_step`; the other groups continue the step. After any
+other loss, `restart_groups` restores the groups for another attempt.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class Restarts:
-    """The restarts of one run; `restarts.jsonl` of its folder has a line for each."""
+    """The restarts of one run, recorded in `restarts.jsonl` of its folder."""
 
     def __init__(self, config: RunConfig, stop: StopSignals | None = None) -> None:
         """A request to `stop` ends every pause."""
@@ -65,7 +64,7 @@ class Restarts:
         """The step that failed last, the furthest step, and the restarts without progress."""
 
     def begin(self, step: int, source: str) -> None:
-        """Log that an attempt begins after `step`, with the state of `source`.
+        """Log that a further attempt begins after `step`, with the state of `source`.
 
         The first attempt of a run that begins at step 0 removes an earlier run's `restarts.jsonl`.
         """
@@ -138,7 +137,7 @@ class Restarts:
         self._write(step, samples_kept=num_kept, samples_made_again=num_regenerated)
 
     def resuming(self, config: Config) -> Config:
-        """Return the configuration of the next attempt, which resumes from checkpoints."""
+        """Return the configuration of the next attempt, which resumes from any checkpoint."""
         if not committed(Path(self._config.trainer.default_local_dir)):
             return config
         return changed(config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None})
@@ -168,13 +167,13 @@ class Restarts:
 def restart_groups(
     groups: WorkerGroups, replaceable: frozenset[str], restarts: Restarts, since: float
 ) -> bool:
-    """Restore the groups with roles as at the start of the run; return whether that was possible.
+    """Restore the groups for another attempt; return whether that was possible.
 
     If not, the caller restarts all groups. Lost pools are restarted, on another node if their node
-    is lost; `since` is when the failure was noticed. Living pools that have only `replaceable`
-    roles stay unchanged. Other living pools are constructed again in their processes. If such a
-    pool shares its processes with a replaceable role, it is restarted, because one process may not
-    be able to build an engine twice.
+    is lost; `since` is when the failure was noticed. Living pools stay unchanged if all roles in
+    their processes are `replaceable`. Other living pools are constructed again in their processes,
+    or restarted if they have a replaceable role, because one process may not be able to build an
+    engine twice.
     """
     lost, roles_of = groups.lost_pools(TURN_S), groups.roles_of_pools()
     if not lost or len(lost) == len(roles_of):
@@ -210,7 +209,7 @@ def replace_within_step(
     error: WorkerDiedError,
     step: int,
 ) -> None:
-    """Restart lost groups of `replaceable` roles, without their models.
+    """Restart lost groups of `replaceable` roles, without loading models.
 
     Raise the error if another role is lost, or if none is.
     """

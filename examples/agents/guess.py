@@ -1,6 +1,6 @@
 """An environment: guess a number from 1 to 10 in four turns.
 
-A policy that ignores the hints finds the number in 4 of 10 trajectories.
+A policy that ignores the hints finds the number in at most 4 of 10 trajectories.
 """
 
 from __future__ import annotations

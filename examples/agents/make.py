@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def guesser() -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Return a model, its tokenizer, and 512 rows that all start the same game."""
+    """Return a model, its tokenizer, and 512 equal rows."""
     tokenizer = make_tokenizer([*map(str, range(1, 11)), "higher", "lower", "guess"], r"\d+|\w+")
     prompt = [{"role": "user", "content": "guess"}]
     return make_model(tokenizer), tokenizer, [{"prompt": prompt} for _ in range(512)]

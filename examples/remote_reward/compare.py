@@ -2,8 +2,7 @@
 
     python compare.py REMOTE IN_PROCESS
 
-The script prints the scores of both runs per step. It exits with 1 if any number of any sample
-differs.
+The script prints the scores of both runs per step. It exits with 1 if any sample differs.
 """
 
 from __future__ import annotations

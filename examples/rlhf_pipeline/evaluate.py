@@ -3,8 +3,7 @@
     python evaluate.py RUN_DIR BASE SFT PPO REWARD_MODEL
 
 The script samples responses of the three policies to the validation prompts. It scores them with
-the rule `kindness`, which was not used in training, and with the reward model, and writes
-RUN_DIR/report.md.
+the rule `kindness` and with the reward model, and writes RUN_DIR/report.md.
 """
 
 from __future__ import annotations
@@ -111,8 +110,8 @@ def main(run_dir: Path, base: str, sft: str, ppo: str, scorer: str) -> None:
     report = [
         "# SFT, reward model, PPO",
         "",
-        f"Samples at temperature 1 for {len(rows)} validation prompts. Kindness is a rule that no "
-        "step was trained with.",
+        f"Samples at temperature 1 for {len(rows)} validation prompts. PPO was not trained with "
+        "the rule kindness.",
         "",
         *scores_table,
         "",

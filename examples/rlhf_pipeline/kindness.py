@@ -1,7 +1,7 @@
 """The task of the example: write a sentence about the requested animal; kind ones score more.
 
-The rule `kindness` evaluates the policies; no step is trained with it. `make_data.py` generates
-sentences with the same grammar.
+The rule `kindness` chooses the better response of a pair, and evaluates the policies; PPO is not
+trained with it. `make_data.py` generates sentences with the same grammar.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 The script writes DIR/base (a Llama with a character tokenizer, as in make-tiny) and
 
     sft.jsonl, sft_val.jsonl        a prompt and any sentence about its animal, kind or not
-    pairs.jsonl, pairs_val.jsonl    the kinder of two sentences is `chosen`; some of `rejected` are
-                                    garbled, or about another animal
+    pairs.jsonl, pairs_val.jsonl    the kinder of two sentences is `chosen`; in about half of the
+                                    rows, `rejected` is garbled or about another animal instead
     prompts.jsonl, prompts_val.jsonl    prompts for PPO, with the animal as ground truth
 """
 
@@ -50,7 +50,7 @@ def demonstration(rng: random.Random) -> Row:
 
 
 def pair(rng: random.Random) -> Row:
-    """Return two responses to a prompt, the kinder one chosen; in 2 of 5 pairs one is broken."""
+    """Return a prompt with two responses; about half of the rejected ones are broken."""
     prompt, animal = question(rng)
     texts = [sentence(rng, animal), sentence(rng, animal)]
     if rng.random() < 0.4:

@@ -16,7 +16,7 @@ def add(a: int, b: int) -> int:
     return (a + b - 19) % 39 + 20
 '''
 WITHOUT_HINTS = 0.4
-"""A policy that ignores the hints finds the number in 4 of 10 trajectories."""
+"""A policy that ignores the hints finds the number in at most 4 of 10 trajectories."""
 
 
 def train(

@@ -14,8 +14,8 @@ chosen response is:
 For KTO, each response is labeled as good or bad (`read_labeled`). A row has a `prompt`, a
 `completion` (or `response`), which is a text or messages, and a `label`, which is true (or 1) if
 the response is good. A pair makes two rows. Each row also has a second sequence: its own prompt,
-followed by the response to another prompt. The seed chooses that response once per run, so a
-reference computes its log-probs only once.
+followed by another row's response. The seed chooses that response once per run, so a reference
+computes its log-probs only once.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass(frozen=True)
 class LabeledRow:
-    """A response after its prompt, and a response to another prompt after the same prompt."""
+    """A response after its prompt, and another row's response after the same prompt."""
 
     response: LMRow
     mismatched: LMRow

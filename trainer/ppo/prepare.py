@@ -1,4 +1,4 @@
-"""Check a PPO run and prepare its inputs before any process starts."""
+"""Check a PPO run and prepare its inputs before the workers start."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
 
 def worker_code(config: PPOConfig) -> list[str]:
-    """Return the dotted paths that workers import: roles, engine, loss, optimizer and schedule."""
+    """Return names or paths of workers' code: roles, engine, loss, optimizer and schedule."""
     policy = config.actor_rollout_ref
     optim, loss = policy.actor.optim, policy.actor.policy_loss.loss_mode
     roles = config.role_workers.values()

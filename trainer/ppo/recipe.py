@@ -148,7 +148,7 @@ def complete(
 
 
 def needs_correction(config: PPOConfig) -> str:
-    """Return why the rollout's policy differs from the trainer's; "" if it does not."""
+    """Return why quantized weights or fp8 products need a correction; "" if they do not."""
     rollout = config.actor_rollout_ref.rollout
     key, quantization = "quantization", rollout.quantization
     if not quantization and rollout.name == "vllm":

@@ -1,8 +1,8 @@
 """The roles of a run: which models they hold and how they score, as their classes declare.
 
 The printed dataflow, the tables of sizes and memory, the checks before a process starts and the
-score stage of the step use these declarations. If a user's class declares nothing, the declarations
-of the recipe's class for that role apply.
+score stage of the step use these declarations. If a user's class has no `role_model`, the
+declarations of the recipe's class for that role apply.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Scoring:
 def scorings_of(config: Any) -> list[Scoring]:
     """Return the calls that score samples, in the order in which roles are constructed.
 
-    Of several roles of one kind (`RunConfig.kind_of`), only the first is listed. A column that a
-    role writes during generation is not written again by another role.
+    Copies of a role (`RunConfig.kind_of`) are not listed. A column that a role writes during
+    generation is not written again by another role.
     """
     roles = expand_roles(config.role_mapping)
     scorings = []

@@ -1,8 +1,8 @@
 """The first stage: choose the groups of samples that a step trains on, and balance them over ranks.
 
 `algorithm.filter_groups` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): groups of
-equal scores, whose GRPO advantages are zero, are replaced by groups of further prompts. In an
-environment with players, a group is kept if the scores of any player differ.
+samples with equal values of `metric` are replaced by groups of further prompts. In an environment
+with players, a group is kept if the values of any player differ.
 
 Rows are balanced over the ranks of the actor so that ranks have nearly equal numbers of tokens. W
 ranks get W contiguous chunks of the batch, and mini-batch k of K has the rows whose index is k

@@ -44,10 +44,10 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
     """Return whether the update can compute the old log-probs of samples of the current policy.
 
     It can if its first forward pass sees every row under the weights that sampled it, and nothing
-    reads the old log-probs earlier. So there must be one mini-batch, one epoch, no KL in the
-    reward, no teacher, no rollout correction or `bypass_mode`, one step per version of the
-    rollout's weights, and neither an estimator that reads old log-probs nor a loss that chooses
-    tokens by them. (Models train without dropout.)
+    reads the old log-probs earlier. So there must be one mini-batch, one epoch and one step per
+    version of the rollout's weights, and no KL in the reward, teacher, rollout correction,
+    `bypass_mode`, estimator that reads old log-probs, or loss that chooses tokens by them. (Models
+    train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction

@@ -1,6 +1,6 @@
 """Number of prompts, samples and tokens in each part of a step: total, per rank, per micro-batch.
 
-The table is printed before a process starts. Token counts are upper bounds: they assume prompts and
+`verl-like check --full` prints the table. Token counts are upper bounds: they assume prompts and
 responses of full length.
 """
 
@@ -36,9 +36,10 @@ class SizeRow:
 
 
 def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[SizeRow]:
-    """Return the parts of a step in order, for the roles of this run.
+    """Return the parts of a step for the roles of this run.
 
-    A pass with dynamic batch sizes has `tokens_at_once` tokens; by default, the configured number.
+    A pass with dynamic batch sizes has `tokens_at_once` tokens, by default the actor's number, if
+    its role does not set a number.
     """
     from trainer.ppo.roles import models_of, scorings_of  # imports torch, which a recipe must not
 

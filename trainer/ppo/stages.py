@@ -4,9 +4,9 @@
             ─> KL, advantages ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
 Calls separated by `‖` are futures: roles on different pools run at the same time, roles on one pool
-take turns. Placement is configuration; this file does not depend on it. The formulas of each stage
-are in the file with its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop
-around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
+take turns. Placement is configuration. The formulas of each stage are in the file with its name:
+`sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around a step is
+`trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:
-        """Check the user's code, and that some role writes the columns that the estimator reads."""
+        """Check the user's code and, without a user's trainer or callbacks, the columns read."""
         super().check_code(config, callbacks)
         is_ours = cls.__module__.partition(".")[0] == "trainer"
         if is_ours and not callbacks:  # a user's stage or callback may write further columns

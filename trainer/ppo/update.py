@@ -8,11 +8,10 @@ Filters change the batch before the losses see it:
 
 Tokens may also be chosen for the policy loss, and PTX rows are trained on in the same update.
 
-PF-PPO: rewards are least reliable in the middle, so samples with high and low scores are drawn more
-often (arXiv 2409.06957). The losses `clip_cov` and `kl_cov` compare the tokens of a mini-batch with
-each other. The driver has all tokens, so it chooses, and the workers read the column
-`chosen_tokens`. The choice therefore depends neither on the number of ranks nor on the split into
-micro-batches.
+PF-PPO draws samples by score, because rewards are least reliable in the middle (arXiv 2409.06957).
+The losses `clip_cov` and `kl_cov` compare the tokens of a mini-batch with each other. The driver
+has all tokens, so it chooses, and the workers read the column `chosen_tokens`. The choice therefore
+depends neither on the number of ranks nor on the split into micro-batches.
 
 `correct_rollout` acts on the whole batch before it is split. A rejected token is therefore in no
 mini-batch's mask and in no denominator, at any number of ranks. Advantages are estimated earlier,
@@ -237,8 +236,8 @@ def correct_rollout(
 class EntropyController:
     """The coefficient of the entropy bonus, which steers the entropy to a target.
 
-    log c grows by 0.1 x (target - entropy): an entropy below the target increases the bonus (SAC,
-    arXiv 1812.05905). Without a target the coefficient is constant.
+    Its logarithm grows by 0.1 x (target - entropy), within limits: an entropy below the target
+    increases the bonus (SAC, arXiv 1812.05905). Without a target the coefficient is constant.
     """
 
     def __init__(self, actor: ActorConfig) -> None:

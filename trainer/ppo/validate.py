@@ -105,9 +105,9 @@ def process_validation_metrics(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return {data source: {variable: {metric: mean over its prompts}}} without text variables.
 
-    The samples of one uid are a prompt. A prompt with N samples has mean@N and std@N. For n = 2, 4,
-    8, … and N it has the bootstrap estimates best@n, worst@n and, if there is a variable `pred` to
-    vote with, maj@n, each as /mean and /std.
+    The samples of one uid are a prompt. A prompt with N samples has mean@N. If N > 1, it also has
+    std@N and, for n = 2, 4, 8, … < N and n = N, the bootstrap estimates best@n, worst@n and, if
+    there is a variable `pred` to vote with, maj@n, each as /mean and /std.
     """
     rows_of_prompt: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):

@@ -3,10 +3,10 @@
     translate(map(parse, ["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"]))
     # trainer.max_ckpt_to_keep=2, and one notice about both
 
-A key without a counterpart that only determines how the work is laid out is dropped with a notice.
-Other keys without a counterpart are rejected in one error. Keys that neither verl nor this project
-has are left to the key check that runs next. `verl_keys.yaml` lists verl's keys that differ from
-ours; `trainer.migrate.verl` and the docs read it, too.
+A key without a counterpart is dropped with a notice if it has no effect here or only determines how
+the work is laid out. Other keys without a counterpart are rejected in one error. Keys that neither
+verl nor this project has are left to the key check that runs next. `verl_keys.yaml` lists verl's
+keys that differ from ours; `trainer.migrate.verl` and the docs read it, too.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def with_trackers(value: str) -> tuple[list[str], list[str]]:
 
 
 def renamed(key: str) -> str | None:
-    """Return our key for verl's: of the same name, with this `verl=`, or in the table; or None."""
+    """Return our key for verl's, by equal names, a field's `verl=` or the table; otherwise None."""
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):
         return key

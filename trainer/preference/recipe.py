@@ -48,8 +48,8 @@ class PreferenceDataConfig(RowDataConfig):
     """Pairs, or responses with a label: files, sizes, lengths."""
 
     text_after_eos: str = config_field("keep", choices=("keep", "cut"))
-    """Keep the spaces that the chat template writes after the end token in the loss, as TRL does,
-    or cut them.
+    """Keep whitespace that the chat template writes after the end token in the loss, as TRL does,
+    or cut it.
     """
 
 

@@ -69,7 +69,7 @@ def settle_ends(
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
-    """Replace each row's response with the response to a different prompt."""
+    """Replace each row's response with its mismatched response."""
     result: list[NumberedRow] = []
     for number, row in rows:
         assert isinstance(row, LabeledRow), "pairs have no mismatched response"
@@ -86,7 +86,7 @@ def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
 def labeled_columns(
     mismatched: Tensor, ref_mismatched: Tensor, desirable: Tensor
 ) -> dict[str, Tensor]:
-    """Return the columns for a loss on labeled rows that depend on the whole batch.
+    """Return the columns `desirable`, `mismatched_kl` and `label_share` of labeled rows.
 
     The KL is estimated by the mean log-ratio of the mismatched responses, clamped at zero.
     """

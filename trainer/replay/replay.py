@@ -1,8 +1,8 @@
 """Repeat a step or a stage of a run from the run folder.
 
-The replay resumes from the newest checkpoint before the step, in a folder that is removed
-afterwards. With `backend="local"`, a pool of one process runs in the driver's process. Pools have
-the same number of processes as in the run, because it determines the order of sums.
+The replay resumes from the newest checkpoint before the step, if there is one, in a folder that is
+removed afterwards. With `backend="local"`, most pools of one process run in the driver's process.
+Pools have the same number of processes as in the run, because it determines the order of sums.
 """
 
 from __future__ import annotations

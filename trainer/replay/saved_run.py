@@ -1,6 +1,6 @@
 """A run folder for a replay: its configuration, checkpoints, and the metrics of a step.
 
-The folder is only read. Reasons that make a replay impossible are reported here.
+The folder is only read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SavedRun:
 
     @classmethod
     def read(cls, folder: Path) -> SavedRun:
-        """Read a run folder; reject other folders, and runs of other versions or recipes."""
+        """Read a run folder; reject other folders, unknown keys and recipes without a replay."""
         tree = saved_tree(folder)
         name = OmegaConf.select(tree, "trainer.cls") if OmegaConf.is_dict(tree) else None
         if not isinstance(name, str):

@@ -1,8 +1,8 @@
 """Summaries of a run from its folder: tokens, generators, injected faults and restarts.
 
 The seconds of an asynchronous run are in the steps of `metrics.jsonl`. Its sample counts are in
-`async.json`, which is written at the end of the run. Tokens: sampled = trained + left out (by
-reason).
+`async.json`, which is written at the end of the run. A sampled token is trained on, queued, or
+excluded for a reason.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ OUTCOMES = ("completed", "repeated", "unfinished")
 
 
 def describe_faults(folder: Path) -> list[str]:
-    """Describe the faults by kind, and the steps and samples, in one line; none without faults."""
+    """Describe faults by kind, steps and samples in one line; none without `faults.jsonl`."""
     if not (folder / FAULTS_FILE).is_file():
         return []
     lines, _ = json_objects(folder / FAULTS_FILE)

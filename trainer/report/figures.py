@@ -75,7 +75,7 @@ def known_panels() -> list[Panel]:
 
 
 def panels_of(metrics: MetricLines) -> list[Panel]:
-    """Return the figures of a run: PPO's, or one for each metric of another recipe's steps."""
+    """Return PPO's figures, or for a run of another recipe figures of its first metrics."""
     known = metric_names(metrics)
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
     always = [panel for panel in known_panels() if not panel.only_if_there]
@@ -103,7 +103,7 @@ def styled(draw: Callable[P, str]) -> Callable[P, str]:
 
 @styled
 def curves(metrics: MetricLines, panel: Panel) -> str:
-    """Return a panel as SVG, or "" if the run has none of its metrics."""
+    """Return a panel as SVG, or "" if there is nothing to draw."""
     known = metric_names(metrics)
     names = panel.names_among(known)
     if panel.leaves_out_zero:
@@ -213,9 +213,10 @@ def bars(
 
 
 def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
-    """Return the calls as a Gantt chart: a lane per pool, role and rank; dotted lines mark `cuts`.
+    """Return the calls as a Gantt chart; dotted lines mark `cuts`.
 
-    With several pools, a row at the bottom shows when they were busy at the same time.
+    A lane is for one pool, role and rank; there are at most `MOST_LANES`. With several pools, a row
+    at the bottom shows when they were busy at the same time.
     """
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
@@ -261,7 +262,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return an SVG chart with a bar per role: percentages of time busy, waiting and syncing."""
+    """Return an SVG chart of roles: percentages of time busy, waiting and syncing."""
     roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
     if not roles:
         return ""

@@ -1,7 +1,7 @@
 """`report.html`: a run folder as one page that needs no other files.
 
-It is made only from the run folder, so you can make it at any time, also for a run that is in
-progress or has failed.
+It is made only from the run folder, so you can also make it for a run that is in progress or has
+failed.
 """
 
 from __future__ import annotations

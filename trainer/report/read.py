@@ -44,7 +44,7 @@ class ShownSample:
     response: str
     truth: str
     parts: str = ""
-    """The numbers that rewards returned besides the score, by name."""
+    """The values that rewards returned besides the score, by name."""
     trajectory: ShownTrajectory | None = None
     """The sample's turns, if it has several."""
 
@@ -72,7 +72,7 @@ class RunData:
     failure: str
     notes: Sequence[str]
     ledger: Sequence[Sequence[str]] = ()
-    """Table cells: a heading, then a row for each generator; empty without generators."""
+    """Cells of the table of the generators' samples; empty without generators."""
     validated: Sequence[ShownSample] = ()
     by_turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """For the last step's trajectories: number of turns -> outcome -> count."""
@@ -97,7 +97,7 @@ def metric_names(metrics: MetricLines) -> list[str]:
 
 
 def read_run(folder: str | Path) -> RunData:
-    """Read the run in `folder`; if it is not a run folder, raise and name run folders nearby."""
+    """Read the run in `folder`; if it is not a run folder, raise and name run folders in it."""
     folder = Path(folder)
     if not (folder / "metrics.jsonl").is_file() and not (folder / "timeline.json").is_file():
         near = (

@@ -2,9 +2,9 @@
 
 `trainer.data.pairs` describes the pairs and their formats.
 
-A PPO sample ends with its first stop token, and its score is read at the last token. A chat
-template may write a line break after the stop token, or no stop token at all. So training sequences
-are cut to end like PPO's samples (`end_as_samples_do`).
+A PPO sample that is not truncated ends with its first stop token, and its score is read at the last
+token. A chat template may write a line break after the stop token, or no stop token at all. So
+training sequences are cut to end like PPO's samples (`end_as_samples_do`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def end_as_samples_do(
     key: str, rows: Sequence[PairRow], tokenizer: Any, path: str, max_length: int
 ) -> list[PairRow]:
-    """Cut whitespace after a side's stop token; warn about sides without a stop token.
+    """Cut whitespace after a side's stop token; warn about sides that end otherwise.
 
     `key` names the files, `path` the model. Sides of `max_length` tokens are not reported, because
     they may have been cut.

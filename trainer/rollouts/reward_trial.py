@@ -49,8 +49,8 @@ def try_rewards(
 ) -> tuple[DataProto | None, list[str]]:
     """Return the scored responses, and a list of lines about them.
 
-    Raise if a function fails on all responses. Return None instead of the responses if no function
-    or also a server scores, or if a function fails on some responses, because the names of its
+    Raise if a function fails on all responses. Return None instead of the responses if there is no
+    function, if there is also a server, or if a function fails on some responses: the names of the
     numbers may then be incomplete.
     """
     functions = [part for part in rewards.parts if part.config.kind == "function"]

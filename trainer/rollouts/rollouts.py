@@ -99,7 +99,7 @@ class Rollouts:
         return join_results(batch, [self.launch_rewards(batch, normalize).get()])
 
     def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
-        """Run all rewards concurrently; return a future of `token_level_scores`, a weighted sum."""
+        """Start all rewards; return a future of `token_level_scores`, a weighted sum."""
         roles = {reward.name: role for role, reward in model_rewards(self.config).items()}
         check = self.run.groups.check_idle
         return self.rewards.launch(

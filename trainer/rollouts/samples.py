@@ -1,7 +1,7 @@
 """Functions on samples: repeat prompts, join batches, read rewards by name, write text files.
 
 `rollouts/N.jsonl` has the samples of step N, and `validation/N.jsonl` has the samples of the
-validation after step N. The newest steps keep all samples, older steps keep two (`thin_samples`).
+validation after step N. The files of older steps may be thinned out (`thin_samples`).
 """
 
 from __future__ import annotations

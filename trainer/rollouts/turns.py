@@ -55,7 +55,7 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
 
 def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
-    """Return each trajectory's messages, or None for samples of one turn.
+    """Return each trajectory's messages; without an environment, None for each sample.
 
     The messages begin with the row's prompt, or where the agent last restarted its chat.
     """
@@ -78,7 +78,7 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
 
 
 def played_metrics(batch: DataProto) -> dict[str, float]:
-    """Return metrics of success, turns, ends and tool calls; {} if samples have one turn.
+    """Return metrics of success, turns, ends and tool calls; {} without an environment.
 
     A trajectory is a success if its score is above 0 and its environment did not fail.
     """

@@ -194,7 +194,8 @@ def saved_config(folder: Path) -> dict[str, Any]:
 def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     """Create the folder, for this user only, lock it and write `config.yaml` without secrets.
 
-    An existing folder keeps its mode. Raise if it is not writable or has another run's metrics.
+    An existing folder keeps its mode. Raise if it is not writable or, with `resume_mode=auto`, has
+    another run's metrics and no checkpoint.
     """
     folder = Path(config.trainer.default_local_dir)
     _reject_other_run(folder, config)
@@ -339,7 +340,8 @@ def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[
 def validation_score(line: Mapping[str, Any]) -> float | None:
     """Return one number for the validation in a line of metrics, or None; larger is better.
 
-    It is the mean of `val-core/...` without losses, or minus the mean loss if all are losses.
+    It is the mean of `val-core/...` without losses, or minus the mean loss if there are only
+    losses.
     """
     numbers = {name: x for name, x in line.items() if isinstance(x, int | float)}
     losses = [x for name, x in numbers.items() if name.startswith("val") and name.endswith("loss")]

@@ -48,7 +48,7 @@ class RunResult:
 
     @classmethod
     def of(cls, config: RunConfig, role: str) -> RunResult:
-        """Load the result of a finished run; `model_folder` is the export of `role`."""
+        """Load the result of a finished run; `role` is the one whose exports are models."""
         folder = Path(config.trainer.default_local_dir)
         notes: list[str] = []
         file = folder / "metrics.jsonl"
@@ -117,7 +117,7 @@ class RunResult:
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the samples of a step, by default the last one: `input`, `output`, `score`, ...
 
-        The run keeps only the best and the worst sample of steps that are older than the newest
+        The run may keep only the best and the worst sample of steps that are older than the newest
         `trainer.max_rollouts_to_keep`.
         """
         files = {int(file.stem): file for file in (self.folder / "rollouts").glob("*.jsonl")}

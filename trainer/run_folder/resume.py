@@ -4,7 +4,7 @@
     resume.discard_later_steps()          # removes everything after the committed step
     state = resume.load(groups)           # None: there is nothing to resume
 
-A checkpoint's marker has a digest of every input: data, model folders, and code of rewards with the
+A checkpoint's marker has digests of inputs: data, model folders, and code of rewards with the
 user's modules that it imports. If these contents have changed, `resume_mode=auto` rejects the run,
 and `resume_mode=resume_path` warns.
 """
@@ -71,7 +71,7 @@ class ResumePoint:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """Digest of each file that affects the run's numbers, by `key: file`.
+        """Digests of files that affect the run's numbers, by `key: file`.
 
         Names of models and data sets on a hub have no digest.
         """

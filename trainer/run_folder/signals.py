@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step, and to save it.
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step.
 
     with StopSignals() as stop:  # around a run
         with stop.deferred():  # inside, the first signal is only noted

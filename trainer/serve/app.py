@@ -58,7 +58,7 @@ class Api:
         self.sessions, self.pending_results = Sessions(), PendingResults()
 
     def table(self) -> list[tuple[str, str, Handler]]:
-        """Return (method, path, handler) of each route whose body is JSON."""
+        """Return (method, path, handler) of the routes whose handlers take a request's fields."""
         run, session = "/training_runs/{run}", "/sessions/{session_id}"
         checkpoint = run + "/checkpoints/{kind}/{name}"
         return [

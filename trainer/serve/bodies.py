@@ -79,7 +79,7 @@ class Prompt(Body):
 
 
 class SamplingBody(Body):
-    """Sampling parameters; without `stop`, samples end at the end-of-sequence token."""
+    """Sampling parameters; without `stop`, the model's stop tokens apply."""
 
     max_tokens: PositiveInt | None = None
     seed: int | None = None

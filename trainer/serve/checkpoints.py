@@ -3,7 +3,7 @@
     tinker://RUN/weights/NAME            <folder>/RUN/weights/NAME/global_step_N/actor
     tinker://RUN/sampler_weights/NAME    the same without optimizer
 
-`export`, `chat` and `eval` take the folder `NAME`, or any path in it. `run.json` next to the two
+`export`, `chat` and `eval` take the folder `NAME` or a folder in it. `run.json` next to the two
 folders describes the training run; `checkpoint.json` in `NAME` describes the checkpoint. A
 restarted server reads these files.
 """

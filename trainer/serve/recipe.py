@@ -1,4 +1,4 @@
-"""The configuration of a server, which is a run's; `never_read` lists the keys without effect.
+"""The configuration of a server: a run's keys, of which those in `never_read` have no effect.
 
 `load_config(overrides, SERVE)` returns it.
 """

@@ -100,7 +100,7 @@ NO_LOSS = RequestLoss("", LossInputs(()), {})
 def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
     """Check the datums of a request, and return them with the inputs that the loss reads.
 
-    A forward-only request needs the inputs only if its loss is a sum over tokens.
+    A forward-only request needs more than the targets only if its loss is a sum over tokens.
     """
     if not message.data:
         raise BatchError("the request has no datums. Send at least one.")
@@ -170,7 +170,7 @@ def loss_of(message: Any, role: str, aliases: Mapping[str, str]) -> RequestLoss:
 
 @cache
 def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the policy loss and settings of each preset without a KL loss."""
+    """Return the policy loss and settings of each preset that `LOSS_KEYS` can express."""
     losses = {}
     for file in PRESETS.glob("*.yaml"):
         actor: Any = OmegaConf.to_container(OmegaConf.load(file).actor_rollout_ref.actor)

@@ -4,8 +4,8 @@
     while loop.has_work:
         loop.pump(seconds=0.2)          # one slice; finished requests get their results
 
-Requests of any client join a running batch of their kind. A sample depends, to the bit, only on its
-snapshot, prompt, settings and noise, not on the other requests in its batch.
+Requests of any client may join a running batch of their kind. With `rollout.name=native` in
+float32, a sample does not depend on the other requests in its batch.
 """
 
 from __future__ import annotations
