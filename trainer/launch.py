@@ -219,7 +219,7 @@ class Attempts:
 
 @contextmanager
 def reproducible_arithmetic() -> Iterator[None]:
-    """Compute with one thread, so sums are equal on any machine; the driver computes little."""
+    """Compute with one thread, so that sums do not depend on the number of cores."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -314,7 +314,7 @@ ALL_FOUND = (
 
 
 def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
-    """Return lines about the run; raise for anything that cannot work."""
+    """Return lines about the run; raise if its devices, classes, folder or data do not fit."""
     if config.trainer.backend == "local" and config.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "

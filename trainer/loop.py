@@ -85,7 +85,7 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """Prepare the data and other inputs before any process starts.
+        """Prepare the data and other inputs before the workers start.
 
         Return the constructor arguments that follow `run`. Raise if the run cannot work. Register
         cleanup on `at_end`.

@@ -151,8 +151,8 @@ def check_fit(
 ) -> None:
     """Raise if a pool has no room for its roles.
 
-    `ways_out` maps `model states`, `activations` and `KV cache` to advice. The error begins with
-    the advice for the largest of them.
+    `ways_out` maps `model states`, `activations` and `KV cache` to advice. In the error, the advice
+    for the largest of them comes first.
     """
     for pool, total in pool_bytes(roles).items():
         usable = _usable(roles, pool, device_type, device_bytes)

@@ -1,8 +1,8 @@
 """Base configuration of all recipes: the run, its cluster, its pools and roles.
 
 A recipe extends `RunConfig` with its own sections (PPO's are in `trainer.ppo.config`). The
-dataclasses declare every default and, by `config_field`, every rule of one field; a YAML file
-contains only values that refer to another key.
+dataclasses declare the defaults and, by `config_field`, the rules of single fields. A recipe's YAML
+file has the classes of its roles, and values that refer to another key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settle a composed configuration into a run's configuration: `settle`, a pure function.
+"""Settle a composed configuration into a run's configuration.
 
     config, notices = settle(recipe, composed, keys)
 

@@ -198,7 +198,7 @@ def names_of(files: str | int | Sequence[str] | None) -> list[str]:
 
 
 def check_files(config: Any, settings: Sequence[str] = ("train_files", "val_files")) -> None:
-    """Raise an error for a missing file of the section `data`, before anything is read."""
+    """Raise an error for a missing or empty file of the section `data`, before anything is read."""
     if hasattr(config, "custom_cls") and config.custom_cls.path:
         return  # the user's class decides what the names mean
     for setting in settings:

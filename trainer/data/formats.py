@@ -9,7 +9,7 @@ Data sets of the Hugging Face Hub are loaded by name, with the library `datasets
     Dahoas/rm-static:test               `hub://` is optional unless there is a folder `Dahoas`
 
 Importing that library takes a second. Local files therefore have their own readers, which also
-report the line of a bad row and never guess a column's type.
+report the place of a bad row and never guess a column's type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read `config.json` of the models that a run names, before any process starts."""
+"""Read `config.json` of the models that a run names, before its workers start."""
 
 from __future__ import annotations
 

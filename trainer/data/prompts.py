@@ -1,7 +1,7 @@
 """Turn prompts, which are rows in verl's schema, into batches of token ids.
 
-The order of prompts depends only on the seed. A trainer takes one batch per step from a
-`PromptLoader`; a validation uses a whole `PromptSet`:
+Runs with equal data and settings use the prompts in the same order. A trainer takes one batch per
+step from a `PromptLoader`; a validation uses a whole `PromptSet`:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer)

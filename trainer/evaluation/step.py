@@ -1,6 +1,6 @@
 """One validation of one model: `val_kwargs.n` samples of every prompt, scored and averaged.
 
-The metrics equal those of a validation in a PPO run with the same weights, seed and settings.
+It computes the metrics of a validation in a PPO run.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def begin_cluster(config: RunConfig, at_end: ExitStack) -> None:
 
 
 def require_shared_folder(config: RunConfig, placement: Placement) -> None:
-    """Check that all nodes see the run folder, if there is more than one."""
+    """Check that all nodes see the run folder, if the plan has more than one node."""
     by_key = {node.key: node for plan in placement.pools.values() for node in plan.nodes}
     if len(by_key) > 1:
         from verl_like.backends.ray import cluster

@@ -104,7 +104,7 @@ def as_flags(words: Sequence[str]) -> Flags:
 
 
 def num_processes(launcher: Sequence[str]) -> str:
-    """Return the number of processes that `torchrun` or `accelerate launch` starts, or ""."""
+    """Return the number of processes that a launcher such as `torchrun` starts, or ""."""
     names = ("num_processes", "nproc_per_node", "num_gpus")
     flags = {name.replace("-", "_"): values for name, values in as_flags(launcher).items()}
     return next((flags[name][0] for name in names if flags.get(name)), "")

@@ -3,9 +3,9 @@
     recording = record("train.sh", ["8"])
     recording.commands[0].words          # ["python3", "-m", "verl.trainer.main_ppo", ...]
 
-The shell takes care of variables, arrays, loops, files and other scripts. A variable that the
-script reads and nobody sets stays a variable, `$NAME`, so that you can paste the translation where
-it is set. API keys and access tokens also stay variables.
+The shell takes care of variables, arrays, loops, files and other scripts. A variable that nobody
+sets and that the script only passes on stays a variable, `$NAME`, so that you can paste the
+translation where it is set. API keys and access tokens also stay variables.
 
 `record` starts a process with `main`, and sends it a `Script`. Bash runs the script as it is, but
 `recorder.sh` has functions instead of `python`, `torchrun`, `ray` and everything else that trains,

@@ -1,4 +1,4 @@
-"""Observers of a run, one per file: they watch the run through hooks, and do not change it.
+"""Observers of a run, which watch it through hooks.
 
 `trainer.observers.active` lists the observers of a run.
 """

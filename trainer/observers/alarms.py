@@ -4,8 +4,8 @@ The recipe's rules (`Trainer.alarm_rules`) define the metrics and the advice. Th
 every step, and alarms are logged. An alarm that persists is logged again after 10 steps, then 20,
 40, ...
 
-PPO's rules watch the entropy, the KL, and the gap between rollout and trainer. Where the run's
-summary has a threshold (`trainer.report.summary`), they use it.
+PPO's rules watch skipped updates, the entropy, the KL, and the gap between rollout and trainer.
+Where the run's summary has a threshold (`trainer.report.summary`), they use it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Fault injection (`faults.*`) from a seed: kill workers, delay calls, lose weights.
 
-One `FaultInjection` watches all attempts of a run. The faults of a step depend only on
-`faults.seed` and the step. Each fault is injected only once: when a step is repeated after a
-restart, its earlier faults are left out.
+One `FaultInjection` watches all attempts of a run. With equal settings, the faults of a step depend
+only on its number. Each fault is injected only once: when a step is repeated after a restart, its
+earlier faults are left out.
 
-`faults.jsonl` in the run folder has a line for each fault. Its last line accounts for the steps
-and, with the sample log, for their samples:
+`faults.jsonl` in the run folder lists the faults. Its last line accounts for the steps and, with
+the sample log, for their samples:
 
     started = completed + repeated + unfinished
     made = trained + dropped (by reason)

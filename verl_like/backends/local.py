@@ -70,7 +70,7 @@ class LocalWorkerGroup(WorkerGroup):
             worker_env: environment variables of child processes.
             deadlines: limits of the waits, in seconds; None takes the defaults.
             seed: seed of the workers' random numbers.
-            log_dir: folder for a log per process; None writes none.
+            log_dir: folder for a log per role and rank; None writes none.
             master_port: port of the first rank's store; 0 chooses a free one.
             device_name: "cpu", or in this process also "cuda".
             neighbors: role -> worker in this process; groups that share the dict are siblings.

@@ -6,8 +6,8 @@
 
 For each turn, the sample is submitted again with a longer response: the sampled tokens, and the
 tokens observed since then (with version -1, without log-probs). An engine may reuse the keys and
-values of earlier turns. The results depend neither on this nor on the order of trajectories: they
-equal those of a new engine that gets the whole history.
+values of earlier turns. With the engines `native` and `hf`, the results depend neither on this nor
+on the order of trajectories: they equal those of a new engine that gets the whole history.
 
 With `environment.history_tokens=retokenized`, the template may render the chat differently than it
 was read. Then the whole chat is appended to the response as a new segment, and engine and trainer

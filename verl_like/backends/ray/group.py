@@ -100,14 +100,14 @@ class RayWorkerGroup(_RunningWorkers):
             worker_env: environment variables of the processes.
             deadlines: limits of the waits, in seconds; by default those of the pool.
             seed: seed of the workers' random numbers.
-            log_dir: folder for a log per process; None writes none.
+            log_dir: folder for a log per role and rank; None writes none.
             master_port: port of the first rank's store; 0 chooses a free one.
             device_name: "cpu" or "cuda"; by default the pool's devices.
             detached: the actors outlive this driver, on a pool that is detached as well.
 
         Raises:
             PlacementError: the pool does not fit, or the cluster lacks resources for it.
-            WorkerError: a process does not start in time, or dies.
+            WorkerError: places are not free or a process does not start in time, or it dies.
             Exception: whatever a constructor raises.
         """
         check_group_arguments(self, RayResourcePool, resource_pool, ray_cls_with_init)
