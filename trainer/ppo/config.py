@@ -124,7 +124,7 @@ class AlgorithmConfig(Section):
     score_clip: float | None = config_field(
         None, above=0, hint="or null to leave scores as they are"
     )
-    """Clamp each score, of a response or a step, to ±score_clip; null: no clamp."""
+    """Clamp each score, at the end of a response or a step, to ±score_clip; null: no clamp."""
     mask_truncated: bool = config_field(False)
     """Leave truncated responses out of the losses; their scores still count in their groups."""
     rollout_correction: RolloutCorrectionConfig = config_field(factory=RolloutCorrectionConfig)
