@@ -57,7 +57,7 @@ def run(
     Args:
         config: from `load_config`; with `trainer.dry_run`, it is only checked.
         trainer_cls: a subclass of the recipe's trainer, instead of `trainer.cls`.
-        callbacks: objects with hooks (`trainer.hooks.Hooks`).
+        callbacks: objects with hooks of `verl_like.Hooks`.
 
     Raises:
         ConfigError: the configuration, its data or its run folder does not allow the run.

@@ -48,7 +48,15 @@ class StopRequested(Exception):
 
 
 class Trainer(Hooks, ABC):
-    """Base class of the trainers: preparation before processes start, the step, and its state."""
+    """Base class of the trainers: preparation before processes start, the step, and its state.
+
+    Attributes:
+        config: the configuration of the run.
+        groups: role -> the worker group with its methods.
+        folder: the run folder.
+        global_step: number of the current step, or of the last one.
+        run: the record of the run (`trainer.record.Run`).
+    """
 
     stages: ClassVar[Sequence[str]] = ()
     """The stages of each step in order, as `clock` names them; the report shows their times."""

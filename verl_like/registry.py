@@ -106,7 +106,7 @@ class Registry(Mapping[str, T]):
         return len(self._entries)
 
     def __repr__(self) -> str:
-        return f"Registry({self.kind!r}: {self._entries!r})"
+        return f"Registry({self.kind!r}: {', '.join(self._entries)})"
 
 
 def load_object(path: str, setting: str) -> Any:

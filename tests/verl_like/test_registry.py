@@ -35,6 +35,10 @@ def test_a_registry_is_a_mapping_in_the_order_of_registration(estimators):
     assert dict(estimators) == {"gae": 1, "grpo": 2, "group_relative": 2}
 
 
+def test_the_repr_of_a_registry_lists_names_without_entries(estimators):
+    assert repr(estimators) == "Registry('estimator': gae, grpo, group_relative)"
+
+
 def test_help_on_a_registry_names_its_kind(estimators):
     assert "Each estimator by name." in render_doc(estimators)
 

@@ -186,7 +186,7 @@ class PPO(PythonRun):
             logger: loggers, such as "wandb".
             keys: keys of the configuration, such as `algorithm="dapo"`,
                 `environment="guess.py:Guess"` or
-                `**{"actor_rollout_ref.actor.entropy_coeff": 0.01}`, or names of TRL
+                `actor_rollout_ref={"actor": {"entropy_coeff": 0.01}}`, or names of TRL
                 such as `num_generations` and `train_dataset`.
         """
         arguments = named([*OF_PPO, *PPO_OBJECTS_OF_TRL.values()], locals())
@@ -338,8 +338,8 @@ class RowsRun(PythonRun):
                 half hour.
             validate_every: steps between validations.
             logger: loggers, such as "wandb".
-            keys: keys of the configuration, such as `**{"optim.weight_decay": 0.1}`, or names of
-                TRL such as `output_dir` and `train_dataset`.
+            keys: keys of the configuration, such as `optim={"weight_decay": 0.1}`, or names of TRL
+                such as `output_dir` and `train_dataset`.
         """
         arguments = named([*OF_ROWS, *ROW_OBJECTS_OF_TRL.values()], locals())
         settings = renamed({**keys, **arguments}, ROW_OBJECTS_OF_TRL)

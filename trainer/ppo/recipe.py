@@ -197,8 +197,8 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any
 
     Args:
         overrides: `key=value` strings, as on the command line, or a dict of key -> value.
-        recipe: the recipe to configure, such as `trainer.sft.recipe.SFT`. The result is an object
-            of its schema: `PPOConfig` for PPO, `SFTConfig` for SFT.
+        recipe: a `Recipe`, such as `trainer.sft.recipe.SFT` (not the class `verl_like.SFT`). The
+            result is an object of its schema: `PPOConfig` for PPO, `SFTConfig` for SFT.
 
     Raises:
         ConfigError: a key or value is wrong or missing, or the settings cannot work together.

@@ -67,7 +67,14 @@ def cpu_share(cpus: float, num_processes: int) -> float:
 
 
 class ResourcePool:
-    """A set of processes, with a number of processes per node."""
+    """A set of processes, with a number of processes per node.
+
+    Example:
+
+        pool = ResourcePool([2, 1])     # three processes on two nodes
+        pool.world_size                 # 3
+        pool.local_rank_list()          # [0, 1, 0]
+    """
 
     def __init__(
         self,

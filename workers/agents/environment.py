@@ -96,6 +96,11 @@ class Environment:
     `get_reward`, static methods and class methods. A class that has tools needs no `step`: the
     first response without a tool call then ends the trajectory. Its reward is `get_reward()`, or
     without this method the attribute `reward`, by default 0.
+
+    Attributes:
+        players: names of the trained players, if there are several; each has its own trajectory.
+        rng: a `numpy.random.Generator` with a separate seed per sample.
+        rng_seed: the seed of `rng`.
     """
 
     players: ClassVar[Sequence[str]] = ()
@@ -140,10 +145,15 @@ class EnvironmentAdapter(Environment):
                 return f"level {self.id}"
 
     Each configured environment is a subclass with its `id` and `kwargs`.
+
+    Attributes:
+        id: the text after the prefix or class, such as `7`.
+        kwargs: `environment.kwargs`.
+        tools: tools in addition to the class's methods.
     """
 
     id: ClassVar[str]
-    """The text after the prefix."""
+    """The text after the prefix or class."""
     kwargs: ClassVar[Mapping[str, Any]]
     """`environment.kwargs`."""
     tools: ClassVar[Sequence[Tool]] = ()

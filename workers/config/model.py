@@ -94,7 +94,9 @@ class ShardedConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its schedule, which steps once per `update_*` call.
 
-    `verl-like ppo --cfg all` explains the keys.
+    `lr` is the peak learning rate, and `lr_warmup_steps` and `lr_scheduler_type` set its schedule.
+    `optimizer` names the optimizer, which gets `weight_decay`, `betas` and `eps` if it has these
+    parameters, and the further arguments in `args`. `verl-like ppo --cfg all` explains all keys.
     """
 
     lr: float = config_field(1e-6, at_least=0)
@@ -152,7 +154,9 @@ class FrozenFSDPConfig(Section):
 class FSDPConfig(FrozenFSDPConfig):
     """Sharding of a role's module and its optimizer over its ranks.
 
-    `verl-like ppo --cfg all` explains the keys.
+    `fsdp_size` is the number of ranks that shard the weights; -1 takes all that the other parallel
+    axes leave. `param_offload` and `optimizer_offload` keep weights and optimizer state in host
+    memory while they are not needed; by default, the role's `strategy` decides.
     """
 
     optimizer_offload: bool | None = config_field(None)
@@ -206,7 +210,9 @@ class FrozenModelConfig(Section):
 class ModelConfig(Section):
     """A Hugging Face model folder and how it is loaded.
 
-    `verl-like ppo --cfg all` explains the keys. For example, with LoRA:
+    `path` is the folder or a name on the hub. `lora_rank` above 0 trains adapters only;
+    `enable_gradient_checkpointing` saves memory; `dtype` and `compute_dtype` are the dtypes of the
+    weights and of the passes. `verl-like ppo --cfg all` explains all keys. For example, with LoRA:
 
         ModelConfig(path="Qwen/Qwen3-0.6B", lora_rank=16, lora_alpha=32)
     """

@@ -144,6 +144,13 @@ class RolloutEngine(ABC):
 
     A sample's noise does not depend on the other running samples. An engine that shares the
     trainer's module needs no `load_weights`.
+
+    Attributes:
+        version: version of the weights that was committed last; None if the engine is stale.
+        num_running: number of samples that were submitted and neither taken nor aborted.
+        is_asleep: True between `sleep` and `wake_up`.
+        limits: longest prompt and response, and memory.
+        vocab_size: number of token ids.
     """
 
     version: int | None = None

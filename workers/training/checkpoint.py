@@ -47,9 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointMixin(BackgroundSaves):
-    """Adds saving and loading to a worker with a `TrainEngine`, `self.engine`.
+    """Adds saving and loading to a worker with a `TrainEngine`.
 
-    `self.config` is the worker's config section, which has the key `checkpoint.save_contents`.
+    Attributes:
+        engine: the `TrainEngine`, which the worker sets in `init_model`.
+        config: the worker's config section, which has the key `checkpoint.save_contents`.
+        average: a moving average of the weights that is saved with the weights, or None.
     """
 
     engine: TrainEngine
