@@ -31,7 +31,7 @@ def resolve_attention(
     hf_config: Any = None,
     key: str = "attn_implementation",
 ) -> str:
-    """Return sdpa, or eager if the model has no sdpa or sdpa would omit part of its computation.
+    """Return sdpa, or eager if that is wanted, or if sdpa is missing or wrong for the model.
 
     `dtype` is the compute dtype of the passes; `key` is the config key of `wanted`, for messages.
     """

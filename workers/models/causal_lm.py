@@ -1,7 +1,7 @@
 """Build a Hugging Face causal LM with a token head or a scalar head, without weights.
 
 A training engine calls `empty_model`, shards the result, and lets `workers.models.load` fill it, so
-no rank ever stores the whole model. Dropout is always off. With dropout, the log-probs of one
+a rank allocates only its own shards. Dropout is always off. With dropout, the log-probs of one
 policy would differ between two passes, and PPO's ratio would be noisy even without an update.
 """
 
@@ -89,7 +89,7 @@ def body_of(module: Any) -> Any:
 def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
     """Return the module for the model in `config.path`, in evaluation mode.
 
-    Its parameters are on the meta device; its buffers are on `device`.
+    Its parameters are on the meta device; its buffers are on the CPU. It will compute on `device`.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,10 +1,10 @@
 """Convert between the weights of a module and the tensors in its checkpoints.
 
-transformers computes a mixture of experts with one tensor for the weights of all experts, but
-checkpoints and their readers (`from_pretrained`, vLLM) use one tensor per expert. transformers can
-convert the weights of every model type, but only for a whole model at once. This module applies its
-conversions to a few weights at a time, as they arrive. Exports, vLLM and loading use it, so that
-none of them needs the whole model in memory.
+For most mixtures of experts, transformers computes with tensors of all experts, but checkpoints and
+their readers (`from_pretrained`, vLLM) use separate tensors per expert. transformers can convert
+the weights of every model type, but only for a whole model at once. This module applies its
+conversions to a few weights at a time, as they arrive. Exports, weight sync to vLLM, and loading
+use it, so that none of them needs the whole model in memory.
 
     checkpoint = checkpoint_format(model_path)
     for name, tensor in checkpoint.stored(named_tensors): ...     # as `save_pretrained` writes

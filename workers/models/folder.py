@@ -1,6 +1,7 @@
 """Locate a model's files, in a folder or in the local hub cache, and read its configuration.
 
-`model_folder` resolves a `model.path`. Every node downloads once, so no folder has to be shared.
+`model_folder` resolves a `model.path`. Every node downloads a model from the hub once, so no folder
+has to be shared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def model_folder(path: str, weights: bool = True) -> Path:
 
 
 def check_small_files(folder: Path) -> None:
-    """Reject unreadable small files: pipes, devices, oversized files, and damaged JSON."""
+    """Reject unreadable small files: pipes, devices, oversized files, and damaged `PARSED` files."""
     for file in (file for pattern in SMALL_FILES for file in folder.glob(pattern)):
         if not file.is_file():
             raise ConfigError(f"{file} is not a regular file. Replace or remove it.")

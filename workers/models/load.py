@@ -2,9 +2,9 @@
 
 Each rank of a sharded module reads its own slices, and buffers whole, from safetensors or mapped
 `.bin` files. Weights that a checkpoint stores in a different layout
-(`workers.models.checkpoint_format`) are assembled one at a time. Unused entries and weights without
-an entry are rejected, because a model with default weights would silently compute wrong numbers. A
-folder with only a config.json can get random weights (`random_init_seed`).
+(`workers.models.checkpoint_format`) are assembled one group at a time. Unknown entries and missing
+weights are rejected, because the model would silently compute wrong numbers. A folder with only a
+config.json can get random weights (`random_init_seed`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def load_model(
 
     Args:
         config: the model's section, such as `config.actor_rollout_ref.model`.
-        head: "token" for a language model, "scalar" for a value per position, "score" for one per
-            row.
+        head: "token" for a language model, "scalar" for a critic, "score" for a reward model.
         device: by default the CPU.
         quantization: "int8" stores linear weights as int8; None keeps them.
     """
@@ -162,8 +161,8 @@ def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) ->
 def materialize(module: Any, device: torch.device) -> None:
     """Allocate uninitialized parameters; buffers keep their values, tied parameters stay tied.
 
-    Buffers that transformers keeps in float32 for every model type (router biases) are float32
-    here, too.
+    Buffers that the model's class keeps in float32, whatever the model's dtype (router biases), are
+    float32 here, too.
     """
     precise = module._keep_in_fp32_modules_strict or ()
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -271,7 +270,8 @@ class Folder:
     def unknown_entries(self, module: Any, converted: set[str]) -> list[str]:
         """Return the entries that are not weights or buffers of `module` and were not `converted`.
 
-        If the heads of module and folder differ, the folder's head is ignored.
+        If `module` has a scalar head, entries outside the base model, such as another head, are
+        ignored.
         """
         known = converted | {
             n.replace(".base_layer.", ".") for n, _ in module.named_parameters("", True, False)

@@ -4,8 +4,8 @@
     trace.saved.of(tp)                  # bytes per token that autograd saves in the whole body
     trace.layer.most(tp)                # the peak of a layer's forward and backward pass
 
-A layer is traced operation by operation. Temporaries, gradients and float32 norms count while they
-are alive; memory that a kernel uses internally does not.
+A layer is traced operation by operation. Temporaries, gradients of activations and float32 norms
+count while they are alive; memory that a kernel uses internally does not.
 """
 
 from __future__ import annotations

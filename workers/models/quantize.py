@@ -9,7 +9,7 @@ reward model (their `quantization=int8`). A weight [out, in] is stored as intege
 and one scale per output channel. The inputs of a layer are quantized row by row, and the products
 are integer sums, which are exact: the result of a row does not depend on the other rows.
 
-Embeddings, heads, experts, routers, norms and biases are not quantized. The rounding error differs
+Embeddings, heads, stacked experts, routers, norms and biases are not quantized. The error differs
 by class: the logits are wrong for models whose states decay by exponentials of rounded numbers
 (jamba, qwen3_next). Therefore each class is first tested on a small model.
 """

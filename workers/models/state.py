@@ -37,7 +37,7 @@ def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Convert floating-point persistent buffers to `dtype`; parameters keep their dtype.
 
     A router's bias decides between experts with similar scores. If it were rounded, the router
-    would choose other experts.
+    might choose other experts.
     """
     for child in module.modules():
         for name, buffer in child.named_buffers(recurse=False):

@@ -41,14 +41,14 @@ def shard(
     """Shard with FSDP2: one unit per decoder layer and one for the rest, or one for everything.
 
     With shard_grad_op, layers stay gathered from one pass to the next, like the unit of the rest.
-    Experts that are spread over ranks form a separate unit on `efsdp_mesh`. In the forward pass,
-    each layer prefetches the weights of the next layer, if the rank has all layers.
+    A layer's experts that are spread over ranks form a separate unit on `efsdp_mesh`. In the
+    forward pass, each layer prefetches the weights of the next layer, if the rank has all layers.
 
     Return True if the model is one unit. Small models are, because the latency of collectives
     dominates their time. The unit of the rest is used at the beginning and the end of a pass, so it
-    stays gathered until `reshard`. Gradients are summed, not averaged. If no token of a rank
-    reaches a weight (such as an expert's), its gradient there is zero; otherwise the collectives of
-    the ranks would not match. (torch 2.11 does not support this.)
+    stays gathered until `reshard` or the last backward pass. Gradients are summed, not averaged. If
+    no token of a rank reaches a weight (such as an expert's), its gradient there is zero; otherwise
+    the collectives of the ranks would not match. (torch 2.11 does not support this.)
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
     one_unit = is_one_unit(num_elements)
@@ -107,8 +107,9 @@ def begin_pass(
     After the last pass, no weights stay gathered. Weights that stay gathered throughout a pass
     (with shard_grad_op, all weights) are gathered once per mini-batch. A model that is one unit
     first accumulates gradients over the passes, and reduces them over the ranks once. Larger models
-    reduce layer by layer, since a rank cannot store all gradients. If `waits`, other forward passes
-    still wait for their backward passes, so FSDP must not finalize the backward pass.
+    reduce layer by layer in every pass, so that a rank stores only its shards of the gradients. If
+    `waits`, other forward passes still wait for their backward passes, so FSDP must not finalize
+    the backward pass.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -138,9 +139,8 @@ def reshard(module: Any) -> None:
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Sum the gradients of unsharded weights over `group`, in buckets; missing gradients are zero.
 
-    If no token of a rank reaches a weight (such as an expert's), its gradient is zero, for every
-    strategy and number of ranks. The collectives of the ranks then match, and the optimizer treats
-    the weight equally on all of them.
+    A weight that no token of a rank reaches, such as an expert's, gets a gradient of zero. The
+    collectives of the ranks then match, and the optimizer treats the weight equally on all of them.
     """
     gradients = []
     for parameter in parameters:

@@ -82,7 +82,7 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
 
 
 def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
-    """Return how many forward passes of a rank wait for their backward passes, at most.
+    """Return how many forward passes of a rank wait at most for their backward passes.
 
     A pass goes through all stages of the rank. Under gpipe, all passes of a mini-batch wait; this
     assumes as many passes as ranks.
@@ -235,7 +235,7 @@ def gather_stage_tensors(
     """Yield the tensors of all ranks of a line, in rank order; every rank must call this.
 
     `layouts` has the names, shapes and dtypes of this rank's `tensors`. Unless `on_all_ranks`, only
-    the first rank of the line for which `is_first` is true receives the tensors.
+    the first rank of the line receives tensors, and only if its `is_first` is true.
     """
     for rank in range(line.size()):
         received: list[Any] = [layouts if rank == line.rank() else None]

@@ -1,9 +1,9 @@
 """Locate the shards of a DTensor in the whole tensor, and reassemble it.
 
-Tensor parallelism splits a weight first, over the last axis of the mesh. FSDP2 then splits the rows
-of the result, which it marks as a `_StridedShard`. A packed weight is a concatenation of several
-weights, each of which is split separately. torch's rules support neither packed weights nor uneven
-rows.
+Tensor parallelism splits a weight first, over the last axis of the mesh. FSDP2 then splits the
+result, usually its rows; a second split of the same dimension is marked as a `_StridedShard`. A
+packed weight is a concatenation of several weights, each of which is split separately. torch's
+rules support neither packed weights nor uneven rows.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def all_gather_rows(mine: Tensor, num_rows: int, group: dist.ProcessGroup) -> Te
 def gather_rows(rows_here: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor | None:
     """Return all rows on the first rank, None on the others.
 
-    Rows are received directly in their place: half the bytes of an all-gather, and no copies.
+    Rows are received directly in their place, and fewer bytes are sent than in an all-gather.
     """
     if group.rank() != 0:
         if rows_here.numel():

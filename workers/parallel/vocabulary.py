@@ -1,8 +1,8 @@
 """Split a vocabulary over the ranks of a group, and compute statistics of its logits.
 
 Logits are never gathered: each rank has the logits of its part of the vocabulary. The ranks
-exchange one maximum per row, and then sum four numbers per row. Gradients need no further
-communication.
+exchange one maximum per row, and then sum four numbers per row. The gradient of the logits needs no
+further communication.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class NoAnswerError(Exception):
 
 
 class DriverEnd:
-    """The requesting process's end; each call has a deadline, which `time.monotonic` measures."""
+    """The requesting process's end; deadlines are times of `time.monotonic`."""
 
     def __init__(self, pipe: Connection) -> None:
         """Take over the pipe of `start_child`."""

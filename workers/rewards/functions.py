@@ -1,4 +1,4 @@
-"""Rule rewards: pure functions of strings, one per data source.
+"""Rule rewards: functions that score a response, chosen by the row's data source.
 
 This module does not import torch, so that a reward process starts fast. `default_compute_score`
 chooses the rule, for rewards without a function of yours. A rule has the parameters
@@ -147,7 +147,8 @@ def default_compute_score(
         The score, or a dict with `score` and other numbers to log.
 
     Raises:
-        ConfigError: `data_source` has no rule, or its rule needs a package that is missing.
+        ConfigError: `data_source` has no rule, or the asserts need `trust_programs`.
+        ImportError: the rule needs a package that is missing.
     """
     if data_source not in REWARDS:
         check_rules([data_source])
@@ -158,7 +159,7 @@ def default_compute_score(
 def trust_kwargs(path: str, name: str, trust_programs: bool) -> dict[str, bool]:
     """Return the argument that tells a function if it may trust a model's programs.
 
-    Functions that run programs always get it, so that no column of the data can set it.
+    Built-in functions that run programs always get it, so that no column of the data can set it.
     """
     return {"trust_programs": trust_programs} if (path, name) in PROGRAM_RULES else {}
 

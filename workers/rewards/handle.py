@@ -112,7 +112,8 @@ class RewardProcess:
         """Yield the numbers and outcomes of these samples, as they arrive.
 
         Raises TimeoutError at a sample's deadline or at `end`, and ProcessEndedError if no more
-        outcomes will come. In both cases, stop the process. `end` is a time of `time.monotonic`.
+        outcomes will come; the caller must then stop the process. `end` is a time of
+        `time.monotonic`.
         """
         self.is_new = self._channel is None
         self.start()

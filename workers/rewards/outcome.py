@@ -31,7 +31,7 @@ LARGEST_SCORE = 3.4028234e38
 
 
 def read_outcome(result: Any) -> Outcome:
-    """Convert a function's result to an outcome: a finite number, or a dict with one as "score".
+    """Return the outcome for a function's result: a finite number, or a dict with one as "score".
 
     With step scores, "score" is optional. Raise a ValueError for other results.
     """

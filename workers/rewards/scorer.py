@@ -1,8 +1,9 @@
 """Score with a reward function in separate processes, which a deadline can kill.
 
 Each process is a `RewardProcess` (`workers.rewards.handle`). The second and later ones start only
-if a batch takes long. A process that ends or hangs is restarted, and its remaining samples are
-requested again in smaller groups, until the sample is known that ends or blocks the process.
+if a batch takes long. A process that ends or hangs is restarted. If its function scores one sample
+per call, the remaining samples are requested again in smaller groups, until the sample is known
+that ends or blocks the process.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     model = stand_in(config, "sdpa")        # a float32 causal LM on the CPU, milliseconds per pass
 
-It is built from the model's config. Widths, experts and vocabulary are reduced, and so is every
-limit at which a model starts to compute differently (window, chunk, original length of its rotary
-positions), so that rows of a few dozen tokens exceed it. It has the first layers, enough to include
-each kind. Weights and buffers are random, so that no default hides an error.
+It is built from the model's config. The vocabulary is reduced, widths and experts too if the class
+allows it, and so is every limit that rows of the run exceed (window, chunk, original length of its
+rotary positions), so that rows of a few dozen tokens exceed it. The stand-in has the first layers,
+enough to include each kind. Weights and buffers are random, so that no default hides an error.
 """
 
 from __future__ import annotations
