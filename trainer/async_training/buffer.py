@@ -183,7 +183,7 @@ class ExperienceBuffer:
         """Wait until the sampler chooses the chunks of a batch, and return them.
 
         Raise the error of a generator's thread that failed, `StalledError` if no thread can
-        continue, or `EndOfSamples` if no samples are left.
+        continue, or `EndOfSamples` if too few samples for a batch are left.
         """
         with self._changed, self._activity.of("trainer").waiting("samples"):
             self._demand = demand

@@ -32,7 +32,9 @@ class Demand:
     samples_left_in_version: int = 0
     """Fresh samples needed after these and before the next version of the weights."""
     rest_of_run: int | None = None
-    """Fresh samples needed after these until the end of the run; None if unknown."""
+    """Fresh samples needed after these until the end of the run, as far as generators may run
+    ahead; None if unknown.
+    """
 
 
 @dataclass(frozen=True)

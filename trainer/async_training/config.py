@@ -146,7 +146,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def child_pools(self) -> frozenset[str]:
-        """The generators' pools, which generate while the driver trains."""
+        """The pools of the generators, which generate while the trainers train."""
         pools = expand_roles(self.role_mapping)
         return frozenset(
             pools[generator_role(generator)] for generator in range(self.async_training.generators)

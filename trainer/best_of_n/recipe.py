@@ -76,7 +76,7 @@ class SelectionConfig(Section):
     top_k: int = config_field(
         1, above=0, read_when=when("format", "sft", otherwise="a pair is one of each prompt")
     )
-    """Maximum number of samples kept per prompt: the first of equal scores, one of equal texts."""
+    """Maximum number of samples kept per prompt; of samples with equal texts, one is kept."""
     min_score: float | None = config_field(None, allows="a number")
     """Minimum score of samples that are kept (or chosen, in pairs); null disables the minimum."""
     truncated: str = config_field("keep", choices=("keep", "drop"))

@@ -58,7 +58,7 @@ def check_loss(
 
     Raises:
         BrokenRelation: a relation does not hold; the message has a small batch that shows it.
-        ConfigError: no function has this name, or its parameters cannot be filled.
+        ConfigError: a name is unknown, or the function's parameters cannot be filled.
     """
     is_foreign = str(target).partition(":")[0] in foreign.VERSIONS
     subject = (foreign.subject_of if is_foreign else subject_of)(target, kind, **settings)

@@ -36,7 +36,7 @@ from workers.agents.host import EnvironmentHost
 
 @dataclass
 class Playthrough:
-    """The observations of a trajectory."""
+    """An environment's replies in one trajectory."""
 
     answers: list[dict[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

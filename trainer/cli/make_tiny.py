@@ -126,7 +126,7 @@ def fit_answers(model: Any, tokenizer: Any, prompts: Sequence[Any], answers: Seq
 
 
 def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows in verl's schema; every letter occurs equally often."""
+    """Return rows in verl's schema; the letters occur about equally often."""
     rng = random.Random(f"{seed}-{split}")
     letters = [LETTERS[index % len(LETTERS)] for index in range(num_rows)]
     rng.shuffle(letters)

@@ -84,7 +84,8 @@ def devices_of(trainer: TrainerConfig) -> Devices:
 def with_simulated(config: C, keys: Collection[str]) -> C:
     """Return the configuration of a dry run on the GPUs that `trainer.simulate` names, if any.
 
-    More than eight GPUs are on several nodes, unless `trainer.nnodes` is set.
+    If there are more than eight GPUs and `trainer.nnodes` is not set, there is one node per eight
+    GPUs (or per `trainer.n_gpus_per_node`), rounded down.
     """
     trainer = config.trainer
     if trainer.simulate is None:

@@ -59,7 +59,7 @@ def model_folder(path: str, weights: bool = True) -> Path:
 
 
 def check_small_files(folder: Path) -> None:
-    """Reject unreadable small files: pipes, devices, oversized files, and damaged `PARSED` files."""
+    """Reject small files that are pipes, devices or oversized, and damaged `PARSED` files."""
     for file in (file for pattern in SMALL_FILES for file in folder.glob(pattern)):
         if not file.is_file():
             raise ConfigError(f"{file} is not a regular file. Replace or remove it.")
