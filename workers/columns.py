@@ -6,7 +6,7 @@ Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`,
 are the widths of padded tensors (rectangles), which have verl's layout: prompts are padded on the
 left, responses on the right. Token columns from the rollout are ragged, without padding. A response
 mask is 1 at the tokens that the policy sampled, unless a stage has removed them from the loss. It
-has gaps at other tokens, such as tool outputs, which are in no loss.
+is 0 at other tokens, such as tool outputs, which are in no loss.
 """
 
 from __future__ import annotations

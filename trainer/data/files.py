@@ -55,7 +55,7 @@ def good_rows(
 ) -> Iterator[T | None]:
     """Yield `make(place, row)` for each row, or None for a row that is skipped.
 
-    A bad row is a ValueError in place of the row, or one that `make` raises. It stops the run
+    A row is bad if a ValueError is in its place, or if `make` raises one. It stops the run
     unless `on_bad_row` is `skip`. A ConfigError of `make` stops the run in any case.
     """
     has_warned = has_good = False
@@ -84,8 +84,8 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
     """Check that a row has a prompt and the required columns, and return it.
 
     A ValueError says what the row lacks. With `needs_rules`, the rule of its data_source scores the
-    row, so it needs a data_source, and a reward_model with a ground_truth. Otherwise missing ones
-    are filled in.
+    row, so it needs a data_source, and a reward_model with a ground_truth. Otherwise, missing
+    columns are filled in.
     """
     in_file = row
     if not needs_rules:

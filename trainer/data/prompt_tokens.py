@@ -1,6 +1,6 @@
 """Token ids of prompts: messages go through the chat template, strings are tokenized as they are.
 
-A ValueError says what is wrong with a prompt. The row reader adds which prompt it is.
+A ValueError says what is wrong with a prompt. The row reader adds the prompt's place.
 """
 
 from __future__ import annotations

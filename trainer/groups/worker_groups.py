@@ -90,7 +90,7 @@ class PoolStarter:
         return LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
 
     def leave(self, pool: str) -> None:
-        """Release a pool's places on the cluster; its next start uses the places of its plan."""
+        """Release a pool's places on the cluster; its next start reserves places for its plan."""
         if pool in self._ray_pools:
             self._ray_pools.pop(pool).release()
 
@@ -241,7 +241,7 @@ class WorkerGroups:
         return taken
 
     def may_be_replaced(self, roles: frozenset[str]) -> None:
-        """Replace a lost pool that has only these roles at its next use; until then, only warn."""
+        """Let a pool with only these roles be replaced after a loss, when it is used next."""
         self._replaceable = roles
         for pools in self.pools_by_processes():
             can = all(roles.issuperset(self._roles(pool)) for pool in pools)
@@ -259,7 +259,7 @@ class WorkerGroups:
         return list(by_key.values())
 
     def lost_pools(self, seconds: float) -> dict[str, str]:
-        """Return the pools with a process that is gone or does not answer in time -> the reason.
+        """Return pool -> reason, for pools with a process that is gone or does not answer in time.
 
         Afterwards the other pools have no call in progress.
         """

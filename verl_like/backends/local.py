@@ -308,7 +308,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
         return f"pid {self.children[rank].process.pid}"
 
     def shutdown(self) -> None:
-        """Kill the children: they have nothing to finish, and a stopped one receives no request."""
+        """Kill the children: they have nothing to finish, and a stopped process cannot answer."""
         for child in self.children:
             child.process.kill()
         deadline = time.monotonic() + 5.0

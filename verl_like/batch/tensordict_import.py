@@ -1,8 +1,8 @@
 """`tensordict`, imported without torch's compiler, which saves 1.8 s per start of a worker process.
 
 On import, tensordict tells torch.compile to skip a few functions, which loads all of
-`torch._dynamo`. This module prevents that: compiled code gives the same numbers without it. The
-modules of `verl_like` and `workers` import tensordict from here.
+`torch._dynamo`. This module skips those calls: compiled code gives the same numbers without them.
+The modules of `verl_like` and `workers` import tensordict from here.
 """
 
 from __future__ import annotations

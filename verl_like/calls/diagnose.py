@@ -392,7 +392,7 @@ class HangWatch:
         self._explained: dict[int, str] | None = None
 
     def look_if_due(self, late: Mapping[str, Sequence[int]]) -> None:
-        """Look if it is time; `late` has the ranks that each call waits for, by the call's name."""
+        """Read the stacks if it is time; `late` maps a call's name to the ranks it waits for."""
         now, is_looking = time.monotonic(), self._looking is not None and self._looking.is_alive()
         if late and now >= self._next_look and not is_looking:
             self._next_look, arguments = now + LOOK_EVERY_S, (dict(late),)

@@ -65,7 +65,7 @@ class Transport(ABC):
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Return the references that are answered or have failed within that time.
 
-        It returns as soon as all of them are; a backend may return as soon as one is.
+        Return once all of them have an answer or a failure; a backend may return at the first.
         """
 
     @abstractmethod

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 def scatter_lists() -> None:
     """Let `ALL_TO_ALL` scatter lists as verl does, in groups that are made from now on.
 
-    If every argument is a list with one element per worker, each worker gets its elements. That
-    holds for `execute_all_sync` and its variants, too, also in groups that exist. verl guesses: a
-    list that has that length by chance is scattered, too. Drivers that are written for this project
-    use `PerRank`.
+    If every argument is a list with one element per worker, each worker gets its elements.
+    `execute_all_sync` and its variants do the same, even in groups that exist. As in verl, this is
+    a guess: a list that has this length by chance is scattered, too. Drivers that are written for
+    this project use `PerRank`.
     """
     Dispatch.ALL_TO_ALL.mode = Mode(_dispatch_lists, collect_list)
 

@@ -103,7 +103,7 @@ class RotatingLog(io.TextIOBase):
         return self._file.write(text)
 
     def flush(self) -> None:
-        """Write what is buffered to the file."""
+        """Write the buffered text to the file."""
         self._file.flush()
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class Environment:
 
     Override `reset` and `step`. Other public methods are tools, which the policy can call, except
     `get_reward`, static methods and class methods. A class that has tools needs no `step`: the
-    first response without a tool call then ends the trajectory. Its reward is `get_reward()`, or
+    first response without a tool call then ends the trajectory, whose reward is `get_reward()`, or
     without this method the attribute `reward`, by default 0.
 
     Attributes:

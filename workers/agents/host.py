@@ -215,7 +215,7 @@ class EnvironmentHost:
     def say(self, number: int, text: str, delay_s: float = 0.0, **details: Any) -> None:
         """Send the policy's text to an environment; `details` are for agents.
 
-        With `delay_s`, the environment waits so many seconds before it answers (fault injection).
+        With `delay_s`, the environment waits this many seconds before it answers (fault injection).
         """
         self._send(number, {"text": text, "delay_s": delay_s, **details})
 

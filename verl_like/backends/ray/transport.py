@@ -213,7 +213,7 @@ class RayTransport(ProcessTransport):
             ray.kill(actor)
 
     def join(self, references: Sequence[Any]) -> Any | None:
-        """Join many references in a task: as arguments of a call, each one would take time."""
+        """Join many references in a task, because each argument of a call takes time."""
         return _joined.remote(*references) if len(references) > MOST_APART else None
 
     @staticmethod

@@ -1,9 +1,9 @@
 """`environment=gymnasium:ID` plays an environment of Gymnasium through text.
 
 The observation is written as JSON. If the environment has a text rendering (`render_mode="ansi"`),
-the rendering follows, with highlighted letters in brackets. The action is the last number in the
-policy's text, or the last numbers. A text without valid numbers takes no step; the reply describes
-the valid actions.
+the rendering follows, with highlighted letters in brackets. The action is read from the last
+number, or numbers, in the policy's text. A text without valid numbers takes no step; the reply
+describes the valid actions.
 """
 
 from __future__ import annotations

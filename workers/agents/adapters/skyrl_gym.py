@@ -1,7 +1,8 @@
 """`environment=skyrl_gym:NAME` plays an environment of SkyRL; FILE.py:CLASS as NAME plays a class.
 
-It gets the row's columns as SkyRL's `extras` and `environment.kwargs` as its configuration. If the
-rows have no column `reward_spec`, the extra of this name contains the row's ground truth.
+The environment gets the row's columns as SkyRL's `extras`, and `environment.kwargs` as its
+configuration. If the rows have no column `reward_spec`, the extra of this name contains the row's
+ground truth.
 """
 
 from __future__ import annotations
