@@ -82,7 +82,7 @@ def test_a_dry_run_describes_a_valid_run_and_writes_nothing(
     assert output.endswith(f"\n{ALL_FOUND}\n")
     assert " on this machine\n" in output
     assert ("rows to train on: 1" if name in ON_ROWS else "prompts") in output
-    assert (name in ON_ROWS) or "Reward check: 8 rows with their ground truth" in output
+    assert (name in ON_ROWS) or "8 rows with their ground truth as response" in output
 
 
 PROBLEMS = [

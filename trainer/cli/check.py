@@ -109,7 +109,9 @@ def explain(
     texts = [
         "\n".join([title, "-" * len(title), *lines]) for title, lines in sections.items() if lines
     ]
-    return "\n\n".join([batch_line(config), *texts] if is_ppo else texts)
+    first = [batch_line(config)] if is_ppo else []
+    last = describe_saving(config, trainer_cls)
+    return "\n\n".join([*first, *texts, *([last] if last else [])])
 
 
 def ppo_sections(config: PPOConfig, max_columns: int | None, measured: str) -> dict[str, list[str]]:
@@ -134,7 +136,7 @@ def row_sections(config: RowConfig, max_columns: int | None) -> dict[str, list[s
     placement = nominal_placement(config).draw(max_columns, axes)
     return {
         "Memory per device": memory.splitlines(),
-        "Placement": [*placement.splitlines(), describe_saving(config, trainer_cls)],
+        "Placement": placement.splitlines(),
         "Batch sizes": [step_sizes(config)],
     }
 

@@ -141,7 +141,7 @@ def describe_devices(config: RunConfig) -> str:
         where = f"each of {trainer.nnodes} nodes" if trainer.nnodes > 1 else "1 node"
         return (
             f"Devices: {_count_devices(config)} on {where}, simulated by --gpus "
-            f"{trainer.simulate} (trainer.simulate); its software was not checked"
+            f"{trainer.simulate} (trainer.simulate); the software of such machines was not checked"
             f"{_note_of_idle_gpus(config)}"
         )
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):

@@ -97,7 +97,7 @@ def batch_line(config: PPOConfig) -> str:
 
 
 HEAD = ("", "ranks", "prompts", "samples", "per rank", "per pass", "tokens per pass")
-BY_TOKENS = "any"
+BY_TOKENS = "by tokens"
 """The cell of the samples per pass if the tokens limit a pass."""
 
 

@@ -17,7 +17,7 @@ import torch
 from trainer.data.prompts import PromptSet
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError, RewardError
+from verl_like.errors import ConfigError, RewardError, few
 from workers.columns import read_columns
 from workers.rewards.manager import FAILURES
 from workers.rewards.outcome import NO_REWARD
@@ -71,8 +71,13 @@ def try_rewards(
     scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
     beside = f"; the reward also returns {', '.join(names)}" if names else ""
+    labels = [part.config.label.removeprefix("the ") for part in functions if part.config.path]
+    if len(labels) < len(functions):
+        labels += [
+            f"rule for {name}" for name in dict.fromkeys(batch.non_tensor_batch["data_source"])
+        ]
     line = (
-        f"Reward check: {len(batch)} rows with their ground truth as response; "
+        f"Reward check ({few(labels)}): {len(batch)} rows with their ground truth as response; "
         f"{_describe_scores(float(scores.min()), float(scores.max()))}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]
@@ -85,8 +90,8 @@ def _describe_scores(least: float, most: float) -> str:
     words = f"every score is {most:.4g}"
     if most <= 0:
         words += (
-            " (expected if the reward requires a format that the bare ground truth lacks, as the "
-            "rule for gsm8k requires `#### 42`; otherwise check the reward)"
+            " (expected if the reward requires a format that the bare ground truth lacks, such as "
+            "`#### 42` for openai/gsm8k; otherwise check the reward)"
         )
     return words
 

@@ -106,7 +106,7 @@ def test_the_table_has_every_size_in_its_unit() -> None:
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=320"
     for settings, at_once in ((), "440"), ((tokens,), "320"):
         by_tokens = batch_table(load_config([*NEEDED, *sizes, *lengths, *settings]))
-        assert by_tokens.splitlines()[-1].split()[-2:] == ["any", at_once]
+        assert by_tokens.splitlines()[-1].split()[-3:] == ["by", "tokens", at_once]
 
 
 def test_ranks_that_share_a_model_have_the_same_samples() -> None:
