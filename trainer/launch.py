@@ -110,7 +110,7 @@ def check(
 ) -> RunResult:
     """Make the checks of a run, print the plan, and start nothing.
 
-    If `plan` is given, its text replaces the short plan. If a check fails, only the memory is
+    If `plan` is given, its text replaces the short plan. If a check fails, at most the memory is
     printed, which needs no data.
     """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)

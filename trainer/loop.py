@@ -65,7 +65,7 @@ class Trainer(Hooks, ABC):
     repeatable_stages: ClassVar[Sequence[str]] = ()
     """Stages that run again after a lost group was replaced."""
     role: ClassVar[str] = ""
-    """The role whose model the run trains, if any; checkpoints export this model."""
+    """The role whose model the run trains and exports, if any."""
     call_labels: ClassVar[Mapping[str, str]] = {}
     """Method -> the name of its time among the metrics, if it differs from the method's name."""
     alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
@@ -88,7 +88,7 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def check_code(cls, config: Any, callbacks: Sequence[object]) -> None:
-        """Reject user code that would fail in a step; reads no files."""
+        """Check the user's code, such as callbacks; reads no data."""
         check_callbacks(callbacks)
 
     @classmethod
@@ -112,7 +112,7 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
-        """Return the dotted paths in the configuration that worker processes import."""
+        """Return the names and dotted paths of code that workers use, such as their classes."""
         return list(config.role_workers.values())
 
     @classmethod
@@ -129,7 +129,7 @@ class Trainer(Hooks, ABC):
     def describe(
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Return paragraphs about a step (a few lines if `brief`), to print below the placement."""
+        """Return paragraphs about a step (a few lines if `brief`), to print with the placement."""
         return []
 
     @classmethod

@@ -64,7 +64,7 @@ def memory_table(
     brief: bool = False,
     heading: str = "Memory",
 ) -> str:
-    """Return the GiB of every role per device and each pool's sum; if `brief`, only the sums."""
+    """Return the memory of every role per device and each pool's sum; if `brief`, only the sums."""
     table = []
     for role in roles:
         numbers = (role.weights, role.gradients, role.moments, role.gathered, role.activations)

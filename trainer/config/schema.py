@@ -162,7 +162,7 @@ class RayConfig(Section):
     """The connection of `trainer.backend=ray` to its cluster."""
 
     address: str | None = config_field(None, allows="host:port")
-    """Cluster to join; null starts one on this machine."""
+    """Cluster to join; null: that of RAY_ADDRESS, otherwise a new one on this machine."""
     namespace: str | None = config_field(None, allows="a name", read_when=JOINS_A_CLUSTER)
     """Ray namespace; null creates a new one."""
     runtime_env: dict[str, Any] = config_field(

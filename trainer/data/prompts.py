@@ -295,7 +295,7 @@ class PromptLoader:
 
     @property
     def data_sources(self) -> set[str]:
-        """Data sources of training and validation rows, each of which needs a reward."""
+        """Data sources of training and validation rows."""
         return {name for prompts in self._sets for name in prompts.data_sources}
 
     @property

@@ -41,7 +41,7 @@ class Evaluation(SamplingOnlyTrainer):
 
 
 def played(metrics: Metrics) -> list[str]:
-    """Return a line about trajectories, or nothing if samples have one turn."""
+    """Return a line about trajectories, or nothing without an environment."""
     values = {n.removeprefix(AGENTS): value for n, value in metrics.items() if n.startswith(AGENTS)}
     if not values:
         return []

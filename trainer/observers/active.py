@@ -1,4 +1,4 @@
-"""The observers of a run. Recipes do not depend on any of them.
+"""The observers of a run.
 
     observers = active_observers(config, MyTrainer)      # once per run; its attempts share them
     trainer = MyTrainer(Run(config, groups, observers), *inputs)

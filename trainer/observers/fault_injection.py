@@ -4,8 +4,8 @@ One `FaultInjection` watches all attempts of a run. With equal settings, the fau
 only on its number. Each fault is injected only once: when a step is repeated after a restart, its
 earlier faults are left out.
 
-`faults.jsonl` in the run folder lists the faults. Its last line accounts for the steps and, with
-the sample log, for their samples:
+`faults.jsonl` in the run folder lists the faults. After a completed run, its last line accounts for
+the steps and, with the sample log, for their samples:
 
     started = completed + repeated + unfinished
     made = trained + dropped (by reason)

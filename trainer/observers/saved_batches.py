@@ -72,7 +72,7 @@ class DrawCheck:
 
 
 class WrittenSamples:
-    """Writes the samples of every step that updates the policy."""
+    """Writes the samples of every step."""
 
     def __init__(self) -> None:
         self._waiting: DataProto | None = None
