@@ -72,16 +72,16 @@ FEATURES = {
 }
 ERRORS = {
     ("", "ep x tp"): "Set one of them to 1",
-    ("int8 reference on such ranks", "ep x tp"): "tp=2 splits every matrix",
-    ("int8 reference on such ranks", "shard x sp"): "parallel.shard=2. Set it to 1",
-    ("int8 reference on such ranks", "shard x tp"): "tp=2 splits every matrix",
-    ("int8 reference on such ranks", "sp x tp"): "tp=2 splits every matrix",
-    ("int8 reference on such ranks", "tp x pp"): "tp=2 splits every matrix",
+    ("int8 reference on such ranks", "ep x tp"): "tp=2 splits linear layers",
+    ("int8 reference on such ranks", "shard x sp"): "parallel.shard=2. Set ",
+    ("int8 reference on such ranks", "shard x tp"): "tp=2 splits linear layers",
+    ("int8 reference on such ranks", "sp x tp"): "tp=2 splits linear layers",
+    ("int8 reference on such ranks", "tp x pp"): "tp=2 splits linear layers",
     ("int8 reference on such ranks", "shard x pp"): "pp=2 gives every rank only some layers",
     ("int8 reference on such ranks", "sp x pp"): "pp=2 gives every rank only some layers",
     ("int8 reference on such ranks", "ep x pp"): "pp=2 gives every rank only some layers",
     ("int8 reference on such ranks", "ep x sp"): "ep=2 distributes the experts",
-    ("int8 reference on such ranks", "ep x shard"): "parallel.shard=4. Set it to 1",
+    ("int8 reference on such ranks", "ep x shard"): "parallel.shard=4. Set ",
 }
 """(feature, layout) -> text of the error; "" stands for every feature."""
 

@@ -83,7 +83,7 @@ def test_a_run_that_gets_no_node_names_the_lost_node_and_its_pool(
 ) -> None:
     report = lost["none"]
     assert re.search(
-        r"node \S+ \(\w{8}\) is gone: pool 'student_pool' needs 1 node\(s\).*none has room .*: "
+        r"lost node\(s\) \S+ \(\w{8}\): pool 'student_pool' needs 1 node\(s\).* has room .*: "
         rf".* After \d+ s without another node \(timeouts\.placement_s={PLACEMENT_S:g}\)",
         report["error"],
     )

@@ -53,7 +53,8 @@ def check_tensor(name: str, column: Any) -> None:
             hint = "pass lists and arrays as non-tensors"
         raise BatchError(f"tensor column {name!r} is of type {type(column).__name__}: {hint}.")
     if column.is_nested or column.layout != torch.strided or not column.dim():
-        kind = "without rows" if not column.dim() else f"of layout {column.layout}"
+        layout = "nested" if column.is_nested else f"of layout {column.layout}"
+        kind = layout if column.dim() else "without rows"
         raise BatchError(
             f"tensor column {name!r} is {kind}: columns are dense tensors with one entry per row."
         )
@@ -130,7 +131,8 @@ def _cut_list(name: str, value: Any, num_chunks: int) -> list[Any]:
     if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % num_chunks:
         shown = f"of {len(value)}" if hasattr(value, "__len__") else repr(value)
         raise BatchError(
-            f"{name} ({type(value).__name__} {shown}) does not divide into {num_chunks} chunks."
+            f"{name} ({type(value).__name__} {shown}) is not a list, tuple or array whose length "
+            f"is a multiple of {num_chunks}."
         )
     size = len(value) // num_chunks
     return [value[start : start + size] for start in range(0, size * num_chunks, size or 1)]

@@ -220,10 +220,11 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         return {_TAG: "dict", "value": plain} if _TAG in plain else plain
 
     reason = f" in {depth} others" if is_deep else ""
+    reason = f" with more than {_MAX_INT_BITS} bits" if kind is int else reason
     reason = " with keys that are not strings" if kind is dict and not has_names else reason
     raise BatchError(
-        f"{where}: JSON cannot store a {kind.__name__}{reason}. Convert the value, or remove it "
-        "with pop()."
+        f"{where}: a batch file cannot store a value of type {kind.__name__}{reason}. Convert the "
+        "value, or remove it with pop()."
     )
 
 

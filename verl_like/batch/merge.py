@@ -208,7 +208,10 @@ def check_same_keys(parts: Sequence[Sequence[str]], kind: str) -> None:
         missing = [key for key in parts[0] if key not in keys]
         extra = [key for key in keys if key not in parts[0]]
         if missing or extra:
+            differences = [
+                f"{n} {keys}" for n, keys in (("lacks", missing), ("adds", extra)) if keys
+            ]
             raise BatchError(
-                f"concat: part {place} lacks the {kind}s {missing} of part 0, and has {extra} in "
-                "addition."
+                f"concat: part {place} {' and '.join(differences)}, but all parts need the {kind}s "
+                "of part 0."
             )

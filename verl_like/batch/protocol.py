@@ -213,7 +213,7 @@ class DataProto:
         if num_batch_dims != 1:
             raise BatchError(
                 f"a batch has one batch dim, not {num_batch_dims}. Leave out num_batch_dims, and "
-                "flatten the dims with unfold_batch_dim(data)."
+                "flatten the dims with unfold_batch_dim(data, batch_dims)."
             )
         arrays = {
             name: columns.as_array(name, column) for name, column in (non_tensors or {}).items()
@@ -610,8 +610,8 @@ class DataProto:
             counts = counts.astype(np.int64)  # an empty list has numpy's default, float
         if counts.shape != (len(self),) or counts.dtype.kind not in "iu" or (counts < 0).any():
             raise BatchError(
-                f"sample_level_repeat needs one count of at least 0 for each of the {len(self)} "
-                f"rows, not {counts.dtype} values of shape {counts.shape}."
+                f"sample_level_repeat needs {len(self)} integers of 0 or more, one per row. These "
+                f"counts have shape {counts.shape} and dtype {counts.dtype}."
             )
         return self.select_idxs(np.arange(len(self)).repeat(counts))
 

@@ -52,8 +52,9 @@ class RaggedTensor:
             )
         if lengths.shape != starts.shape or ((starts < 0) | (starts + lengths > width)).any():
             raise BatchError(
-                f"rows of a ragged column exceed its width of {width}: they begin at "
-                f"{starts.tolist()} and have lengths {lengths.tolist()}."
+                "each row of a ragged column needs a start of 0 or more and an end within the "
+                f"width of {width}: the starts are {starts.tolist()}, the lengths "
+                f"{lengths.tolist()}."
             )
         self._set(values, lengths, width, starts, fill)
 

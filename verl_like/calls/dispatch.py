@@ -435,7 +435,7 @@ def register(
     mode_of(mode, "@register")
     if concurrent and mode not in (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         raise DispatchError(
-            "@register(concurrent=True) cannot split a batch. Use ONE_TO_ALL, ALL_TO_ALL or "
+            "@register(concurrent=True) works only with Dispatch.ONE_TO_ALL, ALL_TO_ALL and "
             "RANK_ZERO."
         )
 

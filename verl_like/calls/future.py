@@ -99,7 +99,7 @@ class WorkerFuture:
         batch = CallResult.of(self.get(timeout)).batch
         if batch is None:
             raise DispatchError(
-                f"{self.name} returned only metrics, but its future was passed on as a batch."
+                f"{self.name} returned no batch, but its future was passed on as a batch."
             )
         return batch
 

@@ -325,7 +325,7 @@ def check_group_arguments(group: WorkerGroup, kind: type, pool: object, cls: obj
     if not isinstance(cls, ClassWithInitArgs):
         worker = getattr(cls, "__name__", "MyWorker")
         raise PlacementError(
-            f"{name} needs a ClassWithInitArgs, not {worker}: ClassWithInitArgs({worker}, ...)."
+            f"ray_cls_with_init must be a ClassWithInitArgs: ClassWithInitArgs({worker}, ...)."
         )
 
 

@@ -128,7 +128,7 @@ class Placement:
         try:
             chosen = _choose_nodes(pool, sizes, pool_nodes_first, plan.needs)
         except InsufficientResourcesError as error:
-            raise InsufficientResourcesError(f"node {', '.join(lost)} is gone: {error}") from None
+            raise InsufficientResourcesError(f"lost node(s) {', '.join(lost)}: {error}") from None
         return Placement({**self.pools, pool: replace(plan, nodes=chosen)})
 
     @property
@@ -271,8 +271,9 @@ def _choose_nodes(
             needs += [f"{amount:g} {name}" for name, amount in need.resources.items()]
             way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
             raise InsufficientResourcesError(
-                f"pool '{pool}' needs {len(per_node)} node(s), and none has room for {count} of "
-                f"its processes, with {' and '.join(needs)} each: "
+                f"pool '{pool}' needs {len(per_node)} node(s), and no "
+                f"{'other ' if chosen else ''}node has room for {count} of its processes, with "
+                f"{' and '.join(needs)} each: "
                 f"{_describe_rooms(rooms, chosen)}. To fix it, {way_out}."
             )
         fitting[0].take(count, need)

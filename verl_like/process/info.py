@@ -127,8 +127,8 @@ def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
     taken = sorted(set(values) & set(PROTECTED))
     if taken:
         raise ConfigError(
-            f"worker_env sets {', '.join(taken)}, which the launcher sets for every rank. Leave "
-            f"out {', '.join(PROTECTED)}."
+            f"the launcher sets {', '.join(taken)} for every rank. Leave {', '.join(PROTECTED)} "
+            "out of worker_env and runtime_env."
         )
     return values
 

@@ -120,9 +120,9 @@ def reject_nested_run() -> None:
     """Raise if code in a sandbox starts a run: that run would start the code again, forever."""
     if MARK in os.environ:
         raise ConfigError(
-            "the file of the reward function starts a run when it is imported, and that run would "
-            "import the file again. Put the code that starts the run under "
-            "`if __name__ == '__main__':`, or move the function into a separate file."
+            "code in a sandbox tries to start a run, which would execute that code again. Put the "
+            "lines that start a run under `if __name__ == '__main__':`, or move the reward "
+            "function or environment into a separate file."
         )
 
 

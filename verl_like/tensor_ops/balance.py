@@ -25,8 +25,8 @@ def get_seqlen_balanced_partitions(
     num_rows = len(seqlen_list)
     if not 1 <= k_partitions <= num_rows:
         raise BatchError(
-            f"cannot split {num_rows} rows into {k_partitions} non-empty partitions. Use 1 to "
-            f"{num_rows} partitions."
+            f"cannot split {num_rows} rows into {k_partitions} non-empty partitions. Use at least "
+            "1 partition, and at most 1 per row."
         )
     if equal_size and num_rows % k_partitions:
         raise BatchError(

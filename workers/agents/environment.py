@@ -535,7 +535,7 @@ class Episode:
         self._speaking |= {player for player in replies if "end" not in replies[player]}
         if self._waiting and not self._speaking:
             raise ValueError(
-                f"{method} returned no Observation, so nobody speaks next, but the players "
+                f"{method} gives no player the next turn, but the players "
                 f"{sorted(self._waiting)} still wait for a reply"
             )
         for player in self._silent & {*replies}:
@@ -594,7 +594,8 @@ def _finite(reward: Any) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"the reward is {reward!r:.80}, not a finite number, as in TrajectoryEnd(reward=1.0)"
+            f"the reward is {reward!r:.80}, not a finite number. Return a number, as in "
+            "TrajectoryEnd(reward=1.0)"
         )
     return number
 

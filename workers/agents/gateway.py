@@ -250,6 +250,11 @@ class AgentSession:
 
         It is a reward, or a dict of rewards by player or by id of a completion.
         """
+        if not isinstance(result, Mapping) and "" not in self._conversations:
+            raise TypeError(
+                f"the agent returned {result!r:.80}; an agent with players returns a dict of "
+                f"rewards by player: {', '.join(self._conversations)}"
+            )
         rest = dict(result) if isinstance(result, Mapping) else {"": result}
         ends = {}
         for player, conversation in self._conversations.items():
@@ -423,9 +428,9 @@ def _number(reward: Any) -> float:
     if isinstance(reward, bool | int | float | np.number) and math.isfinite(reward):
         return float(reward)
     raise TypeError(
-        f"the agent returned {type(reward).__name__} {reward!r:.80}, which is not a reward: "
-        "return a number (0.0 where a reward function scores it), or numbers by the ids of "
-        "completions"
+        f"the agent gave the reward {reward!r:.80}, which is not a finite number. Return a number, "
+        "or a dict of numbers by player or by id of a completion; return 0.0 if a reward function "
+        "scores the trajectory"
     )
 
 

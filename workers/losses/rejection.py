@@ -90,8 +90,9 @@ def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, .
     texts = _parts(thresholds or "")
     if not chosen or len(texts) not in (1, len(chosen)):
         raise ConfigError(
-            f"{SECTION}.rollout_rs={names} needs one threshold for all criteria, or one for each "
-            f"of the {len(chosen)}; {SECTION}.rollout_rs_threshold={thresholds} has {len(texts)}."
+            f"{SECTION}.rollout_rs={names} has {len(chosen)} criteria, but "
+            f"{SECTION}.rollout_rs_threshold={thresholds} has {len(texts)} thresholds. Name at "
+            "least one criterion, and set one threshold, or one per criterion."
         )
     texts = texts if len(texts) == len(chosen) else texts * len(chosen)
     criteria = []
@@ -177,8 +178,8 @@ def _numbers(key: str, text: str) -> Bounds:
         numbers = []
     if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
         raise ConfigError(
-            f"{key}={text}: set one number, or lower_upper such as 0.5_2.0 (both with a decimal "
-            "point)."
+            f"{key}={text} is neither a number, such as 2.0, nor a range, such as 0.5_2.0. Write "
+            "both bounds of a range with a decimal point."
         )
     return Bounds(numbers[-1], numbers[0] if len(numbers) == 2 else None)
 
@@ -186,8 +187,9 @@ def _numbers(key: str, text: str) -> Bounds:
 def _require_order(key: str, text: str, lower: float, upper: float) -> None:
     if not 0 < lower < 1 < upper:
         raise ConfigError(
-            f"{key}={text}: the range from {lower:g} to {upper:g} must be positive and contain 1 "
-            "(the ratio of equal policies), for example 0.5_2.0."
+            f"{key}={text}: the lower bound is {lower:g} and must be above 0 and below 1; the "
+            f"upper bound is {upper:g} and must be above 1 (the ratio of equal policies). Set a "
+            "range such as 0.5_2.0."
         )
 
 

@@ -64,7 +64,7 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
             inject_adapter_in_model(lora, container)
         except ValueError as error:
             targets = config.target_modules
-            hint = nearest(targets if isinstance(targets, str) else targets[0], linear)
+            hint = nearest(targets if isinstance(targets, str) else "".join(targets[:1]), linear)
             raise ConfigError(
                 f"{config.SECTION}.target_modules={config.target_modules}: no adapter fits: "
                 f"{error}{hint} The model's linear layers: {', '.join(linear)}; all-linear "
@@ -75,8 +75,8 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
     other = [name for name in adapted if not _is_linear(adapted[name].get_base_layer())]
     if other:
         raise ConfigError(
-            f"{config.SECTION}.target_modules: {', '.join(other[:5])} is not a linear layer. List "
-            f"only linear layers, such as {', '.join(linear[:3])}."
+            f"{config.SECTION}.target_modules selects {', '.join(other[:5])}, but only linear "
+            f"layers can have adapters. Select only linear layers, such as {', '.join(linear[:3])}."
         )
 
     if config.target_modules == "all-linear":

@@ -65,8 +65,8 @@ class Routers:
             routers = [getattr(block, name) for name in ROUTERS if hasattr(block, name)]
             if len(routers) != 1 or not all(hasattr(routers[0], n) for n in ("weight", "top_k")):
                 raise ConfigError(
-                    f"{KEY}: {type(block).__name__} has no router that is separate "
-                    "from its experts, so its choices cannot be replayed. Remove this setting."
+                    f"{KEY}: {type(block).__name__} does not have exactly one router with `weight` "
+                    "and `top_k`, so its choices cannot be replayed. Remove this setting."
                 )
             self.experts.append(experts)
             self.routers.append(routers[0])

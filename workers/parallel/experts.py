@@ -78,9 +78,9 @@ def cut_of_experts(weight: Tensor, size: int) -> Shard:
         if weight.shape[dim] % size == 0:
             return Shard(dim)
     raise ConfigError(
-        f"{size} ranks cannot split the experts' weights of {list(weight.shape)} evenly: no dim "
-        f"inside an expert is a multiple of {size}, and FSDP splits unevenly only along the first "
-        "dim. Raise parallel.ep, or set a smaller fsdp_config.fsdp_size."
+        f"FSDP cannot split a weight of experts of shape {list(weight.shape)} over {size} ranks: "
+        f"no dim after the first is a multiple of {size}. Raise parallel.ep, or set a smaller "
+        "parallel.shard or fsdp_config.fsdp_size."
     )
 
 

@@ -56,7 +56,7 @@ def resolve_sharding(
     unsharded = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
     axes: dict[str, Any] = {} if parallel is None else dict(vars(parallel))
-    cut = {"tp": "splits every matrix", "pp": "gives every rank only some layers"}
+    cut = {"tp": "splits linear layers", "pp": "gives every rank only some layers"}
     for axis, why in cut.items():
         if quantization and axes.get(axis, 1) > 1:
             raise ConfigError(
@@ -74,8 +74,8 @@ def resolve_sharding(
         size, name = shard, f"{axes_key(section)}.shard"
     if quantization and size not in (-1, 1):
         raise ConfigError(
-            f"quantization={quantization} keeps the whole model, a quarter of its float32 size, "
-            f"on every rank, but {name}={size}. Set it to 1, or leave out the quantization."
+            f"quantization={quantization} keeps the whole model on every rank, but {name}={size}. "
+            f"Set {name} to 1, or leave out the quantization."
         )
     if unsharded and size not in (-1, 1):
         raise ConfigError(
@@ -151,8 +151,8 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
     if strategy in ("single", "ddp"):
         raise ConfigError(
             f"{key} distributes the experts over ranks, but strategy={strategy} (which int8 "
-            "weights imply) keeps the whole model on every rank. Set strategy=fsdp, or leave "
-            "parallel.ep at 1."
+            "weights imply) keeps the whole model on every rank. Set strategy=fsdp without "
+            "quantization, or leave parallel.ep at 1."
         )
     size = dims.shard * dims.sp
     if size % dims.ep:

@@ -92,7 +92,8 @@ class RewardProcess:
                 raise ConfigError(
                     f"the reward function {self._function} did not load within "
                     f"{self._start_deadline:g} s, the timeout of a batch. Move slow work out of "
-                    "the import of its file, or raise the timeout."
+                    "the import of its file, or raise reward.timeout_s (`timeout_s` in "
+                    "reward.list, --batch-timeout-s of `verl-like serve-reward`)."
                 ) from err
             except (TypeError, ValueError) as err:
                 raise ProcessEndedError(

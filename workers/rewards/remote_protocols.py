@@ -133,6 +133,9 @@ def _plain(value: Any) -> Any:
 
 def _check_count(outcomes: Any, count: int) -> list[Any]:
     if not isinstance(outcomes, list) or len(outcomes) != count:
-        size = len(outcomes) if isinstance(outcomes, list) else type(outcomes).__name__
-        raise ValueError(f"{count} samples were sent, but {size} outcomes were returned")
+        size = f" of {len(outcomes)}" if isinstance(outcomes, list) else ""
+        raise ValueError(
+            f"expected a list of {count} outcomes, one per sample, got a "
+            f"{type(outcomes).__name__}{size}"
+        )
     return outcomes

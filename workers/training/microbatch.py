@@ -47,7 +47,7 @@ PassOutputs = dict[str, list[Column]]
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
-    """The maximum size of a micro-batch on one rank: `rows`, or `tokens`, prompts included.
+    """The maximum size of a micro-batch on one rank: either `rows` or `tokens`, with prompts.
 
         MicroBatchBudget(tokens=16384)
 
@@ -60,6 +60,13 @@ class MicroBatchBudget:
 
     rows: int | None = None
     tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rows is None) == (self.tokens is None):
+            raise ValueError(
+                f"a MicroBatchBudget needs either rows or tokens, not rows={self.rows} and "
+                f"tokens={self.tokens}."
+            )
 
     @classmethod
     def of(cls, data: RowDataConfig) -> MicroBatchBudget:

@@ -95,7 +95,7 @@ def test_fp8_in_rollout_or_trainer_is_corrected(settings: tuple[str, ...], reaso
         ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "an int8 reference cannot be updated"),
         (
             (REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"),
-            r"fsdp_size=2\. Set it to 1, or leave out the quant",
+            r"fsdp_size=2\. Set \S+ to 1, or leave out the quant",
         ),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.param_offload=true"), "param_offload=true"),
         ((REF, KL, "actor_rollout_ref.model.lora_rank=4"), "the actor's module"),

@@ -150,10 +150,12 @@ def test_unfold_column_chunks_splits_the_lists_of_an_object_column():
     assert cut.batch["x"].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("bad", "words"), [(["b1"], "list of 1"), (7, "int 7")])
+@pytest.mark.parametrize(
+    ("bad", "words"), [(["b1"], "list of 1"), (7, "int 7"), ("ab", "str of 2")]
+)
 def test_a_list_that_does_not_divide_is_rejected_with_its_row(bad, words):
     data = DataProto.from_dict(non_tensors={"labels": [["a1", "a2"], bad]})
     with pytest.raises(
-        BatchError, match=rf"row 1 of column 'labels' \({words}\) does not divide into 2 chunks"
+        BatchError, match=rf"row 1 of column 'labels' \({words}\) is not .* a multiple of 2"
     ):
         data.unfold_column_chunks(2, ["labels"])

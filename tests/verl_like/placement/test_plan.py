@@ -178,7 +178,7 @@ def test_a_pool_moves_only_to_a_free_node_it_does_not_use() -> None:
     with pytest.raises(InsufficientResourcesError) as error:
         before.moved("generators", [node("a", 2), wide])
     message = str(error.value)
-    assert "node b (b) is gone: pool 'generators' needs 2 node(s)" in message
+    assert "lost node(s) b (b): pool 'generators' needs 2 node(s)" in message
     assert "a: 0 of 2 CPU slots" in message
     assert "c: 2 of 3 CPU slots and 2 of 3 CPUs free (holds another part of this pool)" in message
 

@@ -105,6 +105,11 @@ def test_rewards_of_completions_are_at_their_turns(play: Play) -> None:
         assert place + 1 == len(trajectory.turns) or not is_sampled[place + 1]
 
 
+def test_an_agent_with_players_returns_a_dict_of_rewards() -> None:
+    with pytest.raises(TypeError, match="returned 1.0; .* a dict of rewards by player: a, b"):
+        AgentSession(players=("a", "b")).end(1.0)
+
+
 def test_an_agent_names_its_players_as_models(
     tokenizer: Any, model: Any, host: EnvironmentHost
 ) -> None:
@@ -223,8 +228,8 @@ def test_a_turn_ends_at_the_stop_strings_of_its_request(play: Play, tokenizer: A
     [
         ("raises", {}, "RuntimeError: out of order"),
         ("exits", {}, "it called sys.exit(3)"),
-        ("returns", {}, "the agent returned NoneType None, which is not a reward: return a number"),
-        ("returns", {"value": "nan"}, "the agent returned float nan, which is not a reward"),
+        ("returns", {}, "the agent gave the reward None, which is not a finite number. Return"),
+        ("returns", {"value": "nan"}, "the agent gave the reward nan, which is not"),
         ("returns", {"value": {"chatcmpl-1": 1.0}}, "neither the id of a completion"),
         ("is_silent", {}, "without a request to the policy"),
         ("by_ids", {"added": 10**6}, "a token id is"),

@@ -112,7 +112,7 @@ def test_a_failed_environment_is_retried_for_all_players(play: Play) -> None:
 
 def test_invalid_replies_to_players_are_failures(play: Play) -> None:
     words = [
-        "returned no Observation, so nobody speaks next",
+        "gives no player the next turn",
         "expected a dict with keys from",
         "rewards 'black'",
         "expected a dict with keys from",

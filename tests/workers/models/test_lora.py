@@ -178,7 +178,9 @@ def test_target_modules_that_are_no_linear_layers_are_rejected(one_layer_dir: Pa
         ConfigError, match=r"target_modules=\['q_prj'\].*Did you mean 'q_proj'.*all-linear"
     ):
         lora_actor(one_layer_dir, target_modules=["q_prj"])
-    with pytest.raises(ConfigError, match="model.embed_tokens is not a linear layer"):
+    with pytest.raises(ConfigError, match=r"target_modules=\[\]: no adapter fits: "):
+        lora_actor(one_layer_dir, target_modules=[])
+    with pytest.raises(ConfigError, match="model.embed_tokens, but only linear layers"):
         lora_actor(one_layer_dir, target_modules=["embed_tokens"])
 
 

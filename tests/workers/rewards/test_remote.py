@@ -188,7 +188,12 @@ def test_a_request_with_a_temporary_error_is_retried(ask: Any, serve: Any, statu
         (500, {"a": 1}, 'the request to URL failed 3 times: status 500: {"a": 1}', 3),
         (401, {}, "status 401", 1),
         (302, {}, "status 302", 1),
-        (200, {"outcomes": []}, "1 samples were sent, but 0 outcomes were returned", 1),
+        (
+            200,
+            {"outcomes": []},
+            "expected a list of 1 outcomes, one per sample, got a list of 0",
+            1,
+        ),
         (200, {"scores": [1]}, "an invalid reply: 'outcomes'", 1),
         (200, b"<html>", "an invalid reply", 1),
         (200, {"outcomes": [{"score": "high"}]}, "returned {'score': 'high'}", 1),

@@ -123,6 +123,12 @@ def test_a_micro_batch_of_no_samples_is_rejected() -> None:
         cut([4], MicroBatchBudget(rows=0))
 
 
+@pytest.mark.parametrize("sizes", [{}, {"rows": 2, "tokens": 8}])
+def test_a_budget_counts_either_rows_or_tokens(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="needs either rows or tokens"):
+        MicroBatchBudget(**sizes)
+
+
 def test_several_ranks_reject_a_batch_that_was_not_split_for_them() -> None:
     with pytest.raises(BatchError, match="worker group"):
         Rows.take(make_batch(4), NAMES, num_ranks=2)

@@ -182,9 +182,9 @@ class RayWorkerGroup(_RunningWorkers):
             actors = [ray.get_actor(name) for name in worker_names]
         except ValueError as error:
             raise PlacementError(
-                "no worker of that name runs in Ray's namespace "
-                f"'{ray.get_runtime_context().namespace}': {error}. This driver and the driver "
-                "that started the worker need the same namespace: ray.init(namespace=...)."
+                "a worker in worker_names does not run in Ray's namespace "
+                f"'{ray.get_runtime_context().namespace}'. This driver and the driver that started "
+                f"the workers need the same namespace: ray.init(namespace=...). Ray says: {error}"
             ) from None
         processes: list[ProcessInfo] = ray.get([actor.process_info.remote() for actor in actors])
         started_roles = processes[0].name.split("+")
@@ -212,9 +212,9 @@ def _actor_options(
         for name, value in checked_worker_env(role_env.pop("env_vars", None)).items():
             if variables.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{role} sets {name}={value} in its environment, but another role sets "
-                    f"{variables[name]}; roles that share a process share its environment. Set "
-                    "the same value for both."
+                    f"{role} sets {name}={value} in its environment, but worker_env or another "
+                    f"role sets {variables[name]}; roles that share a process share its "
+                    "environment. Set the same value for both."
                 )
         runtime_env.update(role_env)
         options.update(role_options)

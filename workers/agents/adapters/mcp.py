@@ -42,7 +42,7 @@ class MCP(EnvironmentAdapter):
             listed = Server(cls.id).tools()
         except (OSError, ValueError, LookupError, RuntimeError) as error:
             raise ConfigError(
-                f"environment=mcp:{cls.id}: no MCP server answers on its standard output: {error}"
+                f"environment=mcp:{cls.id}: the MCP server did not list its tools: {error}"
             ) from error
         cls.tools = tuple(
             Tool(

@@ -36,7 +36,7 @@ def test_detached_workers_are_found_again_by_their_names() -> None:
 def test_invalid_detached_groups_are_rejected() -> None:
     with pytest.raises(PlacementError, match="detached workers need a pool that outlives"):
         RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Hybrid), detached=True)
-    with pytest.raises(PlacementError, match="no worker of that name runs in Ray's namespace"):
+    with pytest.raises(PlacementError, match="worker_names does not run in Ray's namespace"):
         RayWorkerGroup.from_detached(["nobody"], RayClassWithInitArgs(Hybrid))
 
 
@@ -51,8 +51,10 @@ def test_a_device_that_the_pool_lacks_is_rejected() -> None:
 def test_roles_of_one_process_must_agree_on_its_environment() -> None:
     recipe = RayClassWithInitArgs(Hybrid)
     recipe.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
-    with pytest.raises(ConfigError, match="worker sets MINE=8 .* another role sets 7;"):
+    with pytest.raises(
+        ConfigError, match="worker sets MINE=8 .*worker_env or another role sets 7;"
+    ):
         RayWorkerGroup(RayResourcePool([1]), recipe, worker_env={"MINE": "7"})
     recipe.update_options({"runtime_env": {"env_vars": {"RANK": "1"}}})
-    with pytest.raises(ConfigError, match="sets RANK, which the launcher sets"):
+    with pytest.raises(ConfigError, match="the launcher sets RANK for every rank"):
         RayWorkerGroup(RayResourcePool([1]), recipe)
