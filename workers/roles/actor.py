@@ -176,7 +176,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             raise BatchError(
                 "update_actor: meta_info['on_policy'] is set, but "
                 f"ppo_epochs={self.config.ppo_epochs} and mini-batches of {mini_batch_size} "
-                f"samples make more than one optimizer step of {num_rows} samples, so the policy "
+                f"samples make more than one optimizer step for {num_rows} samples, so the policy "
                 "changes after the first step. Do not set meta_info['on_policy']; provide "
                 "old_log_probs (actor.compute_log_prob)."
             )

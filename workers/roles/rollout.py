@@ -231,9 +231,9 @@ class RolloutWorker(WeightReceiver, Worker):
         stop = (*stop, *self.model_eos)
         if not stop:
             raise RolloutError(
-                "rollout: meta_info has no eos_token_id and the model's "
-                "generation_config.json has none either, so every response would have the maximum "
-                "length. Check that the tokenizer has an end token."
+                "rollout: neither meta_info nor the model's generation_config.json has an "
+                "eos_token_id, which ends responses. Set meta_info['eos_token_id'], or use a "
+                "tokenizer that has an eos token."
             )
 
         names = ("temperature", "top_k", "top_p", "do_sample")
@@ -261,7 +261,8 @@ class RolloutWorker(WeightReceiver, Worker):
         actor: Any = self.sibling("actor")
         if actor is None:
             raise WeightSyncError(
-                "rollout.update_weights: no actor in this process; call sync_weights on the driver."
+                "rollout.update_weights: no actor is in this process. Call sync_weights in the "
+                "driver."
             )
         self.engine.wake_up()
         if not self.engine.owns_weights:

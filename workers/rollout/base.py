@@ -238,9 +238,9 @@ class RolloutEngine(ABC):
             num_lost = self.num_running
             self.abort()
             raise RolloutError(
-                f"rollout: new weights arrived during a generation of {num_lost} samples and "
-                "were rejected, so the engine has no weights. Call sync_weights(actor_group, "
-                "rollout_group, version), then generate these samples again."
+                f"rollout: a weight sync failed during a generation of {num_lost} samples, so the "
+                "engine has no verified weights. Call sync_weights(actor_group, rollout_group, "
+                "version), then generate these samples again."
             )
         try:
             finished = self._advance(TakeBudget(max_tokens, seconds, until_one))
@@ -449,9 +449,9 @@ def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -
     longest = sample.longest(sampling.max_tokens)
     if len(sample.tokens) >= longest or sample.finish_reason != UNFINISHED:
         raise RolloutError(
-            f"rollout: {sample.name} already has {len(sample.tokens)} tokens of at most "
-            f"{longest}: nothing is left to generate. Only responses of finish reason 'abort' are "
-            "unfinished."
+            f"rollout: {sample.name} cannot continue: it has {len(sample.tokens)} of at most "
+            f"{longest} tokens, and the finish reason {sample.finish_reason!r}. Only a response "
+            f"with finish reason {UNFINISHED!r} and fewer tokens can continue."
         )
     _check_ids("partial response", sample.tokens.tolist(), sample.name, vocab_size)
 
@@ -461,6 +461,6 @@ def _check_ids(part: str, ids: Sequence[int], name: str, vocab_size: int) -> Non
     if low < 0 or high >= vocab_size:
         raise RolloutError(
             f"rollout: the {part} of {name} has token id {low if low < 0 else high}, outside the "
-            f"vocabulary of {vocab_size}; the tokenizer does not match "
+            f"vocabulary of {vocab_size} tokens. Check that the tokenizer matches "
             "actor_rollout_ref.model.path."
         )

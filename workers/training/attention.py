@@ -408,8 +408,8 @@ def _local_mask(
     window = getattr(config, "sliding_window", None)
     if chunk == window:
         raise TypeError(
-            f"its attention chunk and its sliding window both have {chunk} tokens, so a layer's "
-            "mask does not show which of them it uses"
+            f"attention_chunk_size and sliding_window are both {chunk} in its configuration, so a "
+            "layer's mask does not show whether it uses a chunk or a window"
         )
     return LocalMask(chunk=chunk) if local_size == chunk else LocalMask(window=local_size)
 

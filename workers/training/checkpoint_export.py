@@ -95,8 +95,8 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
         averages = [name for name in saved if name.startswith("average.")]
         if not averages:
             raise CheckpointError(
-                f"{checkpoint} holds no moving average: it was trained without actor.ema_decay. "
-                "Leave out --average."
+                f"{checkpoint} holds no moving average: it was trained without "
+                "actor_rollout_ref.actor.ema_decay. Leave out --average."
             )
         weights |= {name: weights.pop(name.replace("average", "model", 1)) for name in averages}
     read_shards(weights, checkpoint / "shards")

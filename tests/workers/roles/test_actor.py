@@ -77,7 +77,7 @@ def test_an_on_policy_update_of_several_optimizer_steps_is_rejected(
     tiny_dir: Path, batch: DataProto, more: dict[str, int]
 ) -> None:
     batch.meta_info["on_policy"] = True
-    with pytest.raises(BatchError, match=r"on_policy.*more than one optimizer step of 8 samples"):
+    with pytest.raises(BatchError, match=r"on_policy.*more than one optimizer step for 8 samples"):
         actor_of(tiny_dir, **more).update_actor(batch)
 
 

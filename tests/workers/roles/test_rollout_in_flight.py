@@ -79,7 +79,5 @@ def test_weights_arrive_between_two_takes_or_all_ranks_raise_an_error(
     client.take(max_tokens=2)
     with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
         deliver_weights(actor, group, 1)
-    with pytest.raises(
-        RolloutError, match="new weights arrived during a generation .* were rejected"
-    ):
+    with pytest.raises(RolloutError, match="a weight sync failed during a generation of 1 samples"):
         client.take()

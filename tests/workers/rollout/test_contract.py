@@ -227,7 +227,7 @@ def test_an_aborted_generation_resumes_where_it_stopped(
     for i, sample in zip(unfinished, resumed, strict=True):
         assert_same(sample, samples[i], engine)
     finished = next(sample for sample in samples if sample.finish_reason == "stop")
-    with pytest.raises(RolloutError, match="nothing is left to generate"):
+    with pytest.raises(RolloutError, match="cannot continue: .* the finish reason 'stop'"):
         engine.generate([finished], settings())
 
 

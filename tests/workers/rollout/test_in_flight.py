@@ -154,7 +154,9 @@ def test_rejected_new_weights_end_the_generation(
         with pytest.raises(WeightSyncError, match="1 missing: model.norm.weight"):
             engine.load_weights(some.items())
 
-    with pytest.raises(RolloutError, match=r"during a generation of \d samples and were rejected"):
+    with pytest.raises(
+        RolloutError, match=r"a weight sync failed during a generation of \d samples"
+    ):
         generate_and(engine, requests_of(PROMPTS), LONG, 4, take_some)
     with pytest.raises(RolloutError, match="has no verified weights"):
         engine.generate(requests_of(PROMPTS), LONG)
@@ -168,14 +170,14 @@ def test_new_weights_without_a_vote_end_the_generation(engine: RolloutEngine, ot
     def take_without_a_vote() -> None:
         engine.load_weights((name, w.detach()) for name, w in other.named_parameters())
 
-    with pytest.raises(RolloutError, match="rejected, so the engine has no weights"):
+    with pytest.raises(RolloutError, match="so the engine has no verified weights"):
         generate_and(engine, requests_of(PROMPTS), LONG, 4, take_without_a_vote)
 
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([9] * RESPONSE, f"already has {RESPONSE} tokens of at most {RESPONSE}"),
+        ([9] * RESPONSE, f"cannot continue: it has {RESPONSE} of at most {RESPONSE} tokens"),
         ([9, VOCAB], f"the partial response of row 0 has token id {VOCAB}"),
     ],
 )

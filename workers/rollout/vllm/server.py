@@ -47,6 +47,7 @@ LOOK_S = 10.0
 ABORTED_S = 0.1
 """Seconds until an abort is repeated, because the request may have reached the server later."""
 BUCKET_BYTES = 16 * 2**20
+CHECK_LOG = "Check the server's log, and restart the server."
 
 
 def serve_command(settings: VllmSettings, limits: EngineLimits) -> str:
@@ -130,13 +131,12 @@ class VllmServer:
                         reason = choice["finish_reason"]
                         self._arrived.put((number, choice["token_ids"]))
             if reason is None:
-                raise self._error("closed the connection in the middle of a response")
+                raise self._error("closed the connection in the middle of a response", CHECK_LOG)
         except RolloutError as error:
             self._arrived.put((number, error))
         except (OSError, HTTPException, ValueError, KeyError) as error:
-            self._arrived.put(
-                (number, self._error(f"lost the connection in a response ({error!r})"))
-            )
+            problem = f"lost the connection in a response ({error!r})"
+            self._arrived.put((number, self._error(problem, CHECK_LOG)))
 
     def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
         """Yield the tokens and errors that have arrived; if none have, wait at most `LOOK_S`."""

@@ -407,9 +407,9 @@ class ExpertChoices:
         for number, layer in enumerate(layers):
             if layer._quant_method.is_monolithic or not isinstance(layer.router, BaseRouter):
                 raise ConfigError(
-                    f"rollout: vLLM chooses experts within {type(layer._quant_method).__name__}, "
-                    "where they cannot be recorded. Leave out "
-                    "actor_rollout_ref.actor.router_replay, or set "
+                    "rollout: vLLM's choices of experts cannot be recorded with "
+                    f"{type(layer._quant_method).__name__} and {type(layer.router).__name__}. "
+                    "Leave out actor_rollout_ref.actor.router_replay, or set "
                     "actor_rollout_ref.rollout.name=native."
                 )
             layer.router.set_capture_fn(partial(self._note, number))

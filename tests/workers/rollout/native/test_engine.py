@@ -228,7 +228,7 @@ def test_impossible_batches_are_rejected(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "model_eos", ())  # the model's folder has none
-    with pytest.raises(RolloutError, match="no eos_token_id"):
+    with pytest.raises(RolloutError, match="has an eos_token_id, which ends responses"):
         worker.generate_sequences(prompt_batch(4, meta={"pad_token_id": 0}))
     with pytest.raises(RolloutError, match="no pad_token_id"):
         worker.generate_sequences(prompt_batch(4, meta={"eos_token_id": 2}))
