@@ -146,7 +146,7 @@ def test_every_key_of_a_correction_preset_is_read(preset: str) -> None:
             ("correction=bypass_pg_is", f"{SECTION}.rollout_is_batch_normalize=true"),
             "computed per micro-batch",
         ),
-        ((f"{SECTION}.rollout_rs=token_k1",), "needs one threshold"),
+        ((f"{SECTION}.rollout_rs=token_k1",), "rollout_rs_threshold=None has 0 thresholds"),
     ],
 )
 def test_contradictory_settings_are_rejected(settings: tuple[str, ...], words: str) -> None:

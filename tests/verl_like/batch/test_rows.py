@@ -90,7 +90,7 @@ def test_sample_level_repeat_repeats_each_row_by_its_count(counts):
 
 @pytest.mark.parametrize("counts", [[1, 2], [1, -1, 1], [0.5, 1, 1], 2])
 def test_sample_level_repeat_needs_a_count_per_row(counts):
-    with pytest.raises(BatchError, match="each of the 3 rows"):
+    with pytest.raises(BatchError, match="needs 3 integers of 0 or more"):
         make(3).sample_level_repeat(counts)
 
 

@@ -295,7 +295,7 @@ def test_bad_names_and_environments_are_rejected_before_the_start(backend) -> No
         pass
     env = {"worker_env": {"RANK": "3", "MINE": "1"}}
     with (
-        pytest.raises(ConfigError, match="worker_env sets RANK"),
+        pytest.raises(ConfigError, match="the launcher sets RANK"),
         start(backend[0], {"a": (Adder, ())}, [1], **env),
     ):
         pass
@@ -340,7 +340,9 @@ def test_a_group_needs_a_pool_and_a_class_with_its_arguments() -> None:
         PlacementError, match=r"needs a ResourcePool, not list: ResourcePool\(\[2\]"
     ):
         LocalWorkerGroup([2], ClassWithInitArgs(Adder, 1))
-    with pytest.raises(PlacementError, match=r"not Adder: ClassWithInitArgs\(Adder, \.\.\.\)"):
+    with pytest.raises(
+        PlacementError, match=r"must be a ClassWithInitArgs: ClassWithInitArgs\(Adder, \.\.\.\)"
+    ):
         LocalWorkerGroup(ResourcePool([1]), Adder)
 
 

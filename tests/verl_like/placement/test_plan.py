@@ -54,7 +54,8 @@ def test_every_role_has_a_pool_and_every_entry_of_a_pool_its_own_node(plan: Plac
 
 def test_a_pool_larger_than_any_node_is_rejected_with_the_free_slots() -> None:
     with pytest.raises(
-        PlacementError, match=r"pool 'main' needs 1 node\(s\), and none .* 5 .* a: 4 of 4 CPU slots"
+        PlacementError,
+        match=r"pool 'main' needs 1 node\(s\), and no node .* 5 .* a: 4 of 4 CPU slots",
     ):
         Placement.plan({"main": [5]}, {"actor": "main"}, NODES)
 

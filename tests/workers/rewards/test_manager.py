@@ -177,7 +177,7 @@ def test_errors_name_the_keys_of_one_reward_in_the_list(tokenizer: Any) -> None:
         ("import sys; sys.exit(2)", r"SystemExit: it called sys.exit\(2\)"),
         (
             "from verl_like.process.sandbox import reject_nested_run as run\nrun()",
-            "Put the code that starts the run under `if __name__ == '__main__':`",
+            "Put the lines that start a run under `if __name__ == '__main__':`",
         ),
         ("import os; os._exit(3)", "the reward process ended with exit code 3. The output"),
     ],

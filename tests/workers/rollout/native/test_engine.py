@@ -245,7 +245,7 @@ def test_unknown_engines_and_updates_without_an_actor_are_rejected(
     )
     with pytest.raises(ConfigError, match="Did you mean 'native'"):
         RolloutWorker(config)
-    with pytest.raises(WeightSyncError, match="no actor in this process"):
+    with pytest.raises(WeightSyncError, match="no actor is in this process"):
         worker.update_weights(1)
 
 
