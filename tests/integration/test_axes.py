@@ -65,7 +65,7 @@ def test_a_pipeline_with_fewer_passes_than_stages_is_rejected(
         two_steps(tiny_dir, tmp_path, *two, *by_rows)
     one_row = f"{actor}.ppo_mini_batch_size=1", f"{POLICY}.rollout.n=1"
     with pytest.raises(
-        ConfigError, match="which makes 1 pass; set .*pp=1, or raise .*ppo_mini_batch_size"
+        ConfigError, match="which makes 1 pass; lower .*pp, or raise .*ppo_mini_batch_size"
     ):
         two_steps(tiny_dir, tmp_path, *two, *one_row)
 

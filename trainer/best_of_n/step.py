@@ -111,9 +111,10 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         parts = [self.part(step) for step in range(1, self.global_step + 1)]
         rows = [row for part in parts for row in read_rows(part)]
         if not rows:
+            limited = self.config.selection.min_score is not None
             raise BatchError(
-                f"no sample was selected for {file}. Lower selection.min_score, sample more "
-                "responses (actor_rollout_ref.rollout.n), or check the scores in rollouts/."
+                f"no sample was selected for {file}. Look at the samples and scores in rollouts/, "
+                f"and raise actor_rollout_ref.rollout.n{' or lower min_score' if limited else ''}."
             )
         write_rows(file, rows)
         print(f"{len(rows)} rows: {file}", flush=True)

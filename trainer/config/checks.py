@@ -161,10 +161,10 @@ def check_passes(
     rows = at_once[1] or 1
     if (num_passes := -(-rows_of_rank // rows)) >= pp:
         return
-    ways = f"set {model.axes_key}.pp={num_passes}, or raise {mini_batch[0]}"
+    ways = f"lower {model.axes_key}.pp, or raise {mini_batch[0]}"
     if rows_of_rank >= pp:
         at_most = -(-rows_of_rank // (pp - 1)) - 1
-        ways = f"set {at_once[0]}={at_most} or less, or {model.axes_key}.pp={num_passes}"
+        ways = f"set {at_once[0]}={at_most} or less, or lower {model.axes_key}.pp"
     passes = f"{num_passes} pass{'' if num_passes == 1 else 'es'}"
     cut = f" ({at_once[0]}={rows})" if at_once[1] else ""
     raise ConfigError(
@@ -180,8 +180,8 @@ def check_run(config: RunConfig) -> None:
     for name, target in trainer.stop_at.items():
         if "/" not in name and trainer.cls.startswith("trainer."):
             raise ConfigError(
-                f"trainer.stop_at.{name}={target:g}: there is no such metric. Names have a slash, "
-                "as in metrics.jsonl: critic/score/mean is the reward."
+                f"trainer.stop_at.{name}={target:g}: there is no such metric. Use a name from "
+                "metrics.jsonl, such as critic/score/mean, the mean score in verl-like ppo."
             )
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         raise ConfigError(
@@ -215,9 +215,9 @@ def check_run(config: RunConfig) -> None:
     chance = config.injected_faults.kill_worker  # without worker processes the driver would die
     sizes_of_pools = {name: sum(of_nodes) for name, of_nodes in pools.items()}
     if chance > 0 and all(config.is_inline(name, size) for name, size in sizes_of_pools.items()):
-        words = ", ".join(f"{name}: {size}" for name, size in sizes_of_pools.items())
+        words = ", ".join(f"resource_pool_spec.{name}=[1]" for name in pools)
         raise ConfigError(
             f"faults.kill_worker={chance:g}: no worker of this run has its own process "
-            f"(trainer.backend={trainer.backend}, pools of {words}). Use trainer.backend=ray, or "
-            "a pool of two processes."
+            f"(trainer.backend=local, {words}). Use trainer.backend=ray, or a pool of two "
+            "processes."
         )

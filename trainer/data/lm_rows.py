@@ -335,9 +335,10 @@ def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tup
         after = written(messages[: number + 1], tokenizer)
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(
-                f"the chat template writes message {number}, of the assistant, differently when "
-                "other messages follow it, so its tokens cannot be identified. Put {% generation "
-                "%} and {% endgeneration %} around them in the template"
+                f"the tokens of message {number}, of the assistant, cannot be identified: the chat "
+                "template writes it differently when other messages follow it, or does not begin "
+                "it with the generation prompt. Put {% generation %} and {% endgeneration %} "
+                "around these tokens in the template"
             )
         spans.append((len(before), len(after)))
     return spans

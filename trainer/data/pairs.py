@@ -156,7 +156,7 @@ def _lm_row(prompt: Any, reply: Any, finish_reason: Any = None) -> Row:
         return {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
     if not isinstance(prompt, list) or not isinstance(reply, list):
         raise ValueError(
-            "the response must be a text, or, if the prompt is a list of messages, such a list"
+            "the response must be a text, unless prompt and response are both lists of messages"
         )
     return {"messages": [*prompt, *reply]}
 
@@ -181,7 +181,7 @@ def _margin(row: Row) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"'margin' is {margin!r}, not a number")
+        raise ValueError(f"'margin' is {margin!r}, not a finite number")
     return number
 
 
@@ -232,7 +232,7 @@ def read_labeled(
     A log line reports these numbers.
     """
     rows, num_bad = encode_rows(
-        key, files, "labelled", _encode_labeled_row, tokenizer, on_bad_row, limit
+        key, files, "labeled", _encode_labeled_row, tokenizer, on_bad_row, limit
     )
     responses = [
         EncodedRow([side], [label])
@@ -244,10 +244,11 @@ def read_labeled(
     num_good = sum(label for _, label in labeled)
     if num_good in (0, len(labeled)):
         raise ConfigError(
-            f"{story}. Of the remaining rows, {num_good} are good and "
-            f"{len(labeled) - num_good} are bad. KTO needs both: add rows with the other label."
+            f"{story}. This leaves {num_good} good and {len(labeled) - num_good} bad responses, "
+            f"and KTO needs both. Add rows, or raise {key.partition('.')[0]}.max_length if it "
+            "caused the drops."
         )
-    logger.info("%s; %d of the remaining rows are good", story, num_good)
+    logger.info("%s; %d of the remaining responses are good", story, num_good)
 
     # The seed gives an order in which rows with the same prompt are adjacent. Each row gets the
     # response of the row that is `shift` places after it, where `shift` is the size of the largest

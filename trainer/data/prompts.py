@@ -86,7 +86,8 @@ class PromptSet:
         self.players_of: Callable[[dict[str, Any]], list[str]] | None = None
         """Returns the players of a row's environment, if a run has several players."""
         longest = max(lengths, default=0)
-        self.story = f"data.{setting}: {len(lengths)} prompts of at most {longest} tokens"
+        prompts = f"prompt{'' if len(lengths) == 1 else 's'}"
+        self.story = f"data.{setting}: {len(lengths)} {prompts} of at most {longest} tokens"
         if self.num_overlong or self.num_truncated:
             self.story += (
                 f"; {self.num_overlong} dropped and {self.num_truncated} truncated "
@@ -244,9 +245,10 @@ class PromptLoader:
         self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
         if not len(self):
             number, size = len(self.prompts), self._config.train_batch_size
+            way_out = f"Lower this key to {number}, or add prompts." if number else X
             raise ConfigError(
-                f"{self.prompts.story}. The remaining {number} prompts do not fill a batch of "
-                f"data.train_batch_size={size}. Lower this key to {number}, or add prompts."
+                f"{self.prompts.story}. A batch of data.train_batch_size={size} needs more than "
+                f"the remaining {number}. {way_out}"
             )
         skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
         logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")

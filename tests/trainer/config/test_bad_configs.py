@@ -73,7 +73,7 @@ SETTINGS = [
     ),
     (
         "data.max_prompt_length=4 data.filter_overlong_prompts=true",
-        "300 prompts of at most 10 tokens.*300 dropped.*remaining 0.*train_batch_size=8",
+        "300 prompts of at most 10 tokens.*300 dropped.*train_batch_size=8 .*remaining 0. Add",
     ),
     (
         "algorithm.adv_estimator=rloo",

@@ -48,7 +48,7 @@ ERRORS = [
     ("trainer.stop_at={reward: high}", r"reward: high\}: it takes \{metric: value\}.$"),
     (
         "trainer.stop_at={reward:0.8}",
-        "^trainer.stop_at.reward=0.8: there is no such metric.*score",
+        "^trainer.stop_at.reward=0.8: there is no such metric.*critic/score/mean",
     ),
     ("trainer.seed=x", "^trainer.seed=x: it takes a whole number, 0 or more.$"),
     ("trainer.dry_run=yess", "^trainer.dry_run=yess: it takes true, false.$"),

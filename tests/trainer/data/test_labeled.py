@@ -111,7 +111,7 @@ def test_labels_are_read_from_numbers_and_from_csv(tokenizer: Any, tmp_path: Pat
 
 
 def test_rows_with_only_one_label_are_rejected(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 responses; .* 2 are good and 0 are bad"):
+    with pytest.raises(ConfigError, match=r"2 responses; .* 2 good and 0 bad responses"):
         read(tokenizer, tmp_path, GOOD_ROW, GOOD_ROW)
 
 

@@ -70,8 +70,8 @@ def test_earlier_turns_of_the_assistant_are_not_in_the_loss(tokenizer: Any) -> N
         ({"chosen": None, "rejected": None}, "no 'chosen' and no 'rejected'"),
         ({"rejected": "aa"}, "'chosen' and 'rejected' are equal: 'aa'"),
         ({"prompt": ""}, "'chosen': 'prompt' is empty"),
-        ({"margin": float("nan")}, "'margin' is nan, not a number"),
-        ({"chosen": assistant("aa")}, "the response must be a text, or, if the prompt"),
+        ({"margin": float("nan")}, "'margin' is nan, not a finite number"),
+        ({"chosen": assistant("aa")}, "the response must be a text, unless"),
         (
             {"prompt": QUESTION + assistant("a"), "chosen": QUESTION, "rejected": assistant("b")},
             "'chosen' has no token in the loss",
