@@ -245,10 +245,10 @@ class PromptLoader:
         self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
         if not len(self):
             number, size = len(self.prompts), self._config.train_batch_size
-            way_out = f"Lower this key to {number}, or add prompts." if number else X
+            other = f"lower this key to {number}" if number else "raise data.max_prompt_length"
             raise ConfigError(
                 f"{self.prompts.story}. A batch of data.train_batch_size={size} needs more than "
-                f"the remaining {number}. {way_out}"
+                f"the remaining {number}. Add prompts, or {other}."
             )
         skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
         logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")
