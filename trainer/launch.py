@@ -279,8 +279,9 @@ def nominal_placement(config: RunConfig) -> Placement:
     is_here = trainer.nnodes == 1 and not joined_cluster(config)
     on_cpus = trainer.device == "cpu" or (is_here and devices.type == "cpu")
     kind = "CPU slot" if on_cpus else devices.gpu or "device"
+    name = "this machine" if is_here and trainer.simulate is None else "node {}"
     nodes = [
-        NodeSpec(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
+        NodeSpec(name.format(number), trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)
     ]
     return plan_on(config, nodes)

@@ -48,7 +48,8 @@ def write(lines: Iterable[dict[str, Any]], split: str, folder: Path, source: str
         for line in lines:
             rows.append(make_row(line, split, len(rows)))
     except (KeyError, ValueError) as err:
-        raise SystemExit(f"{source}, line {len(rows) + 1} is not a line of GSM8K: {err}") from err
+        why = f"it has no {err}" if isinstance(err, KeyError) else err
+        raise SystemExit(f"{source}, line {len(rows) + 1} is not a line of GSM8K: {why}") from err
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{split}.parquet"
     pq.write_table(pa.Table.from_pylist(rows), target)

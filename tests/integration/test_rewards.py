@@ -105,7 +105,7 @@ def test_other_models_share_the_pool_of_the_first_unless_they_are_mapped(
             r"reward.list\[1\].name='a': every reward needs a unique name",
         ),
         (["reward.list=[{}]"], r"reward.list\[0\].name is empty"),
-        (["reward.list=[{name: a, weight: 0}]"], "the weights of a are all 0"),
+        (["reward.list=[{name: a, weight: 0}]"], "every weight in reward.list is 0 \\(a\\)"),
         (
             ["reward.list=[{name: a, kind: modle, path: m}]"],
             r"reward.list\[0\].kind=modle.*Did you mean",

@@ -75,7 +75,7 @@ class AsyncSettings(Section):
     )
     """Settings that override `actor_rollout_ref.rollout` for the generator with this index."""
     prompts_per_call: int | None = config_field(
-        None, above=0, hint="or null to divide a batch evenly"
+        None, above=0, hint="or null to divide a batch among generators"
     )
     """Prompts per call of a generator; null divides each batch among the generators."""
     max_inflight_samples: int | None = config_field(

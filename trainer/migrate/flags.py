@@ -355,8 +355,8 @@ class GivenFlags:
             names = [n for n in NAME.findall(expression) if isinstance(self.figure(n), str)]
             listed = ", ".join(f"{self.spelled(n)} is {self.figure(n)!r}" for n in names)
             raise ConfigError(
-                f"{listed or expression}: this number is computed from other variables. Set its "
-                "variable: NAME=... verl-like migrate ..."
+                f"{listed or expression}: other settings are computed from this value. Set the "
+                "variable that it contains: NAME=... verl-like migrate ..."
             ) from err
 
     def _with_value(self, name: str) -> str:

@@ -194,9 +194,7 @@ def _finished(done: Translation) -> Translation:
     """Drop unread settings; reject a different experiment or an invalid configuration."""
     if done.rejected:
         lines = "\n  ".join(done.rejected)
-        raise ConfigError(
-            f"these flags change the experiment and have no equivalent here:\n  {lines}"
-        )
+        raise ConfigError(f"these settings cannot be translated:\n  {lines}")
     try:
         config = composed(done)
     except ConfigError as error:

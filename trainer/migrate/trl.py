@@ -151,6 +151,6 @@ def _known_by_its_fields(fields: Flags) -> str:
         if any(mark in fields for mark in marks):
             return program
     raise ConfigError(
-        f"the fields do not show which TRL trainer this YAML is for ({', '.join(PROGRAMS)}). Use "
-        "the command, such as `trl grpo --config FILE`."
+        f"the fields do not show which TRL trainer they are for ({', '.join(PROGRAMS)}). Use the "
+        "whole command, such as `trl grpo --config FILE`."
     )

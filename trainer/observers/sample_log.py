@@ -74,8 +74,8 @@ class SampleLog:
         for sample in samples:
             if sample in self._open:
                 raise SampleLogError(
-                    f"the samples of uid {sample[0]} are {self._open[sample].state} already, and "
-                    f"generator {account} was asked to generate them again."
+                    f"sample {_name(sample)} is {self._open[sample].state} already, and is "
+                    f"generated again (by generator or in step {account})."
                 )
             self._open[sample] = _Open(account, state)
             self.accounts[account].generated += 1
@@ -133,8 +133,8 @@ class SampleLog:
         ]
         if differ:
             raise SampleLogError(
-                "the update got other tokens than those in the sample log, for "
-                f"{len(differ)} samples: {', '.join(differ[:NAMED])}."
+                "the token counts of these samples in the update differ from the sample log "
+                f"({len(differ)} in all): {', '.join(differ[:NAMED])}."
             )
         for sample, num in tokens.items():
             self._close(sample).trained += 1
@@ -187,7 +187,9 @@ class SampleLog:
         for generator, row in self.rows().items():
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
             if row["made"] != accounted + row["in_flight"]:
-                raise SampleLogError(f"generator {generator}: its samples do not add up: {row}")
+                raise SampleLogError(
+                    f"the samples of generator or step {generator} do not add up: {row}"
+                )
         tokens = self.token_counts()
         parts = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
         if tokens["sampled"] != parts:
@@ -265,7 +267,7 @@ class SampleLog:
     def _tokens(self, sample: SampleKey) -> int:
         if sample not in self._open:
             raise SampleLogError(
-                f"no samples of uid {sample[0]} are open: none were generated, or all are closed."
+                f"sample {_name(sample)} is not open: it was not generated, or is closed already."
             )
         return self._open[sample].tokens
 
@@ -372,7 +374,7 @@ class SampleWatch:
             if self._sampled != self._trained + self._left_out.total():
                 raise SampleLogError(
                     f"tokens of step {trainer.global_step} do not add up: {self._sampled} were "
-                    f"drawn, {self._trained} trained on, {dict(self._left_out)} left out."
+                    f"sampled, {self._trained} trained on, {dict(self._left_out)} left out."
                 )
             metrics |= {SAMPLED: float(self._sampled), TRAINED: float(self._trained)}
             metrics |= {LEFT_OUT + reason: float(n) for reason, n in self._left_out.items() if n}

@@ -111,7 +111,7 @@ def _reject_sizes(config: PPOConfig) -> None:
             nearest = sorted(divisors, key=lambda divisor: abs(divisor - size))[:2]
             raise ConfigError(
                 f"{key}={size} prompts does not divide data.train_batch_size={batch_size} prompts; "
-                f"the nearest values that do are {' and '.join(map(str, sorted(nearest)))}."
+                f"nearest that do: {', '.join(map(str, sorted(nearest)))}."
             )
         left = (prompts or 0) % batch_size
         if prompts is not None and left > size and left % size:
@@ -240,8 +240,8 @@ def _reject_rewards(config: PPOConfig) -> None:
         )
     if compares_rewards and weights is not None and len(weights) != len(names):
         raise ConfigError(
-            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
-            f"rewards of {GDPO_KEY}. Set one number per reward, or null for equal weights."
+            f"algorithm.gdpo_reward_weights={list(weights)} must have one number per reward of "
+            f"{GDPO_KEY}={list(names)}. Set as many, or null for equal weights."
         )
 
 
@@ -312,8 +312,8 @@ def _reject_losses(config: PPOConfig) -> None:
     if actor.shuffle and traits_of(get_policy_loss(loss)).choose_tokens is not None:
         raise ConfigError(
             f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "
-            "mini-batch, chosen once for all passes, and shuffling forms different mini-batches "
-            "in each pass. Set shuffle=false, or choose another loss."
+            "mini-batch, chosen once for all ppo_epochs, and shuffling forms different "
+            "mini-batches in each epoch. Set shuffle=false, or choose another loss."
         )
 
 
@@ -326,16 +326,16 @@ def _reject_weights(config: PPOConfig) -> None:
     chance = config.injected_faults.drop_weight_bucket
     if chance and receivers <= {pools.get("actor")}:
         raise ConfigError(
-            f"faults.drop_weight_bucket={chance:g}: in this run no weights travel "
-            "between processes. They do where a rollout has another pool than the actor: "
-            "placement=standalone, or `verl-like async`."
+            f"faults.drop_weight_bucket={chance:g}: in this run the actor sends no weights to "
+            "another pool. It does if a rollout has a pool of its own: placement=standalone, or "
+            "`verl-like async`."
         )
     for model in models.values():
         if model.quantization and model.fsdp.param_offload:
             raise ConfigError(
-                f"{model.section}.quantization={model.quantization} keeps the whole model, a "
-                "quarter of its float32 size, on every rank: leave out "
-                f"{model.section}.fsdp_config.param_offload=true, or the quantization."
+                f"{model.section}.quantization={model.quantization} keeps all weights on the "
+                f"device, and {model.section}.fsdp_config.param_offload=true would offload them. "
+                "Leave one of the keys out."
             )
 
     # a reference that follows the actor has no weights of its own, and is not int8

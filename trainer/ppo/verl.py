@@ -284,7 +284,7 @@ def _keys_of(file: Path) -> dict[str, str]:
         if base not in BASES:
             path = file.with_name(f"{base}.yaml")
             if not isinstance(base, str) or path == file or not path.is_file():
-                raise ConfigError(f"{file} includes {base}, which does not exist.")
+                raise ConfigError(f"{file} includes {base}, which is not a YAML file next to it.")
             values |= _keys_of(path)
     tree.pop("hydra", None)
     return values | _flat(tree)

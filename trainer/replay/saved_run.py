@@ -60,8 +60,8 @@ class SavedRun:
             config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(recipe.schema), tree))
         except OmegaConfBaseException as error:
             raise ConfigError(
-                f"{folder / CONFIG_FILE} was written by another version of {PACKAGE}: "
-                f"{str(error).splitlines()[0]}. Replay it with the version in "
+                f"{folder / CONFIG_FILE} does not fit this version of {PACKAGE}: "
+                f"{str(error).splitlines()[0]}. Replay the run with the version in "
                 f"{folder}/starts.jsonl."
             ) from error
         assert isinstance(config, RunConfig), f"the schema gave a {type(config).__name__}"
@@ -117,7 +117,7 @@ def _recipe_of(trainer_cls: Any, name: str) -> Recipe[Any]:
     base = next((base for base in getattr(trainer_cls, "__mro__", ()) if base in ours), None)
     if base not in owners:
         raise ConfigError(
-            f"a run of trainer.cls={name} cannot be replayed: only steps of verl-like "
-            f"{', '.join(recipe.name for recipe in recipes)} depend on nothing but a checkpoint."
+            f"a run of trainer.cls={name} cannot be replayed, only runs of verl-like "
+            f"{', '.join(recipe.name for recipe in recipes)}."
         )
     return owners[base]

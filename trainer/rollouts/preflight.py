@@ -156,8 +156,8 @@ def check_row_columns(kinds: Mapping[str, Kind], data_columns: Collection[str]) 
     columns = {*data_columns, *OWN_COLUMNS}
     if kinds and "" not in kinds and COLUMN not in columns:
         raise ConfigError(
-            f"environment.paths has {len(kinds)} environments, but the rows of data.train_files "
-            f"have no column {COLUMN!r} that names one of {', '.join(kinds)}."
+            "environment.paths is set, but the rows of data.train_files have no column "
+            f"{COLUMN!r} that names one of {', '.join(kinds)}."
         )
     for label, name in ((label, name) for label, kind in kinds.items() for name in kind.columns):
         if name not in columns:

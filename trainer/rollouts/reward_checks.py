@@ -29,8 +29,8 @@ def check_rewards(config: Any) -> None:
 
         if not any(reward.weight for reward in config.reward.list):
             raise ConfigError(
-                f"the weights of {', '.join(names)} are all 0, so every score would be 0. Set "
-                "another weight in `reward.list`."
+                f"every weight in reward.list is 0 ({', '.join(names)}), so no reward counts. "
+                "Set another weight."
             )
     elif config.reward.model.enable and not config.reward.model.path:
         raise ConfigError(

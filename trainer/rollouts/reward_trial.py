@@ -65,8 +65,8 @@ def try_rewards(
     num_failed = _num_failed(metrics)
     if num_failed >= len(batch):
         raise RewardError(
-            f"the reward function failed for all {len(batch)} rows of the trial, with the ground "
-            "truth as response. The cause is printed above."
+            "the reward function failed for every row of the trial, with the row's ground truth "
+            f"as response ({len(batch)} in all). The cause is printed above."
         )
     scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]

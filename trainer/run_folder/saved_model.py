@@ -154,8 +154,8 @@ def _usual_role(checkpoint: Path, roles: list[str]) -> str:
         return roles[0]
     if not roles:
         raise CheckpointError(
-            f"{checkpoint} has no weights, because checkpoint.save_contents lacked 'model'. Use "
-            "the checkpoint of a run that saves them."
+            f"{checkpoint} has no weights: its run trains no model, or checkpoint.save_contents "
+            "lacked 'model'. Use the checkpoint of a run that saves them."
         )
     raise CheckpointError(
         f"{checkpoint} has weights of {', '.join(roles)}. Choose one with --role."

@@ -256,9 +256,9 @@ def start_trackio(config: RunConfig, total_steps: int) -> OnlineRun:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"trainer.logger includes trackio, but trackio could not start a run: {error} "
-            "Unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log locally, or remove trackio "
-            "from trainer.logger."
+            "trainer.logger includes trackio, but trackio could not start a run: "
+            f"{str(error).rstrip('.')}. Unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log "
+            "locally, or remove trackio from trainer.logger."
         ) from error
     write_whole(file, name)
     return OnlineRun(run, trackio)

@@ -139,7 +139,7 @@ class Api:
         async for part in request.stream():
             body += part
             if len(body) > LARGEST:
-                raise RequestError(f"the body exceeds {LARGEST} bytes. Send smaller chunks.", 413)
+                raise RequestError(f"the body exceeds {LARGEST} bytes. Send less per request.", 413)
         return bytes(body)
 
     async def _fields(self, request: Request) -> JsonObject:
@@ -242,8 +242,8 @@ class Api:
 
     def _check_rank(self, rank: int, role: str) -> None:
         if role not in self.ops.trained:
-            names = " and ".join(self.ops.trained)
-            raise RequestError(f"this server trains {names}; the {role} only scores rows.")
+            names = " and ".join(f"the {name}" for name in self.ops.trained)
+            raise RequestError(f"this server trains {names}, not the {role}.")
         trained = self.ops.trained[role]
         if (rank == 0) != (trained.model.lora_rank == 0):
             kind, remedy = "all weights", "rank=0"

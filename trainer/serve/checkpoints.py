@@ -55,8 +55,8 @@ class SavedPath(NamedTuple):
         for part in (run, name):
             if not NAME.fullmatch(part):
                 raise RequestError(
-                    f"{part!r} cannot name a checkpoint: use up to 128 letters, digits, '_', '-', "
-                    "':' and '.', and begin with a letter, a digit or '_'."
+                    f"{part!r} cannot name a checkpoint or a run: use up to 128 letters, digits, "
+                    "'_', '-', ':' and '.', and begin with a letter, a digit or '_'."
                 )
         return cls(run, kind, name)
 

@@ -133,7 +133,8 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
             if values.shape != shape or len(shape) > 2 or shape[0] != len(tokens) or 0 in shape:
                 raise BatchError(
                     f"{subject}: {name} has shape {[*values.shape]} for {len(tokens)} input tokens "
-                    f"and {TARGETS} of shape {[*shape]}."
+                    f"and {TARGETS} of shape {[*shape]}. Both shapes must be [{len(tokens)}], or "
+                    f"[{len(tokens)}, K] for K targets per token."
                 )
             if not np.isfinite(values).all():
                 place = np.argwhere(~np.isfinite(values))[0].tolist()

@@ -207,5 +207,5 @@ def lost_samples(
     return LostSamplesError(
         f"rollout: {error} Of {len(submission.rows)} samples {len(names)} (uid/index) were not "
         f"finished: {', '.join(names)}. Generate them again: the noise is the same, so native and "
-        "hf sample the same tokens in float32 on a CPU."
+        "hf sample the same tokens in float32 on a CPU, except with a mixture of experts."
     )

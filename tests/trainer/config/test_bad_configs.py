@@ -54,7 +54,7 @@ SETTINGS = [
     ),
     (
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-        "=3 prompts.*train_batch_size=8.*the nearest values that do are 2 and 4",
+        "=3 prompts.*train_batch_size=8.*nearest that do: 2, 4",
     ),
     (
         "data.max_response_length=600",
@@ -86,7 +86,7 @@ SETTINGS = [
     (
         "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2 "
         "algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1]",
-        "has 1 numbers for the 2 rewards.*null for equal weights",
+        "=\\[1.*\\] must have one number per reward.*null for equal weights",
     ),
     (
         "algorithm.adv_estimator=grpo_process actor_rollout_ref.rollout.n=2 "

@@ -66,7 +66,7 @@ OTHER_EXPERIMENTS = {
         "reward_model.enable=True custom_reward_function.path=f.py": "calls the reward model's",
     },
 }
-EXPERIMENT = "(?s)these flags change the experiment.*"
+EXPERIMENT = "(?s)these settings cannot be translated.*"
 CASES = [
     (system, f"{command} {flags}", f"{start}{words}")
     for start, tables in (("", REJECTED), (EXPERIMENT, OTHER_EXPERIMENTS))

@@ -66,14 +66,14 @@ def test_the_log_accounts_for_every_sample_and_token() -> None:
 
 def test_generating_an_open_sample_or_training_a_closed_one_is_an_error() -> None:
     log = filled()
-    with pytest.raises(SampleLogError, match="uid b are queued already, and generator 1"):
+    with pytest.raises(SampleLogError, match="sample b/0 is queued already.*step 1"):
         log.begin(1, pairs("b"))
-    with pytest.raises(SampleLogError, match="no samples of uid a are open"):
+    with pytest.raises(SampleLogError, match="sample a/0 is not open"):
         log.train({("a", 0): 4})
 
 
 def test_an_update_with_a_wrong_number_of_tokens_is_an_error() -> None:
-    with pytest.raises(SampleLogError, match=r"for 1 samples: b/1 \(11 instead of 12\)"):
+    with pytest.raises(SampleLogError, match=r"\(1 in all\): b/1 \(11 instead of 12\)"):
         filled().train({("b", 0): 8, ("b", 1): 11})
 
 
@@ -85,7 +85,7 @@ def test_a_filter_that_adds_tokens_is_an_error() -> None:
 def test_a_wrong_count_of_samples_is_an_error() -> None:
     log = filled()
     log.accounts[0].generated += 1
-    with pytest.raises(SampleLogError, match="generator 0: its samples do not add up"):
+    with pytest.raises(SampleLogError, match="generator or step 0 do not add up"):
         log.check()
     with pytest.raises(SampleLogError, match="9 were made, 2 trained on"):
         log.totals()

@@ -183,13 +183,13 @@ PPO_CLASS = "trainer.ppo.PPOTrainer"
 @pytest.mark.parametrize(
     ("was", "now", "words"),
     [
-        ("critic_warmup:", "warmup_of_critic:", "another version of verl-like: .*warmup_of_critic"),
+        ("critic_warmup:", "warmup_of_critic:", "fit this version of verl-like: .*warmup_of_critic"),
         (
             PPO_CLASS,
             "trainer.async_training.step.AsyncTrainer",
-            "depend on nothing but a checkpoint",
+            "cannot be replayed, only runs of verl-like ppo",
         ),
-        (PPO_CLASS, "trainer.sft.step.SFTTrainer", "another version"),
+        (PPO_CLASS, "trainer.sft.step.SFTTrainer", "does not fit this version"),
     ],
 )
 def test_an_unknown_key_or_another_recipe_is_rejected(
