@@ -183,7 +183,7 @@ PPO_CLASS = "trainer.ppo.PPOTrainer"
 @pytest.mark.parametrize(
     ("was", "now", "words"),
     [
-        ("critic_warmup:", "warmup_of_critic:", "fit this version of verl-like: .*warmup_of_critic"),
+        ("critic_warmup:", "warmup_of_critic:", "this version of verl-like: .*warmup_of_critic"),
         (
             PPO_CLASS,
             "trainer.async_training.step.AsyncTrainer",
