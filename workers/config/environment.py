@@ -85,7 +85,7 @@ class EnvironmentConfig(Section):
     reward_on_failure: float | None = config_field(
         None, allows="a number", may_change_on_resume=True
     )
-    """Reward of failed trajectories; null leaves them out of the update."""
+    """Reward of trajectories that fail after a turn; null leaves them out of the update."""
     max_failed_fraction: float = config_field(0.5, at_least=0, at_most=1, may_change_on_resume=True)
     """Fraction of failed trajectories in a batch above which the run ends."""
     sandbox: dict[str, Any] = config_field(factory=dict, options=Sandbox, may_change_on_resume=True)

@@ -4,10 +4,10 @@
     quantize_linears(module, device)        # before loading, so no float32 model is in memory
     load_weights(module, ...)               # each weight is quantized as it is read
 
-Roles that compute without training can use it: a rollout engine, a frozen reference, teacher or
-reward model (their `quantization=int8`). A weight [out, in] is stored as integers from -127 to 127
-and one scale per output channel. The inputs of a layer are quantized row by row, and the products
-are integer sums, which are exact: the result of a row does not depend on the other rows.
+Roles on CPUs that compute without training can use it: a native or hf engine, a frozen reference,
+teacher or reward model (their `quantization=int8`). A weight [out, in] is stored as integers from
+-127 to 127 and one scale per output channel. The inputs of a layer are quantized row by row, and
+the products are integer sums, which are exact: the result of a row does not depend on other rows.
 
 Embeddings, heads, stacked experts, routers, norms and biases are not quantized. The error differs
 by class: the logits are wrong for models whose states decay by exponentials of rounded numbers

@@ -17,7 +17,8 @@ from workers.rewards.manager import FAILURES, Scored
 class EnvironmentScores:
     """Reads the rewards that the rollout recorded.
 
-    Failed trajectories have no score, unless `environment.reward_on_failure` is set.
+    Failed trajectories have no score, unless they have a turn and `environment.reward_on_failure`
+    is set.
     """
 
     def remote(self, batch: DataProto) -> Future[Scored]:

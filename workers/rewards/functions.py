@@ -78,7 +78,7 @@ def math(
 ) -> float:
     r"""Return 1 if math-verify finds the ground truth as the solution's answer; else 0.
 
-    A `\boxed{}` in the solution is read first.
+    math-verify reads a number after "the final answer is" first, then a `\boxed{}`.
     """
     from math_verify import parse, verify
 
