@@ -99,7 +99,8 @@ def test_metrics_to_watch_depend_on_estimator_and_loss() -> None:
 
 def test_only_the_user_s_keys_without_effect_are_listed_with_the_reason() -> None:
     text = explained("algorithm.adv_estimator=reinforce_plus_plus", "critic.cliprange_value=0.1")
-    _, *lines = text.partition("Keys that you set without effect")[2].strip().splitlines()
+    section = text.partition("Keys that you set without effect")[2].partition("\n\n")[0]
+    _, *lines = section.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("critic.cliprange_value: this run has no critic")
 
