@@ -37,7 +37,7 @@ def test_each_step_of_the_pipeline_improves_its_metric(tmp_path: Path, forked_py
     report = (tmp_path / "report.md").read_text()
     (_, _, base), sft, ppo = (cells(report, name) for name in ("base", "SFT", "PPO"))
     assert sft[0] > 70, "share of sentences"
-    assert ppo[1] > sft[1] + 0.15, "kindness, which nothing was trained with"
+    assert ppo[1] > sft[1] + 0.15, "kindness, which PPO was not trained with"
     assert base < sft[2] < ppo[2], "score of the reward model"
     assert len(re.findall(r"^\| (?:say|tell|write) of a \w+ \|", report, re.M)) == 6, "texts"
 

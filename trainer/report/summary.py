@@ -1,7 +1,7 @@
 """A run in a few lines, printed at its end and shown at the top of its report.
 
-They show the phases of a step, the best validation, and the metrics beyond the limits in
-`docs/reading_the_report.md`.
+They show the phases of a step, the best validation, and metrics beyond the limits in
+`docs/metrics.md`.
 """
 
 from __future__ import annotations
