@@ -76,6 +76,28 @@ def test_the_limits_of_all_parts_fit_the_total_time(hour: ModuleType, num_gpus: 
     assert len({part.name for part in listed}) == len(listed) > 9
 
 
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_all_parts_end_within_the_total_time(
+    hour: ModuleType, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def run_parts(
+        machine: object, out: Path, only: list[str], seconds: float, patience: float
+    ) -> list[object]:
+        limits.append(seconds)
+        (out / "gpu.md").write_text("", encoding="utf-8")
+        return []
+
+    arguments = ["--gpus", str(num_gpus), "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["gpu_hour.py", *arguments])
+    monkeypatch.setattr(hour, "run_parts", run_parts)
+    monkeypatch.setattr(hour, "end_parts_on_sigterm", lambda: None)
+    with pytest.raises(SystemExit, match="False"):
+        hour.main()
+    assert limits == [LIMIT_S[num_gpus]]
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "name", "engine"),
     [
