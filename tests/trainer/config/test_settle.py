@@ -1,4 +1,4 @@
-"""The configuration of a run is settled once, by a pure function, and then only read."""
+"""The configuration of a run is settled once, and then only read."""
 
 from __future__ import annotations
 
