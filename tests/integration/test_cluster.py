@@ -11,6 +11,8 @@ from tests import ROOT
 from trainer import PPOTrainer, load_config
 from trainer.config.user_modules import modules_of_the_user
 from trainer.ppo.config import PPOConfig
+from trainer.preference.recipe import DPO
+from trainer.preference.step import PreferenceTrainer
 from verl_like.errors import PlacementError
 
 PAGE = ROOT / "docs" / "cluster.md"
@@ -50,18 +52,28 @@ def test_the_command_of_the_page_composes() -> None:
 def test_only_the_user_s_modules_are_sent_to_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_losses.py").write_text("def mine(**columns): ...", encoding="utf-8")
+    losses = "def mine(**columns): ...\ndef of_pairs(log_probs): ..."
+    (tmp_path / "my_losses.py").write_text(losses, encoding="utf-8")
     (tmp_path / "my_roles").mkdir()
     (tmp_path / "my_roles" / "__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "my_optimizers.py").write_text("from torch.optim import SGD", encoding="utf-8")
+    (tmp_path / "my_games.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     config = load(
         "actor_rollout_ref.actor.policy_loss.loss_mode=my_losses.mine",
         "+role_workers.critic=my_roles.critics.MyCritic",
         "+role_workers.rollout=workers.roles.rollout.RolloutWorker",
         "actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD",
+        "+critic.optim.optimizer=my_optimizers.SGD",
+        "environment=my_games:Chess",
+        "environment.tools=[../tools.py:search]",
     )
     assert modules_of_the_user(PPOTrainer.worker_code(config)) == [
         str(tmp_path / "my_roles"),
         str(tmp_path / "my_losses.py"),
+        str(tmp_path / "my_optimizers.py"),
+        str(tmp_path / "my_games.py"),
     ]
     assert modules_of_the_user(PPOTrainer.worker_code(load())) == []
+    pairs = load_config(["data.train_files=x", "model.path=model", "loss=my_losses.of_pairs"], DPO)
+    assert "my_losses.of_pairs" in PreferenceTrainer.worker_code(pairs)

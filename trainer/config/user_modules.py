@@ -29,7 +29,9 @@ def modules_of_the_user(object_paths: Iterable[str]) -> list[str]:
     """
     modules = [path.rpartition(":")[0] or path for path in object_paths if {".", ":"} & set(path)]
     packages = dict.fromkeys(
-        module.partition(".")[0] for module in modules if not module.endswith(".py")
+        module.partition(".")[0]
+        for module in modules
+        if "/" not in module and not module.endswith(".py")
     )
     places = []
     for package in packages:

@@ -26,10 +26,11 @@ from trainer.rollouts.preflight import (
     check_rollout,
     check_row_columns,
     note_players,
+    sampling_code,
     with_full_paths,
 )
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
-from workers.config import replays_routing, scores_by_rule
+from workers.config import critic_optim, replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.models.quantize import check_quantizable
 from workers.models.tokenizers import check_same_tokenizer, set_template_variables
@@ -66,11 +67,12 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
 
 def worker_code(config: PPOConfig) -> list[str]:
-    """Return names or paths of workers' code: roles, engine, loss, optimizer and schedule."""
-    policy = config.actor_rollout_ref
-    optim, loss = policy.actor.optim, policy.actor.policy_loss.loss_mode
-    roles = config.role_workers.values()
-    return [*roles, policy.rollout.name, loss, optim.optimizer, optim.lr_scheduler_type]
+    """Return names or paths of workers' code: roles, loss, optimizers, engines, environments."""
+    actor = config.actor_rollout_ref.actor
+    code = [*config.role_workers.values(), actor.policy_loss.loss_mode]
+    for optim in (actor.optim, critic_optim(config)):
+        code += [optim.optimizer, optim.lr_scheduler_type]
+    return [*code, *sampling_code(config)]
 
 
 def resolve_config(config: Any) -> Any:

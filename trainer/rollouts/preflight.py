@@ -83,6 +83,17 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
         check_version(devices_of(config.trainer).type)
 
 
+def sampling_code(config: Any) -> list[str]:
+    """Return names or paths of the engines and environments that rollout workers load."""
+    roles = map(config.of_role, expand_roles(config.role_mapping))  # engines may differ
+    code = [role.actor_rollout_ref.rollout.name for role in roles]
+    if has_environment(config):
+        section = config.environment
+        code += [section.path, *section.paths.values(), *section.tools]
+        code.append(section.tool_call_parser or "")
+    return code
+
+
 def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") -> dict[str, Kind]:
     """Reject invalid environment code, or a chat template that does not allow several turns.
 

@@ -21,6 +21,7 @@ from trainer.rollouts.preflight import (
     check_reward_models,
     check_rollout,
     note_players,
+    sampling_code,
     with_full_paths,
 )
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
@@ -49,8 +50,8 @@ class SamplingOnlyTrainer(Trainer):
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
-        """Return the worker classes and the rollout engine."""
-        return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
+        """Return the worker classes, the rollout engine and the environments."""
+        return [*super().worker_code(config), *sampling_code(config)]
 
     def replaceable_roles(self) -> frozenset[str]:
         """Return the rollout and the reward models."""

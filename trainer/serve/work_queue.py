@@ -31,6 +31,7 @@ from trainer.serve.pending import PendingResult
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
 from trainer.serve.training_ops import TrainingOps
+from workers.config import critic_optim
 from workers.models.folder import model_folder, read_hf_config
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[W
         folder.mkdir(parents=True, exist_ok=True)
         at_end.enter_context(FolderLock(folder))
         policy = config.actor_rollout_ref
-        code = [*config.role_workers.values(), policy.rollout.name, policy.actor.optim.optimizer]
+        optimizers = policy.actor.optim.optimizer, critic_optim(config).optimizer
+        code = [*config.role_workers.values(), policy.rollout.name, *optimizers]
         groups = at_end.enter_context(WorkerGroups(config, code))
         groups.note_placement()
         for role in groups:

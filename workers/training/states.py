@@ -78,8 +78,10 @@ class TrainedStates:
         self.states[name] = TrainedState(rank, weights, frozen)
 
     def copy(self, source: str, name: str) -> None:
-        """Store the current weights of `source` as the state `name`, which must not be in use."""
+        """Store the current weights of `source` as the state `name`, also if that is in use."""
         state = self._state(source)
+        if name == self.current:  # the next `use` would overwrite the copy
+            self.use(source)
         self.states[name] = TrainedState(state.rank, self._clones(source), state.frozen)
 
     def drop(self, name: str) -> None:

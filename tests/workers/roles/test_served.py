@@ -85,6 +85,21 @@ def test_a_copied_state_keeps_its_weights_until_it_is_dropped(one_layer_dir: Pat
         actor.use_state("frozen")
 
 
+def test_a_copy_may_replace_the_state_in_use(one_layer_dir: Path) -> None:
+    actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
+    for seed, name in enumerate("ab"):
+        actor.add_state(name, 4)
+        actor.use_state(name)
+        train(actor, seed)
+    actor.use_state("a")
+    expected = actor.weights_checksum()
+    actor.use_state("b")
+    actor.copy_state("a", "b")
+    for name in ("a", "b"):
+        actor.use_state(name)
+        assert actor.weights_checksum() == expected
+
+
 def test_frozen_modules_are_not_trained(one_layer_dir: Path) -> None:
     actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
     actor.add_state("a", 4, None, ("attn",))
