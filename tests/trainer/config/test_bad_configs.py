@@ -101,7 +101,7 @@ SETTINGS = [
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
         "actor_rollout_ref.actor.ppo_epochs=2 actor_rollout_ref.actor.shuffle=true",
-        "actor.shuffle=true.*loss_mode=kl_cov.*in each pass",
+        "actor.shuffle=true.*loss_mode=kl_cov.*in each epoch",
     ),
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov "
