@@ -111,10 +111,11 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         parts = [self.part(step) for step in range(1, self.global_step + 1)]
         rows = [row for part in parts for row in read_rows(part)]
         if not rows:
-            limited = self.config.selection.min_score is not None
+            has_limit = self.config.selection.min_score is not None
+            lower = " or lower selection.min_score" if has_limit else ""
             raise BatchError(
                 f"no sample was selected for {file}. Look at the samples and scores in rollouts/, "
-                f"and raise actor_rollout_ref.rollout.n{' or lower min_score' if limited else ''}."
+                f"and raise actor_rollout_ref.rollout.n{lower}."
             )
         write_rows(file, rows)
         print(f"{len(rows)} rows: {file}", flush=True)
