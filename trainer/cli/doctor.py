@@ -1,10 +1,9 @@
 """usage: verl-like doctor
 
 Prints one line per requirement of a run: ok, FAIL, or - (a problem only for
-some runs). A line with a problem ends with the command or setting that fixes
-it, or that shows more. The check takes about a minute; the exit code is 1 if
-anything required fails. With two or more GPUs, it also runs one FSDP step on
-two of them.
+some runs). A line with a problem ends with what to do. The check takes about
+a minute; the exit code is 1 if anything required fails. With two or more
+GPUs, it also runs one FSDP step on two of them.
 """
 
 from __future__ import annotations

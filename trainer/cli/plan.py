@@ -7,9 +7,9 @@ Proposes on which GPUs each role should run:
 
 It reads only the model's config.json and the GPUs' data sheets, and needs no
 GPU. It takes the settings of `verl-like RECIPE` (ppo, async, sft, reward-model
-or dpo; by default ppo) and prints the five fastest placements that fit (for a
-single model, its layouts), with their seconds per step and memory, why
-others are slower, and a command with the keys of the fastest one. Keys that
+or dpo; by default ppo) and prints up to five placements that fit (for a single
+model, its layouts), the fastest first, with their seconds per step and memory,
+what limits each, and a command with the keys of the fastest one. Keys that
 you set keep their values. The plan chooses the others: pools, parallel sizes,
 gradient checkpointing, offloading, tokens per pass, GPUs per engine, and
 generators.

@@ -13,14 +13,14 @@ that differ in any bit, at most 20; the exit code is then 1. Runs of
 `verl-like async` are rejected, because they depend on timing.
 
   --stage update     only that stage, with its input that
-                     trainer.max_batches_to_keep saved in RUN; otherwise the
+                     trainer.batch_steps_to_keep saved in RUN; otherwise the
                      earlier stages recompute it
   --break            open the debugger right before; roles of one process run
                      in this process, so breakpoint() also works in their code
   --from-start       if no earlier checkpoint exists: repeat all K steps from
                      the beginning
   --trajectory UID   only the samples of that uid in rollouts/, played against
-                     the observations that trainer.max_batches_to_keep saved in
+                     the observations that trainer.batch_steps_to_keep saved in
                      RUN; names the first different token
   --live             use the live environment; names the first different
                      observation

@@ -4,7 +4,7 @@
 
     <run folder>/batches/<step>/score.safetensors, estimate.safetensors, update.safetensors
 
-These files are written if `trainer.max_batches_to_keep` is set; `verl-like replay` uses them to run
+These files are written if `trainer.batch_steps_to_keep` is set; `verl-like replay` uses them to run
 a stage again without generation. `rollouts/` has the samples of a step as text, with scores and
 other numbers.
 """
@@ -31,11 +31,11 @@ def batch_file(run_folder: Path, step: int, stage: str) -> Path:
 
 
 class SavedBatches:
-    """Saves the batches of the newest steps, as many as `trainer.max_batches_to_keep`."""
+    """Saves the batches of the newest steps, as many as `trainer.batch_steps_to_keep`."""
 
     def __init__(self, config: Any) -> None:
         self._run_folder = Path(config.trainer.default_local_dir)
-        self._num_steps = config.trainer.max_batches_to_keep
+        self._num_steps = config.trainer.batch_steps_to_keep
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
         """Save the input batch of the stage."""

@@ -161,9 +161,9 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
         0, at_least=0, read_when=NO_STEPS_OR_CRITIC, may_change_on_resume=False
     )
     """Initial steps that update only the critic."""
-    max_rollouts_to_keep: int | None = config_field(100, at_least=1, hint="or null to keep all")
+    rollout_steps_to_keep: int | None = config_field(100, at_least=1, hint="or null to keep all")
     """Newest steps whose samples are all kept; null: of every step."""
-    max_batches_to_keep: int = config_field(0, at_least=0, hint="0 keeps none", read_when=SAVES)
+    batch_steps_to_keep: int = config_field(0, at_least=0, hint="0 keeps none", read_when=SAVES)
     """Newest steps whose batches are kept for `replay`."""
 
 

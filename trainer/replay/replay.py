@@ -159,7 +159,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
         "faults": {},
     }
     if isinstance(config, PPOConfig):
-        changes["trainer.max_batches_to_keep"] = 1
+        changes["trainer.batch_steps_to_keep"] = 1
     if backend == "local":
         spec = config.resource_pool_spec
         changes |= {

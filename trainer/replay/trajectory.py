@@ -108,7 +108,7 @@ def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
     if not step_of_uid:
         raise ConfigError(
             f"--trajectory: {folder / BATCHES_FOLDER} has no batch. Set "
-            "trainer.max_batches_to_keep=N in a run to keep the tokens and observations of its "
+            "trainer.batch_steps_to_keep=N in a run to keep the tokens and observations of its "
             "newest N steps, or replay a whole step with --step."
         )
     steps = sorted(set(step_of_uid.values()))

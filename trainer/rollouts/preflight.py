@@ -21,6 +21,7 @@ from workers.agents.environment import in_full
 from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import has_environment, rewards_of
+from workers.config.conditions import is_bare_config
 from workers.models.folder import factor_border, model_folder, read_hf_config
 from workers.models.load import check_score_head, check_weights
 from workers.rollout.build import user_engine
@@ -56,6 +57,8 @@ def check_reward_models(config: Any) -> None:
     for number, reward in enumerate(rewards_of(config)):
         if reward.kind == "model":
             key = f"reward.list[{number}].path" if config.reward.list else "reward.model.path"
+            if config.trainer.simulate is None and is_bare_config(reward.path):
+                raise ConfigError(f"{key}={reward.path} has a config.json and no weights.")
             check_model(config, key, reward.path)
             check_score_head(key, reward.path)
 

@@ -118,7 +118,7 @@ class Rollouts:
         """Write this step's samples as text to the folder `name`; thin out files of old steps."""
         folder, step = self.run.folder / name, self.run.step
         write_samples(folder, step, batch, self.tokenizer, fields)
-        num_whole = getattr(self.config.trainer, "max_rollouts_to_keep", None)
+        num_whole = getattr(self.config.trainer, "rollout_steps_to_keep", None)
         if num_whole is None:
             return
         if name == "rollouts":  # each step makes one older file old

@@ -118,7 +118,7 @@ class RunResult:
         """Return the samples of a step, by default the last one: `input`, `output`, `score`, ...
 
         The run may keep only the best and the worst sample of steps that are older than the newest
-        `trainer.max_rollouts_to_keep`.
+        `trainer.rollout_steps_to_keep`.
         """
         files = {int(file.stem): file for file in (self.folder / "rollouts").glob("*.jsonl")}
         if not files:

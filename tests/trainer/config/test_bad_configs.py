@@ -187,6 +187,11 @@ def reward_model_without_score(tiny: Path, folder: Path) -> str:
     return f"reward.list=[{{name: model, kind: model, path: {tiny}/model}}]"
 
 
+def reward_model_without_weights(tiny: Path, folder: Path) -> str:
+    shutil.copy(tiny / "model/config.json", folder)
+    return f"reward.list=[{{name: model, kind: model, path: {folder}}}]"
+
+
 def model_with_half_a_config(tiny: Path, folder: Path) -> str:
     shutil.copytree(tiny / "model", folder / "model")
     (folder / "model" / "config.json").write_text('{"model_type": ', encoding="utf-8")
@@ -201,6 +206,7 @@ def folder_of_rows(tiny: Path, folder: Path) -> str:
 FILES = [
     (folder_of_rows, r"train_files: .* is a folder, which contains rows\.jsonl"),
     (reward_model_without_score, r"reward.list\[0\].path=.*has no score.weight"),
+    (reward_model_without_weights, r"reward.list\[0\].path=.* has a config.json and no weights"),
     (model_with_half_a_config, "config.json is damaged: Expecting value"),
     (row_without_prompt, "p.jsonl, line 2.*no column 'prompt'.*data.on_bad_row=skip"),
     (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),

@@ -49,7 +49,7 @@ SETTINGS = (
     "trainer.total_training_steps=4",
     "trainer.save_freq=2",
     "trainer.max_ckpt_to_keep=null",
-    "trainer.max_batches_to_keep=2",
+    "trainer.batch_steps_to_keep=2",
 )
 
 

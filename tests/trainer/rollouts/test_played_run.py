@@ -76,7 +76,7 @@ TWO_STEPS = (
     "trainer.total_training_steps=2",
     "trainer.save_freq=1",
     "trainer.max_ckpt_to_keep=null",
-    "trainer.max_batches_to_keep=1",
+    "trainer.batch_steps_to_keep=1",
 )
 
 
@@ -194,7 +194,7 @@ def test_an_unknown_trajectory_is_rejected(played: Path, name: str, words: str) 
 def test_a_replay_without_batches_or_environment_is_rejected(played: Path, tmp_path: Path) -> None:
     skipped = shutil.ignore_patterns("batches", "global_step_*")
     copy = shutil.copytree(played, tmp_path / "run", ignore=skipped)
-    with pytest.raises(ConfigError, match=r"has no batch\. .*trainer\.max_batches_to_keep=N"):
+    with pytest.raises(ConfigError, match=r"has no batch\. .*trainer\.batch_steps_to_keep=N"):
         replay_trajectory(copy, "0-0")
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace(f"{played.parent}/count.py:Count", "''"))

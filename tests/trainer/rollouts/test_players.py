@@ -40,7 +40,7 @@ def by_hand(scores: list[float]) -> list[float]:
 
 
 def test_players_are_trained_in_separate_groups(tiny_dir: Path, tmp_path: Path) -> None:
-    more = ("trainer.max_batches_to_keep=2", "trainer.save_freq=1")
+    more = ("trainer.batch_steps_to_keep=2", "trainer.save_freq=1")
     play(tiny_dir, tmp_path / "run", *FOUR_SAMPLES, *more, DUEL)
     samples = rows(tmp_path / "run")
     assert len(samples) == 8 == lines(tmp_path / "run")[0]["training/num_hash_matched_samples"]
@@ -109,7 +109,7 @@ def test_impossible_settings_of_players_and_columns_are_rejected(
 def test_the_baseline_of_a_player_is_its_greedy_score(tiny_dir: Path, tmp_path: Path) -> None:
     """The two players have different rewards."""
     folder = tmp_path / "run"
-    more = "trainer.max_batches_to_keep=2", "trainer.save_freq=1"
+    more = "trainer.batch_steps_to_keep=2", "trainer.save_freq=1"
     play(tiny_dir, folder, *FOUR_SAMPLES, *more, DUEL, "algorithm.adv_estimator=remax")
     batch = DataProto.load_from_disk(batch_file(folder, 1, "update"))
     baselines: dict[str, set[float]] = {}

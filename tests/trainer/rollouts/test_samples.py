@@ -108,7 +108,7 @@ def test_files_of_new_steps_stay_complete(tmp_path: Path, monkeypatch: pytest.Mo
         (4, [7, 8, 9], [6, 9]),
         (1, [7, 9], [9]),
     ):
-        trainer.config.trainer.max_rollouts_to_keep = keep
+        trainer.config.trainer.rollout_steps_to_keep = keep
         samples.write("rollouts", None)  # type: ignore[arg-type]
         samples.write("validation", None)  # type: ignore[arg-type]
         assert whole("rollouts") == steps, "one step per write"
