@@ -1,10 +1,10 @@
 """Find the user's modules that a run needs.
 
-Worker processes import the objects that they use (worker classes, policy losses, optimizers). If a
-run joins a Ray cluster, Ray sends the modules in the paths of such objects to its nodes. Estimators
-and trainers run in the driver's process, and reward functions in processes that it starts on its
-node. The files that they import also affect a run's numbers, so checkpoints have digests of these
-files.
+Worker processes import the objects that they use (worker classes, environments, losses,
+optimizers). If a run joins a Ray cluster, Ray sends the modules in the paths of such objects to its
+nodes. Estimators and trainers run in the driver's process, and reward functions in processes that
+it starts on its node. The files that they import also affect a run's numbers, so checkpoints have
+digests of these files.
 """
 
 from __future__ import annotations
