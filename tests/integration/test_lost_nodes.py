@@ -72,7 +72,7 @@ def test_a_rollout_moves_from_a_lost_node_to_a_spare_one_with_the_same_numbers(
 def test_without_a_spare_node_the_run_waits_and_keeps_its_other_roles(
     lost: dict[str, Any], undisturbed: Path
 ) -> None:
-    assert "the restart: waiting for a node (node " in lost["log"]
+    assert "the restart: waiting for a node (lost node(s) " in lost["log"]
     first, last = lost["again"]["pids"][0], lost["again"]["pids"][-1]
     assert [role for role in first if first[role] != last[role]] == ["teacher"]
     assert numbers(lost["folder"] / "again") == numbers(undisturbed)
