@@ -5,7 +5,7 @@
 Every recipe has `--cfg job`, `--multirun` and `--config-dir` for the user's own YAML. `verl-like
 eval` also passes settings that the user has not set.
 
-A run that fails ends its command with the message of a known error, otherwise with a traceback
+If a run fails, its command prints the message of a known error, or the traceback of any other error
 (`exit_on_error`). Hydra, which would wrap every error in its own message, does not see these
 errors. A job of `--multirun` that fails does not end the other jobs.
 """

@@ -98,7 +98,7 @@ class ReadWhen:
     otherwise: str | Callable[[Any], str]
 
     def missing(self, section: str, run: Any) -> str:
-        """Return `otherwise` for a key in that section."""
+        """Return `otherwise`, with the name of the section filled in."""
         text = self.otherwise if isinstance(self.otherwise, str) else self.otherwise(run)
         return text.replace("{section}", f"{section}." if section else "")
 

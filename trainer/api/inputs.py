@@ -47,7 +47,9 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
                 f"{', '.join(roles)}.{nearest(str(role), roles)}"
             )
         if item is None:
-            raise ConfigError(f"model has None for the role {role}: {_wanted(roles)}")
+            raise ConfigError(
+                f"model has None for the role {role}. Pass its model, or leave the role out."
+            )
     if roles[0] not in models:
         raise ConfigError(
             f"model has no {roles[0]}; it has {', '.join(models) or 'no roles'}. "

@@ -4,7 +4,8 @@
 
 Every prompt is used once. A step writes its rows to `selected/<step>.jsonl` in the run folder; at
 the end of the run, these files are joined into one. A killed run therefore continues after its last
-committed step, and its result equals that of an uninterrupted run.
+committed step. With the engines `native` and `hf` and a dense model, its result equals that of an
+uninterrupted run.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
 
 
 def same_twice(subject: Subject, batch: Batch) -> Pairs:
-    """Check that a second call gives the same result.
+    """Check that further calls give the same result.
 
     Likely cause: it draws random numbers (dropout, randperm), or keeps state between calls.
     """

@@ -43,7 +43,7 @@ class PPOJob(Job):
     responses: Sequence[float]
     """Lengths of responses that are equally likely, the longest last."""
     waits: float = 0.0
-    """Seconds per sample in its environment."""
+    """Seconds that a sample waits for its environment."""
     rewards: float = 0.0
     """Seconds per step in which the driver scores."""
 

@@ -104,7 +104,7 @@ def local_ranges(tensor: DTensor, num_splits: int | None = None) -> list[list[ra
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A contiguous part of a tensor: its position in the rank's shard and in the whole."""
+    """A contiguous part of a tensor: its position in the rank's shard and in the whole tensor."""
 
     local: Slices
     place: tuple[range, ...]

@@ -93,7 +93,7 @@ def _evaluate(checks: list[Check], limits: Mapping[str, Any]) -> list[tuple[Chec
     for number, source in enumerate(sources):
         text, problem = results.get(number, ("", "was not run"))
         if problem is not None:
-            raise ValueError(f"ground_truth: the expected side {source} {problem}")
+            raise ValueError(f"ground_truth: the expected value {source} of an assert {problem}")
         values[source] = value_of(text)
     return [(check, [values[source] for source in check.expected]) for check in checks]
 

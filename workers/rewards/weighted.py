@@ -288,8 +288,8 @@ class WeightedScores:
             named = ", ".join(str(self._uids[row]) for row in wrong[:NAMED])
             raise RewardError(
                 f"the scores of {len(wrong)} of {len(total)} samples are NaN or infinite in "
-                "float32 after rewards are weighted and added: "
-                f"{named}{', …' if len(wrong) > NAMED else ''}. Make the reward or its weight "
+                "float32 after rewards are weighted and added, such as those of uid "
+                f"{named}. Make the reward or its weight "
                 "smaller. If a reward model outputs NaN, check its weights."
             )
 
@@ -374,7 +374,7 @@ def normalized(raw: TermScores, mask: Tensor) -> TermScores:
 
 
 def neutralize_skipped(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
-    """Give each skipped row the mean of the rows of its group that are not skipped.
+    """Give each skipped row the mean score of the rows of its group that are not skipped.
 
     If all rows of a group are skipped, they get 0.
     """

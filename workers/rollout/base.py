@@ -183,7 +183,7 @@ class RolloutEngine(ABC):
 
     @property
     def num_running(self) -> int:
-        """Number of samples that were submitted and neither taken nor aborted."""
+        """Number of samples that were submitted and are not yet taken or aborted."""
         return len(self._running)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:

@@ -141,7 +141,7 @@ class Rows:
             raise BatchError(
                 f"a batch was split for {data.shard.count} ranks, but the model's rows are "
                 f"divided over {num_ranks}. Register the method with "
-                "workers.roles.model_worker.TRAIN."
+                "dispatch_mode=workers.roles.model_worker.TRAIN."
             )
 
         real = data.num_real_rows

@@ -219,7 +219,7 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
 
 
 def free_resources() -> str:
-    """Describe the resources that are free in the cluster now."""
+    """Describe the CPUs and GPUs that are free in the cluster now."""
     free, kinds = ray.available_resources(), ray.cluster_resources()
     return amounts({name: free.get(name, 0) for name in ("CPU", "GPU") if name in kinds})
 
