@@ -357,7 +357,7 @@ def _reject_weights(config: PPOConfig) -> None:
             raise ConfigError(
                 f"{REF}.quantization=int8 with {REF}.update_every={every}: an int8 reference "
                 "cannot be updated, because rounding would discard small changes. Leave out "
-                "quantization to update the reference, or update_every to keep the reference in int8."
+                "quantization to update the reference, or update_every to keep int8."
             )
         if is_actors_module(policy) and pools["ref"] == pools.get("actor"):
             raise ConfigError(

@@ -7,8 +7,8 @@
 
 Each request of `URGENT_REQUESTS` is answered in its own thread while the process computes. If one
 end dies, the connection breaks, and the other end notices. A process that the driver did not start
-itself waits in `listen` for a driver that connects with the process's key (`connect`). `main` is the program
-of the local backend's child processes.
+itself waits in `listen` for a driver that connects with the process's key (`connect`). `main` is
+the program of the local backend's child processes.
 """
 
 from __future__ import annotations

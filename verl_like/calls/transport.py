@@ -155,8 +155,8 @@ class Transport(ABC):
     def join(self, references: Sequence[Any]) -> Any | None:
         """Return one reference to a list of these values, or None to pass them one by one.
 
-        If a future is passed to N ranks, each needs the headers of all N chunks. With one reference,
-        the call passes N arguments instead of N².
+        If a future is passed to N ranks, each needs the headers of all N chunks. With one
+        reference, the call passes N arguments instead of N².
         """
         return None
 

@@ -73,7 +73,7 @@ class WorkersConfig(ScoringSections):
     critic: CriticConfig = config_field(factory=CriticConfig, read_when=HAS_CRITIC)
     """The value model: its weights, update and optimizer."""
     parallel: ParallelConfig = config_field(factory=ParallelConfig)
-    """Sizes of the parallel axes, for all roles with a model except the rollout and the reward models."""
+    """Sizes of the parallel axes, for all roles except the rollout and the reward models."""
     ptx: PTXConfig = config_field(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss in addition to the policy loss."""
     distillation: DistillationConfig = config_field(
