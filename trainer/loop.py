@@ -243,14 +243,14 @@ class Trainer(Hooks, ABC):
         """Return the metrics of one validation."""
         return {}
 
-    def validation_is_due(self) -> bool:
+    def validation_is_due(self, is_last: bool) -> bool:
         """Return whether a validation is due after this step; step 0 is before the first."""
         settings, step = self.config.trainer, self.global_step
         if not self.has_validation:
             return False
         if step == 0:
             return bool(settings.val_before_train)
-        if step == self.total_steps:
+        if is_last:
             return bool(settings.test_freq >= 0)
         return bool(settings.test_freq > 0 and step % settings.test_freq == 0)
 
@@ -316,7 +316,7 @@ class Loop:
         record.restarts.begin(record.step, "the beginning" if start is None else start.name)
         trainer.call_hook("on_init_end")
         trainer.call_hook("on_train_begin")
-        if record.step == 0 and (scores := self._validate()):
+        if record.step == 0 and (scores := self._validate(is_last=False)):
             tracking.log(scores, 0)
         timeline.add(record.take_calls())  # so that they do not count in the first step
 
@@ -354,9 +354,10 @@ class Loop:
                 self._stop_here()
             record.stop.end(f"while it waited for {waiting}")
             raise
-        reached = (
-            describe_reached_target(metrics, record.config.trainer.stop_at) or trainer.end_reason()
-        )
+        reached = describe_reached_target(metrics, record.config.trainer.stop_at)
+        if reached and "timing_s/testing" not in metrics:
+            metrics |= self._validate(is_last=True)
+        reached = reached or trainer.end_reason()
         try:
             metrics |= self._save(is_last=bool(reached))
         finally:
@@ -374,14 +375,14 @@ class Loop:
             metrics = trainer.step()
         concurrent, labels = trainer.concurrent_stages, trainer.call_labels
         metrics |= call_timings(record.calls, record.timing, concurrent, labels)
-        metrics |= self._validate()
+        metrics |= self._validate(is_last=record.step == trainer.total_steps)
         trainer.call_hook("on_step_end", metrics)
         return metrics
 
-    def _validate(self) -> Metrics:
+    def _validate(self, is_last: bool) -> Metrics:
         """Return the metrics of a validation, if one is due after this step."""
         trainer = self.trainer
-        if not trainer.validation_is_due():
+        if not trainer.validation_is_due(is_last):
             return {}
         trainer.call_hook("on_validate_begin")
         with trainer.clock("testing"):

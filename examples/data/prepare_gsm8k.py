@@ -4,8 +4,8 @@
     python examples/data/prepare_gsm8k.py OUT train.jsonl test.jsonl    # from GSM8K's own files
 
 The script writes OUT/train.parquet and OUT/test.parquet. A row of GSM8K is {"question": ...,
-"answer": "... #### 18"}; the number after #### becomes the ground truth, without commas. The reward
-is `openai/gsm8k` in `workers.rewards.functions`.
+"answer": "... #### 18"}; the number after #### becomes the ground truth, without commas. The rule
+`openai/gsm8k` (`workers.rewards.functions`) scores the responses.
 """
 
 from __future__ import annotations

@@ -243,3 +243,12 @@ def test_validations_run_when_they_are_due(tmp_path: Path) -> None:
     run(config(tmp_path, test_freq=4), Validated)
     steps = [line["step"] for line in lines(tmp_path) if "val-core/constant" in line]
     assert steps == [0, 4, 6]
+
+
+@pytest.mark.parametrize(("test_freq", "expected"), [(0, [0, 1]), (1, [0, 1]), (-1, [0])])
+def test_a_run_that_reaches_its_goal_validates_its_last_step(
+    tmp_path: Path, test_freq: int, expected: list[int]
+) -> None:
+    run(config(tmp_path, stop_at={"student/loss": 0.0}, test_freq=test_freq), Validated)
+    steps = [line["step"] for line in lines(tmp_path) if "val-core/constant" in line]
+    assert steps == expected

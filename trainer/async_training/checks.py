@@ -148,8 +148,8 @@ def _check_generators(config: AsyncConfig) -> list[str]:
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
             raise ConfigError(
-                f"{where}: generators are numbered from 0, and async_training.generators="
-                f"{topology.generators}. Use a smaller number, or raise this key."
+                f"{where}: generators are numbered from 0, and this run has "
+                f"{topology.generators}. Use a smaller number, or more generators."
             )
         of_generator = config.of_role(generator_role(generator))
         try:

@@ -12,7 +12,7 @@ from trainer.async_training.topology import ANY_RANK, Topology, generator_role, 
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from trainer.ppo.sizes import CRITIC_COPY
-from verl_like.config_key import ReadWhen, Section, changed, config_field, when
+from verl_like.config_key import ReadWhen, Section, changed, config_field
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
@@ -24,7 +24,6 @@ REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
 CRITIC_COPY_WORKER = "workers.roles.critic.CriticCopyWorker"
 ASYNC_TRAINER = "trainer.async_training.step.AsyncTrainer"
 """The trainer of an asynchronous run; a user's trainer is a subclass of it."""
-BY_NUMBERS = when("topology", None, otherwise="async_training.topology sets both numbers")
 HAS_MAX_AGE = ReadWhen(
     "`sampler` is version_window or your own",
     lambda async_training, _: (
@@ -58,9 +57,9 @@ class AsyncSettings(Section):
 
     topology: str | None = config_field(None, allows="a name such as 2m1t")
     """`2m1t` sets `generators=2 trainers=1`, as in ColossalChat."""
-    generators: int = config_field(1, above=0, read_when=BY_NUMBERS)
+    generators: int = config_field(1, above=0)
     """Number of generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
-    trainers: int = config_field(1, above=0, read_when=BY_NUMBERS)
+    trainers: int = config_field(1, above=0)
     """Number of trainer ranks."""
     sample_routes: list[list[int]] | None = config_field(
         None, allows="a list of [generator, trainer]"

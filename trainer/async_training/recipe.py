@@ -27,6 +27,7 @@ from trainer.async_training.config import (
 )
 from trainer.async_training.topology import TRAINER_POOL, counts, generator_pool
 from trainer.config.devices import devices_of
+from trainer.config.keys import read
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from trainer.ppo.recipe import complete as complete_ppo
@@ -36,6 +37,7 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
 
+NUMBERS = ("async_training.generators", "async_training.trainers")
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"async": {TRAINER_POOL: TRAINER_ROLES, "generator_0_pool": ["rollout"]}}
 """The only preset. Runs differ in the number of generator pools, so `complete` adds the pools."""
@@ -43,11 +45,15 @@ PLACEMENTS = {"async": {TRAINER_POOL: TRAINER_ROLES, "generator_0_pool": ["rollo
 
 def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, Sequence[str]]:
     """Choose pools, roles, devices and correction if the user did not set them."""
-    if config.async_training.topology is not None:
-        generators, trainers = counts(config.async_training.topology)
-        config = changed(
-            config, {"async_training.generators": generators, "async_training.trainers": trainers}
-        )
+    if (topology := config.async_training.topology) is not None:
+        numbers = dict(zip(NUMBERS, counts(topology), strict=True))
+        for key, number in numbers.items():
+            if key in keys and read(config, key) != number:
+                raise ConfigError(
+                    f"async_training.topology={topology} sets {key}={number}, but {key}="
+                    f"{read(config, key)} is set, too. Leave out one of the two keys."
+                )
+        config = changed(config, numbers)
     config = changed(config, {GENERATOR_SETTINGS: _numbered_settings(config)})
     pool_of = {
         role: generator_pool(generator) for role, (_, generator) in config.generator_roles.items()

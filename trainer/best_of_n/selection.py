@@ -140,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 
 def best_samples(samples: Sequence[ScoredSample], least: float, most: int) -> list[ScoredSample]:
-    """Return at most `most` samples with different texts and scores of at least `least`."""
+    """Return the first `most` samples with different texts and scores of at least `least`."""
     first_of_text = {sample.text: sample for sample in reversed(samples)}
     good = [
         sample

@@ -24,7 +24,7 @@ from verl_like.errors import ConfigError
 
 @dataclass(kw_only=True)
 class EvaluationConfig(SamplingOnlyConfig):
-    """A run that samples, scores and counts."""
+    """A run that samples the validation prompts, scores the samples and reports their means."""
 
     never_read = {
         NO_TRAINING: ("data.train_files", *ONLY_IN_TRAINING),

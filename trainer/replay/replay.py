@@ -254,10 +254,10 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
                 breakpoint()  # noqa: T100 - `step` goes into the run's own step
             return super().step()  # type: ignore[no-any-return]
 
-        def validation_is_due(self) -> bool:
+        def validation_is_due(self, is_last: bool) -> bool:
             is_part = bool(request.stage) or request.instead is not None
             ends_early = is_part and self.global_step == request.step
-            return not ends_early and super().validation_is_due()
+            return not ends_early and super().validation_is_due(is_last)
 
         def end_reason(self) -> str:
             if self.global_step == request.step:

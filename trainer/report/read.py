@@ -237,7 +237,7 @@ def _shorten(text: Any) -> str:
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """Return at most `limit` of the items, evenly from the first to the last."""
+    """Return at most `limit` of the items, evenly spaced from the first to the last."""
     if len(items) <= limit:
         return list(items)
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]

@@ -48,7 +48,8 @@ def split_parts(tensordict: TensorDict) -> Parts:
     """Return the three parts of a TensorDict, from `merge_parts` or any other source."""
     if tensordict.batch_dims != 1:
         raise BatchError(
-            f"a batch has one batch dim, but this TensorDict has {tuple(tensordict.batch_size)}."
+            "a batch has one batch dim, but this TensorDict has batch_size "
+            f"{tuple(tensordict.batch_size)}."
         )
     tensors: dict[str, Any] = {}
     arrays: dict[str, Array] = {}

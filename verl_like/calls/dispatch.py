@@ -188,11 +188,13 @@ def mode_of_functions(dispatch_fn: Callable[..., Any], collect_fn: Callable[...,
     def checked(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
         split_args, split_kwargs = dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
-            if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
+            is_list = isinstance(values, (list, tuple))
+            if not is_list or len(values) != target.world_size:
+                found = f"{len(values)} elements" if is_list else f"a {type(values).__name__}"
                 raise DispatchError(
                     f"{target.call_site}: the dispatch function must return a list with one "
                     f"element per worker ({target.world_size}) for every argument, but returned "
-                    f"{type(values).__name__} for argument {name!r}."
+                    f"{found} for argument {name!r}."
                 )
         return split_args, split_kwargs
 

@@ -143,8 +143,9 @@ class ActorConfig(ShardedConfig):
     """The update of the policy: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = config_field(64, above=0)
-    """Prompts per mini-batch (one optimizer step, all ranks together), so it has `rollout.n` times
-    as many samples. Must divide `data.train_batch_size`; by default, the largest divisor up to 64.
+    """Size of a mini-batch (one optimizer step, all ranks together) in prompts: it has `rollout.n`
+    times as many samples, taken from all prompts. Must divide `data.train_batch_size`; by default,
+    the largest divisor up to 64.
     """
     ppo_micro_batch_size_per_gpu: int = config_field(
         8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
@@ -285,7 +286,7 @@ class PTXConfig(Section):
     batch_size: int | None = config_field(None, above=0, hint="or null")
     """Rows per optimizer step, over all ranks; null: `ppo_mini_batch_size`."""
     max_length: int | None = config_field(None, above=1, hint="or null")
-    """Longest row in tokens; null: the longest prompt and response together."""
+    """Longest row in tokens; null: `data.max_prompt_length` + `data.max_response_length`."""
 
 
 @dataclass(kw_only=True)

@@ -421,12 +421,13 @@ def _style_by_plan(
         return None
     style = STYLES.get(name)
     if style is None:
-        raise NoSplit(f"the plan splits {path} in an unknown way: {name}")
+        raise NoSplit(f"transformers' plan splits {path} in an unknown way: {name}")
     if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
         other = type(layer).__name__
-        raise NoSplit(f"the plan splits {path} as a linear layer, but it is a {other}")
+        raise NoSplit(f"transformers' plan splits {path} as a linear layer, but it is a {other}")
     if style is Experts and (others := layer._parameters.keys() - placements.keys()):
-        raise NoSplit(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
+        missing = ", ".join(sorted(others))
+        raise NoSplit(f"transformers' plan has no rule for {missing} of {path}")
     return style
 
 
@@ -483,7 +484,10 @@ def _reject_unused(module: Any, plan: Mapping[str, str], layers: Mapping[str, La
             place = place.rpartition(".")[0]
         is_other = "*" in place and all(any(f"{p}." in cut for cut in layers) for p in matches)
         if not is_other:
-            raise NoSplit(f"the plan's rule {rule} matches no layer of {type(module).__name__}")
+            raise NoSplit(
+                f"transformers' plan has a rule for {rule}, which matches no layer of "
+                f"{type(module).__name__}"
+            )
 
 
 def _matching(rule: str, paths: Sequence[str]) -> list[str]:

@@ -147,7 +147,8 @@ class WeightSender:
     ) -> PublishReport:
         """Copy the weights to host memory on the ranks `senders`, in the rollout's dtype.
 
-        Only the newest version can be delivered. A delivery in progress finishes its own version.
+        Only the newest version can be delivered. A delivery in progress continues with its own
+        version.
         """
         tensors = self._full_tensors(on_all_ranks=list(senders) != [0])
         try:

@@ -83,7 +83,9 @@ def test_heads_that_do_not_divide_are_rejected_with_valid_sizes() -> None:
 def test_a_rule_of_no_layer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama", {})
     model._tp_plan = {**model._tp_plan, "model.encoder.*.q_proj": "colwise"}
-    with pytest.raises(ConfigError, match=r"rule model\.encoder\.\*\.q_proj matches no layer"):
+    with pytest.raises(
+        ConfigError, match=r"rule for model\.encoder\.\*\.q_proj, which matches no layer"
+    ):
         tensor.check(model, 2, "actor.parallel.tp")
 
 

@@ -118,7 +118,10 @@ def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
             with torch.device("meta"):
                 sizes = AutoModelForCausalLM.from_config(small).num_parameters()
             if sizes > LARGEST:
-                raise ValueError(f"a small model of its class would have {sizes:,} parameters")
+                raise ValueError(
+                    f"a small model of its class would have {sizes:,} parameters, more than "
+                    f"{LARGEST:,}"
+                )
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(
