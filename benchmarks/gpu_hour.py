@@ -248,7 +248,9 @@ def main() -> None:
         return
     end_parts_on_sigterm()
     out = (options.out or Path(f"runs/gpu/{datetime.now():%Y%m%d-%H%M%S}")).resolve()
-    seconds = options.seconds or (900 if options.gpus == 1 else 1200)
+    seconds = options.seconds
+    if seconds is None:
+        seconds = 900 if options.gpus == 1 else 1200
     outcomes = run_parts(machine, out, options.only, seconds, options.patience)
     print("", (out / "gpu.md").read_text("utf-8"), f"everything: {out}/gpu.json", sep="\n")
     if machine.device == "cpu":

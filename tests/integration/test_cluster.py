@@ -65,7 +65,7 @@ def test_only_the_user_s_modules_are_sent_to_other_nodes(
         "+role_workers.rollout=workers.roles.rollout.RolloutWorker",
         "actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD",
         "+critic.optim.optimizer=my_optimizers.SGD",
-        "environment=my_games:Chess",
+        "environment=my_games:Chess:7",
         "environment.tools=[../tools.py:search]",
     )
     assert modules_of_the_user(PPOTrainer.worker_code(config)) == [

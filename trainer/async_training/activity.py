@@ -40,9 +40,9 @@ class Activity:
     """The states of roles by name, such as `generator 0` and `trainer`.
 
     A role enters a state with a `with` block. From the first block of any role on, every role is in
-    exactly one state: that of its innermost open block, or without one waiting (after `leave`:
-    `gone`). Its seconds add up to the wall time, minus the time in the state `gone`. One thread
-    enters the blocks of a role; any thread may read its seconds.
+    exactly one state: that of its innermost open block or, outside all blocks, `waiting` (after
+    `leave`: `gone`). Its seconds add up to the wall time, minus the time in the state `gone`. One
+    thread enters the blocks of a role; any thread may read its seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -86,7 +86,7 @@ class Recipe(Generic[C]):
 
     @property
     def groups(self) -> list[str]:
-        """Groups of presets: `placement`, and folders of YAML in `config_dir` or shared ones."""
+        """Groups of presets: `placement`, and the folders of YAML files, own and shared ones."""
         files = (path for folder in self._own_and_shared for path in folder.glob("*/*.yaml"))
         return sorted({"placement", *(path.parent.name for path in files)})
 

@@ -1,10 +1,10 @@
 """Find the user's modules that a run needs.
 
-Worker processes import the objects that they use (worker classes, environments, losses,
-optimizers). If a run joins a Ray cluster, Ray sends the modules in the paths of such objects to its
-nodes. Estimators and trainers run in the driver's process, and reward functions in processes that
-it starts on its node. The files that they import also affect a run's numbers, so checkpoints have
-digests of these files.
+Worker processes import the objects that they use (worker classes, engines, environments, losses,
+optimizers, schedules). If a run joins a Ray cluster, Ray sends the modules in the paths of such
+objects to its nodes. Estimators and trainers run in the driver's process, and reward functions in
+processes that it starts on its node. The files that they import also affect a run's numbers, so
+checkpoints have digests of these files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def modules_of_the_user(object_paths: Iterable[str]) -> list[str]:
     Installed packages and registered names are left out. So is `file.py:name`, because every node
     reads that file at its path.
     """
-    modules = [path.rpartition(":")[0] or path for path in object_paths if {".", ":"} & set(path)]
+    modules = [path.partition(":")[0] for path in object_paths if {".", ":"} & set(path)]
     packages = dict.fromkeys(
         module.partition(".")[0]
         for module in modules

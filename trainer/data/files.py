@@ -47,7 +47,7 @@ def row_limit(config: Any) -> int | None:
 
 
 class NoColumn(ValueError):
-    """A row lacks a column; if the first row does, the error does not advise to skip rows."""
+    """A row lacks a column; if the first row does, the error does not advise skipping rows."""
 
 
 def good_rows(

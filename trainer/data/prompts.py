@@ -245,7 +245,11 @@ class PromptLoader:
         self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
         if not len(self):
             number, size = len(self.prompts), self._config.train_batch_size
-            other = f"lower this key to {number}" if number else "raise data.max_prompt_length"
+            other = (
+                f"lower this key to {number}"
+                if number
+                else "correct the rows, or raise data.max_prompt_length"
+            )
             raise ConfigError(
                 f"{self.prompts.story}. A batch of data.train_batch_size={size} needs more than "
                 f"the remaining {number}. Add prompts, or {other}."

@@ -41,7 +41,7 @@ def _device_of_nodes(config: RunConfig) -> str:
 def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
     """Return this machine, or the nodes of the Ray cluster, which is joined or started.
 
-    `worker_code` has the dotted paths that workers import.
+    `worker_code` has the names and paths of code that workers use.
     """
     trainer = config.trainer
     if trainer.backend != "ray":

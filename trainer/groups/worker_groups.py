@@ -138,9 +138,9 @@ class WorkerGroups:
     def __init__(self, config: RunConfig, worker_code: Sequence[str] | None = None) -> None:
         """Check the whole placement and import every class; only then start processes.
 
-        `worker_code` has the dotted paths that workers import, by default their classes. Pools with
-        their own processes start concurrently. Pools in the driver's thread start before them one
-        by one, because their roles may find siblings from other pools.
+        `worker_code` has the names and paths of code that workers use, by default their classes.
+        Pools with their own processes start concurrently. Pools in the driver's thread start before
+        them one by one, because their roles may find siblings from other pools.
         """
         self.config = config
         self._life, self._is_over = threading.Lock(), False

@@ -74,8 +74,8 @@ class SampleLog:
         for sample in samples:
             if sample in self._open:
                 raise SampleLogError(
-                    f"sample {_name(sample)} is {self._open[sample].state} already, and is "
-                    f"generated again (by generator or in step {account})."
+                    f"sample {_name(sample)} is already {self._open[sample].state}, but is "
+                    f"generated again (by generator {account}, or in step {account})."
                 )
             self._open[sample] = _Open(account, state)
             self.accounts[account].generated += 1

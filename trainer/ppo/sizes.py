@@ -38,8 +38,8 @@ class SizeRow:
 def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[SizeRow]:
     """Return the parts of a step for the roles of this run.
 
-    A pass with dynamic batch sizes has `tokens_at_once` tokens, by default the actor's number, if
-    its role does not set a number.
+    `tokens_at_once` is the number of tokens of a pass with dynamic batch sizes whose role sets no
+    number (default: the actor's number).
     """
     from trainer.ppo.roles import models_of, scorings_of  # imports torch, which a recipe must not
 

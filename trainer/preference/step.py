@@ -113,11 +113,6 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     """Log-probs [rows, 2] of `train` and `val` rows: (chosen, rejected) or (own, mismatched)."""
 
     @classmethod
-    def worker_code(cls, config: PreferenceConfig) -> list[str]:
-        """Add the loss to the code that every recipe on rows has."""
-        return [*super().worker_code(config), config.loss]
-
-    @classmethod
     def read_rows(
         cls, config: PreferenceConfig, key: str, files: Any, tokenizer: Any
     ) -> list[NumberedRow]:

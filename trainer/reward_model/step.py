@@ -85,11 +85,6 @@ class RewardModelTrainer(RowTrainer[PairRow]):
         """Return 2, because each item is a pair."""
         return 2
 
-    @classmethod
-    def worker_code(cls, config: RewardModelRunConfig) -> list[str]:
-        """Add the loss to the code that every recipe on rows has."""
-        return [*super().worker_code(config), config.loss]
-
     def validation_metrics(self) -> Metrics:
         """Return the mean metrics of all validation pairs; equal scores count as half correct."""
         scores_of_batches, margins_of_batches = [], []

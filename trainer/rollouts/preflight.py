@@ -21,7 +21,6 @@ from workers.agents.environment import in_full
 from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import has_environment, rewards_of
-from workers.config.conditions import is_bare_config
 from workers.models.folder import factor_border, model_folder, read_hf_config
 from workers.models.load import check_score_head, check_weights
 from workers.rollout.build import user_engine
@@ -29,11 +28,11 @@ from workers.rollout.vllm.setup import check_version
 from workers.training.row_proof import SPLITS
 
 
-def check_model(config: Any, key: str, path: str) -> None:
+def check_model(config: Any, key: str, path: str, may_be_random: bool = True) -> None:
     """Reject a model that is missing, or that has fewer positions than a sample may have tokens."""
     limit = num_positions(read_model_config(key, path))
     if config.trainer.simulate is None:
-        check_weights(key, path, config.actor_rollout_ref.model)
+        check_weights(key, path, config.actor_rollout_ref.model if may_be_random else None)
     data = config.data
     width = data.max_prompt_length + data.max_response_length
     if limit is not None and width > limit:
@@ -53,13 +52,11 @@ def check_reward_files(config: Any) -> None:
 
 
 def check_reward_models(config: Any) -> None:
-    """Reject reward models that are missing, lack a score head, or have too short a context."""
+    """Reject reward models without files, weights or a score head, or with too few positions."""
     for number, reward in enumerate(rewards_of(config)):
         if reward.kind == "model":
             key = f"reward.list[{number}].path" if config.reward.list else "reward.model.path"
-            if config.trainer.simulate is None and is_bare_config(reward.path):
-                raise ConfigError(f"{key}={reward.path} has a config.json and no weights.")
-            check_model(config, key, reward.path)
+            check_model(config, key, reward.path, may_be_random=False)
             check_score_head(key, reward.path)
 
 

@@ -129,9 +129,9 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
-        """Return the worker's class, the optimizer and its schedule."""
-        optim = config.optim
-        return [*super().worker_code(config), optim.optimizer, optim.lr_scheduler_type]
+        """Return the worker's class, the optimizer, its schedule and, if it is a key, the loss."""
+        optim, loss = config.optim, getattr(config, "loss", "")
+        return [*super().worker_code(config), optim.optimizer, optim.lr_scheduler_type, loss]
 
     @classmethod
     def describe(

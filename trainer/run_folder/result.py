@@ -48,7 +48,7 @@ class RunResult:
 
     @classmethod
     def of(cls, config: RunConfig, role: str) -> RunResult:
-        """Load the result of a finished run; `role` is the one whose exports are models."""
+        """Load the result of a finished run; `role` is the role that exports the model."""
         folder = Path(config.trainer.default_local_dir)
         notes: list[str] = []
         file = folder / "metrics.jsonl"

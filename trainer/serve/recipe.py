@@ -82,7 +82,7 @@ def prepare(config: Any) -> None:
 
     for role, model in models_of(config).items():
         check_ranks(config, role, model.sharding)
-        check_model(config, model.key, model.model.path)
+        check_model(config, model.key, model.model.path, may_be_random=model.head != "score")
         check_axes_of(config, role, model)
         check_adapter(model.model, model.head)
     check_quantization(config.actor_rollout_ref.rollout, config.trainer.device)

@@ -24,6 +24,7 @@ from trainer.data.lm_rows import stop_tokens
 from trainer.data.prompts import load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
+from trainer.ppo.prepare import worker_code
 from trainer.run_folder.folder import FolderLock
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import ServedCheckpoints
@@ -31,7 +32,6 @@ from trainer.serve.pending import PendingResult
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
 from trainer.serve.training_ops import TrainingOps
-from workers.config import critic_optim
 from workers.models.folder import model_folder, read_hf_config
 
 logger = logging.getLogger(__name__)
@@ -119,10 +119,7 @@ def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[W
         folder = Path(config.trainer.default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
         at_end.enter_context(FolderLock(folder))
-        policy = config.actor_rollout_ref
-        optimizers = policy.actor.optim.optimizer, critic_optim(config).optimizer
-        code = [*config.role_workers.values(), policy.rollout.name, *optimizers]
-        groups = at_end.enter_context(WorkerGroups(config, code))
+        groups = at_end.enter_context(WorkerGroups(config, worker_code(config)))
         groups.note_placement()
         for role in groups:
             groups[role].init_model()

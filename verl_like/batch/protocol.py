@@ -602,7 +602,7 @@ class DataProto:
         )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:
-        """Repeat row i `repeat_times[i]` times, aab; 0 drops it."""
+        """Repeat row i `repeat_times[i]` times in a row, as in aab; 0 drops it."""
         if isinstance(repeat_times, torch.Tensor):
             repeat_times = repeat_times.cpu().numpy()
         counts = np.asarray(repeat_times)

@@ -145,7 +145,7 @@ class WorkerHost:
         return self._answer("location", lambda: (place(), {}))
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
-        """Run one method, and return its payload and header, which carries an error.
+        """Run one method; return its payload, and a header with any error of the method.
 
         A concurrent call comes in its own thread. It leaves the process's random state and log as
         they are, because another role's call may be using them.

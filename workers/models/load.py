@@ -392,12 +392,13 @@ def _copy(weight: Tensor, stored: Any) -> None:
         local.copy_(local_rows(weight, stored))
 
 
-def check_weights(key: str, path: str, model: ModelConfig) -> None:
-    """Reject a folder without weights, unless `random_init_seed` is set."""
-    if model.random_init_seed is None and is_bare_config(path):
+def check_weights(key: str, path: str, model: ModelConfig | None) -> None:
+    """Reject a folder without weights, unless the model may be random and has a seed."""
+    if (model is None or model.random_init_seed is None) and is_bare_config(path):
+        seed = f"{model.SECTION}.random_init_seed=<number>" if model else ""
         raise ConfigError(
             f"{key}={path} has a config.json and no weights. Use a folder that save_pretrained "
-            f"wrote, or set {model.SECTION}.random_init_seed=<number> to start from random weights."
+            f"wrote{f', or set {seed} to start from random weights' if seed else ''}."
         )
 
 

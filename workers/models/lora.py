@@ -64,7 +64,7 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
             inject_adapter_in_model(lora, container)
         except ValueError as error:
             targets = config.target_modules
-            hint = nearest(targets if isinstance(targets, str) else "".join(targets[:1]), linear)
+            hint = nearest(targets if isinstance(targets, str) else next(iter(targets), ""), linear)
             raise ConfigError(
                 f"{config.SECTION}.target_modules={config.target_modules}: no adapter fits: "
                 f"{error}{hint} The model's linear layers: {', '.join(linear)}; all-linear "

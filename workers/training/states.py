@@ -78,7 +78,7 @@ class TrainedStates:
         self.states[name] = TrainedState(rank, weights, frozen)
 
     def copy(self, source: str, name: str) -> None:
-        """Store the current weights of `source` as the state `name`, also if that is in use."""
+        """Store the weights of `source` as the state `name`; if `name` is in use, use `source`."""
         state = self._state(source)
         if name == self.current:  # the next `use` would overwrite the copy
             self.use(source)

@@ -107,7 +107,7 @@ class RayWorkerGroup(_RunningWorkers):
 
         Raises:
             PlacementError: the pool does not fit, or the cluster lacks resources for it.
-            WorkerError: places are not free or a process does not start in time, or it dies.
+            WorkerError: places are not free in time, or a process dies or does not start in time.
             Exception: whatever a constructor raises.
         """
         check_group_arguments(self, RayResourcePool, resource_pool, ray_cls_with_init)

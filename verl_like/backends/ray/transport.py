@@ -113,7 +113,7 @@ class RayTransport(ProcessTransport):
         self.started = wait_for_start(self, answers)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Submit the call as a task of the rank's actor, or at once if it is concurrent."""
+        """Submit the call as a task of the rank's actor; a concurrent call uses the connection."""
         if call.concurrent:
             return self.call_concurrently(rank, call)
         message: tuple[Any, ...] = call.role, call.method

@@ -2,10 +2,11 @@
 
     model = stand_in(config, "sdpa")        # a float32 causal LM on the CPU, milliseconds per pass
 
-It is built from the model's config. The vocabulary is reduced, widths and experts too if the class
-allows it, and so is every limit that rows of the run exceed (window, chunk, original length of its
-rotary positions), so that rows of a few dozen tokens exceed it. The stand-in has the first layers,
-enough to include each kind. Weights and buffers are random, so that no default hides an error.
+It is built from the model's config. The vocabulary is reduced, and, if the class allows it, widths
+and the number of experts. Every limit that rows of the run exceed (window, chunk, original length
+of its rotary positions) is reduced, so that rows of a few dozen tokens exceed it. The stand-in has
+the first layers, enough to include each kind. Weights and buffers are random, so that no default
+hides an error.
 """
 
 from __future__ import annotations
