@@ -35,7 +35,11 @@ from verl_like.signatures import CallSignature, call_of, check_method
 
 
 class Hooks:
-    """Hooks of a run: override them. `self` is the trainer, with its state."""
+    """Hooks of a run, which a trainer's subclass can override; `self` is then the trainer.
+
+    An object in `callbacks` needs only some of these methods, and gets the trainer as first
+    argument: `on_step_end(self, trainer, metrics)`.
+    """
 
     run: Any
     """The record of the run (`trainer.record`)."""

@@ -245,7 +245,7 @@ def describe_plan(
             parts.append("note: no GPU was found, so a process starts for each CPU slot.")
     parts.append(describe_saving(config, trainer_cls))
     if not full:
-        parts.append("`verl-like check --full` prints the whole plan.")
+        parts.append("With --full, `verl-like check` prints the whole plan.")
     return ("\n\n" if full else "\n").join(fit(part, width) for part in parts if part)
 
 

@@ -96,7 +96,7 @@ PROBLEMS = [
     (
         "ppo",
         "reward.function.path={tmp}/my.py reward.function.name=fails",
-        "failed for all 8 rows of the trial",
+        "failed for 8 of 8 samples, more than reward.max_failed_fraction=0.5",
     ),
     (
         "ppo",

@@ -49,7 +49,7 @@ def test_only_the_full_plan_is_long_and_neither_is_wider_than_80(
         settings = overrides(tiny_dir, Path("run"), *more)
     brief = plan(load_config(settings, recipe), full=False)
     assert len(brief) <= MOST_LINES, "\n".join(brief)
-    assert brief[-1] == "`verl-like check --full` prints the whole plan."
+    assert brief[-1] == "With --full, `verl-like check` prints the whole plan."
     assert max(map(len, brief)) <= WIDTH
     full = plan(load_config(settings, recipe), full=True)
     assert len(full) > len(brief)

@@ -46,7 +46,7 @@ def reward_list(
         function = item.get("function")
         if not isinstance(reward, Mapping) and not callable(reward):
             raise ConfigError(
-                f"reward={reward!r:.60}: pass a function, or a dict such as "
+                f"reward={reward!r:.60}: pass the function itself, or a dict such as "
                 "{'name': 'style', 'kind': 'model', 'path': 'models/style'}."
             )
         if callable(function):

@@ -206,9 +206,10 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     filled = fits[kind]
     if missing := [parameter for parameter in filled if not filled[parameter]]:
         raise ConfigError(
-            f"{name} has the parameters {format_signature(signature)}, but --kind {kind} has no "
+            f"{name} has the parameters {format_signature(signature)}, but the kind {kind} has no "
             f"{', '.join(missing)}. It has {', '.join([*_columns(kind), *counts_of()])}, and all "
-            "settings. Rename the parameter, give it a default, or set it with --set NAME=VALUE."
+            "settings. Rename the parameter, give it a default, or set NAME=VALUE (with --set on "
+            "the command line)."
         )
     parameters, reads = signature.parameters, {*filled.values()}
     mode = parameters["loss_agg_mode"].default if "loss_agg_mode" in parameters else None

@@ -137,7 +137,7 @@ def row_sections(config: RowConfig, max_columns: int | None) -> dict[str, list[s
     return {
         "Memory per device": memory.splitlines(),
         "Placement": placement.splitlines(),
-        "Batch sizes": [step_sizes(config)],
+        "Batch sizes": [step_sizes(config, trainer_cls.num_sides(config))],
     }
 
 

@@ -1,4 +1,4 @@
-"""usage: verl-like migrate verl|openrlhf|trl|colossalchat|chatgpt
+"""usage: verl-like migrate verl|openrlhf|trl|colossalchat
            SCRIPT-OR-COMMAND [ARGUMENT ...] [--prove]
 
 Prints every training that a shell script would start as a verl-like command:

@@ -87,11 +87,12 @@ class System:
 
 
 COATI = System("train_prompts", translate_coati)
+OTHER_NAMES = "coati", "chatgpt"
 SYSTEMS: Mapping[str, System] = {
     "verl": System("main_ppo", verl.translate),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),
     "trl": System("grpo, sft, reward, dpo, kto", trl.translate, trl.read_yaml),
-    **dict.fromkeys(("coati", "colossalchat", "chatgpt"), COATI),
+    **dict.fromkeys(("colossalchat", *OTHER_NAMES), COATI),
 }
 RECIPES: Mapping[str, Recipe[Any]] = {
     **{"ppo": PPO, "async": ASYNC, "sft": SFT},
@@ -121,7 +122,7 @@ def migrate(
     if system not in SYSTEMS:
         raise ConfigError(
             f"there is no translation from {system!r}.{nearest(system, SYSTEMS)} Known: "
-            f"{', '.join(SYSTEMS)}."
+            f"{', '.join(name for name in SYSTEMS if name not in OTHER_NAMES)}."
         )
     reader = SYSTEMS[system]
     recording = Recording([Command(list(source))], ENDED_WELL, "")

@@ -78,22 +78,23 @@ def try_rewards(
         ]
     line = (
         f"Reward check ({few(labels)}): {len(batch)} rows with their ground truth as response; "
-        f"{_describe_scores(float(scores.min()), float(scores.max()))}{beside}"
+        f"{_describe_scores(float(scores.min()), float(scores.max()), labels)}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]
 
 
-def _describe_scores(least: float, most: float) -> str:
+def _describe_scores(least: float, most: float, labels: list[str]) -> str:
     """Describe the scores of the ground truths, and explain what it means if none is above zero."""
     if least < most:
         return f"scores from {least:.4g} to {most:.4g}"
-    words = f"every score is {most:.4g}"
-    if most <= 0:
-        words += (
-            " (expected if the reward requires a format that the bare ground truth lacks, such as "
-            "`#### 42` for openai/gsm8k; otherwise check the reward)"
-        )
-    return words
+    if most > 0:
+        return f"every score is {most:.4g}"
+    if labels == ["rule for openai/gsm8k"]:
+        return f"every score is {most:.4g}, because this rule requires `####` before the number"
+    return (
+        f"every score is {most:.4g} (expected if the reward requires a format that the ground "
+        "truth lacks; otherwise check the reward)"
+    )
 
 
 def _num_failed(metrics: dict[str, float]) -> float:

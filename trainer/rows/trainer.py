@@ -138,7 +138,7 @@ class RowTrainer(Trainer, Generic[R]):
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
         """Describe the sizes of a step, and its memory."""
-        sizes = f"Step: {step_sizes(config)}"
+        sizes = f"Step: {step_sizes(config, cls.num_sides(config))}"
         memory = plan_text(config, cls.num_sides(config), max_columns, brief)
         return [memory, sizes]
 
@@ -180,14 +180,15 @@ class RowTrainer(Trainer, Generic[R]):
         self.loader.load_state_dict(state["loader"])
 
 
-def step_sizes(config: RowConfig) -> str:
-    """Describe the number of rows per step, and the size of a rank's passes."""
+def step_sizes(config: RowConfig, num_sides: int) -> str:
+    """Describe the number of rows or pairs per step, and the size of a rank's passes."""
     data = config.data
     pass_of = f"{data.micro_batch_size_per_gpu} rows"
     if data.use_dynamic_bsz:
         pass_of = f"{data.max_token_len_per_gpu:,} tokens"
     return (
-        f"{data.train_batch_size} rows of at most {longest_row(config):,} tokens; "
+        f"{data.train_batch_size} {'rows' if num_sides == 1 else 'pairs of two rows'} of at most "
+        f"{longest_row(config):,} tokens; "
         f"at most {pass_of} per forward pass and rank"
     )
 

@@ -403,8 +403,8 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
     own_id = _parts(path)[2]
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
         raise ConfigError(
-            f"environment={path} is neither a class with a method `reset` nor an agent "
-            "(a function with the parameter `row`)."
+            f"environment={path} is neither an environment nor an agent. Derive a class from "
+            "verl_like.Environment with `reset` and `step`, or write a function `agent(row)`."
         )
     if not issubclass(cls, EnvironmentAdapter):
         if own_id:

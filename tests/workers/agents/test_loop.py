@@ -255,8 +255,8 @@ def test_lone_surrogates_in_observations_are_replaced(play: Play, tokenizer: Any
     ("name", "kwargs", "words"),
     [
         ("Nowhere", {}, "has no 'Nowhere'"),
-        ("add", {}, "is neither a class with a method `reset`"),
-        ("NoReset", {}, "is neither a class with a method `reset`"),
+        ("add", {}, "is neither an environment nor an agent"),
+        ("NoReset", {}, "is neither an environment nor an agent"),
         ("MisspeltStep", {}, "tool stpe has no docstring.*mean 'step'.*methods other than reset"),
         ("NarrowStep", {}, r"step is called with \(the policy's text\)"),
         ("ByPlace", {}, "reset is called with keyword arguments, but 'row' is positional-only"),
