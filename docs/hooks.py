@@ -28,7 +28,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Give every key in the lists of keys an anchor with its whole name: `#trainer.seed`."""
+    """Give every key in the lists of keys an anchor with its whole name: `#trainer.seed`.
+
+    The mark of a block that tests do not run is removed: the site's Markdown has no such marks.
+    """
+    markdown = markdown.replace("```python no-run\n", "```python\n")
     return LIST_OF_KEYS.sub(lambda block: with_anchors(block[0]), markdown)
 
 

@@ -49,6 +49,13 @@ def test_every_metric_of_the_code_has_a_meaning() -> None:
     assert [name for name in unknown if not any(fnmatchcase(name, key) for key in known)] == []
 
 
+def test_the_site_gets_code_blocks_that_it_can_show() -> None:
+    hooks = load("docs/hooks.py")
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    assert "\n```python no-run\n" in "".join(pages)
+    assert not re.search(r"^```\S+ ", "\n".join(map(hooks.on_page_markdown, pages)), re.M)
+
+
 def test_every_listed_key_gets_an_anchor_with_its_whole_name() -> None:
     hooks = load("docs/hooks.py")
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
