@@ -190,7 +190,7 @@ def role_axes() -> Any:
 
 
 def role_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
-    """Return a field for the role's sharding settings, which override those of `strategy`."""
+    """Return a field for the role's sharding settings, which add to `strategy`."""
     return config_field(factory=dict, options=options, may_change_on_resume=True)
 
 
@@ -201,7 +201,7 @@ class FrozenModelConfig(Section):
     quantization: str | None = config_field(None, choices=QUANTIZATIONS)
     """`int8`: store linear weights as int8, unsharded on each rank; null disables quantization."""
     fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
-    """FSDP settings that override the actor's `strategy`."""
+    """FSDP settings that add to the actor's `strategy`, without contradicting it."""
     parallel: dict[str, Any] = role_axes()
     """Parallel axes of this role that override the run's `parallel`."""
 

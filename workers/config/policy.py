@@ -216,7 +216,7 @@ class ActorConfig(ShardedConfig):
     optim: OptimConfig = config_field(factory=OptimConfig)
     """Optimizer, learning rate and schedule."""
     fsdp_config: dict[str, Any] = role_sharding()
-    """FSDP settings that override `strategy`."""
+    """FSDP settings that add to `strategy`, without contradicting it."""
     parallel: dict[str, Any] = role_axes()
     """Parallel axes of the actor that override the run's `parallel`."""
     checkpoint: CheckpointConfig = config_field(factory=CheckpointConfig)
@@ -329,7 +329,7 @@ class CriticModelConfig(Section):
     lora_rank: int = config_field(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: dict[str, Any] = role_sharding()
-    """FSDP settings that override `critic.strategy`."""
+    """FSDP settings that add to `critic.strategy`, without contradicting it."""
 
 
 @dataclass(kw_only=True)

@@ -65,7 +65,7 @@ class TrainedModelConfig(ModelConfig, ShardedConfig):
     SECTION = "model"
 
     fsdp_config: FSDPConfig = config_field(factory=FSDPConfig)
-    """FSDP settings that override `strategy`."""
+    """FSDP settings that add to `strategy`, without contradicting it."""
 
 
 @dataclass(kw_only=True)
@@ -155,7 +155,7 @@ class ReferenceConfig(Section):
     fsdp_config: FrozenFSDPConfig = config_field(
         factory=FrozenFSDPConfig, read_when=REFERENCE_IS_APART
     )
-    """FSDP settings that override `strategy`."""
+    """FSDP settings that add to `strategy`, without contradicting it."""
 
 
 @dataclass(kw_only=True)

@@ -126,7 +126,7 @@ class Split:
     reads: Tensor
     """Indices, among this rank's tokens, of those at which the head is read."""
     numbers: Tensor
-    """Index in the order of the row for every position read, listed in rank order."""
+    """For each position read, rank by rank: its index among the positions read of the row."""
     counts: list[int]
     """Number of positions that each rank reads."""
 

@@ -47,6 +47,7 @@ FIXED = (
     "distributed_executor_backend",
     "enable_lora",
     "max_lora_rank",
+    "trust_remote_code",
 )
 """Arguments of vLLM's LLM class that the engine sets itself, because it relies on their values."""
 
