@@ -121,26 +121,19 @@ def nearest_divisors(size: int, total: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-SHORT_NAME = 4
-"""Up to this length, only closer names are suggested."""
-
-
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return a hint such as " Did you mean 'critic_pool'?", or "" if no name is close.
 
-    Case is ignored. Names that begin with `name`, or end in `_` and `name`, come first, then one
-    with swapped letters.
+    Case is ignored. A name that ends in `_` and `name` comes first, then one with swapped letters.
     """
     by_lower_case = {str(v).lower(): str(v) for v in valid}
-    cutoff = 0.6 if len(name) > SHORT_NAME else 0.7
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=cutoff)
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
     if close:  # only names that are about as close as the closest
         best = difflib.SequenceMatcher(None, close[0], name.lower()).ratio()
         close = difflib.get_close_matches(name.lower(), close, n=3, cutoff=best - 0.1)
         close.sort(key=lambda other: sorted(other) != sorted(name.lower()))
-    starts = [v for v in by_lower_case if len(name) > 2 and v.startswith(name.lower())]
     ends = [v for v in by_lower_case if name and v.endswith(f"_{name.lower()}")]
-    return did_you_mean([by_lower_case[c] for c in dict.fromkeys([*starts, *ends, *close][:3])])
+    return did_you_mean([by_lower_case[c] for c in dict.fromkeys([*ends, *close][:3])])
 
 
 def did_you_mean(names: Sequence[str]) -> str:

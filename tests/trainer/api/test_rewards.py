@@ -147,7 +147,7 @@ def test_a_reward_model_in_memory_is_written_to_a_folder(tmp_path: Path) -> None
     [
         (OfTensors(), "'input_ids'.*Available: prompt, response"),
         (lambda response, topic: 0.0, r"'topic'.*the rows' columns letter"),
-        ("mine.py", "reward='mine.py': pass a function, or a dict"),
+        ("mine.py", "reward='mine.py': pass the function itself, or a dict"),
         ({"function": object_with(threading.Lock())}, "cannot be sent to the process.*pickle"),
     ],
 )

@@ -224,7 +224,7 @@ def test_the_command_prints_the_relations_that_hold_or_the_one_that_is_broken(
     file.write_text("def mine(log_prob, mask, scale):\n    return (-log_prob).mean() * scale\n")
     with pytest.raises(SystemExit, match=r"mine breaks prompt_tokens: gradient is -1.5, not 0"):
         run([f"{file}:mine", "--set", "scale=3"], monkeypatch)
-    with pytest.raises(SystemExit, match="--kind policy has no scale. It has old_log_prob"):
+    with pytest.raises(SystemExit, match="the kind policy has no scale. It has old_log_prob"):
         run([f"{file}:mine"], monkeypatch)
 
 

@@ -66,7 +66,7 @@ def test_the_log_accounts_for_every_sample_and_token() -> None:
 
 def test_generating_an_open_sample_or_training_a_closed_one_is_an_error() -> None:
     log = filled()
-    with pytest.raises(SampleLogError, match="sample b/0 is queued already.*step 1"):
+    with pytest.raises(SampleLogError, match="sample b/0 is already queued.*step 1"):
         log.begin(1, pairs("b"))
     with pytest.raises(SampleLogError, match="sample a/0 is not open"):
         log.train({("a", 0): 4})

@@ -113,6 +113,8 @@ def test_a_correction_runs_between_old_log_probs_and_the_updates() -> None:
 
     with_critic = load("correction=decoupled_geo_rs")
     assert "rollout correction" in edges(step_nodes(with_critic))["critic.update_critic"]
+    split = load("correction=decoupled_token_is", "placement=split", "trainer.n_gpus_per_node=2")
+    assert "in update: critic.update_critic ‖ actor.update_actor" in overlaps(split)
 
 
 def test_a_bypass_has_no_pass_for_old_log_probs() -> None:
