@@ -72,17 +72,17 @@ def submit(environment: dict[str, str], folder: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def wait_for_the_head(environment: dict[str, str]) -> None:
-    """Wait until the head accepts jobs; a failing command would cost seconds."""
+def submit_at_start(environment: dict[str, str], **job: str) -> None:
+    """Submit a job as soon as the head and its agent take jobs."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    while True:
         try:
-            request(environment, "")
+            request(environment, "", **job)
         except OSError:
+            assert time.monotonic() < deadline, "the head takes no jobs"
             time.sleep(0.1)
         else:
             return
-    raise AssertionError("the head takes no jobs")
 
 
 def request(environment: dict[str, str], path: str, **job: str) -> Any:
@@ -117,9 +117,8 @@ def test_a_submitted_job_succeeds_or_fails_and_its_log_has_the_output(
     )
     settings = [*shlex.split(written)[2:], *mine, "trainer.total_training_steps=1"]
 
-    wait_for_the_head(job_environment)
     command = shlex.join([*settings[settings.index("--") + 1 :], "data.tran_files=x"])
-    request(job_environment, "", entrypoint=command, submission_id="bad")
+    submit_at_start(job_environment, entrypoint=command, submission_id="bad")
     shown = submit(job_environment, tmp_path, "--submission-id=good", *settings)
     assert "Job 'good' succeeded" in shown, shown
     good = request(job_environment, "good/logs")["logs"]
