@@ -190,11 +190,11 @@ def mode_of_functions(dispatch_fn: Callable[..., Any], collect_fn: Callable[...,
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
             is_list = isinstance(values, (list, tuple))
             if not is_list or len(values) != target.world_size:
-                found = f"{len(values)} elements" if is_list else f"a {type(values).__name__}"
+                size = f" of {len(values)}" if is_list else ""
                 raise DispatchError(
                     f"{target.call_site}: the dispatch function must return a list with one "
                     f"element per worker ({target.world_size}) for every argument, but returned "
-                    f"{found} for argument {name!r}."
+                    f"a {type(values).__name__}{size} for argument {name!r}."
                 )
         return split_args, split_kwargs
 
