@@ -1,13 +1,14 @@
 """Losses: pure functions of tensors and a mask.
 
-A policy loss is one file (`vanilla.py`, `gspo.py`, …), registered by name in
-`workers.losses.registry.POLICY_LOSSES`. Every file in this folder is imported here, so you add a
-loss by adding a file. The policy losses use `token_loss` (turns a function of tokens into a policy
-loss), `aggregate` (reduces token losses to one number), `importance_ratio` and `covariance`.
+A policy loss has a file (`vanilla.py`, `gspo.py`, …) or shares it with a related loss (`dppo.py`,
+`covariance.py`), and is registered by name in `workers.losses.registry.POLICY_LOSSES`. Every file
+in this folder is imported here, so you add a loss by adding a file. The policy losses use
+`token_loss` (turns a function of tokens into a policy loss), `aggregate` (reduces token losses to
+one number) and `importance_ratio`.
 `correction` and `rejection` weight or reject tokens that another policy sampled, and `mismatch`
 measures the difference from that policy. The critic's loss is in `value`, the KL to the reference
-in `kl`, the losses of other recipes in `lm`, `pairwise` and `preference`, and those of a server's
-clients in `token_sums`.
+in `kl`, the losses of other recipes in `aggregate` (language models), `pairwise` and `preference`,
+and those of a server's clients in `token_sums`.
 
 Tensors of a policy loss are [rows, response tokens]. **Sums over micro-batches are exact.** A
 worker sees one micro-batch of a global mini-batch. It passes the denominators of the mini-batch to

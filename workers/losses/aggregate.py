@@ -107,6 +107,18 @@ def _at_least_one(count: int | float | Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(count, device=device).clamp(min=1)
 
 
+def compute_lm_loss(
+    log_probs: Tensor, mask: Tensor, **denominators: Unpack[Denominators]
+) -> Tensor:
+    """Return these rows' contribution to the LM loss, the mini-batch mean of -log_prob in the mask.
+
+    `log_probs` and `mask` are [rows, R]; the result is a scalar.
+
+    Source: PTX is the extra term of PPO in InstructGPT, arXiv 2203.02155, equation 2
+    """
+    return agg_loss(-log_probs, mask, "token-mean", **denominators)
+
+
 def agg_policy_loss(
     losses: Tensor,
     per_token: Mapping[str, Tensor],

@@ -18,11 +18,7 @@ from workers.losses.token_loss import token_loss
 @POLICY_LOSSES.register("cispo")
 @token_loss(keys_read=CLIP_RANGE, clips_weights=True, holds_weights=True)
 def compute_policy_loss_cispo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: ActorConfig,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient, weighted by the clipped ratio: `-A * sg(clip(r)) * log p`.
 

@@ -23,11 +23,7 @@ from workers.losses.token_loss import token_loss
     one_ratio_per_sequence=True,
 )
 def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: ActorConfig,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The geometric mean s of the sequence's ratios, each clipped on one side: `-A * s`.
 

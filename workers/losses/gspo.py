@@ -31,11 +31,7 @@ from workers.losses.token_loss import token_loss
     longer_count_more=("luspo",),
 )
 def compute_policy_loss_gspo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: ActorConfig,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped loss with the ratio of the sequence: the geometric mean of its token ratios.
 

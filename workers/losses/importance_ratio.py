@@ -1,4 +1,4 @@
-"""The ratio of the policy to the old policy, its clip range, and DPPO's trust region.
+"""The ratio of the policy to the old policy, and its clip range.
 
 Tensors are [rows, R], with R response tokens; `mask` is a bool.
 """
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
-from workers.losses.aggregate import with_slope
 
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 """Keys of the actor section that set the clip range."""
@@ -56,33 +55,3 @@ def clip_range(config: ActorConfig) -> tuple[float, float]:
     """Return the (smallest, largest) allowed ratio."""
     low, high = clip_widths(config)
     return 1.0 - low, 1.0 + high
-
-
-def losses_in_trust_region(
-    moved: Tensor,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: ActorConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the token losses, and per-token values whose means are metrics.
-
-    The loss is -A log p times the ratio; the ratio is at most `clip_ratio_c` and has no gradient.
-    `moved` is negative where the probability fell. A token with a positive advantage drops out if
-    its `moved` exceeds `clip_ratio_high`; another token, if its `moved` is below `-clip_ratio_low`.
-    """
-    low, high = clip_widths(config)
-    log_r = log_ratio(log_prob.detach(), old_log_prob, mask)
-    ratio = log_r.exp()
-
-    rises = advantages > 0
-    dropped = ((rises & (moved > high)) | (~rises & (moved < -low))) & mask
-    weight = zero_outside(ratio.clamp(max=config.clip_ratio_c), ~dropped).mul_(advantages).neg_()
-    losses = with_slope(weight * zero_outside(log_prob.detach(), mask), weight, log_prob)
-
-    return losses, {
-        "actor/ppo_kl": -log_r,
-        "actor/pg_clipfrac": dropped,
-        "actor/pg_clipfrac_lower": (ratio > config.clip_ratio_c) & ~dropped,
-    }

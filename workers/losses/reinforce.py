@@ -17,11 +17,7 @@ from workers.losses.token_loss import token_loss
 @POLICY_LOSSES.register("reinforce", "gpg")
 @token_loss(keys_read=(), has_ratio=False)
 def compute_policy_loss_reinforce(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: ActorConfig,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy gradient, without ratio or clipping: `-A * log p`.
 

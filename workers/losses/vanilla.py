@@ -19,11 +19,7 @@ from workers.losses.token_loss import token_loss
 @POLICY_LOSSES.register("vanilla")
 @token_loss(keys_read=(*CLIP_RANGE, "clip_ratio_c"))
 def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: ActorConfig,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped loss: `max(-A * r, -A * clip(r))`.
 

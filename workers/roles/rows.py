@@ -17,7 +17,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from verl_like.calls.result import CallMetrics
 from workers.config.rows import RewardModelTrainingConfig, RowWorkerConfig
-from workers.losses.lm import compute_lm_loss
+from workers.losses.aggregate import compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker

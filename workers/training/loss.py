@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.losses.lm import compute_lm_loss
+from workers.losses.aggregate import compute_lm_loss
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.microbatch import Columns, MiniBatch, RowColumns
 

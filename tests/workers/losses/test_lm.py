@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workers.losses.lm import compute_lm_loss
+from workers.losses.aggregate import compute_lm_loss
 
 LOG_PROBS = torch.tensor([[-1.0, -2.0, -9.0], [-4.0, math.nan, -9.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
