@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from trainer.async_training.activity import Activity
-from trainer.async_training.chunks import ChunkStream, Demand, Loader, OpenChunks
+from trainer.async_training.chunks import Chunks, Demand, Loader
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.samplers import (
     BATCH_SAMPLERS,
@@ -79,8 +79,7 @@ class ExperienceBuffer:
         """While the trainer waits, it calls `check_trainers`, which raises if a process is lost."""
         self.settings = config.async_training
         self._sampler = BATCH_SAMPLERS.look_up(config.async_training.sampler)()
-        self.stream = ChunkStream(config, loader)
-        self.open = OpenChunks(config, self.stream)
+        self.chunks = Chunks(config, loader)
         self._activity, self._check_trainers = activity, check_trainers
         lock = threading.RLock()
         self.log = SampleLog(lock)
@@ -154,26 +153,26 @@ class ExperienceBuffer:
         tokens = tokens_by_sample(chunk.samples)
         given_up = tokens_given_up(chunk.samples)
         with self._changed:
-            del self.open.in_flight[chunk.number]
+            del self.chunks.in_flight[chunk.number]
             chunk.rows = None
             self._changed.notify_all()
             if chunk.is_validation:
                 return
             self.log.receive(tokens, given_up)
-            self.open.ready.append(chunk)
-            while self.open.is_too_full:
-                self._drop(self.open.ready[0], "pushed out of the full buffer")
+            self.chunks.ready.append(chunk)
+            while self.chunks.is_too_full:
+                self._drop(self.chunks.ready[0], "pushed out of the full buffer")
                 self._look_again()
 
     def lost(self, generator: int) -> int:
-        """Hand a lost generator's chunks back to the stream; return their number of samples."""
+        """Hand a lost generator's chunks back; return their number of samples."""
         with self._change():
             lost = self.in_flight(generator)
             for chunk in lost:
-                del self.open.in_flight[chunk.number]
+                del self.chunks.in_flight[chunk.number]
                 if not chunk.is_validation:
                     self.log.drop(chunk.names, LOST)
-            self.stream.hand_back(chunk for chunk in lost if not chunk.is_validation)
+            self.chunks.hand_back(chunk for chunk in lost if not chunk.is_validation)
             self._to_validate += [chunk for chunk in lost if chunk.is_validation]
             return num_samples_of(lost)
 
@@ -216,8 +215,8 @@ class ExperienceBuffer:
     def check(self) -> None:
         """Raise if the sample log does not add up, or disagrees with the buffer about a prompt."""
         with self._changed:
-            queued = [uid for chunk in self.open.ready for uid in chunk.uids]
-            in_flight = [uid for chunk in self.open.in_flight.values() for uid in chunk.uids]
+            queued = [uid for chunk in self.chunks.ready for uid in chunk.uids]
+            in_flight = [uid for chunk in self.chunks.in_flight.values() for uid in chunk.uids]
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
@@ -231,7 +230,7 @@ class ExperienceBuffer:
         """Wait until generators have finished their chunks; in the block, they only validate."""
         with self._changed:
             self.is_paused = True
-            while self.open.in_flight and self._generators and self._failure is None:
+            while self.chunks.in_flight and self._generators and self._failure is None:
                 if not self._changed.wait(timeout_s):
                     raise StalledError(
                         "a validation waits until generators have finished their chunks, but for "
@@ -247,12 +246,12 @@ class ExperienceBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the prompts, the log, and the queued chunks (but no samples)."""
         with self._changed:
-            self._queued_at_save = list(self.open.ready)
+            self._queued_at_save = list(self.chunks.ready)
             return {
-                "stream": self.stream.state_dict(self.open.in_flight.values()),
+                "stream": self.chunks.state_dict(),
                 "ledger": self.log.state_dict(),
                 "num_taken": self._num_taken,
-                "queued": [chunk.state_dict() for chunk in self.open.ready],
+                "queued": [chunk.state_dict() for chunk in self.chunks.ready],
             }
 
     def write_samples(self, checkpoint: Path) -> None:
@@ -276,12 +275,12 @@ class ExperienceBuffer:
         folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
         queued = [SampleChunk.from_state(chunk, folder) for chunk in state["queued"]]
         with self._change():
-            self.stream.load_state_dict(state["stream"])
-            self.stream.hand_back(chunk for chunk in queued if chunk.samples is None)
+            self.chunks.load_state_dict(state["stream"])
+            self.chunks.hand_back(chunk for chunk in queued if chunk.samples is None)
             self.log.load_state_dict(state["ledger"])
             self._num_taken = state["num_taken"]
-            self.open.ready = [chunk for chunk in queued if chunk.samples is not None]
-            for chunk in self.open.ready:
+            self.chunks.ready = [chunk for chunk in queued if chunk.samples is not None]
+            for chunk in self.chunks.ready:
                 assert chunk.samples is not None, "a queued chunk has samples"
                 self.log.restore(chunk.generator, tokens_by_sample(chunk.samples))
 
@@ -300,12 +299,12 @@ class ExperienceBuffer:
     def depth(self) -> int:
         """The number of queued samples."""
         with self._changed:
-            return num_samples_of(self.open.ready)
+            return num_samples_of(self.chunks.ready)
 
     def in_flight(self, generator: int | None = None) -> list[SampleChunk]:
         """Return the chunks that this generator is generating, or that any generator is."""
         with self._changed:
-            chunks = self.open.in_flight.values()
+            chunks = self.chunks.in_flight.values()
             return [chunk for chunk in chunks if generator in (None, chunk.generator)]
 
     # ----------------------------------------------------------------------------------- inside
@@ -345,10 +344,10 @@ class ExperienceBuffer:
                 checks_at = now + max(LOOK_S, (time.monotonic() - now) / LOOK_SHARE)
 
     def _raise_if_nobody_can_go_on(self) -> None:
-        if self.open.in_flight or self._idle < self._generators:
+        if self.chunks.in_flight or self._idle < self._generators:
             return
-        wanted, queued = self._demand.num_samples, num_samples_of(self.open.ready)
-        if self.stream.has_ended and not self.is_paused:
+        wanted, queued = self._demand.num_samples, num_samples_of(self.chunks.ready)
+        if self.chunks.has_ended and not self.is_paused:
             size = (
                 f", and the queue has {queued} of the {wanted} samples of a batch" if wanted else ""
             )
@@ -366,7 +365,7 @@ class ExperienceBuffer:
     def _take_chosen(self) -> list[SampleChunk]:
         """Return the chunks of the sampler's batch, or [] if any trainer rank has to wait."""
         batch = SelectedBatch()
-        for view in self.open.views(self._demand, self.version, self._num_taken):
+        for view in self.chunks.views(self._demand, self.version, self._num_taken):
             choice = chosen(self._sampler, view)
             batch.dropped += choice.dropped
             if not choice.selected:
@@ -377,7 +376,7 @@ class ExperienceBuffer:
             self._drop(chunk, reason)
             self._look_again()
         for chunk in batch.selected:
-            self.open.ready.remove(chunk)
+            self.chunks.ready.remove(chunk)
             self.log.move(chunk.names, TAKEN)
         self._num_taken += bool(batch.selected)
         return batch.selected
@@ -391,18 +390,18 @@ class ExperienceBuffer:
                 return None
             self._to_validate.remove(chunk)
         else:
-            chunk, lag = self.stream.offer(generator), self.version - version
-            if chunk is None or not self.open.has_room(chunk, lag, self._demand):
+            chunk, lag = self.chunks.offer(generator), self.version - version
+            if chunk is None or not self.chunks.has_room(chunk, lag, self._demand):
                 return None
-            self.stream.waiting.remove(chunk)
+            self.chunks.waiting.remove(chunk)
             chunk.version, chunk.attempt = version, self._demand.attempt
-            chunk.rows = self.stream.rows(chunk)
+            chunk.rows = self.chunks.rows(chunk)
             self.log.begin(generator, chunk.names)
         chunk.generator = generator
-        self.open.in_flight[chunk.number] = chunk
+        self.chunks.in_flight[chunk.number] = chunk
         self._idle.discard(generator)
         return chunk
 
     def _drop(self, chunk: SampleChunk, reason: str) -> None:
-        self.open.ready.remove(chunk)
+        self.chunks.ready.remove(chunk)
         self.log.drop(chunk.names, reason)

@@ -1,4 +1,4 @@
-"""Track the chunks of a run's batches: in the stream of prompts, in flight, or queued.
+"""Track the chunks of a run's batches: waiting for a generator, in flight, or ready.
 
 Nothing here waits or locks: the buffer (`trainer.async_training.buffer`) calls it under its lock.
 
@@ -125,20 +125,30 @@ class Loader(Protocol):
         """Return the number of prompts in a batch; 0 if the loader has no such batch."""
 
 
-class ChunkStream:
-    """The loader's batches, cut into chunks in the order of the prompts.
+class Chunks:
+    """The loader's batches, cut into chunks in the order of the prompts, and where each chunk is.
 
-    A chunk whose generator was lost returns to the stream, and is handed out before later chunks.
+    A chunk waits for a generator, then is in flight, then ready. The number of samples that are in
+    flight or ready is limited by `async_training.max_inflight_samples` and by staleness. A chunk
+    whose generator was lost waits again, and is handed out before later chunks.
     """
 
     def __init__(self, config: AsyncConfig, loader: Loader) -> None:
         """If trainer ranks have their own generators, cut every batch into equal parts for them."""
+        self._settings, self._seed = config.async_training, config.trainer.seed
         self._loader, self._topology = loader, config.topology
         self._prompts_per_call = config.chunk_size
         self._samples_per_prompt = config.actor_rollout_ref.rollout.n
         self.ranks = self._topology.routed_ranks
         self.waiting: list[SampleChunk] = []
         """Chunks that no generator has started, in order."""
+        self.in_flight: dict[int, SampleChunk] = {}
+        """Maps the number of a chunk to the chunk, while a generator generates it."""
+        self.ready: list[SampleChunk] = []
+        """The queued chunks, in the order in which they arrived."""
+        self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
+        self._limit = open_at_once(config)
+        self._evicts = config.async_training.on_buffer_full == "evict_oldest"
         self._batches: dict[int, DataProto] = {}
         self._next_batch = self._next_number = 0
 
@@ -161,7 +171,7 @@ class ChunkStream:
             self._cut()
 
     def hand_back(self, chunks: Iterable[SampleChunk]) -> None:
-        """Put these chunks back into the stream in order, to be handed out next."""
+        """Let these chunks wait again, in order, to be handed out next."""
         self.waiting = sorted([*self.waiting, *chunks], key=lambda chunk: chunk.number)
 
     def rows(self, chunk: SampleChunk) -> DataProto:
@@ -179,9 +189,9 @@ class ChunkStream:
         """Return the number of samples in a batch."""
         return self._loader.num_prompts(batch) * self._samples_per_prompt
 
-    def state_dict(self, in_flight: Iterable[SampleChunk] = ()) -> dict[str, Any]:
-        """Return the stream's position, including chunks that a resume has to generate again."""
-        waiting = sorted([*self.waiting, *in_flight], key=lambda chunk: chunk.number)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the prompts, and the chunks that a resume has to generate."""
+        waiting = sorted([*self.waiting, *self.in_flight.values()], key=lambda chunk: chunk.number)
         return {
             "next_batch": self._next_batch,
             "next_number": self._next_number,
@@ -212,22 +222,6 @@ class ChunkStream:
                 self.waiting.append(chunk)
                 self._next_number += 1
 
-
-class OpenChunks:
-    """Chunks that are queued or in flight, and the limit on their samples."""
-
-    def __init__(self, config: AsyncConfig, stream: ChunkStream) -> None:
-        """Limit open chunks by `async_training.max_inflight_samples` and by staleness."""
-        self._settings, self._seed = config.async_training, config.trainer.seed
-        self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
-        self._limit = open_at_once(config)
-        self._evicts = config.async_training.on_buffer_full == "evict_oldest"
-        self._stream = stream
-        self.ready: list[SampleChunk] = []
-        """The queued chunks, in the order in which they arrived."""
-        self.in_flight: dict[int, SampleChunk] = {}
-        """Maps the number of a chunk to the chunk, while a generator generates it."""
-
     @property
     def is_too_full(self) -> bool:
         """True if `on_buffer_full=evict_oldest` is set, and the oldest chunk must be evicted."""
@@ -235,7 +229,7 @@ class OpenChunks:
 
     def has_room(self, chunk: SampleChunk, lag: int, demand: Demand) -> bool:
         """Return whether this chunk may start with weights that are `lag` versions old."""
-        before = [other for other in self._stream.waiting if other.number < chunk.number]
+        before = [other for other in self.waiting if other.number < chunk.number]
         opened = [*self.ready, *self.in_flight.values(), chunk, *before]
         if not self._evicts and num_samples_of(opened) > self._limit:
             return False
@@ -244,29 +238,28 @@ class OpenChunks:
         if demand.rest_of_run is not None:
             room = min(room, demand.num_samples + demand.rest_of_run)
         of_rank = [other for other in opened if other.rank == chunk.rank]
-        return num_samples_of(of_rank) <= room // len(self._stream.ranks)
+        return num_samples_of(of_rank) <= room // len(self.ranks)
 
     def views(self, demand: Demand, version: int, number: int) -> Iterator[BufferView]:
         """Yield a sampler's views: one per trainer rank with its own generators, or a single one.
 
         `number` is the number of batches before this one.
         """
-        ranks = self._stream.ranks
         # one past the highest number of an open chunk
         horizon = max([chunk.number for chunk in self.ready] + [*self.in_flight, -1]) + 1
         ready = by_first((chunk.rank, chunk) for chunk in self.ready)
         coming = by_first((chunk.rank, chunk) for chunk in self.in_flight.values())
-        lost = by_first((p.rank, p) for p in self._stream.waiting if p.number < horizon)
-        for rank in ranks:
+        lost = by_first((p.rank, p) for p in self.waiting if p.number < horizon)
+        for rank in self.ranks:
             yield BufferView(
                 ready=ready.get(rank, ()),
                 in_progress=coming.get(rank, ()),
                 orphaned=lost.get(rank, ()),
-                num_samples=demand.num_samples // len(ranks),
+                num_samples=demand.num_samples // len(self.ranks),
                 version=version,
                 max_staleness=self._settings.max_staleness,
-                samples_per_version=self._samples_per_version // len(ranks),
-                samples_left_in_version=demand.samples_left_in_version // len(ranks),
+                samples_per_version=self._samples_per_version // len(self.ranks),
+                samples_left_in_version=demand.samples_left_in_version // len(self.ranks),
                 seed=(self._seed, number),
                 drop_older_than=self._settings.drop_older_than,
             )

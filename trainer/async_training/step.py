@@ -82,7 +82,7 @@ class AsyncTrainer(PPOTrainer):
 
     def sample_prompts(self, attempt: int = 0) -> DataProto:
         """Take samples from the queue, and wait for generators if it has too few."""
-        samples_of = self.buffer.stream.num_samples
+        samples_of = self.buffer.chunks.num_samples
         demand = self.rounds.demand(self.global_step, self.total_steps, samples_of, attempt)
         batch = self.origins.batch_of(self.buffer.take(demand))
         if has_environment(self.config):

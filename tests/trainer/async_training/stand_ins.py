@@ -92,8 +92,8 @@ def finish(buffer: ExperienceBuffer, chunk: SampleChunk) -> SampleChunk:
 def may_begin(buffer: ExperienceBuffer, generator: int = 0, version: int | None = None) -> bool:
     """True if there is room for a generator's next chunk at this moment."""
     age = 0 if version is None else buffer.version - version
-    chunk = buffer.stream.offer(generator)
-    return chunk is not None and buffer.open.has_room(chunk, age, buffer._demand)
+    chunk = buffer.chunks.offer(generator)
+    return chunk is not None and buffer.chunks.has_room(chunk, age, buffer._demand)
 
 
 def train(buffer: ExperienceBuffer, taken: list[SampleChunk], version: int) -> None:

@@ -65,7 +65,7 @@ def test_a_full_buffer_that_evicts_keeps_the_newest_samples() -> None:
     buffer = make_buffer(max_staleness=4, max_inflight_samples=4, on_buffer_full="evict_oldest")
     for _ in range(3):
         finish(buffer, begin(buffer))
-    assert [chunk.uids for chunk in buffer.open.ready] == [["2", "3"], ["4", "5"]]
+    assert [chunk.uids for chunk in buffer.chunks.ready] == [["2", "3"], ["4", "5"]]
     assert buffer.log.accounts[0].dropped == {"pushed out of the full buffer": 2}
     buffer.log.check()
 
@@ -208,7 +208,7 @@ def test_every_sampler_trains_on_each_sample_before_it_is_too_old(
             else:
                 finish(buffer, begun)
         facts = (buffer._demand, buffer.version, buffer._num_taken)
-        while slow and not chosen(buffer._sampler, next(buffer.open.views(*facts))).selected:
+        while slow and not chosen(buffer._sampler, next(buffer.chunks.views(*facts))).selected:
             finish(buffer, slow.pop())
         taken = buffer.take(Demand(4))
         assert max(version - old.version for old in taken) <= max_staleness
@@ -304,12 +304,12 @@ def test_a_group_that_contradicts_the_log_is_named() -> None:
     finish(buffer, begin(buffer))
     begin(buffer)
     buffer.check()
-    lost = buffer.open.ready.pop()
+    lost = buffer.chunks.ready.pop()
     words = r"disagree about which groups are queued: \['0', '1'\]"
     with pytest.raises(SampleLogError, match=words):
         buffer.check()
-    buffer.open.ready.append(lost)
-    buffer.open.in_flight.clear()
+    buffer.chunks.ready.append(lost)
+    buffer.chunks.in_flight.clear()
     with pytest.raises(SampleLogError, match=r"groups are in flight: \['2', '3'\]"):
         buffer.check()
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from tests.trainer.async_training.stand_ins import NumberedPrompts, config_of
-from trainer.async_training.chunks import ChunkStream, Rounds
+from trainer.async_training.chunks import Chunks, Rounds
 from trainer.async_training.samplers import SampleChunk
 
 
-def stream_of(prompts: NumberedPrompts, **settings: Any) -> ChunkStream:
+def stream_of(prompts: NumberedPrompts, **settings: Any) -> Chunks:
     """Return a stream of chunks of two prompts."""
-    return ChunkStream(config_of(**settings), prompts)
+    return Chunks(config_of(**settings), prompts)
 
 
-def uids(stream: ChunkStream, chunk: SampleChunk) -> list[str]:
+def uids(stream: Chunks, chunk: SampleChunk) -> list[str]:
     stream.rows(chunk)
     return chunk.uids
 
 
-def next_of(stream: ChunkStream, generator: int = 0) -> SampleChunk:
+def next_of(stream: Chunks, generator: int = 0) -> SampleChunk:
     chunk = stream.offer(generator)
     assert chunk is not None
     stream.waiting.remove(chunk)
