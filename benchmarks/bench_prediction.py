@@ -30,8 +30,6 @@ from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.batches import SeedOf
-from workers.rollout.sample import Sample
 from workers.weights.channel import SyncReport
 
 ROW_S, TAKE_S, UPDATE_S = 0.0075, 0.04, 0.06
@@ -73,10 +71,10 @@ def sleep(seconds: float) -> None:
 class SleepingRollout(RolloutWorker):
     """Sleeps for every row, and when it receives weights."""
 
-    def requests_of(self, data: DataProto, seed_of: SeedOf) -> list[Sample]:
-        """Sleep, then return the engine's requests."""
+    def _begin(self, data: DataProto) -> list[int]:
+        """Sleep, then submit the rows."""
         sleep(ROW_S * len(data))
-        return super().requests_of(data, seed_of)
+        return super()._begin(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:

@@ -44,7 +44,7 @@ from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.state import named_state, set_buffer_dtype
 from workers.models.tokenizers import set_template_variables
 from workers.rollout.base import RolloutEngine, SamplingParams
-from workers.rollout.batches import REQUEST, SeedOf, batch_of, samples_of
+from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.build import (
     build_engine,
     check_engine,
@@ -96,17 +96,14 @@ class RolloutWorker(WeightReceiver, Worker):
         sends_changed = self.config.weight_sync == "changed"
         takes_changes = sends_changed and not takes_adapter(self.policy)
         self.copy = HostCopy() if takes_changes else None
-        self.players = self._players(config)
+        self.players: Players | None = None
+        if has_environment(config):
+            tokenizer = tokenizer_of(self.policy.model.path)
+            set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
+            faults = Faults.of(getattr(config, "injected_faults", None))
+            self.players = Players(config.environment, tokenizer, faults)
         self._requests: dict[int, int] = {}
         """By a sample's number in the engine: the `request` that `submit` received with its row."""
-
-    def _players(self, config: WorkersConfig) -> Players | None:
-        if not has_environment(config):
-            return None
-        faults = Faults.of(getattr(config, "injected_faults", None))
-        tokenizer = tokenizer_of(self.policy.model.path)
-        set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-        return Players(config.environment, tokenizer, faults)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -137,7 +134,7 @@ class RolloutWorker(WeightReceiver, Worker):
                 "them first."
             )
         numbers = self._begin(data)
-        results = self._generator.take()
+        results = (self.players or self.engine).take()
         return self._batch_of([results[number] for number in numbers], len(data))
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
@@ -157,7 +154,7 @@ class RolloutWorker(WeightReceiver, Worker):
         Return earlier once a sample has `max_tokens` more tokens, or after `seconds`.
         """
         try:
-            results = self._generator.take(max_tokens, seconds)
+            results = (self.players or self.engine).take(max_tokens, seconds)
         except BaseException:
             self._requests = {}
             raise
@@ -181,10 +178,6 @@ class RolloutWorker(WeightReceiver, Worker):
         """Run this rank's part of one call that the engine's first rank leads."""
         self.engine.follow()
 
-    @property
-    def _generator(self) -> RolloutEngine | Players:
-        return self.players or self.engine
-
     def _begin(self, data: DataProto) -> list[int]:
         """Submit the rows that are not padding; return their samples' numbers in the engine."""
         pad, sampling = data.meta_info.get("pad_token_id"), self.sampling_of(data)
@@ -197,7 +190,8 @@ class RolloutWorker(WeightReceiver, Worker):
         stream = "validate" if data.meta_info.get("validate") else "train"
         seed_of = partial(sample_seed, self.seed, attempt=attempt, stream=stream)
         if self.players is None:
-            numbers = self.engine.submit(self.requests_of(data, seed_of), sampling)
+            samples = samples_of(data, self.prompt_width, seed_of)
+            numbers = self.engine.submit(samples, sampling)
         else:
             numbers = self.players.submit(data, self.engine, sampling, seed_of)
         self._sampling, self._pad = sampling, int(pad)
@@ -247,10 +241,6 @@ class RolloutWorker(WeightReceiver, Worker):
         settings |= {name: data.meta_info[name] for name in overrides}
         sampling = sampling_params(settings, self.response_width, stop)
         return replace(sampling, routed_experts=replays_routing(self.policy) and not validates)
-
-    def requests_of(self, data: DataProto, seed_of: SeedOf) -> list[Sample]:
-        """Return one sample to be generated per row that is not padding."""
-        return samples_of(data, self.prompt_width, seed_of)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

@@ -35,9 +35,7 @@ from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import MakesLoss, ModelWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import SamplingParams
-from workers.rollout.batches import SeedOf
 from workers.rollout.build import tokenizer_of
-from workers.rollout.sample import Sample
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
@@ -209,12 +207,6 @@ class ServedRolloutWorker(RolloutWorker):
     def sampling_of(self, data: DataProto) -> SamplingParams:
         """Return the sampling parameters in the batch's meta_info."""
         return SamplingParams(**data.meta_info["sampling"])
-
-    def requests_of(self, data: DataProto, seed_of: SeedOf) -> list[Sample]:
-        """Return samples that end after as many tokens as the column `end_at` says."""
-        ends = data.padded("end_at").tolist()
-        samples = super().requests_of(data, seed_of)
-        return [replace(s, end_at=end) for s, end in zip(samples, ends, strict=False)]
 
 
 def sum_loss(loss: TokenSum, data: DataProto) -> Loss:

@@ -32,7 +32,10 @@ SeedOf = Callable[[str, int], int]
 
 
 def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Sample]:
-    """Return one sample, still without a response, per row that is not padding."""
+    """Return one sample, still without a response, per row that is not padding.
+
+    The optional column `end_at` limits the response tokens of each sample.
+    """
     require(data, "input_ids", "attention_mask", "sample_index", "uid")
     ids = data.column("input_ids")
     if ids.shape[1] != prompt_width:
@@ -48,10 +51,12 @@ def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Samp
         masks = data.padded("attention_mask") != 0
         prompts = [row[mask] for row, mask in zip(ids, masks, strict=True)]
     indices, uids = data.padded("sample_index").tolist(), data.non_tensor_batch["uid"]
+    ends = data.padded("end_at").tolist() if has_column(data, "end_at") else [None] * len(data)
     samples = []
     for row, prompt in enumerate(prompts[: data.num_real_rows]):
         uid, index = str(uids[row]), indices[row]
-        samples.append(Sample(prompt.tolist(), seed_of(uid, index), f"uid {uid} sample {index}"))
+        name = f"uid {uid} sample {index}"
+        samples.append(Sample(prompt.tolist(), seed_of(uid, index), name, end_at=ends[row]))
     return samples
 
 

@@ -18,7 +18,6 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import LostSamplesError
 from workers.config import WorkersConfig
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.batches import SeedOf
 from workers.rollout.build import build_engine
 from workers.rollout.client import RolloutClient, Submission
 
@@ -34,10 +33,11 @@ class Sampler(RolloutWorker):
         self.engine = build_engine(self._whole_config, self)
         self.engine.commit(0)
 
-    def requests_of(self, data: DataProto, seed_of: SeedOf) -> Any:
-        requests = super().requests_of(data, seed_of)
-        REQUESTS.update(request.name for request in requests)
-        return requests
+    def _begin(self, data: DataProto) -> Any:
+        named = zip(data.non_tensor_batch["uid"], data.padded("sample_index").tolist(), strict=True)
+        names = [f"uid {uid} sample {index}" for uid, index in named]
+        REQUESTS.update(names[: data.num_real_rows])
+        return super()._begin(data)
 
 
 @pytest.fixture(autouse=True)
