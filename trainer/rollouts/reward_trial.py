@@ -19,7 +19,6 @@ from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RewardError, few
 from workers.columns import read_columns
-from workers.rewards.manager import FAILURES
 from workers.rewards.outcome import NO_REWARD
 from workers.rewards.weighted import Rewards
 
@@ -35,8 +34,7 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
         if part.manager is None or part.config.kind != "function" or not part.config.path:
             continue
         row = synthetic_responses(prompts, prompts.rows[:1].tolist(), tokenizer, width)
-        result, _ = part.manager.remote(row).result()
-        for failure in result.meta_info[FAILURES].values():
+        for failure in part.manager.remote(row).result().failures.values():
             label = part.config.label
             problem = f"{label}, tried on the first row's ground truth: {failure.error}"
             if NO_REWARD in failure.error:

@@ -11,7 +11,9 @@ import torch
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.rewards.failures import group_by_kind
-from workers.rewards.manager import FAILURES, Scored
+from workers.rewards.manager import TermScores
+
+SECONDS = ("engine_s", "environment_s", "waiting_s")
 
 
 class EnvironmentScores:
@@ -21,7 +23,7 @@ class EnvironmentScores:
     is set.
     """
 
-    def remote(self, batch: DataProto) -> Future[Scored]:
+    def remote(self, batch: DataProto) -> Future[TermScores]:
         """Return a future of the batch's scores, which is already done."""
         columns = read_columns(batch, "environment_rewards", "turn", "response_mask")
         mask = columns["response_mask"].bool()
@@ -29,18 +31,15 @@ class EnvironmentScores:
         failed = torch.tensor([info["is_left_out"] for info in infos], dtype=torch.bool)
         uids = batch.non_tensor_batch["uid"]
         problems = [(str(uid), info["problem"]) for uid, info in zip(uids, infos, strict=True)]
-        result = DataProto.from_dict(
-            tensors={
-                "token_level_scores": columns["environment_rewards"].masked_fill(
-                    failed[:, None], 0
-                ),
-                "step_ends": turn_ends(columns["turn"], mask),
-                "score_failed": failed,
-            },
-            meta_info={FAILURES: group_by_kind(pair for pair in problems if pair[1])},
+        scores = TermScores(
+            columns["environment_rewards"].masked_fill(failed[:, None], 0),
+            turn_ends(columns["turn"], mask),
+            failed,
+            group_by_kind(pair for pair in problems if pair[1]),
+            metrics=trajectory_metrics(infos),
         )
-        done: Future[Scored] = Future()
-        done.set_result((result, trajectory_metrics(infos)))
+        done: Future[TermScores] = Future()
+        done.set_result(scores)
         return done
 
     def close(self) -> None:
@@ -70,13 +69,9 @@ def trajectory_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "agents/num_retries": float(sum(info["attempts"] - 1 for info in infos)),
         "agents/num_turns/mean": sum(info["num_turns"] for info in infos) / count,
         "agents/num_turns/max": float(max((info["num_turns"] for info in infos), default=0)),
-        "agents/num_segments/mean": sum(info["num_segments"] for info in infos) / count,
-        "agents/num_calls/mean": sum(info["num_calls"] for info in infos) / count,
-        "agents/num_call_errors/mean": sum(info["num_call_errors"] for info in infos) / count,
-        "agents/engine_s/mean": sum(info["engine_s"] for info in infos) / count,
-        "agents/environment_s/mean": sum(info["environment_s"] for info in infos) / count,
-        "agents/waiting_s/mean": sum(info["waiting_s"] for info in infos) / count,
     }
+    for name in ("num_segments", "num_calls", "num_call_errors", *SECONDS):
+        metrics[f"agents/{name}/mean"] = sum(info[name] for info in infos) / count
     for reason in ("terminated", "max_turns", "length", "deadline", "environment"):
         metrics[f"agents/ended/{reason}"] = ended.count(reason) / count
     return metrics

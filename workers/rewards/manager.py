@@ -2,7 +2,7 @@
 
     manager = RewardManager(tokenizer, Scorer(function, batch_deadline))  # loads the function
     future = manager.remote(batch)          # decodes, then returns immediately
-    scores, metrics = future.result()       # columns (token_level_scores, ...), and metrics
+    scores = future.result()                # `TermScores`
 
 Instead of a function, a server can score (`workers.rewards.remote`). `workers.rewards.weighted`
 adds up several rewards.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,30 @@ from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
 from workers.columns import count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
-from workers.rewards.failures import group_by_kind
+from workers.rewards.failures import Failures, group_by_kind
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
 from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
 RESPONSE_TEXT = "response_text"
 """Column with the responses as text, which several rewards and the sample log read."""
-FAILURES = "reward_failures"
-"""Key in the meta_info of scores for the failures by kind (`workers.rewards.failures`)."""
-Scored = tuple[DataProto, dict[str, float]]
-"""A batch with `token_level_scores` and the function's other results, and metrics."""
+
+
+@dataclass(frozen=True)
+class TermScores:
+    """The result of one reward for a batch."""
+
+    scores: Tensor
+    """[rows, R], with scores at the tokens at which a step or the response ends."""
+    step_ends: Tensor
+    """[rows, R], True at the tokens at which a scored step ends."""
+    failed: Tensor
+    """[rows], True for samples whose scoring failed."""
+    failures: Failures = field(default_factory=dict)
+    extras: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    """The function's other results, by name: numbers, and the text of `VOTE`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics, among them the counts of failed and of late samples."""
 
 
 class RewardManager:
@@ -46,7 +60,7 @@ class RewardManager:
 
     A sample fails if its call raises, returns no finite number, or exceeds its deadline, and all
     remaining samples fail at the batch's deadline. Failed samples get `score_on_failure`. They are
-    counted in the metrics, marked in `score_failed` and named in the meta_info `FAILURES`.
+    counted in the metrics, marked in `failed` and named in `failures`.
     `workers.rewards.weighted` decides if they end the run.
     """
 
@@ -62,45 +76,42 @@ class RewardManager:
         scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
-    def remote(self, batch: DataProto) -> Future[Scored]:
+    def remote(self, batch: DataProto) -> Future[TermScores]:
         """Start scoring a batch, and return a future of the scores.
 
         The batch needs responses, response_mask and the data loader's columns. It gets the column
         `RESPONSE_TEXT`.
         """
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
-        samples = samples_of(batch, self._tokenizer)
-        uids = [sample["uid"] for sample in samples]
-        return self._thread.submit(self._score, samples, uids, mask)
+        return self._thread.submit(self._score, samples_of(batch, self._tokenizer), mask)
 
-    def _score(self, samples: list[Sample], uids: list[Any], mask: Tensor) -> Scored:
+    def _score(self, samples: list[Sample], mask: Tensor) -> TermScores:
         began = time.perf_counter()
         outcomes = self._scorer.score(samples)
         seconds = time.perf_counter() - began
 
         failures = group_by_kind(
-            (str(uid), str(error))
-            for uid, (score, _, error) in zip(uids, outcomes, strict=True)
+            (str(sample["uid"]), str(error))
+            for sample, (score, _, error) in zip(samples, outcomes, strict=True)
             if score is None
         )
         if_failed = self._score_on_failure
         values = torch.tensor([if_failed if score is None else score for score, _, _ in outcomes])
         failed = torch.tensor([score is None for score, _, _ in outcomes])
-        extras = _extra_columns(outcomes)
-
         scores, step_ends = _on_tokens(values, outcomes, mask)
-        metrics = _score_metrics(outcomes, extras)
-        metrics["timing_s/reward"] = seconds
-        result = DataProto.from_dict(
-            tensors={
-                "token_level_scores": scores,
-                "step_ends": step_ends,
-                "score_failed": failed,
-            },
-            non_tensors={f"reward_extra/{name}": column for name, column in extras.items()},
-            meta_info={FAILURES: failures},
-        )
-        return result, metrics
+        num_late = sum(score is None and error == LATE for score, _, error in outcomes)
+        metrics = {
+            "reward/num_failed": float(failed.sum()),
+            "reward/num_timed_out": float(num_late),
+            "timing_s/reward": seconds,
+        }
+        extras = {}
+        for name in sorted({name for _, extra, _ in outcomes for name in extra} - {STEPS}):
+            column = [extra.get(name, np.nan) for _, extra, _ in outcomes]
+            extras[name] = np.array(column, object if name == VOTE else np.float64)
+            if name != VOTE and not np.isnan(extras[name]).all():
+                metrics[f"reward/{name}/mean"] = float(np.nanmean(extras[name]))
+        return TermScores(scores, step_ends, failed, failures, extras, metrics)
 
     def close(self) -> None:
         """End the processes, even if a batch is being scored."""
@@ -130,31 +141,6 @@ def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[T
             scores[row, place] += score
             step_ends[row, place] = True
     return scores, step_ends
-
-
-def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the function's other results, by name: numbers, and the text of `VOTE`."""
-    columns = {}
-    for name in sorted({name for _, extras, _ in outcomes for name in extras} - {STEPS}):
-        values = [extras.get(name, np.nan) for _, extras, _ in outcomes]
-        columns[name] = np.array(values, object if name == VOTE else np.float64)
-    return columns
-
-
-def _score_metrics(
-    outcomes: list[Outcome], extras: dict[str, np.ndarray[Any, Any]]
-) -> dict[str, float]:
-    """Count the failed and the late samples, and average all other numbers."""
-    num_late = sum(score is None and error == LATE for score, _, error in outcomes)
-    num_failed = sum(score is None for score, _, _ in outcomes)
-    metrics = {
-        "reward/num_failed": float(num_failed),
-        "reward/num_timed_out": float(num_late),
-    }
-    for name, column in extras.items():
-        if name != VOTE and not np.isnan(column).all():
-            metrics[f"reward/{name}/mean"] = float(np.nanmean(column))
-    return metrics
 
 
 def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:

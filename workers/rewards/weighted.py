@@ -28,9 +28,9 @@ from workers.columns import format_like, read_columns
 from workers.config import OverlongPenaltyConfig, RewardConfig, ScoringSections, rewards_of
 from workers.rewards.code import NOT_TRUSTED
 from workers.rewards.environment import EnvironmentScores
-from workers.rewards.failures import FailureLog, Failures
+from workers.rewards.failures import FailureLog
 from workers.rewards.functions import REWARDS, check_rules, code, trust_kwargs
-from workers.rewards.manager import FAILURES, RewardManager, Scored
+from workers.rewards.manager import RewardManager, TermScores
 from workers.rewards.process import BATCH_SHARES, FunctionSpec
 from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
@@ -158,18 +158,6 @@ class RewardTerm:
     """Fraction of failed samples in a batch above which the run ends."""
 
 
-@dataclass(frozen=True)
-class TermScores:
-    """The result of one reward for a batch."""
-
-    scores: Tensor
-    """[rows, R], with scores at the tokens at which a step or the response ends."""
-    step_ends: Tensor
-    """[rows, R], True at the tokens at which a scored step ends."""
-    failed: Tensor
-    """[rows], True for samples whose scoring failed."""
-
-
 class Rewards:
     """All rewards of a run."""
 
@@ -240,7 +228,7 @@ class WeightedScores:
         """Return True if `get` returns immediately."""
         return all(future.done() for future in self._futures)
 
-    def get(self, timeout: float | None = None) -> Scored:
+    def get(self, timeout: float | None = None) -> tuple[DataProto, dict[str, float]]:
         """Return the weighted sum, the extra columns of all rewards, and metrics.
 
         Waits at most `timeout` seconds for each reward.
@@ -254,13 +242,13 @@ class WeightedScores:
         for part, future in zip(self._rewards.parts, self._futures, strict=True):
             is_model = part.manager is None
             result = future.get(timeout) if is_model else self._answer(future, timeout)
-            result_scores = self._take(part, result, extras, metrics)
+            term = self._take(part, result, extras, metrics)
             if part.config.normalize and self._normalize:
-                result_scores = normalized(result_scores, self._mask)
-            total += part.config.weight * result_scores.scores
-            step_ends |= result_scores.step_ends
+                term = normalized(term, self._mask)
+            total += part.config.weight * term.scores
+            step_ends |= term.step_ends
             if part.config.on_failure == "skip":
-                skipped |= result_scores.failed
+                skipped |= term.failed
 
         if self._rewards.overlong is not None:
             punishment = overlong_punishment(self._mask, self._rewards.overlong)
@@ -293,7 +281,7 @@ class WeightedScores:
                 "smaller. If a reward model outputs NaN, check its weights."
             )
 
-    def _answer(self, future: Future[Scored], timeout: float | None) -> Scored:
+    def _answer(self, future: Future[TermScores], timeout: float | None) -> TermScores:
         """Wait for a function or server; check for lost workers, which no call would detect."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not future.done() and (left := end - time.monotonic()) > 0:
@@ -308,43 +296,34 @@ class WeightedScores:
         name, several = part.config.name, len(self._rewards.parts) > 1
         if part.manager is None:
             scores = read_columns(result, "rm_scores")["rm_scores"]
-            scores_of_part = TermScores(
-                scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool)
-            )
+            term = TermScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
         else:
-            result, numbers = result
-            columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
-            scores_of_part = TermScores(*columns.values())
-            failures = result.meta_info[FAILURES]
-            _reject_failures(part, scores_of_part.failed, failures)
+            term = result
+            _reject_failures(part, term)
             cost = f"get the score {part.config.score_on_failure:g}"
             if part.config.on_failure == "skip":
                 cost = "are not used for training"
-            self._rewards.failure_log.note(name, len(scores_of_part.failed), cost, failures)
-            of_all = {count: metrics.get(count, 0.0) + numbers[count] for count in COUNTS}
-            metrics |= _named(numbers, "reward/", name, several) | of_all
-            extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
+            self._rewards.failure_log.note(name, len(term.failed), cost, term.failures)
+            of_all = {count: metrics.get(count, 0.0) + term.metrics[count] for count in COUNTS}
+            own = f"{name}/" if several and name != "function" else ""
+            for key, value in term.metrics.items():
+                metrics[key.replace("reward/", f"reward/{own}", 1)] = value
+            metrics |= of_all
+            extras |= {f"reward_extra/{own}{key}": values for key, values in term.extras.items()}
 
         if several or name != "function":  # the score of a single function is critic/score/mean
-            sums = scores_of_part.scores.sum(dim=-1)
+            sums = term.scores.sum(dim=-1)
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()
             metrics[f"reward/{name}_score/mean"] = sums.mean().item()
-        return scores_of_part
+        return term
 
 
-def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
-    """If there are several rewards, put the name into the keys, except for `reward.function`."""
-    if not several or name == "function":
-        return values
-    return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in values.items()}
-
-
-def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> None:
+def _reject_failures(part: RewardTerm, term: TermScores) -> None:
     """Raise if a reward failed too often; the error has the first failure of each kind."""
-    config, most, count = part.config, part.max_failed_fraction, int(failed.sum())
+    config, most, count = part.config, part.max_failed_fraction, int(term.failed.sum())
     if config.on_failure == "fail" and count:
         rule = ", and its on_failure is fail. Fix the reward, or set on_failure: score or skip."
-    elif count > most * len(failed):
+    elif count > most * len(term.failed):
         section = "environment" if config.kind == "environment" else "reward"
         rule = (
             f", more than {section}.max_failed_fraction={most:g} allows. Fix the reward, or "
@@ -352,8 +331,9 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
         )
     else:
         return
-    text = "".join(f"\n  {failure}" for failure in failures.values())
-    raise RewardError(f"{config.label} failed for {count} of {len(failed)} samples{rule}{text}")
+    text = "".join(f"\n  {failure}" for failure in term.failures.values())
+    counts = f"{count} of {len(term.failed)} samples"
+    raise RewardError(f"{config.label} failed for {counts}{rule}{text}")
 
 
 def normalized(raw: TermScores, mask: Tensor) -> TermScores:

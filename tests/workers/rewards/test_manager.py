@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from verl_like.errors import ConfigError
 from verl_like.process import child
 from workers.config import RewardConfig, RewardFunctionConfig, ScoringConfig
 from workers.rewards import scorer
-from workers.rewards.manager import FAILURES, RewardManager
+from workers.rewards.manager import RewardManager
 from workers.rewards.process import FunctionSpec
 from workers.rewards.weighted import Rewards, _with_rules_for, make_rewards
 
@@ -115,22 +115,22 @@ def make_batch(tokenizer: Any, solutions: list[str], truths: list[str]) -> DataP
     )
 
 
-def counts(metrics: dict[str, float]) -> dict[str, float]:
+def counts(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a scoring without its time, which is positive."""
-    metrics = dict(metrics)
-    assert metrics.pop("timing_s/reward") > 0
-    return metrics
+    counted = dict(metrics)
+    assert counted.pop("timing_s/reward") > 0
+    return counted
 
 
 def test_the_score_is_at_the_last_response_token(managers: Any, tokenizer: Any) -> None:
     batch = make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])
     batch.batch["response_mask"][1, 1:3] = 0  # a tool's reply
-    scores, metrics = managers().remote(batch).result()
+    scored = managers().remote(batch).result()
     expected = torch.zeros(3, 8)
-    expected[0, 2], expected[1, 4] = 2.0, scores.batch["token_level_scores"][1].sum()
+    expected[0, 2], expected[1, 4] = 2.0, scored.scores[1].sum()
     assert expected[1, 4] > 0
-    assert torch.equal(scores.batch["token_level_scores"], expected)
-    assert counts(metrics) == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
+    assert torch.equal(scored.scores, expected)
+    assert counts(scored.metrics) == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_only_a_failing_sample_gets_the_score_on_failure(
     managers: Any, tokenizer: Any, name: str, truth: str
 ) -> None:
     batch = make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""])
-    scores, metrics = managers(name, score_on_failure=-1.0).remote(batch).result()
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
-    assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
-    (failure,) = scores.meta_info[FAILURES].values()
+    scored = managers(name, score_on_failure=-1.0).remote(batch).result()
+    assert scored.scores.sum(-1).tolist() == [1.0, -1.0, 3.0]
+    assert counts(scored.metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
+    (failure,) = scored.failures.values()
     assert failure.uid == "1-0"
     if truth == "raise":  # in a function that odd_async calls, too
         assert str(failure).endswith('line 12: raise RuntimeError("no such answer")')
@@ -151,16 +151,16 @@ def test_only_a_failing_sample_gets_the_score_on_failure(
 
 def test_a_hanging_coroutine_ends_at_its_deadline(managers: Any, tokenizer: Any) -> None:
     batch = make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])
-    scores, metrics = managers("odd_async", deadline=0.6).remote(batch).result(timeout=20)
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 3.0]
-    assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 1.0}
+    scored = managers("odd_async", deadline=0.6).remote(batch).result(timeout=20)
+    assert scored.scores.sum(-1).tolist() == [1.0, 0.0, 3.0]
+    assert counts(scored.metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 1.0}
 
 
 def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer: Any) -> None:
     batch = make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)
     manager = managers(deadline=60.0, batch_deadline=1.0)
-    _, metrics = manager.remote(batch).result(timeout=20)
-    assert metrics["reward/num_timed_out"] == 5.0
+    scored = manager.remote(batch).result(timeout=20)
+    assert scored.metrics["reward/num_timed_out"] == 5.0
 
 
 def test_errors_name_the_keys_of_one_reward_in_the_list(tokenizer: Any) -> None:
@@ -221,19 +221,19 @@ def test_a_slow_batch_gets_more_processes(
     monkeypatch.setattr(scorer, "SLOW_S", 0.2)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 4)
     manager = managers(deadline=2.0)
-    quick, _ = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).result()
-    assert quick.batch["token_level_scores"].sum() == 20
+    quick = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).result()
+    assert quick.scores.sum() == 20
     truths = ["slow"] * 80
     truths[10], truths[30], truths[50] = "hang", "exit", "raise"
     solutions = ["a" * (1 + row % 7) for row in range(80)]
-    scores, metrics = manager.remote(make_batch(tokenizer, solutions, truths)).result(timeout=30)
+    scored = manager.remote(make_batch(tokenizer, solutions, truths)).result(timeout=30)
     expected = [
         0.0 if truth != "slow" else len(text) for text, truth in zip(solutions, truths, strict=True)
     ]
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == expected
-    assert counts(metrics)["reward/num_failed"] == 3.0
-    assert counts(metrics)["reward/num_timed_out"] == 1.0
-    pids = scores.non_tensor_batch["reward_extra/pid"]
+    assert scored.scores.sum(-1).tolist() == expected
+    assert counts(scored.metrics)["reward/num_failed"] == 3.0
+    assert counts(scored.metrics)["reward/num_timed_out"] == 1.0
+    pids = scored.extras["pid"]
     assert len(set(pids[~np.isnan(pids)])) >= 4
 
 
@@ -246,8 +246,8 @@ def test_other_processes_score_if_one_does_not_start(
     manager.remote(make_batch(tokenizer, ["a"], [""])).result()
     monkeypatch.setattr(child, "_start_python", start_python)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    scores, _ = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).result()
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0] * 20
+    scored = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).result()
+    assert scored.scores.sum(-1).tolist() == [2.0] * 20
     assert "a process of odd_rewards:odd could not be started" in caplog.text
 
 
@@ -264,24 +264,24 @@ def test_step_scores_are_at_their_tokens(managers: Any, tokenizer: Any) -> None:
     mask = batch.batch["response_mask"]
     mask[0, 1] = 0  # a tool's token: the response's tokens are 0, 2, 3, …
     width, last = mask.shape[1], int(mask[1].sum()) - 1
-    result, metrics = managers().remote(batch).result()
+    scored = managers().remote(batch).result()
 
     expected = torch.zeros(4, width)
     expected[0, 0], expected[0, last], expected[1, 1] = 0.5, 1.25, 0.5
-    expected[2, last] = result.batch["token_level_scores"][2, last]
-    assert torch.equal(result.batch["token_level_scores"], expected)
-    ends = [row.nonzero().flatten().tolist() for row in result.batch["step_ends"]]
+    expected[2, last] = scored.scores[2, last]
+    assert torch.equal(scored.scores, expected)
+    ends = [row.nonzero().flatten().tolist() for row in scored.step_ends]
     assert ends == [[0, 3, last], [1], [last], [last]]
-    assert metrics["reward/num_failed"] == 1.0
-    assert "reward_extra/step_scores" not in result.non_tensor_batch
+    assert scored.metrics["reward/num_failed"] == 1.0
+    assert "step_scores" not in scored.extras
 
 
 def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:
-    scores, metrics = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).result()
-    assert metrics["reward/accuracy/mean"] == 1.0
-    np.testing.assert_array_equal(scores.non_tensor_batch["reward_extra/accuracy"], [1.0, np.nan])
-    assert list(scores.non_tensor_batch) == ["reward_extra/accuracy", "reward_extra/share"]
-    assert metrics["reward/share/mean"] == 0.5
+    scored = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).result()
+    assert scored.metrics["reward/accuracy/mean"] == 1.0
+    np.testing.assert_array_equal(scored.extras["accuracy"], [1.0, np.nan])
+    assert list(scored.extras) == ["accuracy", "share"]
+    assert scored.metrics["reward/share/mean"] == 0.5
 
 
 @pytest.mark.parametrize(("name", "slow_s"), [("odd", 60.0), ("odd_async", 0.1)])
@@ -296,5 +296,4 @@ def test_a_manager_closes_immediately_even_if_its_function_hangs(
     began = time.monotonic()
     manager.close()
     assert time.monotonic() - began < 10.0
-    _, metrics = future.result()
-    assert counts(metrics)["reward/num_failed"] == 4
+    assert counts(future.result().metrics)["reward/num_failed"] == 4

@@ -15,7 +15,7 @@ from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongPenaltyConfig, RewardConfig
 from workers.rewards import weighted
 from workers.rewards.failures import MOST_KINDS, FailureLog, group_by_kind
-from workers.rewards.manager import FAILURES, Scored
+from workers.rewards.manager import TermScores
 from workers.rewards.weighted import (
     SKIPPED,
     Rewards,
@@ -45,18 +45,17 @@ class FixedScores:
     def __init__(self, sums: list[float], **extras: list[float]):
         self.sums, self.extras = torch.tensor(sums), extras
 
-    def remote(self, batch: DataProto) -> Future[Scored]:
+    def remote(self, batch: DataProto) -> Future[TermScores]:
         scores = torch.zeros(len(batch), 3)
         scores[:, 1] = self.sums.nan_to_num(0.0)
         ends = torch.zeros(scores.shape, dtype=torch.bool)
         ends[:, 1] = True
         failed = self.sums.isnan()
-        tensors = {"token_level_scores": scores, "step_ends": ends, "score_failed": failed}
-        columns = {f"reward_extra/{name}": np.array(v) for name, v in self.extras.items()}
+        extras = {name: np.array(values) for name, values in self.extras.items()}
         metrics = {"reward/num_failed": float(failed.sum()), "reward/num_timed_out": 0.0}
         failures = group_by_kind((str(row), "no") for row in failed.nonzero().flatten().tolist())
-        scored: Future[Scored] = Future()
-        scored.set_result((DataProto.from_dict(tensors, columns, {FAILURES: failures}), metrics))
+        scored: Future[TermScores] = Future()
+        scored.set_result(TermScores(scores, ends, failed, failures, extras, metrics))
         return scored
 
     def close(self) -> None:
@@ -85,10 +84,10 @@ def term(
     return RewardTerm(RewardConfig(name=name, **settings), manager, max_failed_fraction)
 
 
-class NeverDone(Future[Scored]):
+class NeverDone(Future[TermScores]):
     """A future that times out; `result` must not wait again after the wait of its caller."""
 
-    def result(self, timeout: float | None = None) -> Scored:
+    def result(self, timeout: float | None = None) -> TermScores:
         assert timeout == 0
         return super().result(timeout)
 
@@ -96,7 +95,7 @@ class NeverDone(Future[Scored]):
 class SlowManager:
     """A manager whose scores never arrive."""
 
-    def remote(self, batch: DataProto) -> Future[Scored]:
+    def remote(self, batch: DataProto) -> Future[TermScores]:
         return NeverDone()
 
 
