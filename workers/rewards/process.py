@@ -2,7 +2,7 @@
 
     python -m verl_like.process.child workers.rewards.process FD
 
-`workers.rewards.handle` starts it, and sends a `FunctionSpec` through the socket FD. The process
+`workers.rewards.scorer` starts it, and sends a `FunctionSpec` through the socket FD. The process
 then supervises (`verl_like.process.supervisor`) a child that runs the function. The child reads
 lists of (number, sample) from the socket, and replies as soon as a sample is scored. A function of
 a batch gets each list in one call. Calls of coroutine functions run concurrently, others one by

@@ -1,25 +1,41 @@
 """Score with a reward function in separate processes, which a deadline can kill.
 
-Each process is a `RewardProcess` (`workers.rewards.handle`). The second and later ones start only
-if a batch takes long. A process that ends or hangs is restarted. If its function scores one sample
-per call, the remaining samples are requested again in smaller groups, until the sample is known
-that ends or blocks the process.
+    scorer = Scorer(function, batch_deadline)
+    scorer.start()                          # raises a ConfigError for a bad function
+    outcomes = scorer.score(samples)
+    scorer.stop()                           # ends the processes, and all that they have started
+
+Each `RewardProcess` runs `workers.rewards.process`. The second and later ones start only if a batch
+takes long. A process that ends or hangs is restarted. If its function scores one sample per call,
+the remaining samples are requested again in smaller groups, until the sample is known that ends or
+blocks the process.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.process.child import start_child
 from verl_like.process.machine import usable_cores
+from verl_like.process.sandbox import visible_environment
+from verl_like.process.supervisor import Supervised
+from verl_like.registry import check_file
 from workers.rewards.call import Sample
-from workers.rewards.handle import ProcessEndedError, RewardProcess
-from workers.rewards.outcome import LATE, Outcome
+from workers.rewards.channel import DriverEnd, NoAnswerError
+from workers.rewards.outcome import LATE, Outcome, read_answer
 from workers.rewards.process import FunctionSpec
 
 logger = logging.getLogger(__name__)
@@ -32,47 +48,29 @@ MOST_AT_A_TIME = 64
 """Maximum samples per request, unless the process takes all samples (`takes_all`)."""
 QUICK_S = 0.05
 """A process that replies in less time gets twice as many samples next time, otherwise one."""
-
-
-class _Batch:
-    """One batch of samples: groups of their numbers that wait for a process, and outcomes."""
-
-    def __init__(self, samples: Sequence[Sample], seconds: float):
-        self.samples = samples
-        self.outcomes: list[Outcome] = [(None, {}, LATE)] * len(samples)
-        self.end = time.monotonic() + seconds
-        self._parts = deque([list(range(len(samples)))])
-        self._taking = Lock()
-
-    def take(self, most: int | None) -> dict[int, Sample]:
-        """Take at most `most` samples of the next group; none if none waits or the time is up."""
-        with self._taking:
-            if not self.has_work():
-                return {}
-            part = self._parts.popleft()
-            if most is not None and len(part) > most:
-                self._parts.appendleft(part[most:])
-            return {number: self.samples[number] for number in part[:most]}
-
-    def put_back(self, *parts: list[int]) -> None:
-        """Return groups to the front of the queue."""
-        with self._taking:
-            self._parts.extendleft(part for part in reversed(parts) if part)
-
-    def has_work(self) -> bool:
-        """Return True if samples wait and there is time left."""
-        return any(self._parts) and time.monotonic() < self.end
+GRACE_S = 0.5
+"""Seconds between a sample's deadline and the kill, in which coroutines end by themselves."""
+BLOCKED_SHARE = 1.25
+"""Multiple of the deadline in which a process must report a coroutine that blocks the others."""
+END_S = 10.0
+"""Seconds that a supervisor has to kill its child."""
 
 
 class Scorer:
-    """The processes of one reward function."""
+    """The processes of one reward function, which score one batch at a time."""
 
     def __init__(self, function: FunctionSpec, batch_deadline: float):
         self._function, self._batch_deadline = function, batch_deadline
-        self._batch: _Batch | None = None
         self._is_given_up = False
         count = min(MOST_PROCESSES, usable_cores())
         self._processes = [RewardProcess(function, batch_deadline) for _ in range(count)]
+        self._samples: Sequence[Sample] = ()
+        self._outcomes: list[Outcome] = []
+        self._end = 0.0
+        """The batch's deadline, a time of `time.monotonic`."""
+        self._groups: deque[list[int]] = deque()
+        """Numbers of samples that wait; a process takes samples of the first group."""
+        self._taking = Lock()
 
     def start(self) -> None:
         """Load the function once; raise if that fails."""
@@ -84,38 +82,39 @@ class Scorer:
                 "its process is above."
             ) from err
 
-    def score(self, samples: list[Sample]) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome per sample."""
-        batch = self._batch = _Batch(samples, self._batch_deadline)
-        if self._is_given_up:
-            return batch.outcomes
+        self._samples, self._outcomes = samples, [(None, {}, LATE)] * len(samples)
+        self._groups = deque([list(range(len(samples)))])
+        self._end = time.monotonic() + self._batch_deadline
         idle = deque(self._processes)
         running: list[Future[None]] = []
         with ThreadPoolExecutor(len(idle), thread_name_prefix="scorer") as threads:
-            while (idle and batch.has_work()) or not all(future.done() for future in running):
-                if idle and batch.has_work():
-                    running.append(threads.submit(self._score_by, idle.popleft(), batch))
+            while (idle and self._has_work()) or not all(future.done() for future in running):
+                if idle and self._has_work():
+                    running.append(threads.submit(self._score_by, idle.popleft()))
                 wait(running, SLOW_S)
         for future in running:
             future.result()
-        self._batch = None
-        return batch.outcomes
+        return self._outcomes
 
     def give_up(self) -> None:
         """Let a `score` in another thread end soon, and later ones end immediately."""
         self._is_given_up = True
-        batch = self._batch
-        if batch is not None:
-            batch.end = time.monotonic()
-            for process in self._processes:
-                process.give_up()
+        self._end = time.monotonic()
+        for process in self._processes:
+            process.give_up()
 
     def stop(self) -> None:
         """End all processes."""
         for process in self._processes:
             process.stop()
 
-    def _score_by(self, process: RewardProcess, batch: _Batch) -> None:
+    def _has_work(self) -> bool:
+        """Return True if samples wait and there is time left."""
+        return any(self._groups) and not self._is_given_up and time.monotonic() < self._end
+
+    def _score_by(self, process: RewardProcess) -> None:
         """Let a process score samples of the batch until none waits.
 
         If the process does not start, the other processes score all samples.
@@ -126,23 +125,30 @@ class Scorer:
             logger.warning("a process of %s could not be started: %s", self._function, err)
             return
         size = 1
-        while samples := batch.take(None if process.takes_all else size):
+        while samples := self._take(None if process.takes_all else size):
             began = time.monotonic()
-            _ask(process, samples, batch)
+            try:
+                for number, outcome in process.outcomes(samples, self._end):
+                    self._outcomes[number] = outcome
+                    del samples[number]
+            except (ConfigError, OSError, ProcessEndedError) as err:
+                process.stop()
+                self._put_back(list(samples), process, err)
             is_quick = time.monotonic() - began < QUICK_S
             size = min(2 * size, MOST_AT_A_TIME) if is_quick else 1
 
+    def _take(self, most: int | None) -> dict[int, Sample]:
+        """Take at most `most` samples of the first group; none if none waits or the time is up."""
+        with self._taking:
+            if not self._has_work():
+                return {}
+            group = self._groups.popleft()
+            if most is not None and len(group) > most:
+                self._groups.appendleft(group[most:])
+            return {number: self._samples[number] for number in group[:most]}
 
-def _ask(process: RewardProcess, samples: dict[int, Sample], batch: _Batch) -> None:
-    """Store the outcomes of these samples; after a failure, put the remaining samples back."""
-    answered = set()
-    try:
-        for number, outcome in process.outcomes(samples, batch.end):
-            batch.outcomes[number] = outcome
-            answered.add(number)
-    except (ConfigError, OSError, ProcessEndedError) as err:
-        process.stop()
-        missing = [number for number in samples if number not in answered]
+    def _put_back(self, missing: list[int], process: RewardProcess, err: Exception) -> None:
+        """Store the error for the samples that caused it; let the others wait in smaller groups."""
         is_late = isinstance(err, TimeoutError)
         if isinstance(err, ProcessEndedError) and not process.is_new:
             num_culprits = 0  # an earlier request may have ended it
@@ -151,9 +157,157 @@ def _ask(process: RewardProcess, samples: dict[int, Sample], batch: _Batch) -> N
         else:  # one by one, the first missing sample is late; an earlier one may end the process
             num_culprits = int(len(missing) == 1 or (is_late and not process.takes_all))
         for number in missing[:num_culprits]:
-            batch.outcomes[number] = (None, {}, LATE if is_late else str(err))
+            self._outcomes[number] = (None, {}, LATE if is_late else str(err))
 
         others = missing[num_culprits:]
         half = len(others) // 2 if process.takes_all else 1
         cut = len(others) if num_culprits or process.answers_together else half
-        batch.put_back(others[:cut], others[cut:])
+        with self._taking:
+            self._groups.extendleft(group for group in (others[cut:], others[:cut]) if group)
+
+
+class ProcessEndedError(Exception):
+    """Raised if a reward process has ended or sent an invalid reply; the message says how."""
+
+
+class RewardProcess:
+    """A process that scores samples with a function, and its supervisor."""
+
+    def __init__(self, function: FunctionSpec, start_deadline: float):
+        """Reject a missing file; do not start the process yet."""
+        if function.path.endswith(".py"):  # the process has another working directory
+            check_file(Path(function.path), f"{function.path_key}={function.path}")
+            function = replace(function, path=str(Path(function.path).absolute()))
+        self._function, self._start_deadline = function, start_deadline
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._channel: DriverEnd | None = None
+        self._closing = Lock()
+        self._supervised: Supervised | None = None
+        self.takes_all = False
+        """True if it gets all waiting samples at once; known once the function is loaded.
+
+        The function is then async, so that calls are concurrent, or scores a batch in one call.
+        """
+        self.answers_together = False
+        """True if one call scores a whole batch."""
+        self.is_new = False
+        """True if it was started for its latest request."""
+        self._reads: frozenset[str] | None = None
+        """The entries of a sample that are sent because the function reads them; None: all."""
+
+    def start(self) -> None:
+        """Start the process if there is none.
+
+        Raises a ConfigError if the function is rejected or loads too slowly, and ProcessEndedError
+        or OSError if the process ends.
+        """
+        if self._channel is not None:
+            return
+        visible = visible_environment(self._function.sandbox.env)
+        try:
+            self._supervisor, pipe = start_child("workers.rewards.process", inherited=visible)
+            try:
+                pipe.send((self._function, sorted(os.environ.keys() - visible.keys())))
+            finally:
+                self._channel = DriverEnd(pipe)
+            end = time.monotonic() + self._start_deadline
+            try:
+                self._supervised = Supervised(*self._receive(end))
+                problem, side_by_side, together, reads = self._receive(end)
+                self._reads = None if reads is None else frozenset(map(str, reads))
+            except TimeoutError as err:
+                raise ConfigError(
+                    f"the reward function {self._function} did not load within "
+                    f"{self._start_deadline:g} s, the timeout of a batch. Move slow work out of "
+                    "the import of its file, or raise reward.timeout_s (`timeout_s` in "
+                    "reward.list, --batch-timeout-s of `verl-like serve-reward`)."
+                ) from err
+            except (TypeError, ValueError) as err:
+                raise ProcessEndedError(
+                    f"the reward process sent an unexpected reply: {err}"
+                ) from err
+            if problem is not None:
+                raise ConfigError(str(problem))
+        except BaseException:
+            self.stop()
+            raise
+        self.answers_together = bool(together)
+        self.takes_all = self.answers_together or bool(side_by_side)
+
+    def outcomes(
+        self, requested: Mapping[int, Sample], end: float
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yield the numbers and outcomes of these samples, as they arrive.
+
+        Raises TimeoutError at a sample's deadline or at `end`, and ProcessEndedError if no more
+        outcomes will come; the caller must then stop the process. `end` is a time of
+        `time.monotonic`.
+        """
+        self.is_new = self._channel is None
+        self.start()
+        assert self._channel is not None, "it has been started"
+        samples, missing = list(requested.items()), set(requested)
+        if self._reads is not None:
+            samples = [
+                (number, {name: value for name, value in sample.items() if name in self._reads})
+                for number, sample in samples
+            ]
+        try:
+            self._channel.send(samples, min(end, time.monotonic() + self._reply_timeout()))
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # the process has ended, and its supervisor's reply says how
+        while missing:
+            answer = self._receive(min(end, time.monotonic() + self._reply_timeout()))
+            try:
+                number, outcome = read_answer(answer, missing)
+            except ValueError as err:
+                raise ProcessEndedError(f"the reward process {err}") from err
+            missing.remove(number)
+            yield number, outcome
+
+    def _reply_timeout(self) -> float:
+        """Return the seconds in which the next reply must arrive."""
+        if self.answers_together:
+            return float("inf")
+        shares = BLOCKED_SHARE if self.takes_all else 1.0
+        return shares * self._function.deadline + GRACE_S
+
+    def _receive(self, deadline: float) -> Any:
+        """Return the next reply; raise ProcessEndedError if there is none or it is invalid."""
+        assert self._channel is not None, "it has been started"
+        try:
+            return self._channel.receive(deadline)
+        except TimeoutError:
+            raise
+        except NoAnswerError as err:
+            raise ProcessEndedError(f"the reward process {err}") from err
+        except (OSError, EOFError) as err:
+            raise ProcessEndedError("the reward process and its supervisor are gone") from err
+
+    def give_up(self) -> None:
+        """Kill the process, from another thread than the one that waits for its outcomes."""
+        with self._closing, suppress(OSError):
+            if self._channel is not None:
+                self._channel.shut()  # its supervisor then kills it
+
+    def stop(self) -> None:
+        """End the process and all processes that it has started."""
+        with self._closing:
+            if self._channel is not None:
+                self._channel.close()  # its supervisor then kills it
+            self._channel = None
+        if self._supervisor is not None:
+            with suppress(ProcessLookupError):  # untrusted code may have paused the supervisor
+                os.kill(self._supervisor.pid, signal.SIGCONT)
+            try:
+                self._supervisor.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._supervisor.kill()
+                self._supervisor.wait()
+        if self._supervised is not None:
+            if self._supervisor is not None and self._supervisor.returncode != 0:
+                self._supervised.end()  # a killed supervisor leaves its child running
+            self._supervised.close()
+        self._supervisor = self._supervised = None
