@@ -57,19 +57,17 @@ def without_sandbox() -> list[Restore]:
     """Make the driver call the reward function itself."""
     from verl_like.registry import load_from
     from workers.rewards.call import RewardCall, Sample
-    from workers.rewards.outcome import Outcome
-    from workers.rewards.process import Calls
+    from workers.rewards.outcome import Outcome, read_outcome
     from workers.rewards.scorer import Scorer
 
-    calls: dict[int, Calls] = {}
+    calls: dict[int, RewardCall] = {}
 
     def score(self: Scorer, samples: list[Sample]) -> list[Outcome]:
         if id(self) not in calls:
             spec = self._function
             function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
-            call = RewardCall.of(function, spec.kwargs, spec.columns)
-            calls[id(self)] = Calls(call, spec)
-        return [calls[id(self)].score(sample) for sample in samples]
+            calls[id(self)] = RewardCall.of(function, spec.kwargs, spec.columns)
+        return [read_outcome(calls[id(self)](sample)) for sample in samples]
 
     return [swap(Scorer, "score", score)]
 
