@@ -225,7 +225,7 @@ class ChatTrajectory:
             self._observe(None, first)
             return
         text = first["text"]
-        observed = None if text is None else self._renderer.escaped(text)
+        observed = None if text is None else self._renderer.safe(text)
         self._ids = self._renderer.prompt(with_observation(prompt, observed))
 
     def turn(self) -> Answer | None:

@@ -152,8 +152,8 @@ def play(
                 host.end(number)
                 continue
             sent_at[number] = time.monotonic()
-            player = {"player": trajectory.speakers.pop(0)} if trajectory.speakers else {}
-            host.say(number, texts[min(len(trajectory.answers), len(texts)) - 1], **player)
+            player = trajectory.speakers.pop(0) if trajectory.speakers else ""
+            host.say(number, texts[min(len(trajectory.answers), len(texts)) - 1], player)
     return list(played.values())
 
 

@@ -25,6 +25,11 @@ from workers.agents.calls import FORMS, forms_of, parse
 PLACEHOLDER = "\u241f"
 """Placeholder for a sampled turn in chats that are rendered to find the text around it."""
 Message = Mapping[str, Any]
+PROBE: list[Message] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": PLACEHOLDER},
+]
+"""A chat whose last turn is the placeholder."""
 
 
 class TurnRenderer:
@@ -54,9 +59,9 @@ class TurnRenderer:
 
         name = self._tools[0]["function"]["name"]
         all_tools, self._tools = self._tools, []
-        plain = self._written(self._probe()[:1], begins=True)
+        plain = self.written(PROBE[:1])
         self._tools = all_tools
-        if plain == self._written(self._probe()[:1], begins=True):
+        if plain == self.written(PROBE[:1]):
             raise ConfigError(
                 f"tools: the chat template of {self._tokenizer.name_or_path} does not write tools "
                 f"into the prompt, so the policy cannot know of {name!r}. Use a template that has "
@@ -87,10 +92,6 @@ class TurnRenderer:
         """Return the ids of a chat, up to the start of the response."""
         return self.ids_of([self.written(messages)])[0]
 
-    def written(self, messages: Sequence[Message]) -> str:
-        """Return the text of a chat, up to the start of the response."""
-        return self._written(messages, begins=True)
-
     def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts that the template rendered; many at once are faster."""
         if not texts:
@@ -103,7 +104,7 @@ class TurnRenderer:
 
         The second value is True if it does not, so that the ids of the whole chat are returned.
         """
-        text, read = self._written(self.safe(messages), begins=True), ""
+        text, read = self.written(self.safe(messages)), ""
         if before:
             read = self._tokenizer.decode(before)
         begins = text.startswith(read)
@@ -144,7 +145,7 @@ class TurnRenderer:
         stop = "" if last is None else self._stops.get(last, "")
         sampled = message.get("sampled", message["content"])
         appended = sampled + stop + self._between(last, observations)
-        text, before = self._written([*read, *turn], begins=True), self._written(read, begins=True)
+        text, before = self.written([*read, *turn]), self.written(read)
         if text == before + appended:
             return None
         self._check_inside(observations, text[len(commonprefix([text, before])) :])
@@ -203,7 +204,7 @@ class TurnRenderer:
         """Return the rendered text after a turn: the turn's end, observations, the next start."""
         if behind_calls:
             return self._after_calls(observations)
-        text = self._written([*self._probe(), *observations], begins=True)
+        text = self.written([*PROBE, *observations])
         _, placeholder, rest = text.partition(PLACEHOLDER)
         if not placeholder:
             raise ConfigError(
@@ -218,10 +219,10 @@ class TurnRenderer:
 
         It starts after the last call, or after the end of the turn if that comes later.
         """
-        question, (turn, *answers) = self._probe()[0], _with_calls(observations)
-        prompt = self._written([question], begins=True)
-        before = self._written([question, turn], begins=False)
-        text = self._written([question, turn, *answers], begins=True)
+        question, (turn, *answers) = PROBE[0], _with_calls(observations)
+        prompt = self.written([question])
+        before = self.written([question, turn], begins=False)
+        text = self.written([question, turn, *answers])
         begin, end = len(commonprefix([prompt, before])), len(commonprefix([before, text]))
         stops = [stop for stop in self._stops.values() if stop]
         ends = [text.rfind(stop, begin, end) for stop in stops]
@@ -236,31 +237,26 @@ class TurnRenderer:
             )
         return text[max(ends) :]
 
-    def safe(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages in which no text (including names and calls) has a special token."""
-        return [self._safe(message) for message in messages]
+    def safe(self, part: Any) -> Any:
+        """Return an environment's text, in which special tokens are broken up.
 
-    def _safe(self, part: Any) -> Any:
-        if isinstance(part, str):
-            return self.escaped(part)
+        Of messages, every text is changed, including names and calls.
+        """
         if isinstance(part, Mapping):
-            return {self._safe(name): self._safe(inner) for name, inner in part.items()}
-        return [self._safe(inner) for inner in part] if isinstance(part, list) else part
-
-    def escaped(self, text: str) -> str:
-        """Return an environment's text, in which special tokens are broken up."""
-        text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
+            return {self.safe(name): self.safe(inner) for name, inner in part.items()}
+        if isinstance(part, list | tuple):
+            return [self.safe(inner) for inner in part]
+        if not isinstance(part, str):
+            return part
+        text = part.encode(errors="replace").decode()  # tokenizers reject lone surrogates
         for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text
 
-    def _probe(self) -> list[Message]:
-        return [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
-
     def _after_a_turn(self) -> str:
         """Return the rendered text after the last turn of a chat."""
-        base = self._written(self._probe(), begins=False)
+        base = self.written(PROBE, begins=False)
         if base.count(PLACEHOLDER) != 1:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} changes the "
@@ -268,7 +264,8 @@ class TurnRenderer:
             )
         return base.partition(PLACEHOLDER)[2]
 
-    def _written(self, messages: Sequence[Message], begins: bool) -> str:
+    def written(self, messages: Sequence[Message], begins: bool = True) -> str:
+        """Return the text of a chat; with `begins`, up to the start of the response."""
         from jinja2 import TemplateError
 
         tools = self._tools or None

@@ -212,12 +212,15 @@ class EnvironmentHost:
             socket.send_fds(self._orders, [ORDER.pack(OPEN, process.number)], [theirs.fileno()])
         return process
 
-    def say(self, number: int, text: str, delay_s: float = 0.0, **details: Any) -> None:
-        """Send the policy's text to an environment; `details` are for agents.
+    def say(
+        self, number: int, text: str, player: str = "", delay_s: float = 0.0, **details: Any
+    ) -> None:
+        """Send the text of the policy (or of this player) to an environment.
 
-        With `delay_s`, the environment waits this many seconds before it answers (fault injection).
+        `details` are for agents. With `delay_s`, the environment waits this many seconds before it
+        answers (fault injection).
         """
-        self._send(number, {"text": text, "delay_s": delay_s, **details})
+        self._send(number, {"text": text, "player": player, "delay_s": delay_s, **details})
 
     def kill(self, number: int) -> None:
         """Kill an environment's process, whose next answer is then a failure (fault injection)."""
@@ -403,7 +406,9 @@ class RecordedHost:
         self._left[number] = iter(row[RECORDED])
         self._requested.append(number)
 
-    def say(self, number: int, text: str, delay_s: float = 0.0, **details: Any) -> None:
+    def say(
+        self, number: int, text: str, player: str = "", delay_s: float = 0.0, **details: Any
+    ) -> None:
         """Request the next answer, whatever the policy's text."""
         self._requested.append(number)
 

@@ -181,9 +181,9 @@ def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> Data
             "attempts": trajectory.attempts,
             "given_up_tokens": dict(trajectory.given_up),
             "faults": dict(trajectory.faults),
-            "engine_s": trajectory.engine_s,
-            "environment_s": trajectory.environment_s,
-            "waiting_s": trajectory.waiting_s,
+            "engine_s": sum(times.engine for times in trajectory.times),
+            "environment_s": sum(times.environment for times in trajectory.times),
+            "waiting_s": sum(times.waiting for times in trajectory.times),
             "answers": trajectory.answers,
             "times": [asdict(times) for times in trajectory.times],
         }

@@ -190,7 +190,8 @@ def _warm_up() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.sendall(
-                b'{"name": "", "seeds": [0, 1], "row": {}}\n{"text": "", "delay_s": 0.0}\n'
+                b'{"name": "", "seeds": [0, 1], "row": {}}\n'
+                b'{"text": "", "player": "", "delay_s": 0.0}\n'
             )
             ours.shutdown(socket.SHUT_WR)
             _answer_all(theirs.fileno(), {"": Loaded(_Nothing, {}, [])}, lambda: None)

@@ -152,6 +152,8 @@ class Trajectory:
     """
     request: Mapping[str, Any] | None = None
     """The agent's last request."""
+    has_left: bool = False
+    """True if the environment ended this player's trajectory; the others may continue."""
     cut: str = ""
     """The reason why an agent gets no more tokens, or ""; it may still end with a reward."""
     attempts: int = 1
@@ -175,21 +177,6 @@ class Trajectory:
         now = time.monotonic()
         since, self.since = self.since, now
         return now - since
-
-    @property
-    def engine_s(self) -> float:
-        """Seconds in which the engine had its sample."""
-        return sum(times.engine for times in self.times)
-
-    @property
-    def environment_s(self) -> float:
-        """Seconds in which its environment worked."""
-        return sum(times.environment for times in self.times)
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds in which neither engine nor environment worked."""
-        return sum(times.waiting for times in self.times)
 
     def restarted(self) -> Trajectory:
         """Return the next attempt, which starts at the prompt; earlier tokens count as dropped."""
@@ -219,13 +206,6 @@ class Trajectory:
         tools = self.start.tools
         return self.setting.chat if tools is None else self.setting.chat.with_tools(tools)
 
-    @property
-    def has_left(self) -> bool:
-        """True if the environment ended this player's trajectory; the others may continue."""
-        return self.state is TrajectoryState.ENDED and any(
-            "end" in answer for answer in self.answers[-1:]
-        )
-
     def on_answer(self, answer: Mapping[str, Any]) -> None:
         """Handle an answer of the environment: an observation, an agent's request, or the end."""
         self.num_calls += answer.get("calls", 0)
@@ -249,12 +229,13 @@ class Trajectory:
             text = answer["text"]
             chat = self.renderer
             self.chat = with_observation(
-                self.start.prompt, None if text is None else chat.escaped(text)
+                self.start.prompt, None if text is None else chat.safe(text)
             )
             self.state, self.observation = TrajectoryState.OBSERVED, (chat.written(self.chat), True)
             return
         self.rewards.append((len(self.sample.tokens) - 1, answer["reward"]))
         if answer.get("end"):
+            self.has_left = True
             self.rewards += [
                 (self._last_place(turn), reward) for turn, reward in answer.get("rewards", ())
             ]
@@ -285,7 +266,7 @@ class Trajectory:
             if length >= self.setting.sampling.max_tokens:
                 self.end(LENGTH_LIMIT)
             else:
-                self._continue(ids, self.observation[1])
+                self._append(ids, self.observation[1])
         elif len(ids) > width:
             words = f"it begins with {len(ids)} tokens of prompt and first observation"
             problem = (
@@ -293,7 +274,7 @@ class Trajectory:
             )
             self.end(BROKEN, problem)
         else:
-            self._begin(ids)
+            self._append(ids)
 
     def on_sample(self, sample: Sample) -> None:
         """Add a turn that the engine has finished, and send it to the environment."""
@@ -337,16 +318,18 @@ class Trajectory:
                 return rewritten, True
         return chat.text_between(stop, messages), False
 
-    def _begin(self, prompt: list[int]) -> None:
-        key, name = self.start.key, self.start.name
-        end_at = self._end_of_turn(0)
-        self.sample = Sample(prompt, key, name, end_at=end_at, cached=CachedStates())
-        self.state = TrajectoryState.READY
-
-    def _continue(self, ids: Sequence[int], begins_segment: bool) -> None:
-        end_at = self._end_of_turn(len(self.sample.tokens) + len(ids))
-        self.sample = self.sample.with_observed(ids, begins_segment, end_at)
-        self.turns += [self.num_turns - 1] * len(ids)
+    def _append(self, ids: list[int], begins_segment: bool = False) -> None:
+        """Append ids that the policy reads, so that a turn can start; the first are the prompt."""
+        of_agent = None if self.request is None else self.request["max_tokens"]
+        bounds = [n for n in (self.setting.config.max_tokens_per_turn, of_agent) if n is not None]
+        length = len(self.sample.tokens) + len(ids) if self.num_turns else 0
+        end_at = length + min(bounds) if bounds else None
+        if self.num_turns:
+            self.sample = self.sample.with_observed(ids, begins_segment, end_at)
+            self.turns += [self.num_turns - 1] * len(ids)
+        else:
+            key, name = self.start.key, self.start.name
+            self.sample = Sample(ids, key, name, end_at=end_at, cached=CachedStates())
         self.state = TrajectoryState.READY
 
     def _on_request(self, answer: Mapping[str, Any]) -> None:
@@ -358,7 +341,7 @@ class Trajectory:
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
             refusal: dict[str, Any] = {"rejected": problem.fields, "is_cut": bool(self.cut)}
-            self.setting.host.say(self.environment_id, "", **refusal, **self._named)
+            self.setting.host.say(self.environment_id, "", self.start.player, **refusal)
             return
         if request["extends"] and self.setting.reads_sampled:
             request = {**request, "chat": []}  # a replay needs only the new messages
@@ -376,11 +359,11 @@ class Trajectory:
             words = f"a token id is {engine.vocab_size} or more, or negative"
             raise RejectedRequest(words, "token_ids")
         length = len(self.sample.tokens) + len(ids)
-        if not self.sample.prompt:
+        if not self.num_turns:
             if len(ids) > (width := engine.limits.prompt_width):
                 words = f"{len(ids)} tokens, but data.max_prompt_length is {width}"
                 raise RejectedRequest(f"the first request has {words}", "messages", TOO_LONG)
-            self._begin(ids)
+            self._append(ids)
         elif self.num_turns == self.setting.config.max_turns:
             self.cut = MAX_TURNS
             raise RejectedRequest(f"all environment.max_turns={self.num_turns} turns are used up")
@@ -389,7 +372,7 @@ class Trajectory:
             words = f"{length} tokens since the first request, but data.max_response_length is"
             raise RejectedRequest(f"there are {words} {max_tokens}", "messages", TOO_LONG)
         else:
-            self._continue(ids, is_whole)
+            self._append(ids, is_whole)
         self.sample = replace(self.sample, stop_strings=stop_strings(served))
         self.request = {**request, "sampling": served}
 
@@ -406,15 +389,6 @@ class Trajectory:
             )
         return {name: value for name, value in settings.items() if name not in names}
 
-    def _end_of_turn(self, length: int) -> int | None:
-        """Return the maximum response length after a turn that begins at `length` tokens.
-
-        None means that a turn has no limit of its own.
-        """
-        of_agent = None if self.request is None else self.request["max_tokens"]
-        bounds = [n for n in (self.setting.config.max_tokens_per_turn, of_agent) if n is not None]
-        return length + min(bounds) if bounds else None
-
     def _tell(self, sampled_ids: list[int]) -> None:
         """Send a turn to the environment; in the first attempt, inject faults."""
         self.state, delay_s = TrajectoryState.ENVIRONMENT, 0.0
@@ -429,30 +403,25 @@ class Trajectory:
             delay_s = faults.delay_s if DELAY in struck else 0.0
         is_stopped = sampled_ids[-1] in self.setting.sampling.stop_token_ids
         ids = sampled_ids[:-1] if is_stopped else sampled_ids
-        details = self._named
+        details: dict[str, Any] = {}
         if self.request is None:
             renderer = self.renderer
         else:
             renderer = self.setting.chat.with_tools(self.request["tools"])
-            details |= self._details(len(sampled_ids))
-        self.setting.host.say(self.environment_id, renderer.text_of(ids), delay_s, **details)
+            details = self._details(self.request, len(sampled_ids))
+        text, player = renderer.text_of(ids), self.start.player
+        self.setting.host.say(self.environment_id, text, player, delay_s, **details)
 
-    @property
-    def _named(self) -> dict[str, Any]:
-        """The argument `player` for the host, if there are several players."""
-        return {"player": self.start.player} if self.start.player else {}
-
-    def _details(self, num_sampled: int) -> dict[str, Any]:
+    def _details(self, request: Mapping[str, Any], num_sampled: int) -> dict[str, Any]:
         """Return the details that an agent's response needs in addition to the text."""
-        sample = self.sample
+        sample, served = self.sample, request["sampling"]
         details = {
             "finish_reason": sample.finish_reason,
             "num_read": len(sample.visible_ids) - num_sampled,
             "num_sampled": num_sampled,
+            "served": served,
         }
-        request = self.request or {}
-        served = details["served"] = request.get("sampling", {})
-        if request.get("ids") is None and not served.get("logprobs"):
+        if request["ids"] is None and not served.get("logprobs"):
             return details
         ids = sample.tokens[-num_sampled:].tolist()
         texts = [self.setting.chat.text_of([token]) for token in ids]

@@ -117,7 +117,7 @@ def test_other_ids_of_the_same_text_are_not_rewritten() -> None:
 def test_every_special_token_of_a_tokenizer_is_escaped(shape: Shape) -> None:
     tokenizer = tokenizer_of(shape)
     chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
-    text = chat.escaped("x".join(shape.special))
+    text = chat.safe("x".join(shape.special))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert not {*ids} & {*tokenizer.convert_tokens_to_ids(list(shape.special))}
 
