@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -33,7 +34,6 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 from verl_like.registry import Registry, load_from, load_object
 from workers.agents.calls import FORMS, Parser, call_like, of_user, parse
-from workers.agents.seeds import seed_globals
 from workers.agents.tools import NO_TOOLS, Tool, answer_call, waited
 
 
@@ -292,8 +292,10 @@ class Loaded:
             return Episode(self, seeds)
         from workers.agents.gateway import AgentEpisode, AgentSession
 
+        seed_globals(seeds[1])
+        rng = np.random.default_rng(seeds[0])
         session = AgentSession(self.parse, self.players, self.reuses_replies)
-        return AgentEpisode(self.agent, self.kwargs, seeds, session, self.endpoint)
+        return AgentEpisode(self.agent, self.kwargs, rng, session, self.endpoint)
 
     @property
     def players(self) -> list[str]:
@@ -585,6 +587,12 @@ class Episode:
             raise TypeError(f"step returned {_kind(answer)}, not an Observation or a TrajectoryEnd")
         message = {"role": "user", "content": answer.text}
         return {"messages": [message], "reward": _finite(answer.reward)}
+
+
+def seed_globals(seed: int) -> None:
+    """Seed Python's and numpy's global generators, which user code may use."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _finite(reward: Any) -> float:

@@ -32,11 +32,9 @@ import secrets
 import socket
 import socketserver
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -46,67 +44,25 @@ import numpy as np
 from verl_like.errors import ConfigError
 from workers.agents.calls import Parser, ToolCall, call_like, parse
 from workers.agents.dialects import DIALECTS, Dialect
-from workers.agents.seeds import seed_globals
-from workers.agents.tools import Tool, describe_type, fits, waited
+from workers.agents.requests import (
+    MODEL,
+    Answers,
+    RejectedRequest,
+    Request,
+    chunks,
+    completion,
+    read_message,
+    read_request,
+    stop_strings,
+)
+from workers.agents.tools import Tool, waited
 
 COUNT_TOKENS, BYTES_PER_TOKEN = "v1/messages/count_tokens", 4
 OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
-MODEL = "policy"
-"""The policy's name in `v1/models`; a request may use any name unless there are several players."""
 ARGUMENTS = ("row", "rng", "base_url", "api_key", "model")
 """Arguments that the run passes to an agent. A function with the parameter `row` is an agent."""
-ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
 LONGEST_BODY = 2**22
 """Maximum bytes of a request."""
-
-NUMBER, INTEGER, TEXT = ({"type": kind} for kind in ("number", "integer", "string"))
-OBJECTS = {"type": "array", "items": {"type": "object"}}
-KINDS: dict[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
-    **dict.fromkeys(("top_k", "min_tokens"), INTEGER),
-    "stop": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
-    "stop_token_ids": {"type": "array", "items": INTEGER},
-    "logit_bias": {"type": "object"},
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n", "seed", "top_logprobs"), INTEGER),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
-    "logprobs": {"anyOf": [{"type": "boolean"}, INTEGER]},
-    "tool_choice": {"anyOf": [TEXT, {"type": "object"}]},
-    "parallel_tool_calls": {"type": "boolean"},
-    "response_format": {"type": "object"},
-    **dict.fromkeys(("messages", "tools"), OBJECTS),
-    "token_ids": {"type": "array", "items": INTEGER},
-    "sampling_params": {"type": "object"},
-}
-"""JSON schemas of the fields of a request body that are checked."""
-NO_MATTER = {
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "cache_salt", "priority"),
-}
-"""Request fields that have no effect on sampling."""
-COUNTS = ("max_tokens", "max_completion_tokens", "n")
-"""Request fields that must be at least 1."""
-OF_CHAT = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-OF_IDS = {
-    "token_ids",
-    "max_tokens",
-    "skip_special_tokens",
-    "logprobs",
-    "routed_experts_prompt_start",
-}
-"""Fields of a request with token ids, without sampling settings.
-
-The last three have no effect: the reply has all sampled ids, with log-probs and without experts.
-"""
-
-
-class RejectedRequest(Exception):
-    """Raised for a request whose HTTP response is an error in OpenAI's format."""
-
-    def __init__(
-        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
-    ) -> None:
-        super().__init__(message)
-        self.fields = {"message": message, "param": param, "code": code, "status": status}
 
 
 def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
@@ -133,17 +89,16 @@ class AgentEpisode:
         self,
         agent: Callable[..., Any],
         kwargs: Mapping[str, Any],
-        seeds: tuple[int, int],
+        rng: np.random.Generator,
         session: AgentSession,
         url: str = "",
     ) -> None:
-        """Create the episode; `seeds` has the prompt's seed and this sample's seed.
+        """Create the episode; `rng` has the prompt's seed.
 
         `url` is the address at which agents on other machines reach the policy, or "".
         """
-        self._agent, self._kwargs, self._session, self._url = agent, kwargs, session, url
-        self._rng = np.random.default_rng(seeds[0])
-        seed_globals(seeds[1])
+        self._agent, self._kwargs, self._rng = agent, kwargs, rng
+        self._session, self._url = session, url
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the agent; return its first request, or raise if it ends without one."""
@@ -176,27 +131,6 @@ class AgentEpisode:
         """Answer the waiting request; return the next one, or the end."""
         self._session.answer({"text": text, **details}, player)
         return self._session.next()
-
-
-@dataclass
-class Request:
-    """An agent's request, parsed from a body."""
-
-    is_chat: bool
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    ids: list[int] | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    max_tokens: int | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    streams: bool = False
-    with_usage: bool = False
-    model: str = MODEL
-    is_retry: bool = field(default=False, compare=False)
-    """True if OpenAI's or Anthropic's client sends the request again, such as after a timeout."""
-
-
-Answers = list[tuple[str, dict[str, Any]]]
-"""The completions of a request: the name and the sampled content of each."""
 
 
 class AgentSession:
@@ -241,10 +175,6 @@ class AgentSession:
             )
         return self._conversations[model]
 
-    def ask(self, request: Request) -> Answers:
-        """Wait for the completions of a request; return their names and contents."""
-        return self.of_model(request.model).ask(request)
-
     def end(self, result: Any) -> None:
         """End the session with the agent's return value.
 
@@ -256,11 +186,7 @@ class AgentSession:
                 f"rewards by player: {', '.join(self._conversations)}"
             )
         rest = dict(result) if isinstance(result, Mapping) else {"": result}
-        ends = {}
-        for player, conversation in self._conversations.items():
-            total = _number(rest.pop(player, 0.0))
-            turns = {name: rest.pop(name) for name in [*rest] if conversation.has_sampled(name)}
-            ends[player] = conversation.end(total, turns)
+        ends = {name: player.take_rewards(rest) for name, player in self._conversations.items()}
         if rest:
             problem = f"the agent gave a reward for {next(iter(rest))!r:.80}, "
             raise ValueError(problem + "which is neither the id of a completion nor a player")
@@ -306,11 +232,6 @@ class Conversation:
         """True if the player has made a request."""
         return bool(self._num_turns) or self._turn.locked()
 
-    def has_sampled(self, name: Any) -> bool:
-        """True if a completion of this player has this name."""
-        conversation, _, turn = str(name).rpartition("-")
-        return conversation == self._name and turn.isdecimal() and int(turn) < self._num_turns
-
     def before(self, name: str) -> list[dict[str, Any]]:
         """Return the messages up to a completion, including it."""
         if name not in self._histories:
@@ -319,16 +240,22 @@ class Conversation:
             )
         return self._histories[name]
 
-    def end(self, total: float, rewards: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the event that ends the trajectory; `rewards` are by name of a completion."""
-        turns = {int(name.rpartition("-")[2]): _number(value) for name, value in rewards.items()}
+    def take_rewards(self, rewards: dict[Any, Any]) -> dict[str, Any]:
+        """Remove the rewards of this player and its completions; return the event of its end."""
+        total = _number(rewards.pop(self._player, 0.0))
+        turns = {}
+        for name in list(rewards):
+            conversation, _, turn = str(name).rpartition("-")
+            if conversation == self._name and turn.isdecimal() and int(turn) < self._num_turns:
+                turns[int(turn)] = _number(rewards.pop(name))
         end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
         return end | self._take_calls()
 
     def ask(self, request: Request) -> Answers:
         """Wait for the completions of a request; return their names and contents.
 
-        A request that a client retries (or, if the session reuses replies, any equal one) gets the
+        Each choice is sampled in a turn of its own, once earlier requests are complete. A request
+        that a client retries (or, if the session reuses replies, any equal one) gets the
         completions of the earlier request.
         """
         with self._lock:
@@ -339,18 +266,14 @@ class Conversation:
                 self._recent.append((request, future))
         if not is_known:
             try:
-                future.set_result(self._answers_to(request))
+                with self._turn:
+                    answers = [self._answer_to(request)]
+                    while len(answers) < answers[0][1].get("served", {}).get("n", 1):
+                        answers.append(self._answer_to(request))
+                future.set_result(answers)
             except Exception as problem:  # noqa: BLE001 - an error of this request only
                 future.set_exception(problem)
         return future.result()
-
-    def _answers_to(self, request: Request) -> Answers:
-        """Sample each choice in a turn of its own, once earlier requests are complete."""
-        with self._turn:
-            answers = [self._answer_to(request)]
-            while len(answers) < answers[0][1].get("served", {}).get("n", 1):
-                answers.append(self._answer_to(request))
-        return answers
 
     def _answer_to(self, request: Request) -> tuple[str, dict[str, Any]]:
         if self._session.is_over:
@@ -367,7 +290,7 @@ class Conversation:
         name = f"{self._name}-{turn}"
         if request.is_chat:
             message = answer["message"] = self._message(answer, request, turn)
-            self._history = [*request.messages, _read_message(message, [])]
+            self._history = [*request.messages, read_message(message, [])]
             self._histories[name] = self._history
         return name, answer
 
@@ -449,64 +372,11 @@ def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
-def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings of a request."""
-    stop = settings.get("stop", ())
-    return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
-
-
 def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a call's arguments as JSON; the tool's schema, if known, says how to convert texts."""
     schema = schemas.get(call.name, {})
     typed = Tool(call.name, "", schema, print).typed if call.has_texts else dict
     return json.dumps(typed(call.arguments))
-
-
-def read_request(path: str, body: Any) -> Request:
-    """Parse a request body, and reject invalid fields by name.
-
-    Fields that are not known become sampling settings, which `trajectory.overridden` checks later.
-    """
-    if not isinstance(body, dict):
-        raise RejectedRequest("the body is not a JSON object")
-    is_chat = path.endswith("/chat/completions")
-    fields = {name: value for name, value in body.items() if value is not None}
-    _check_kinds(fields)
-    if not is_chat:
-        settings = fields.pop("sampling_params", {})
-        fields |= {name: value for name, value in settings.items() if value is not None}
-        _check_kinds(fields)
-    needed = "messages" if is_chat else "token_ids"
-    if not fields.get(needed):
-        raise RejectedRequest(f"{needed} are missing or empty", needed)
-    counts = {name: fields[name] for name in COUNTS if name in fields}
-    for name, count in counts.items():
-        if count < 1:
-            raise RejectedRequest(f"{name}={count} is less than 1", name)
-    longest = [count for name, count in counts.items() if name != "n"]
-    known = NO_MATTER | (OF_CHAT if is_chat else OF_IDS)
-    request = Request(
-        is_chat,
-        max_tokens=min(longest, default=None),
-        sampling={name: value for name, value in fields.items() if name not in known},
-        model=str(fields.get("model", MODEL)),
-    )
-    if not is_chat:
-        request.ids = fields["token_ids"]
-        return request
-    for message in fields["messages"]:
-        request.messages.append(_read_message(message, request.messages))
-    request.tools = fields.get("tools", [])
-    for tool in request.tools:
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RejectedRequest(
-                "tools are functions: {type: function, function: {name: ...}}", "tools"
-            )
-    request.streams = bool(fields.get("stream"))
-    options = fields.get("stream_options")
-    request.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    return request
 
 
 def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any]:
@@ -535,116 +405,6 @@ def key_in(headers: Iterable[tuple[str, str]]) -> str:
         if name.lower() == "authorization":
             return value.strip().partition(" ")[2].strip()
     return ""
-
-
-def _check_kinds(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if not fits(value, KINDS.get(name, {})):
-            raise RejectedRequest(
-                f"{name}={value!r:.80} must be {describe_type(KINDS[name])}", name
-            )
-
-
-def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert a message for chat templates: content as text, arguments of calls as objects."""
-    role, calls = raw.get("role"), raw.get("tool_calls") or []
-    if not isinstance(role, str) or role not in ROLES:
-        raise RejectedRequest(
-            f"{raw!r:.80} is not a message of the roles {', '.join(ROLES)}", "messages"
-        )
-    if not fits(calls, OBJECTS):
-        raise RejectedRequest(f"tool_calls={calls!r:.80} is not a list of calls", "messages")
-    message: dict[str, Any] = {"role": ROLES[role], "content": _text_of(raw.get("content"))}
-    if calls:
-        message["tool_calls"] = [_read_call(call) for call in calls]
-    if message["role"] == "tool":
-        number = raw.get("tool_call_id")
-        named = [call for past in before for call in past.get("tool_calls", [])]
-        names = [call["function"]["name"] for call in named if call["id"] == number]
-        name = raw.get("name") or (names[-1] if names else None)
-        message |= {"tool_call_id": str(number)} | ({"name": str(name)} if name else {})
-    return message
-
-
-def _text_of(content: Any) -> str:
-    parts = [{"type": "text", "text": content or ""}] if not isinstance(content, list) else content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RejectedRequest(f"content is not a text: {content!r:.80}", "messages")
-    return "".join(map(str, texts))
-
-
-def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}")
-        if not isinstance(arguments, dict):
-            raise TypeError("not an object")
-        named = {"name": str(function["name"]), "arguments": arguments}
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
-        raise RejectedRequest(
-            f"{call!r:.80} is not a call of a tool with JSON arguments", "messages"
-        ) from error
-    return {"id": str(call.get("id")), "type": "function", "function": named}
-
-
-def completion(request: Request, answers: Answers) -> dict[str, Any]:
-    """Return the body of an HTTP response, whose id is the name of the last choice."""
-    num_read = sum(answer.get("num_read", 0) for _, answer in answers)
-    num_sampled = sum(answer.get("num_sampled", 0) for _, answer in answers)
-    usage = {
-        "prompt_tokens": num_read,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_read + num_sampled,
-    }
-    choices = [_choice(request, answer) | {"index": n} for n, (_, answer) in enumerate(answers)]
-    body = {"choices": choices, "usage": usage}
-    name = answers[-1][0]
-    if not request.is_chat:
-        return {"request_id": name, **body}
-    header = {"id": name, "object": "chat.completion", "created": int(time.time())}
-    return {**header, "model": request.model, **body}
-
-
-def _choice(request: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
-    finish, log_probs = answer.get("finish_reason", "stop"), None
-    if "log_probs" in answer:
-        words = answer["texts"] if request.is_chat else map("token_id:{}".format, answer["ids"])
-        log_probs = {
-            "content": [
-                {"token": word, "logprob": value, "bytes": [*word.encode()], "top_logprobs": []}
-                for word, value in zip(words, answer["log_probs"], strict=True)
-            ]
-        }
-    if not request.is_chat:
-        return {"token_ids": answer["ids"], "logprobs": log_probs, "finish_reason": finish}
-    message = answer["message"]
-    if "tool_calls" in message and finish == "stop":
-        finish = "tool_calls"
-    return {"message": message, "finish_reason": finish, "logprobs": log_probs}
-
-
-def chunks(request: Request, response: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a complete HTTP response as the chunks of a stream."""
-    header = {**response, "object": "chat.completion.chunk"}
-    del header["usage"]
-    parts = []
-    for choice in response["choices"]:
-        delta = dict(choice["message"])
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [
-                {"index": number, **call} for number, call in enumerate(delta["tool_calls"])
-            ]
-        end = {**choice, "delta": {}}
-        begin = {**end, "delta": delta, "finish_reason": None}
-        for part in (begin, {**end, "logprobs": None}):
-            del part["message"]
-            parts.append({**header, "choices": [part]})
-    if request.with_usage:
-        parts.append({**header, "choices": [], "usage": response["usage"]})
-    return parts
 
 
 class AgentEndpoint(ThreadingHTTPServer):
@@ -692,30 +452,10 @@ class _AgentHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise a response's body waits 40 ms for an ACK of its head
 
-    def do_GET(self) -> None:  # noqa: N802 - name in the standard library
-        self._serve(self._models)
-
-    def do_POST(self) -> None:  # noqa: N802
-        self._serve(self._complete)
-
-    def log_message(self, *_: Any) -> None:
-        """Do nothing: the output of an agent process belongs to the agent."""
-
-    def _serve(self, answer: Callable[[AgentSession, str], None]) -> None:
+    def do_POST(self) -> None:  # noqa: N802 - name in the standard library
+        """Serve a request; an error of it becomes its response."""
         try:
-            path, session = self.path.lstrip("/"), self.server.session
-            if isinstance(self.server, OuterEndpoint):
-                if session is None or key_in(self.headers.items()) != session.name:
-                    raise RejectedRequest("the API key is not the key of a session", status=401)
-            else:
-                name, _, path = path.partition("/")
-                if session is None or session.name != name:
-                    raise RejectedRequest(
-                        f"there is no session {name!r:.80} at this address. Use the agent's "
-                        "base_url, which is valid until its trajectory ends.",
-                        status=404,
-                    )
-            answer(session, path.partition("?")[0])
+            self._serve(*self._session_and_path())
         except OSError:  # the client is gone
             self.close_connection = True
         except Exception as problem:  # noqa: BLE001 - an error of this request only
@@ -725,15 +465,35 @@ class _AgentHandler(BaseHTTPRequestHandler):
             error: dict[str, Any] = {"type": "invalid_request_error", **problem.fields}
             self._send(error.pop("status"), {"type": "error", "error": error})
 
-    def _models(self, session: AgentSession, path: str) -> None:
-        if path != "v1/models":
-            raise RejectedRequest(f"there is no GET {path}", status=404)
-        card = {"object": "model", "created": 0, "owned_by": "verl_like"}
-        self._send(
-            200, {"object": "list", "data": [card | {"id": name} for name in session.models]}
-        )
+    do_GET = do_POST  # noqa: N815
 
-    def _complete(self, session: AgentSession, path: str) -> None:
+    def log_message(self, *_: Any) -> None:
+        """Do nothing: the output of an agent process belongs to the agent."""
+
+    def _session_and_path(self) -> tuple[AgentSession, str]:
+        """Return the session whose key the request has, and the path after the key."""
+        path, session = self.path.lstrip("/"), self.server.session
+        if isinstance(self.server, OuterEndpoint):
+            if session is None or key_in(self.headers.items()) != session.name:
+                raise RejectedRequest("the API key is not the key of a session", status=401)
+        else:
+            name, _, path = path.partition("/")
+            if session is None or session.name != name:
+                raise RejectedRequest(
+                    f"there is no session {name!r:.80} at this address. Use the agent's "
+                    "base_url, which is valid until its trajectory ends.",
+                    status=404,
+                )
+        return session, path.partition("?")[0]
+
+    def _serve(self, session: AgentSession, path: str) -> None:
+        if self.command == "GET":
+            if path != "v1/models":
+                raise RejectedRequest(f"there is no GET {path}", status=404)
+            card = {"object": "model", "created": 0, "owned_by": "verl_like"}
+            models = [card | {"id": name} for name in session.models]
+            self._send(200, {"object": "list", "data": models})
+            return
         dialect = DIALECTS.get(path)
         if dialect is None and path not in OTHER_PATHS:
             raise RejectedRequest(f"there is no POST {path}", status=404)
@@ -745,7 +505,7 @@ class _AgentHandler(BaseHTTPRequestHandler):
             body = in_chat(dialect, body, session)
         request = read_request("v1/chat/completions" if dialect else path, body)
         request.is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        response = completion(request, session.ask(request))
+        response = completion(request, session.of_model(request.model).ask(request))
         if dialect is not None:
             response = dialect.answer(response)
         if not request.streams:

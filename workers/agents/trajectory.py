@@ -23,8 +23,8 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
-from workers.agents.gateway import RejectedRequest, stop_strings
 from workers.agents.host import BROKEN, EnvironmentHost, RecordedHost
+from workers.agents.requests import RejectedRequest, stop_strings
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.sample import LENGTH_LIMIT, CachedStates, Sample
