@@ -84,20 +84,15 @@ def sample_tokens(
     number.
     """
     num_rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
-    parts = logits.split(num_rows)
-    places = [None] * len(parts) if positions is None else positions.split(num_rows)
-    chunks = zip(parts, noise.split(num_rows), places, strict=True)
-    results = [_choose(part, noise_of, sampling, place) for part, noise_of, place in chunks]
-    if len(results) == 1:
-        return results[0]
-    tokens, log_probs = zip(*results, strict=True)
-    return torch.cat(tokens), torch.cat(log_probs)
+    if len(logits) > num_rows:
+        results = []
+        for first in range(0, len(logits), num_rows):
+            rows = slice(first, first + num_rows)
+            place = None if positions is None else positions[rows]
+            results.append(sample_tokens(logits[rows], noise[rows], sampling, place))
+        chosen_tokens, chosen_log_probs = zip(*results, strict=True)
+        return torch.cat(chosen_tokens), torch.cat(chosen_log_probs)
 
-
-def _choose(
-    logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sample the tokens of one chunk of rows."""
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     distribution = constrained(log_probs, sampling, positions)
@@ -105,7 +100,7 @@ def _choose(
     filtered: Tensor | None = None
     if not sampling.do_sample:
         tokens = logits.argmax(dim=-1) if distribution is log_probs else distribution.argmax(dim=-1)
-    elif _is_plain(sampling):
+    elif sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0:
         tokens = _inverse_of_blocks(distribution.exp(), noise)
     else:
         filtered = filtered_probs(distribution, sampling)
@@ -141,11 +136,6 @@ def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor |
         logits = logits.masked_fill(early[:, None] & stops, -torch.inf)
 
     return log_probs if logits is log_probs else torch.log_softmax(logits, dim=-1)
-
-
-def _is_plain(sampling: SamplingParams) -> bool:
-    """Return True if no top-k, top-p or min-p is set."""
-    return sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0
 
 
 def _inverse(probs: Tensor, noise: Tensor) -> Tensor:

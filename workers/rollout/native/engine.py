@@ -113,8 +113,7 @@ class NativeRolloutEngine(ModuleRolloutEngine):
         assert scheduler is not None, "`_submit` creates it"
         is_direct = scheduler.forward_class is DirectForward
         with _inference(self.module), torch.inference_mode() if is_direct else nullcontext():
-            scheduler.run(budget)
-        finished = scheduler.take_finished()
+            finished = scheduler.run(budget)
         if scheduler.is_empty:
             self._scheduler = None
             # memory with non-finite numbers is not reused, see `CacheMemory`

@@ -86,7 +86,7 @@ class Scheduler:
         self.is_stop = np.zeros(engine.vocab_size, dtype=bool)
         self.is_stop[stops] = True
 
-        self.table = SlotTable.empty(0, sampling.max_tokens, sampling.num_log_probs)
+        self.table = SlotTable(0, sampling.max_tokens, sampling.num_log_probs)
         """One row per slot; the rows of slots 0..num_active-1 are in use."""
         self.routers = engine.routers if sampling.routed_experts else None
         self.noted: RecordedChoices | None = None
@@ -97,7 +97,6 @@ class Scheduler:
         self.cache = SlotCache(self.config.num_hidden_layers, slots)
         self._forward: DirectForward | ModuleForward | None = None
         self.all_finite = True
-        self._finished: dict[int, Sample] = {}
 
     @property
     def forward(self) -> DirectForward | ModuleForward:
@@ -138,37 +137,43 @@ class Scheduler:
         self.waiting = deque(entry for entry in self.waiting if entry.number not in numbers)
         return removed
 
-    def take_finished(self) -> dict[int, Sample]:
-        """Return the samples that have finished since the last call."""
-        finished, self._finished = self._finished, {}
-        return finished
-
-    def run(self, budget: TakeBudget) -> None:
-        """Generate until all samples are finished, or the budget is spent.
+    def run(self, budget: TakeBudget) -> dict[int, Sample]:
+        """Generate until all samples are finished, or the budget is spent; return finished ones.
 
         Each pass prefills a group of prompts if there are slots for it. Otherwise it decodes one
         token for every active sample.
         """
-        self._take_newer_weights()
-        self._fit_cache()
+        self._prepare()
         self.table.num_sampled[:] = 0
+        finished: dict[int, Sample] = {}
         with nullcontext() if self.routers is None else self.routers.recording() as self.noted:
             while not self.is_empty:
                 self._admit_cached()
                 group = self._next_group()
                 if group:
-                    self._prefill(group)
+                    finished |= self._prefill(group)
                 elif budget.max_tokens is not None and (
                     int(self.table.num_sampled[: self.num_active].max()) >= budget.max_tokens
                 ):
-                    return
+                    break
                 else:
-                    self._decode()
-                if budget.is_over or (budget.until_one and self._finished):
-                    return
+                    finished |= self._decode()
+                if budget.is_over or (budget.until_one and finished):
+                    break
+        return finished
 
-    def _fit_cache(self) -> None:
-        """Allocate enough slots for the running samples, up to the limit, and wide enough ones."""
+    def _prepare(self) -> None:
+        """Continue running samples with the newest weights; allocate enough and wide enough slots.
+
+        Unless `keep_kv_cache` is set, new weights read the tokens of these samples again.
+        """
+        if self.engine.version != self.version:
+            self.version, self._forward = self.engine.version, None
+            if not self.engine.limits.keep_kv_cache:
+                active = self._take_out(np.arange(self.num_active), [UNFINISHED] * self.num_active)
+                unread = active | {entry.number: entry.sample for entry in self.waiting}
+                self.waiting = deque(Waiting(n, s, len(s.tokens)) for n, s in unread.items())
+
         num_running = self.num_active + len(self.waiting)
         self.max_active = max(self.max_active, min(self.most_active, num_running))
         num_slots = max(self.fewest_rows, self.max_active)
@@ -180,20 +185,6 @@ class Scheduler:
             self._forward = None
         if num_slots > len(self.table.numbers):
             self.table = self.table.grown(num_slots)
-
-    def _take_newer_weights(self) -> None:
-        """If the weights are new, continue the running samples with them.
-
-        Unless `keep_kv_cache` is set, the new weights read the tokens of these samples again.
-        """
-        if self.engine.version == self.version:
-            return
-        self.version, self._forward = self.engine.version, None
-        if self.engine.limits.keep_kv_cache:
-            return
-        active = self._take_out(np.arange(self.num_active), [UNFINISHED] * self.num_active)
-        unread = active | {entry.number: entry.sample for entry in self.waiting}
-        self.waiting = deque(Waiting(n, s, len(s.tokens)) for n, s in unread.items())
 
     def _admit_cached(self) -> None:
         """Put waiting samples with stored keys and values into free slots."""
@@ -231,10 +222,10 @@ class Scheduler:
             group.append(self.waiting.popleft())
         return group
 
-    def _prefill(self, group: Sequence[Waiting]) -> None:
+    def _prefill(self, group: Sequence[Waiting]) -> dict[int, Sample]:
         """Read the distinct texts of the group in one pass, and sample each sample's next token.
 
-        Samples with the same text share its row of the pass.
+        Samples with the same text share its row of the pass. Return the finished samples.
         """
         texts = [entry.text for entry in group]
         distinct = list(dict.fromkeys(texts))
@@ -259,10 +250,10 @@ class Scheduler:
             for slot, text in zip(slots.tolist(), texts, strict=True):
                 self.table.routed[slot] = [routed[row_of[text], width - len(text) :]]
         self.num_active += len(group)
-        self._append(slots, logits[sources])
+        return self._append(slots, logits[sources])
 
-    def _decode(self) -> None:
-        """Sample a token for each of the slots 0..num_active-1.
+    def _decode(self) -> dict[int, Sample]:
+        """Sample a token for each of the slots 0..num_active-1; return the finished samples.
 
         A pass may have more rows than that (`rows_of_pass`); results of further slots are ignored.
         """
@@ -282,10 +273,10 @@ class Scheduler:
             routed = self.noted.take().split(1)
             for slot in range(self.num_active):
                 table.routed[slot].append(routed[slot])
-        self._append(np.arange(self.num_active), logits[: self.num_active])
+        return self._append(np.arange(self.num_active), logits[: self.num_active])
 
-    def _append(self, slots: NDArray[np.int64], logits: Tensor) -> None:
-        """Sample the next token of each of these slots, and empty the finished slots."""
+    def _append(self, slots: NDArray[np.int64], logits: Tensor) -> dict[int, Sample]:
+        """Sample the next token of each of these slots; take out and return finished samples."""
         table = self.table
         steps = table.lengths[slots]
         noise = torch.from_numpy(uniforms(table.keys[slots], steps)).to(self.device)
@@ -312,9 +303,10 @@ class Scheduler:
             ends = [ends_with(s, t, self.sampling) for s, t in zip(samples, texts, strict=True)]
             stopped |= np.asarray(ends) & new
         is_finished = stopped | (steps + 1 == table.longest[slots])
-        if is_finished.any():
-            reasons = np.where(stopped, "stop", LENGTH_LIMIT)[is_finished]
-            self._finished |= self._take_out(slots[is_finished], reasons.tolist())
+        if not is_finished.any():
+            return {}
+        reasons = np.where(stopped, "stop", LENGTH_LIMIT)[is_finished]
+        return self._take_out(slots[is_finished], reasons.tolist())
 
     def _take_out(self, emptied: NDArray[np.int64], reasons: Sequence[str]) -> dict[int, Sample]:
         """Empty these slots and return their samples, with these finish reasons.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,52 +28,35 @@ class Waiting:
         return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
 
 
-@dataclass
 class SlotTable:
     """One row per slot; rows of empty slots have arbitrary contents."""
 
-    numbers: NDArray[np.int64]
-    """The numbers by which the engine knows the samples."""
-    samples: NDArray[Any]
-    """The samples as they were submitted."""
-    keys: NDArray[np.uint64]
-    prompt_lengths: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    """Response tokens so far: those in the cache, and the one to be read next."""
-    forced: NDArray[np.int64]
-    """Response tokens that the sample had when it was submitted."""
-    longest: NDArray[np.int64]
-    """Maximum response tokens of the sample."""
-    num_sampled: NDArray[np.int64]
-    """Tokens that the current `run` of the scheduler has sampled."""
-    tokens: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    routed: NDArray[Any]
-    """Lists of the routers' choices, one entry per pass, if the sampling requests them."""
-
-    @classmethod
-    def empty(cls, num_slots: int, max_tokens: int, num_log_probs: int) -> SlotTable:
-        """Return a table without samples."""
+    def __init__(self, num_slots: int, max_tokens: int, num_log_probs: int) -> None:
+        """Create a table without samples."""
         shape = num_slots, max_tokens
-        return cls(
-            numbers=np.zeros(num_slots, dtype=np.int64),
-            samples=np.zeros(num_slots, dtype=object),
-            keys=np.zeros(num_slots, dtype=np.uint64),
-            prompt_lengths=np.zeros(num_slots, dtype=np.int64),
-            lengths=np.zeros(num_slots, dtype=np.int64),
-            forced=np.zeros(num_slots, dtype=np.int64),
-            longest=np.zeros(num_slots, dtype=np.int64),
-            num_sampled=np.zeros(num_slots, dtype=np.int64),
-            tokens=np.zeros(shape, dtype=np.int64),
-            log_probs=np.zeros((*shape, num_log_probs), dtype=np.float32),
-            versions=np.zeros(shape, dtype=np.int32),
-            routed=np.zeros(num_slots, dtype=object),
-        )
+        self.numbers = np.zeros(num_slots, dtype=np.int64)
+        """The numbers by which the engine knows the samples."""
+        self.samples = np.zeros(num_slots, dtype=object)
+        """The samples as they were submitted."""
+        self.keys = np.zeros(num_slots, dtype=np.uint64)
+        self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
+        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        """Response tokens so far: those in the cache, and the one to be read next."""
+        self.forced = np.zeros(num_slots, dtype=np.int64)
+        """Response tokens that the sample had when it was submitted."""
+        self.longest = np.zeros(num_slots, dtype=np.int64)
+        """Maximum response tokens of the sample."""
+        self.num_sampled = np.zeros(num_slots, dtype=np.int64)
+        """Tokens that the current `run` of the scheduler has sampled."""
+        self.tokens = np.zeros(shape, dtype=np.int64)
+        self.log_probs = np.zeros((*shape, num_log_probs), dtype=np.float32)
+        self.versions = np.zeros(shape, dtype=np.int32)
+        self.routed = np.zeros(num_slots, dtype=object)
+        """Lists of the routers' choices, one entry per pass, if the sampling requests them."""
 
     def grown(self, num_slots: int) -> SlotTable:
         """Return a table with more slots and the same samples."""
-        larger = SlotTable.empty(num_slots, *self.log_probs.shape[1:])
+        larger = SlotTable(num_slots, *self.log_probs.shape[1:])
         for new, old in zip(vars(larger).values(), vars(self).values(), strict=True):
             new[: len(old)] = old
         return larger
