@@ -203,8 +203,7 @@ class RolloutEngine(ABC):
             )
         self._check_sampling(sampling)
         for sample in samples:
-            _check_prompt(sample, self.limits.prompt_width, self.vocab_size)
-            _check_response(sample, sampling, self.vocab_size)
+            _check_sample(sample, sampling, self.limits.prompt_width, self.vocab_size)
         if self._running and sampling != self._sampling:
             raise RolloutError(
                 f"rollout: {self.num_running} samples are running with other sampling settings. "
@@ -422,9 +421,11 @@ class RolloutEngine(ABC):
             )
 
 
-def _check_prompt(sample: Sample, width: int, vocab_size: int) -> None:
+def _check_sample(
+    sample: Sample, sampling: SamplingParams, prompt_width: int, vocab_size: int
+) -> None:
     length = len(sample.prompt)
-    if not 1 <= length <= width:
+    if not 1 <= length <= prompt_width:
         way_out = "drop it from the data"
         if length:
             way_out = (
@@ -433,12 +434,9 @@ def _check_prompt(sample: Sample, width: int, vocab_size: int) -> None:
             )
         raise RolloutError(
             f"rollout: the prompt of {sample.name} has {length} tokens; 1 to "
-            f"{width} fit: {way_out}."
+            f"{prompt_width} fit: {way_out}."
         )
     _check_ids("prompt", sample.prompt, sample.name, vocab_size)
-
-
-def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -> None:
     if not len(sample.tokens):
         return
     if sampling.truncated_log_probs and sample.truncated_log_probs is None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -145,34 +144,27 @@ class RolloutClient:
         sent, self._sent, following, self._following = self._sent, [], self._following, []
         gather(*sent, *calls.values(), *following)
         for rank, call in calls.items():
-            self._add(rank, call.get())
+            samples = call.get()[0]
+            if samples is None:
+                continue
+            self._num_open[rank] -= len(samples)
+            requests = samples.pop([REQUEST]).padded(REQUEST)
+            of_submission = requests >> ROW_BITS
+            for number in of_submission.unique().tolist():
+                places = of_submission == number
+                rows = (requests[places] & ((1 << ROW_BITS) - 1)).tolist()
+                part = samples if bool(places.all()) else samples.select_idxs(places)
+                self.submissions[number].add(rows, part)
         complete = [number for number, rows in self.submissions.items() if not rows.missing]
         return [self.submissions.pop(number) for number in complete]
 
-    @cached_property
-    def _ranks_of_engine(self) -> int:
-        num_engines = len(self.group.generate_sequences.collecting_ranks())
-        return int(self.group.world_size) // num_engines
-
     def _ask(self, method: str, rank: int, *args: Any) -> WorkerFuture:
         """Call the first rank of an engine; the engine's other ranks follow."""
-        others = range(rank + 1, rank + self._ranks_of_engine)
+        num_engines = len(self.group.generate_sequences.collecting_ranks())
+        others = range(rank + 1, rank + self.group.world_size // num_engines)
         self._following += [self.group.follow.remote_on(other) for other in others]
         call: WorkerFuture = getattr(self.group, method).remote_on(rank, *args)
         return call
-
-    def _add(self, rank: int, answers: Sequence[DataProto | None]) -> None:
-        samples = answers[0]
-        if samples is None:
-            return
-        self._num_open[rank] -= len(samples)
-        requests = samples.pop([REQUEST]).padded(REQUEST)
-        of_submission = requests >> ROW_BITS
-        for number in of_submission.unique().tolist():
-            places = of_submission == number
-            rows = (requests[places] & ((1 << ROW_BITS) - 1)).tolist()
-            part = samples if bool(places.all()) else samples.select_idxs(places)
-            self.submissions[number].add(rows, part)
 
     def _shares(self, rows: Sequence[int], batch: DataProto) -> dict[int, Sequence[int]]:
         """Divide the rows evenly over the ranks; the players of an environment share a rank."""

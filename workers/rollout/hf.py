@@ -160,17 +160,14 @@ class _Decoding:
                 **cache,
             )
         if noted is not None:
-            self._note_routed(noted.take())
+            chosen = noted.take()
+            if not self.engine.uses_cache:  # each pass reads the whole row; the last one counts
+                chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
+            elif self.cache is not None and self.routed is not None:
+                chosen = torch.cat([self.routed, chosen])
+            self.routed = chosen
         if self.engine.uses_cache:
             self.cache = output.past_key_values
-
-    def _note_routed(self, chosen: Tensor) -> None:
-        """Add the routers' choices for the tokens of this call of `generate`."""
-        if not self.engine.uses_cache:  # each pass reads the whole row: use that of the last pass
-            chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
-        elif self.cache is not None and self.routed is not None:
-            chosen = torch.cat([self.routed, chosen])
-        self.routed = chosen
 
     def so_far(self) -> Sample:
         """Return the sample with its tokens so far."""
@@ -184,11 +181,9 @@ class _Decoding:
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores that leave greedy search one token: the sample's next, or a new one."""
         if self.position == len(self.tokens):
-            place, keys = (
-                np.array([len(self.tokens)]),
-                np.array([self.sample.seed], dtype=np.uint64),
-            )
-            noise = torch.from_numpy(uniforms(keys, place)).to(scores.device)
+            place = np.array([len(self.tokens)])
+            key = np.array([self.sample.seed], dtype=np.uint64)
+            noise = torch.from_numpy(uniforms(key, place)).to(scores.device)
             token, log_prob = sample_tokens(scores, noise, self.sampling, torch.from_numpy(place))
             self.tokens.append(int(token))
             self.log_probs.append(log_prob[0].tolist())
