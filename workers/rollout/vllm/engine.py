@@ -21,8 +21,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams, TakeBudget
 from workers.rollout.sample import UNFINISHED, Sample
-from workers.rollout.vllm.adapter import AdapterFiles
-from workers.rollout.vllm.handover import Handover
+from workers.rollout.vllm.handover import AdapterFiles, Handover
 from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.lockstep import Lockstep
 from workers.rollout.vllm.server import VllmServer
@@ -112,7 +111,7 @@ class VllmRolloutEngine(RolloutEngine):
     def num_running(self) -> int:
         """Number of samples that were submitted and neither taken nor aborted."""
         if self.is_follower and isinstance(self.vllm, InProcessVllm):
-            return self.vllm.num_unfinished
+            return int(self.vllm.llm.llm_engine.get_num_unfinished_requests())
         return super().num_running
 
     def close(self) -> None:

@@ -6,20 +6,39 @@
 
 The trainer's tensors have the names of its module, and the checksum uses these names. vLLM expects
 the names and tensors of a checkpoint, in which the experts of a layer are separate.
+
+If vLLM has loaded the base model itself, only the LoRA adapter is sent. vLLM reads adapters from
+folders in peft's format, so each sync writes such a folder:
+
+    files = AdapterFiles(model_config, model_path)
+    with files.written(tensors) as folder: ...                     # vLLM loads it from there
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from workers.rollout.vllm.setup import ExpectedWeights
-from workers.weights.checksum import NumberedTensor, checksum_of_hashes, float32_hash
+from workers.models.lora import add_adapter, is_adapter, save_adapter
+from workers.rollout.vllm.setup import ExpectedWeights, meta_model
+from workers.weights.checksum import (
+    NumberedTensor,
+    checksum_of,
+    checksum_of_hashes,
+    float32_hash,
+)
 from workers.weights.module_writer import ExpectedTensors
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
 
 
 @dataclass
@@ -90,3 +109,32 @@ class Handover:
     def checksum(self) -> str:
         """Return the checksum of the sent weights, under the names of the trainer's module."""
         return checksum_of_hashes(self._hashes)
+
+
+class AdapterFiles:
+    """Writes the adapters of one run to files."""
+
+    def __init__(self, config: ModelConfig, model_path: str) -> None:
+        self.config = config
+        self.module = meta_model(model_path)
+        add_adapter(self.module, config)
+        named = self.module.named_parameters()
+        self.shapes = {name: tensor.shape for name, tensor in named if is_adapter(name)}
+        self.num_elements = sum(shape.numel() for shape in self.shapes.values())
+        self.checksum = "no adapter has arrived"
+
+    @contextmanager
+    def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
+        """Context in which the adapter is in a folder; `tensors` have the actor's names.
+
+        Raise a `WeightSyncError` if tensors are missing or do not fit.
+        """
+        arrived = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        expected = ExpectedTensors(self.shapes)
+        for name, tensor in arrived.items():
+            expected.fits(name, tensor)
+        expected.verify("adapter")
+        self.checksum = checksum_of(arrived.items())
+        with tempfile.TemporaryDirectory(prefix="verl-like-adapter-") as folder:
+            save_adapter(Path(folder), self.module, self.config, arrived.items())
+            yield Path(folder)

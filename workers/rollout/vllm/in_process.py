@@ -147,11 +147,6 @@ class InProcessVllm:
         """Tell the workers that there are no more requests."""
         self.call("end_requests")
 
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that vLLM has not finished."""
-        return int(self.llm.llm_engine.get_num_unfinished_requests())
-
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Arrivals]:
         """Send these tensors to the workers; return each worker's report."""
         self.call("begin_load")
