@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
@@ -271,7 +272,11 @@ class RolloutWorker(WeightReceiver, Worker):
             self.engine.load_weights(tensors)
         except WeightSyncError as problem:
             error = f"rollout rank {self.rank}: {problem}"
-        self.commit_if_all_loaded(version, error)
+        num_errors = torch.tensor([0 if error is None else 1])
+        if self.world_size > 1:
+            dist.all_reduce(num_errors)
+        if int(num_errors) == 0:
+            self.engine.commit(version)
         return SyncReport(error, self.engine.num_bytes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
@@ -54,7 +53,22 @@ class WeightReceiver:
                 where, place, self.world_size, self.device, self.role
             ) as (connection, store):
                 channel = Channel(connection, store, place, self.device)
-                problems += self._load(channel)
+                copy = self.copy
+                arriving = channel.receive() if copy is None else self._taken(copy, channel)
+                try:
+                    self.engine.load_weights(arriving)
+                except WeightSyncError as problem:
+                    problems.append(str(problem))
+                    deque(arriving, maxlen=0)  # receive the remaining tensors before the vote
+                if copy is None and channel.summary:
+                    channel.corrupt.append(
+                        "the actor sends only changes "
+                        "(actor_rollout_ref.rollout.weight_sync=changed), but this rollout keeps "
+                        "no copy of the weights to apply changes to. Set the same "
+                        "actor_rollout_ref.rollout.weight_sync for both"
+                    )
+                if copy is None and channel.corrupt:
+                    problems.append(describe_problems("transfer", corrupt=channel.corrupt))
                 if channel.all_agree(not problems):
                     self.engine.commit(version)
         except WeightSyncError as problem:
@@ -63,36 +77,6 @@ class WeightReceiver:
 
         error = f"{self.role} rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.watch.seconds)
-
-    def commit_if_all_loaded(self, version: int, error: str | None) -> None:
-        """Vote over all ranks; commit the version if none has an error."""
-        votes = torch.tensor([0 if error is None else 1])
-        if self.world_size > 1:
-            dist.all_reduce(votes)
-        if int(votes) == 0:
-            self.engine.commit(version)
-
-    def _load(self, channel: Channel) -> list[str]:
-        """Load the arriving weights into the engine; return descriptions of problems."""
-        arriving = channel.receive() if self.copy is None else self._taken(self.copy, channel)
-        problems: list[str] = []
-        try:
-            self.engine.load_weights(arriving)
-        except WeightSyncError as problem:
-            problems.append(str(problem))
-            deque(arriving, maxlen=0)  # receive the remaining tensors before the vote
-        if self.copy is not None:
-            return problems
-        if channel.summary:
-            channel.corrupt.append(
-                "the actor sends only changes "
-                "(actor_rollout_ref.rollout.weight_sync=changed), but this rollout keeps no copy "
-                "of the weights to apply changes to. Set the same "
-                "actor_rollout_ref.rollout.weight_sync for both"
-            )
-        if channel.corrupt:
-            problems.append(describe_problems("transfer", corrupt=channel.corrupt))
-        return problems
 
     def _taken(self, copy: HostCopy, channel: Channel) -> Iterator[tuple[str, Tensor]]:
         copy.take(channel)
