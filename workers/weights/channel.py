@@ -154,20 +154,12 @@ def _hashed(bucket: Bucket, watch: Stopwatch) -> Bucket:
 
 
 class Channel:
-    """One process's end of the transfer in one sync; rank 0 sends, all others receive.
-
-    With `drops_first`, the first bucket is not sent (fault injection).
-    """
+    """One process's end of the transfer in one sync; rank 0 sends, all others receive."""
 
     def __init__(
-        self,
-        connection: Connection,
-        store: SignedStore,
-        rank: int,
-        device: torch.device,
-        drops_first: bool = False,
+        self, connection: Connection, store: SignedStore, rank: int, device: torch.device
     ) -> None:
-        self.connection, self.rank, self._drops_first = connection, rank, drops_first
+        self.connection, self.rank = connection, rank
         self.device = device if connection.gpus is not None else HOST
         """Device of the buckets."""
         self._sign = store.sign
@@ -196,32 +188,30 @@ class Channel:
         memory.
         """
         num_buckets, pending = 0, list[dist.Work]()
-        for number, packed in enumerate(buckets):
-            num_buckets += 1
-            if number == 0 and self._drops_first:
-                continue
-            bucket = self._on_device(packed, number)
-            header = {"number": number, "tensors": bucket.entries}
-            started = self._start_header(bucket.payload.numel(), header)
-            started.append(self._start_broadcast(bucket.payload, self.connection.gpus))
-            self.num_bytes += bucket.num_bytes
+        for number, bucket in enumerate(buckets):
+            started = self._start_bucket(number, bucket)
             _wait(pending)
-            pending = started
+            num_buckets, pending = number + 1, started
         _wait([*pending, *self._start_header(END, {"number": num_buckets, **(summary or {})})])
 
-    def _on_device(self, bucket: Bucket, number: int) -> Bucket:
-        """Copy a bucket of published weights from host memory to this channel's GPU.
+    def _start_bucket(self, number: int, bucket: Bucket) -> list[dist.Work]:
+        """Start sending a bucket.
 
-        Its tensors are hashed again on the GPU, because receivers hash on GPUs, too.
+        Published weights are first copied from host memory to this channel's GPU. They are hashed
+        again on the GPU, because receivers hash on GPUs, too.
         """
-        if self.device.type == "cpu" or not bucket.payload.is_cpu:
-            return bucket
-        payload = self.room(number, len(bucket.payload))
-        payload.copy_(bucket.payload, non_blocking=True)
-        with self.watch.running():
-            hashes = hashes_of(Bucket(bucket.entries, payload).contents())
-        entries = [[*entry[:3], value] for entry, value in zip(bucket.entries, hashes, strict=True)]
-        return Bucket(entries, payload)
+        if self.device.type != "cpu" and bucket.payload.is_cpu:
+            payload = self.room(number, len(bucket.payload))
+            payload.copy_(bucket.payload, non_blocking=True)
+            with self.watch.running():
+                hashes = hashes_of(Bucket(bucket.entries, payload).contents())
+            entries = [[*e[:3], value] for e, value in zip(bucket.entries, hashes, strict=True)]
+            bucket = Bucket(entries, payload)
+        header = {"number": number, "tensors": bucket.entries}
+        started = self._start_header(bucket.payload.numel(), header)
+        started.append(self._start_broadcast(bucket.payload, self.connection.gpus))
+        self.num_bytes += bucket.num_bytes
+        return started
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the sender broadcasts; use each before you request the next.
@@ -312,6 +302,13 @@ class Channel:
         with name_errors("a broadcast could not start"):
             work: dist.Work = (group or self.connection.group).broadcast([tensor], options)
         return work
+
+
+class LossyChannel(Channel):
+    """A channel that loses the first bucket (fault injection)."""
+
+    def _start_bucket(self, number: int, bucket: Bucket) -> list[dist.Work]:
+        return super()._start_bucket(number, bucket) if number else []
 
 
 def allocate_buffer(num_bytes: int, device: torch.device = HOST, locked: bool = False) -> Tensor:

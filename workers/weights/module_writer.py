@@ -69,17 +69,12 @@ class ModuleWriter:
             return
 
         sent = tensor.to(weight.device).contiguous()
-        if not same_bits(weight.to(sent.dtype), sent):
+        if not as_integers(weight.to(sent.dtype)).equal(as_integers(sent)):  # also NaN and -0.0
             self.changed.append(f"{name} (is {weight.dtype}, was sent {sent.dtype})")
 
     def verify(self, who: str) -> None:
         """Raise a `WeightSyncError` that names `who` and lists all problems, if there are any."""
         self.expected.verify(who, **{"that lost bits": self.changed})
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """True if two tensors of one dtype are equal bit for bit, NaN and signed zeros included."""
-    return as_integers(left).equal(as_integers(right))
 
 
 def describe_problems(who: str, **problems: list[str]) -> str:

@@ -25,6 +25,7 @@ from workers.weights.channel import (
     HOST,
     Bucket,
     Channel,
+    LossyChannel,
     SyncReport,
     allocate_buffer,
     fill_buckets,
@@ -239,7 +240,8 @@ class WeightSender:
         sending = self.connections.sending(Address.read(address), num_receivers, device)
         try:
             with sending as (connection, store):
-                channel = Channel(connection, store, 0, device, self._is_to_drop(version))
+                kind = LossyChannel if self._is_to_drop(version) else Channel
+                channel = kind(connection, store, 0, device)
                 send(channel)
                 agreed = channel.all_agree(True)
                 if not agreed:
