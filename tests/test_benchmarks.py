@@ -23,8 +23,7 @@ from workers.losses.registry import POLICY_LOSSES
 from workers.rewards.scorer import Scorer
 from workers.training import lm_head
 from workers.weights import checksum
-from workers.weights.channel import HOST, Channel, fill_buckets
-from workers.weights.connection import Connection
+from workers.weights.channel import HOST, Channel, Connection, fill_buckets
 
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import hmac
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from struct import Struct
 from typing import Any
 
@@ -25,29 +28,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_like.errors import WeightSyncError
 from verl_like.process.store import SIGNATURE_BYTES, SignedStore
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
 from workers.parallel.offload import lock_pages
-from workers.weights.checksum import (
-    NamedTensors,
-    Stopwatch,
-    copy_hashed,
-    hash_of,
-    hashes_of,
-)
-from workers.weights.connection import (
-    TRANSFER_TIMEOUT,
-    Connection,
-    Manifest,
-    name_errors,
-)
+from workers.weights.checksum import NamedTensors, Stopwatch, copy_hashed, hash_of, hashes_of
 
+TRANSFER_TIMEOUT = timedelta(seconds=120)
+"""Time limit of one broadcast, including the gathering of its tensors."""
 ALIGNMENT = 16
 """The offset of a tensor in its bucket is a multiple of this, so that any dtype can be read."""
 END = -1
 """Sent instead of a bucket's size, after the last bucket."""
 HOST = torch.device("cpu")
+Manifest = dict[str, list[Any]]
+"""The dtype, shape and hash of tensors, by name."""
 AllocateBuffer = Callable[[int, int], Tensor]
 """A function that returns a buffer for a bucket, given the bucket's number and size."""
 _LENGTHS = Struct("<qq")
@@ -153,13 +149,39 @@ def _hashed(bucket: Bucket, watch: Stopwatch) -> Bucket:
     return bucket
 
 
+@dataclass
+class Connection:
+    """The groups of one sender (rank 0) and its receivers."""
+
+    place: str
+    number: int
+    """Number of the sync that created the groups."""
+    size: int
+    group: Any
+    """Gloo group for votes, and for buckets unless there are `gpus`."""
+    gpus: Any = None
+    """NCCL group, if every rank has its own GPU."""
+    manifest: Manifest = field(default_factory=dict)
+    """On the sender, for syncs of changes: the tensors that every receiver has."""
+
+    def close(self) -> None:
+        """Abort and release the groups in a thread, because gloo waits for pending transfers."""
+
+        def release() -> None:
+            if self.gpus is not None:
+                self.gpus.abort()  # otherwise a broadcast to a lost rank occupies the GPU
+            self.group = self.gpus = None
+
+        threading.Thread(target=release, daemon=True).start()
+
+
 class Channel:
     """One process's end of the transfer in one sync; rank 0 sends, all others receive."""
 
     def __init__(
         self, connection: Connection, store: SignedStore, rank: int, device: torch.device
     ) -> None:
-        self.connection, self.rank = connection, rank
+        self.connection, self.store, self.rank = connection, store, rank
         self.device = device if connection.gpus is not None else HOST
         """Device of the buckets."""
         self._sign = store.sign
@@ -329,3 +351,14 @@ def _wait(broadcasts: Iterable[dist.Work]) -> None:
     with name_errors("a broadcast was interrupted: a worker died or fell behind"):
         for work in broadcasts:
             work.wait()
+
+
+@contextmanager
+def name_errors(action: str) -> Iterator[None]:
+    """Context that turns torch's transport errors into a `WeightSyncError` that names `action`."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except (RuntimeError, OSError, dist.DistError) as error:
+        raise WeightSyncError(f"weight sync: {action}: {str(error).splitlines()[0]}") from error

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,18 +29,15 @@ from verl_like.process.info import environment, new_secret
 from verl_like.process.machine import address_toward
 from verl_like.process.store import SignedStore, open_store
 from verl_like.threads import in_daemon
+from workers.weights.channel import TRANSFER_TIMEOUT, Channel, Connection, name_errors
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)
 """Time that a rank waits for the other ranks to register."""
-TRANSFER_TIMEOUT = timedelta(seconds=120)
-"""Time limit of one broadcast, including the gathering of its tensors."""
 LOOK_S = 0.5
 """Seconds between a joining rank's checks that the sync has not been given up."""
 GIVEN_UP = "given up"
 """A rank's message instead of its info, so that the others do not wait for it."""
-Manifest = dict[str, list[Any]]
-"""The dtype, shape and hash of tensors, by name."""
 
 
 @dataclass(frozen=True)
@@ -101,32 +98,6 @@ def join_weight_store(place: str) -> TCPStore:
         return store
 
 
-@dataclass
-class Connection:
-    """The groups of one sender (rank 0) and its receivers."""
-
-    place: str
-    number: int
-    """Number of the sync that created the groups."""
-    size: int
-    group: Any
-    """Gloo group for votes, and for buckets unless there are `gpus`."""
-    gpus: Any = None
-    """NCCL group, if every rank has its own GPU."""
-    manifest: Manifest = field(default_factory=dict)
-    """On the sender, for syncs of changes: the tensors that every receiver has."""
-
-    def close(self) -> None:
-        """Abort and release the groups in a thread, because gloo waits for pending transfers."""
-
-        def release() -> None:
-            if self.gpus is not None:
-                self.gpus.abort()  # otherwise a broadcast to a lost rank occupies the GPU
-            self.group = self.gpus = None
-
-        threading.Thread(target=release, daemon=True).start()
-
-
 class Connections:
     """Groups and store connections that a process reuses in later syncs.
 
@@ -151,11 +122,12 @@ class Connections:
             self._num_addresses += 1
             return Address(self._own_store[1], self._num_addresses, new_secret())
 
-    def give_up(self, address: Address, num_receivers: int) -> None:
+    def give_up(self, address: str, num_receivers: int) -> None:
         """Release all ranks that wait at this address, if it belongs to this process."""
-        if self._own_store is not None and self._own_store[1] == address.place:
+        where = Address.read(address)
+        if self._own_store is not None and self._own_store[1] == where.place:
             # a new connection, because the existing one may be blocked in a wait
-            give_up(address.part_of(join_weight_store(address.place)), num_receivers)
+            give_up(where.part_of(join_weight_store(where.place)), num_receivers)
 
     @contextmanager
     def _store(self, address: Address) -> Iterator[SignedStore]:
@@ -174,12 +146,10 @@ class Connections:
         self._stores.append((address.place, store))
 
     @contextmanager
-    def sending(
-        self, address: Address, num_receivers: int, device: torch.device
-    ) -> Iterator[tuple[Connection, SignedStore]]:
-        """Open the sender's groups and its part of the store, once all receivers are connected."""
-        size = num_receivers + 1
-        with self._store(address) as store:
+    def sending(self, address: str, num_receivers: int, device: torch.device) -> Iterator[Channel]:
+        """Open the sender's channel, once all receivers are connected."""
+        where, size = Address.read(address), num_receivers + 1
+        with self._store(where) as store:
             with name_errors("cannot read which receivers are connected"):
                 others = wait_for_receivers(store, num_receivers)
             receivers = str(others[0]["name"])
@@ -192,24 +162,20 @@ class Connections:
             has_own_gpus = all(gpus) and len(set(gpus)) == len(gpus)
             reply = {"is_formed": existing is not None, "gpus": has_own_gpus}
             store.set("complete", json.dumps(reply))
-            connection = existing or form_groups(address, store, 0, size, has_own_gpus)
+            connection = existing or form_groups(where, store, 0, size, has_own_gpus)
             with self._borrowed(receivers, connection):
-                yield connection, store
+                yield Channel(connection, store, 0, device)
                 store.delete_all()
 
     @contextmanager
     def receiving(
-        self,
-        address: Address,
-        rank: int,
-        num_receivers: int,
-        device: torch.device,
-        name: str,
-    ) -> Iterator[tuple[Connection, SignedStore]]:
-        """Open a receiver's end: `rank` counts from 1, `name` is the same for all receivers."""
-        with self._store(address) as store:
+        self, address: str, rank: int, num_receivers: int, device: torch.device, name: str
+    ) -> Iterator[Channel]:
+        """Open a receiver's channel: `rank` counts from 1, `name` is the same for all receivers."""
+        where, size = Address.read(address), num_receivers + 1
+        with self._store(where) as store:
             existing = self._by_receivers.pop(name, None)
-            if existing is not None and existing.place != address.place:
+            if existing is not None and existing.place != where.place:
                 existing.close()
                 existing = None
             info = {"connection": existing and existing.number, "gpu": gpu_of(device), "name": name}
@@ -217,10 +183,9 @@ class Connections:
             if existing is not None and not reply["is_formed"]:
                 existing.close()
                 existing = None
-            size = num_receivers + 1
-            connection = existing or form_groups(address, store, rank, size, reply["gpus"])
+            connection = existing or form_groups(where, store, rank, size, reply["gpus"])
             with self._borrowed(name, connection):
-                yield connection, store
+                yield Channel(connection, store, rank, device)
 
     @contextmanager
     def _borrowed(self, name: str, connection: Connection) -> Iterator[None]:
@@ -339,24 +304,10 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
     except dist.DistStoreError as error:
         keys = [f"joined/{rank}" for rank in range(num_receivers + 1)]
         joined = [store.check([key]) and store.get(key) != GIVEN_UP.encode() for key in keys]
-        absent = ", ".join(_who(rank) for rank, is_there in enumerate(joined) if not is_there)
+        ranks = ["the sender", *(f"receiving rank {rank}" for rank in range(num_receivers))]
+        absent = [rank for rank, is_there in zip(ranks, joined, strict=True) if not is_there]
         raise WeightSyncError(
-            f"weight sync: {absent or _who(0)} did not connect within "
+            f"weight sync: {', '.join(absent) or ranks[0]} did not connect within "
             f"{JOIN_TIMEOUT.total_seconds():.0f} s. Look for a process that is dead, or busy with "
             "another call."
         ) from error
-
-
-def _who(rank: int) -> str:
-    return f"receiving rank {rank - 1}" if rank else "the sender"
-
-
-@contextmanager
-def name_errors(action: str) -> Iterator[None]:
-    """Context that turns torch's transport errors into a `WeightSyncError` that names `action`."""
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except (RuntimeError, OSError, dist.DistError) as error:
-        raise WeightSyncError(f"weight sync: {action}: {str(error).splitlines()[0]}") from error

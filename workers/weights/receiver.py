@@ -14,7 +14,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from workers.weights.channel import Channel, SyncReport
 from workers.weights.checksum import NamedTensors
-from workers.weights.connection import Address, Connections
+from workers.weights.connection import Connections
 from workers.weights.host_copy import HostCopy
 from workers.weights.module_writer import describe_problems
 
@@ -47,12 +47,9 @@ class WeightReceiver:
     def receive_weights(self, address: str, version: int) -> SyncReport:
         """Load the weights from the sender; commit the version if all ranks verified theirs."""
         problems: list[str] = []
-        where, place = Address.read(address), self.rank + 1
+        ranks = self.rank + 1, self.world_size
         try:
-            with self.connections.receiving(
-                where, place, self.world_size, self.device, self.role
-            ) as (connection, store):
-                channel = Channel(connection, store, place, self.device)
+            with self.connections.receiving(address, *ranks, self.device, self.role) as channel:
                 copy = self.copy
                 arriving = channel.receive() if copy is None else self._taken(copy, channel)
                 try:

@@ -26,12 +26,13 @@ from workers.weights.channel import (
     Bucket,
     Channel,
     LossyChannel,
+    Manifest,
     SyncReport,
     allocate_buffer,
     fill_buckets,
 )
 from workers.weights.checksum import NamedTensors, Stopwatch, hash_of
-from workers.weights.connection import Address, Connections, Manifest
+from workers.weights.connection import Connections
 from workers.weights.host_copy import PREFIX, encode_changes
 
 SentTensors = dict[str, tuple[list[Any], Tensor]]
@@ -108,7 +109,7 @@ class WeightSender:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def give_up_sync(self, address: str, num_receivers: int) -> None:
         """Release all ranks that wait at this address, because one side of the sync has failed."""
-        self.connections.give_up(Address.read(address), num_receivers)
+        self.connections.give_up(address, num_receivers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_next_bucket(self) -> None:
@@ -237,15 +238,14 @@ class WeightSender:
         version: int | None = None,
     ) -> SyncReport:
         """Connect to the receivers, `send` to them and vote; `version` is a published one."""
-        sending = self.connections.sending(Address.read(address), num_receivers, device)
         try:
-            with sending as (connection, store):
-                kind = LossyChannel if self._is_to_drop(version) else Channel
-                channel = kind(connection, store, 0, device)
+            with self.connections.sending(address, num_receivers, device) as channel:
+                if self._is_to_drop(version):
+                    channel = LossyChannel(channel.connection, channel.store, 0, device)
                 send(channel)
                 agreed = channel.all_agree(True)
                 if not agreed:
-                    connection.manifest = {}
+                    channel.connection.manifest = {}
         except WeightSyncError as error:
             return SyncReport(f"{self.role} rank {self.rank}: {error}", voted=False)
         problem = None if agreed else "a receiving rank rejected the weights"

@@ -22,9 +22,8 @@ from tests.workers.stand_ins import (
 )
 from verl_like.process.store import SignedStore
 from workers.weights import connection, sender
-from workers.weights.channel import ALIGNMENT, Bucket, Channel, fill_buckets
+from workers.weights.channel import ALIGNMENT, Bucket, Channel, Connection, fill_buckets
 from workers.weights.checksum import CHUNK, Stopwatch, hash_of
-from workers.weights.connection import Connection
 from workers.weights.sync import sync_weights
 
 

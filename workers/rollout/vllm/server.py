@@ -37,7 +37,7 @@ from workers.rollout.vllm.setup import (
     check_tested_version,
     model_identity,
 )
-from workers.weights.channel import Channel, fill_buckets
+from workers.weights.channel import fill_buckets
 from workers.weights.connection import Connections
 
 ANSWER_S = 600.0
@@ -179,11 +179,10 @@ class VllmServer:
         return [Arrivals(**report) for report in reports]
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        address, ranks = self._links.new_address(), self._num_ranks
-        told = in_daemon("weight sync: server", self.call, "receive_load", str(address), ranks)
+        address, ranks = str(self._links.new_address()), self._num_ranks
+        told = in_daemon("weight sync: server", self.call, "receive_load", address, ranks)
         try:
-            with self._links.sending(address, ranks, self._device) as (connection, store):
-                channel = Channel(connection, store, 0, self._device)
+            with self._links.sending(address, ranks, self._device) as channel:
                 channel.send(fill_buckets(tensors, BUCKET_BYTES, channel.room, channel.watch))
         except WeightSyncError:
             if told.done():

@@ -27,8 +27,7 @@ from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import sample_tokens, uniforms_of
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.setup import ADAPTER, model_identity
-from workers.weights.channel import Channel
-from workers.weights.connection import Address, Connections
+from workers.weights.connection import Connections
 
 STEPS_BEHIND = 32
 """Steps whose log-probs stay pending during sampling, so that no step waits for its results."""
@@ -289,9 +288,8 @@ class WorkerExtension:
     def receive_load(self, address: str, num_ranks: int) -> None:
         """Load the weights that a client of the vLLM server sends to all its `num_ranks` ranks."""
         self._links = self._links or Connections()
-        where, place = Address.read(address), self.rank + 1
-        with self._links.receiving(where, place, num_ranks, self.device, "vllm") as (link, store):
-            channel = Channel(link, store, place, self.device)
+        place = self.rank + 1
+        with self._links.receiving(address, place, num_ranks, self.device, "vllm") as channel:
             for layer in by_layer(channel.receive()):
                 self.load_tensors(layer)
         self._arrivals.changed += channel.corrupt
