@@ -95,14 +95,16 @@ class Int8Hashes:
 
         An int8 weight that has changed since quantization counts with its current numbers.
         """
-        return digest_of((name, weight.shape, self._of(name, weight)) for name, weight in weights)
-
-    def _of(self, name: str, weight: Tensor) -> int:
-        if not isinstance(weight, Int8Weight):
-            return int(float32_hash(weight))
-        received, result = self._hashes.get(name, (0, []))
-        current = _current_hashes(weight)
-        return received if result == current else current[0]
+        hashes = []
+        for name, weight in weights:
+            if isinstance(weight, Int8Weight):
+                received, result = self._hashes.get(name, (0, []))
+                current = _current_hashes(weight)
+                number = received if result == current else current[0]
+            else:
+                number = int(float32_hash(weight))
+            hashes.append((name, weight.shape, number))
+        return digest_of(hashes)
 
 
 def _current_hashes(weight: Int8Weight) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -125,23 +126,19 @@ class WeightSender:
         A rollout gets weights in its own dtype. With `as_trained`, for a reference, all weights are
         sent in the dtype of training, with adapters merged.
         """
-        tensors = self._full_tensors(as_trained=as_trained)
         limit = int(bucket_mb * 2**20)
         merging = None if as_trained else self._merging()
-
-        def send(channel: Channel) -> None:
-            if merging is None:
-                channel.send(fill_buckets(tensors, limit, channel.room, channel.watch))
-            else:
-                send_changes(channel, tensors, limit, merging, self.sent, stores=True)
-
-        try:
+        with self._full_tensors(as_trained=as_trained) as tensors:
             if self.rank != 0:
                 return SyncReport()
+
+            def send(channel: Channel) -> None:
+                if merging is None:
+                    channel.send(fill_buckets(tensors, limit, channel.room, channel.watch))
+                else:
+                    send_changes(channel, tensors, limit, merging, self.sent, stores=True)
+
             return self._send_through(address, num_receivers, self.device, send)
-        finally:
-            # every rank must run all collectives of the gathering, even after an error
-            deque(tensors, maxlen=0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(
@@ -152,13 +149,10 @@ class WeightSender:
         Only the newest version can be delivered. A delivery in progress continues with its own
         version.
         """
-        tensors = self._full_tensors(on_all_ranks=list(senders) != [0])
-        try:
+        with self._full_tensors(on_all_ranks=list(senders) != [0]) as tensors:
             if self.rank not in senders:
                 return PublishReport()
             return self.snapshots.publish(version, tensors, bucket_mb, self._merging())
-        finally:
-            deque(tensors, maxlen=0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def open_delivery(self, version: int | None = None) -> tuple[str, int | None]:
@@ -200,20 +194,26 @@ class WeightSender:
         finally:
             self.snapshots.release(address)
 
+    @contextmanager
     def _full_tensors(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights for a rollout, or `as_trained` for a reference.
+    ) -> Iterator[NamedTensors]:
+        """Context with the full weights for a rollout, or `as_trained` for a reference.
 
-        Collective: every rank must exhaust the iterator.
+        At its end every rank has run all collectives of the gathering, even after an error.
         """
         if self.sends_adapter and not as_trained:
-            return self.engine.full_trained_tensors()
-        return self.engine.named_full_tensors(
-            on_all_ranks=on_all_ranks,
-            dtype=None if as_trained else self.sent_dtype,
-            merged=as_trained or not self.sends_changed,
-        )
+            tensors = self.engine.full_trained_tensors()
+        else:
+            tensors = self.engine.named_full_tensors(
+                on_all_ranks=on_all_ranks,
+                dtype=None if as_trained else self.sent_dtype,
+                merged=as_trained or not self.sends_changed,
+            )
+        try:
+            yield tensors
+        finally:
+            deque(tensors, maxlen=0)
 
     def _merging(self) -> dict[str, Any] | None:
         """Return how receivers merge adapters into base weights; None unless `sends_changed`."""

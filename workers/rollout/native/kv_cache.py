@@ -16,7 +16,7 @@ always masked, no mask is all ones, which transformers would drop in some batche
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -317,30 +317,25 @@ class SlotCache(Cache):
 
     def release(self) -> None:
         """Give the slots' memory back to `CacheMemory`; no slot may be in use."""
-        for layer in self.slot_layers:
-            if layer.is_initialized:
-                self.slots.memory.give(layer.keys)
-                self.slots.memory.give(layer.values)
+        for stored in self._stored():
+            self.slots.memory.give(stored)
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of the keys and values of `count` tokens."""
-        stored = (part for x in self.slot_layers if x.is_initialized for part in (x.keys, x.values))
-        return sum(count * part[0, :, 0].nbytes for part in stored)
+        return sum(count * stored[0, :, 0].nbytes for stored in self._stored())
 
     def copies_of(self, slots: Places, count: int) -> States:
         """Return copies of the first `count` tokens' keys and values in these slots."""
         return States([layer.copies_of(slots, count) for layer in self.slot_layers])
 
-    def restore_states(self, first: int, states: States, rows: Places, count: int) -> None:
-        """Write rows of copied states, `count` tokens each, into slots from `first` on."""
-        for layer, part in zip(self.slot_layers, states.layers, strict=True):
-            if part is not None:
-                layer.fill(first, *part, rows, count)
-
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the contents of slots `sources` to slots `targets` in every layer."""
+        for stored in self._stored():
+            stored.index_copy_(0, targets, stored.index_select(0, sources))
+
+    def _stored(self) -> Iterator[Tensor]:
+        """Yield the keys and values of all layers that do not read those of an earlier layer."""
         for layer in self.slot_layers:
-            if not layer.is_initialized:  # the layer reads an earlier layer's keys and values
-                continue
-            for stored in (layer.keys, layer.values):
-                stored.index_copy_(0, targets, stored.index_select(0, sources))
+            if layer.is_initialized:
+                yield layer.keys
+                yield layer.values

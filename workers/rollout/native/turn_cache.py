@@ -75,7 +75,10 @@ def restore(group: Sequence[Waiting], table: SlotTable, cache: SlotCache, first:
         assert states is not None, "else they are not usable"
         together.sort(key=lambda pair: pair[0].row)
         rows = places_of([cached.row for cached, _ in together], cache.slots.columns.device)
-        cache.restore_states(first, states, rows, max(len(c.read) for c, _ in together))
+        longest = max(len(cached.read) for cached, _ in together)
+        for layer, keys_and_values in zip(cache.slot_layers, states.layers, strict=True):
+            if keys_and_values is not None:
+                layer.fill(first, *keys_and_values, rows, longest)
         for slot, (cached, entry) in enumerate(together, start=first):
             table.put(slot, entry, entry.read_at_once + 1)
             if entry.sample.routed_experts is not None:
