@@ -13,9 +13,9 @@ square of the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from workers.models.attention import heads_of
 from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
-from workers.models.pass_trace import PassTrace, trace_pass
+from workers.models.pass_trace import PassShapes, PassTrace, trace_pass
 from workers.models.quantize import quantizable
 from workers.parallel.experts import experts_of
 from workers.parallel.pipeline import max_pending_passes, num_chunks
@@ -33,24 +33,6 @@ from workers.parallel.stages import Stages, stage_ranges
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class PassShapes:
-    """Bytes per token that a pass over the body needs, without the weights."""
-
-    saved: int
-    """Bytes that autograd saves."""
-    outside_layers: int
-    """The part of `saved` that is saved before the first layer or after the last."""
-    layer: int
-    """Peak of a layer's forward and backward pass, without its input."""
-    backward: int
-    """Peak of a layer's backward pass, in addition to the saved tensors."""
-    unsaved: int
-    """Peak of a layer in a pass without gradients, without its input."""
-    layer_inputs: int
-    """Other inputs that every layer gets, such as rotary angles."""
 
 
 class Moments(NamedTuple):
@@ -130,13 +112,6 @@ class ModelShapes:
         return Moments(head, num_tokens * in_layer)
 
 
-_known: dict[tuple[Any, ...], ModelShapes] = {}
-"""Shapes by settings, text of config.json, head, compute dtype, tp and position of the rank.
-
-Most roles of a run have the same shapes, and tracing a pass takes half a second.
-"""
-
-
 @dataclass(frozen=True)
 class StageOf:
     """Position of a rank in the pipeline."""
@@ -153,6 +128,20 @@ def described_by(config: ModelConfig) -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
+@dataclass(frozen=True)
+class _Described:
+    """A model and its head, compared by the settings and the text of config.json.
+
+    Results are cached by it, because most roles of a run have the same shapes, and tracing a pass
+    takes half a second.
+    """
+
+    settings: str
+    text: str
+    head: Head
+    config: ModelConfig = field(compare=False)
+
+
 def model_shapes(
     config: ModelConfig,
     head: Head,
@@ -165,19 +154,10 @@ def model_shapes(
     `tp` and `stage` select what one rank has.
     """
     config = replace(config, enable_gradient_checkpointing=None)  # has no effect on shapes
-    model = repr(config), described_by(config), head
-    known = (*model, compute, tp, stage)
-    if known not in _known:
-        if model not in _weights:
-            _weights[model] = CountedWeights(meta_model(config, head))
-        weights = _weights[model]
-        if stage is None:
-            _known[known] = _whole(config, weights, head, compute, tp)
-        else:
-            full = model_shapes(config, head, compute, tp)
-            for place, shapes in _of_stages(full, weights, tp, stage):
-                _known[(*known[:-1], place)] = shapes
-    return _known[known]
+    model = _Described(repr(config), described_by(config), head, config)
+    if stage is None:
+        return _whole(model, compute, tp)
+    return _of_stages(model, compute, tp, replace(stage, rank=0))[stage.rank]
 
 
 class CountedWeights:
@@ -226,48 +206,58 @@ class CountedWeights:
         }
 
 
-_weights: dict[tuple[str, str, str], CountedWeights] = {}
-"""Weights by settings, text of config.json and head."""
+@cache
+def _counted(model: _Described) -> CountedWeights:
+    return CountedWeights(meta_model(model.config, model.head))
 
 
 def _ids(weights: Iterable[Tensor]) -> set[int]:
     return {id(weight) for weight in weights}
 
 
+@cache
 def _of_stages(
-    full: ModelShapes, weights: CountedWeights, tp: int, stage: StageOf
-) -> Iterator[tuple[StageOf, ModelShapes]]:
-    """Yield the shapes of every rank in the pipeline that `stage` belongs to."""
+    model: _Described, compute: torch.dtype, tp: int, stage: StageOf
+) -> list[ModelShapes]:
+    """Return the shapes of every rank in the pipeline that `stage` belongs to."""
+    full, weights = _whole(model, compute, tp), _counted(model)
     num_stages = stage.num_ranks * num_chunks(stage.schedule)
     ranges = stage_ranges(weights.module, num_stages, stage.ep)
     stages = Stages(weights.module, ranges)
+    ranks = []
     for rank in range(stage.num_ranks):
         numbers = range(rank, num_stages, stage.num_ranks)
         num_layers = sum(len(ranges[number]) for number in numbers)
         is_last = rank == stage.num_ranks - 1
+        body = full.body
+        if body is not None:
+            body = replace(body, saved=body.saved * num_layers // full.num_layers)
         of_rank: Any = weights.counts(stages.weights(numbers), tp)
-        yield (
-            replace(stage, rank=rank),
+        ranks.append(
             replace(
                 full,
                 **of_rank,
                 num_layers=num_layers,
                 outputs_per_read=full.outputs_per_read if is_last else 0,
-                body=full.body
-                and replace(full.body, saved=full.body.saved * num_layers // full.num_layers),
+                body=body,
                 num_waiting=max_pending_passes(stage.schedule, rank, stage.num_ranks),
-            ),
+            )
         )
+    return ranks
 
 
-def _whole(
-    config: ModelConfig, weights: CountedWeights, head: Head, compute: torch.dtype, tp: int
-) -> ModelShapes:
+@cache
+def _whole(model: _Described, compute: torch.dtype, tp: int) -> ModelShapes:
+    weights = _counted(model)
     body, text = body_of(weights.module), weights.module.config.get_text_config()
     if tp > 1:
         from workers.parallel import tensor  # imported late: it loads torch's DTensor
 
         tensor.check(weights.module, tp, "parallel.tp")
+    traced = model.settings, body.config.to_json_string(), compute
+    if traced not in _traces:  # the trace is the same with any head
+        _traces[traced] = trace_pass(body.to(compute))
+    trace = _traces[traced]
     of_weights: Any = weights.counts(None, tp)
     return ModelShapes(
         **of_weights,
@@ -275,13 +265,16 @@ def _whole(
         num_scales=sum(len(weight) for weight in weights.linears),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        outputs_per_read=-(-text.vocab_size // tp) if head == "token" else 1,
+        outputs_per_read=-(-text.vocab_size // tp) if model.head == "token" else 1,
         key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
         trains_head=weights.trains_head,
         can_recompute=weights.module.supports_gradient_checkpointing,
         compute_bytes=compute.itemsize,
-        body=pass_shapes(config, body, compute, tp),
+        body=None if trace is None else trace.shapes(tp),
     )
+
+
+_traces: dict[tuple[str, str, torch.dtype], PassTrace | None] = {}
 
 
 def cached_widths(config: Any) -> tuple[int, int]:
@@ -316,30 +309,3 @@ def check_adapter(config: ModelConfig, head: Head) -> None:
     """Raise if adapters do not fit the configured `target_modules`. No weights are loaded."""
     if config.lora_rank > 0:
         meta_model(config, head)
-
-
-def pass_shapes(
-    config: ModelConfig, body: Any, compute: torch.dtype, tp: int = 1
-) -> PassShapes | None:
-    """Return the shapes of a pass on one rank of `tp`, which splits heads and MLP hidden sizes.
-
-    Hidden states are whole on every rank.
-    """
-    key = repr(config), body.config.to_json_string(), compute
-    if key not in _traced:
-        _traced[key] = trace_pass(body.to(compute))
-    trace = _traced[key]
-    if trace is None:
-        return None
-    saved, in_layers = trace.saved, trace.saved_in_layers
-    return PassShapes(
-        saved=saved.of(tp),
-        outside_layers=max(0, saved.of(tp) - in_layers.of(tp)),
-        layer=trace.layer.most(tp),
-        backward=trace.layer.most_beside_saved(tp),
-        unsaved=trace.layer.most_unsaved(tp),
-        layer_inputs=trace.layer_inputs.of(tp),
-    )
-
-
-_traced: dict[tuple[Any, ...], PassTrace | None] = {}

@@ -1,8 +1,8 @@
 """Trace, on the meta device, the bytes that a pass needs in addition to the weights.
 
     trace = trace_pass(body)
-    trace.saved.of(tp)                  # bytes per token that autograd saves in the whole body
-    trace.layer.most(tp)                # the peak of a layer's forward and backward pass
+    trace.shapes(tp).saved              # bytes per token that autograd saves in the whole body
+    trace.shapes(tp).layer              # the peak of a layer's forward and backward pass
 
 A layer is traced operation by operation. Temporaries, gradients of activations and float32 norms
 count while they are alive; memory that a kernel uses internally does not.
@@ -31,6 +31,24 @@ NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True)
+class PassShapes:
+    """Bytes per token that a pass over the body needs, without the weights."""
+
+    saved: int
+    """Bytes that autograd saves."""
+    outside_layers: int
+    """The part of `saved` that is saved before the first layer or after the last."""
+    layer: int
+    """Peak of a layer's forward and backward pass, without its input."""
+    backward: int
+    """Peak of a layer's backward pass, in addition to the saved tensors."""
+    unsaved: int
+    """Peak of a layer in a pass without gradients, without its input."""
+    layer_inputs: int
+    """Other inputs that every layer gets, such as rotary angles."""
+
+
+@dataclass(frozen=True)
 class Bytes:
     """Bytes of all traced tokens, in tensors that tp does not split and in tensors that it does."""
 
@@ -46,35 +64,15 @@ class Bytes:
 class LayerTrace:
     """Bytes that are alive after each operation in passes of a layer, without the layer's input."""
 
-    forward: Sequence[Bytes]
-    backward: Sequence[Bytes]
-    unsaved: Sequence[Bytes]
+    forward: list[Bytes]
+    """The last are the bytes that are saved for the backward pass, including the output."""
+    backward: list[Bytes]
+    unsaved: list[Bytes]
     """Bytes of a forward pass without a backward pass."""
-
-    @property
-    def saved(self) -> Bytes:
-        """Bytes that are saved for the backward pass, including the output."""
-        return self.forward[-1]
-
-    def most(self, tp: int = 1) -> int:
-        """Return the peak of both passes."""
-        return _most([*self.forward, *self.backward], tp)
-
-    def most_beside_saved(self, tp: int = 1) -> int:
-        """Return the peak of the backward pass in addition to what the forward pass saved."""
-        return max(0, _most(self.backward, tp) - self.saved.of(tp))
-
-    def most_unsaved(self, tp: int = 1) -> int:
-        """Return the peak of a forward pass without a backward pass."""
-        return _most(self.unsaved, tp)
 
 
 def _total(sizes: Collection[Bytes]) -> Bytes:
     return Bytes(sum(size.replicated for size in sizes), sum(size.cut for size in sizes))
-
-
-def _most(moments: Sequence[Bytes], tp: int) -> int:
-    return max(moment.of(tp) for moment in moments)
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,22 @@ class PassTrace:
     layer: LayerTrace
     """The layer with the highest peak."""
 
+    def shapes(self, tp: int) -> PassShapes:
+        """Return the bytes per token on one rank of `tp`, which splits heads and MLP hidden sizes.
+
+        Hidden states are whole on every rank.
+        """
+        forward = [moment.of(tp) for moment in self.layer.forward]
+        backward = [moment.of(tp) for moment in self.layer.backward]
+        return PassShapes(
+            saved=self.saved.of(tp),
+            outside_layers=max(0, self.saved.of(tp) - self.saved_in_layers.of(tp)),
+            layer=max(forward + backward),
+            backward=max(0, max(backward) - forward[-1]),
+            unsaved=max(moment.of(tp) for moment in self.layer.unsaved),
+            layer_inputs=self.layer_inputs.of(tp),
+        )
+
 
 def trace_pass(body: Any) -> PassTrace | None:
     """Trace a pass of the body; return None if that is not possible."""
@@ -102,7 +116,7 @@ def trace_pass(body: Any) -> PassTrace | None:
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        with override_attention(body, COUNTED, _attention, _no_mask):
+        with override_attention(body, COUNTED, _attention, lambda **_: None):
             saved = _sum(_saved(body), hidden_size)
             for hook in hooks:
                 hook.remove()
@@ -120,9 +134,9 @@ def trace_pass(body: Any) -> PassTrace | None:
         return None
     return PassTrace(
         saved,
-        _total([known[kind].saved for kind in kinds]),
+        _total([known[kind].forward[-1] for kind in kinds]),
         _sum(_tensors(list(inputs[layers[0]][1].values())), hidden_size),
-        max(known.values(), key=LayerTrace.most),
+        max(known.values(), key=lambda layer: max(m.of() for m in layer.forward + layer.backward)),
     )
 
 
@@ -233,7 +247,3 @@ class _FusedAttention(torch.autograd.Function):
 
 def _attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _FusedAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
-
-
-def _no_mask(**_: Any) -> None:
-    """Return no mask: a fused kernel needs none."""
