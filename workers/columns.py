@@ -59,7 +59,11 @@ class MethodColumns:
     """Name of the method's passes in tables of sizes, if the score stage calls it."""
 
 
-_GENERATED = "rollout", "generate_sequences"
+def _generated(
+    name: str, shape: str, dtype: str, note: str = "", is_loaded: bool = False
+) -> Column:
+    """Return a column that the rollout writes."""
+    return Column(name, shape, dtype, note, "rollout", "generate_sequences", is_loaded)
 
 
 def _of_role(name: str, writer: str, note: str = "") -> Column:
@@ -76,35 +80,30 @@ def _loaded(name: str, note: str = "") -> Column:
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
-        Column("prompts", "[rows, P]", "int64", "", *_GENERATED),
-        Column("responses", "[rows, R]", "int64", "", *_GENERATED),
-        Column("input_ids", "[rows, T]", "int64", "", *_GENERATED, is_loaded=True),
-        Column("attention_mask", "[rows, T]", "int64", "", *_GENERATED, is_loaded=True),
-        Column("position_ids", "[rows, T]", "int64", "", *_GENERATED, is_loaded=True),
-        Column("response_mask", "[rows, R]", "int64", "", *_GENERATED),
-        Column("rollout_log_probs", "[rows, R]", "float32", "", *_GENERATED),
-        Column(
-            "rollout_truncated_log_probs",
-            "[rows, R]",
-            "float32",
-            " (if truncated_log_probs)",
-            *_GENERATED,
+        _generated("prompts", "[rows, P]", "int64"),
+        _generated("responses", "[rows, R]", "int64"),
+        _generated("input_ids", "[rows, T]", "int64", is_loaded=True),
+        _generated("attention_mask", "[rows, T]", "int64", is_loaded=True),
+        _generated("position_ids", "[rows, T]", "int64", is_loaded=True),
+        _generated("response_mask", "[rows, R]", "int64"),
+        _generated("rollout_log_probs", "[rows, R]", "float32"),
+        _generated(
+            "rollout_truncated_log_probs", "[rows, R]", "float32", " (if truncated_log_probs)"
         ),
-        Column(
+        _generated(
             "routed_experts",
             "[rows, T, layers, choices]",
             "uint8",
             " (with actor.router_replay.mode=R3; int16 above 256 experts)",
-            *_GENERATED,
         ),
-        Column("token_versions", "[rows, R]", "int32", "", *_GENERATED),
-        Column("policy_version", "[rows]", "int64", "", *_GENERATED),
-        Column("sample_hash", "[rows]", "int64", "", *_GENERATED),
-        Column("finish_reason", "[rows]", "object", "", *_GENERATED),
-        Column("turn", "[rows, R]", "int64", " (trajectories)", *_GENERATED),
-        Column("environment_rewards", "[rows, R]", "float32", " (trajectories)", *_GENERATED),
-        Column("ended", "[rows]", "object", " (trajectories)", *_GENERATED),
-        Column("trajectory", "[rows]", "object", " (trajectories)", *_GENERATED),
+        _generated("token_versions", "[rows, R]", "int32"),
+        _generated("policy_version", "[rows]", "int64"),
+        _generated("sample_hash", "[rows]", "int64"),
+        _generated("finish_reason", "[rows]", "object"),
+        _generated("turn", "[rows, R]", "int64", " (trajectories)"),
+        _generated("environment_rewards", "[rows, R]", "float32", " (trajectories)"),
+        _generated("ended", "[rows]", "object", " (trajectories)"),
+        _generated("trajectory", "[rows]", "object", " (trajectories)"),
         Column("response_text", "[rows]", "object", "the first stage that decodes responses"),
         _of_role("old_log_probs", "actor.compute_log_prob"),
         _of_role("entropys", "actor.compute_log_prob"),
@@ -296,11 +295,6 @@ def count_ones(batch: DataProto, name: str) -> Tensor:
 def rm_column(role: str) -> str:
     """Return the name of the column with this reward model's scores."""
     return "rm_scores" if role == "reward_model" else f"rm_scores of {role}"
-
-
-def has_column(batch: DataProto, name: str) -> bool:
-    """Return True if the batch has this tensor column."""
-    return name in batch.columns
 
 
 def sampled_log_probs_column(columns: Any) -> str:

@@ -17,7 +17,7 @@ from trainer.record import Metrics, Run
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import few
-from workers.columns import count_ones, has_column, read_columns
+from workers.columns import count_ones, read_columns
 
 GENERATOR = "generator"
 """Column with the number of the generator that generated each sample."""
@@ -101,7 +101,7 @@ class Origins:
         metrics = {
             f"async/staleness/{age}": float(count) for age, count in Counter(ages.tolist()).items()
         }
-        if has_column(batch, "value_version"):
+        if "value_version" in batch.columns:
             value_ages = trained_by - read_columns(batch, "value_version")["value_version"]
             metrics["async/value_staleness/max"] = float(value_ages.max())
         return metrics | {

@@ -50,7 +50,6 @@ from trainer.run_folder.metrics import headline, reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import CallResult
-from workers.columns import has_column
 from workers.rewards.weighted import Rewards
 
 
@@ -169,16 +168,16 @@ class PPOTrainer(Trainer):
         if "rollout" in groups and engine_rests(config, device_type):
             groups["rollout"].sleep()  # frees memory for other roles until `sync`
 
-        has_scores = has_column(batch, "token_level_scores")
+        has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
         is_current = policy_is_current(batch, config, step, self.weights.version)
         for reading in score.readings(self.scorings, config, is_current):
-            if reading.role in groups and not has_column(batch, reading.column):
+            if reading.role in groups and reading.column not in batch.columns:
                 settings = score.requested_columns(reading, config)
                 calls.append(self.call(reading.role, reading.method, batch, **settings))
         batch, metrics = join_results(batch, gather(*calls))
 
-        if has_column(batch, "old_log_probs"):
+        if "old_log_probs" in batch.columns:
             metrics |= score.mismatch_metrics(batch) | score.reference_drift(batch, config, step)
         return batch, metrics
 
@@ -219,7 +218,7 @@ class PPOTrainer(Trainer):
             calls.append(self.call("critic", "update_critic", batch))
         if step > config.trainer.critic_warmup:
             is_current = policy_is_current(batch, config, step, self.weights.version)
-            on_policy = is_current and not has_column(batch, "old_log_probs")
+            on_policy = is_current and "old_log_probs" not in batch.columns
             settings = {"on_policy": on_policy, **self.entropy_ctrl.state_dict()}
             num_rows = rows_per_update(config, num_prompts)
             ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]

@@ -21,7 +21,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import CallResult
 from verl_like.errors import LostSamplesError
 from workers.agents.players import ROW_COLUMNS
-from workers.columns import has_column, read_columns, rm_column, select_reads
+from workers.columns import read_columns, rm_column, select_reads
 from workers.config import has_environment, model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
@@ -108,7 +108,7 @@ class Rollouts:
 
     def _ask_model(self, role: str, batch: DataProto) -> Any:
         """Return a future of a reward model's scores; if the batch has them, skip the call."""
-        if has_column(batch, rm_column(role)):
+        if rm_column(role) in batch.columns:
             return ScoresInBatch(batch, role)
         return self.trainer.call(self._model_role(role), "compute_rm_score", batch)
 

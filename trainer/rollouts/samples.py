@@ -20,7 +20,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import PLAYERS, has_column, player_uid, read_columns, token_rows
+from workers.columns import PLAYERS, player_uid, read_columns, token_rows
 from workers.rewards.manager import decode_responses, decode_rows
 
 EXTRA = "reward_extra/"
@@ -108,7 +108,7 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         "score": read["token_level_scores"].sum(-1).tolist(),
     }
     fields |= turn_fields(batch, tokenizer)
-    if has_column(batch, "policy_version"):
+    if "policy_version" in batch.columns:
         fields["weight_version"] = read_columns(batch, "policy_version")["policy_version"].tolist()
     for name, column in columns.items():
         if name.startswith(EXTRA):

@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.errors import BatchError, RolloutError
-from workers.columns import has_column, read_columns, require, token_counts
+from workers.columns import read_columns, require, token_counts
 from workers.models.routing import COLUMN as ROUTED
 from workers.rollout.sample import Sample
 
@@ -51,7 +51,7 @@ def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Samp
         masks = data.padded("attention_mask") != 0
         prompts = [row[mask] for row, mask in zip(ids, masks, strict=True)]
     indices, uids = data.padded("sample_index").tolist(), data.non_tensor_batch["uid"]
-    ends = data.padded("end_at").tolist() if has_column(data, "end_at") else [None] * len(data)
+    ends = data.padded("end_at").tolist() if "end_at" in data.columns else [None] * len(data)
     samples = []
     for row, prompt in enumerate(prompts[: data.num_real_rows]):
         uid, index = str(uids[row]), indices[row]
@@ -147,7 +147,7 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
 
     A batch without the hash column, such as one from a rollout of your own, is not checked.
     """
-    if not has_column(batch, COLUMN):
+    if COLUMN not in batch.columns:
         return {}
     require(batch, "prompts", "responses", "token_versions", "position_ids")
     mask = read_columns(batch, "response_mask")["response_mask"]

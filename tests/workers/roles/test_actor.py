@@ -9,7 +9,6 @@ import pytest
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, MissingColumnError
-from workers.columns import has_column
 from workers.config import PolicyLossConfig, RolloutConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature
 
@@ -124,7 +123,7 @@ def test_sums_of_squared_probabilities_are_computed_on_demand(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     actor = actor_of(tiny_dir)
-    assert not has_column(actor.compute_log_prob(batch)[0], "sum_pi_squared")
+    assert "sum_pi_squared" not in actor.compute_log_prob(batch)[0].columns
     batch.meta_info["sum_pi_squared"] = True
     columns = actor.compute_log_prob(batch)[0].batch
     inside = batch.batch["response_mask"].bool()
