@@ -8,7 +8,7 @@ size of the batch. A smaller batch is one block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from workers.losses.aggregate import Denominators
 BLOCK_TOKENS = 2**18
 """Positions per block, at least one row; a float32 column of this many takes 1 MiB."""
 
-Numbers = tuple[Tensor, ...]
+LOSS = ""
+"""Name of the loss among the metrics."""
 Share = Callable[[Tensor, slice, Denominators], tuple[Tensor, dict[str, Tensor]]]
 """(predictions for some rows, their row range, counts of the whole batch) -> (contribution to the
 loss, contributions to the metrics).
@@ -43,41 +44,33 @@ def sum_over_blocks(
         counts["batch_num_tokens"] = torch.count_nonzero(mask)
     if counts.get("global_batch_size") is None:
         counts["global_batch_size"] = mask.bool().any(dim=-1).sum()
-    names: list[str] = []
-    sums = cast(Callable[..., Numbers], _SumOverBlocks.apply)
-    total, *numbers = sums(predicted, share, counts, names)
-    return total, dict(zip(names, numbers, strict=True))
+    wants_gradient = predicted.requires_grad and torch.is_grad_enabled()
+    gradient = torch.empty_like(predicted) if wants_gradient else None
+    totals: dict[str, Tensor] = {}
+    for rows in row_blocks(predicted):
+        leaf = predicted[rows].detach().requires_grad_(wants_gradient)
+        loss, metrics = share(leaf, rows, counts)
+        if gradient is not None:
+            (gradient[rows],) = torch.autograd.grad(loss, leaf)
+        for name, number in {LOSS: loss, **metrics}.items():
+            block = number.detach()
+            totals[name] = totals[name] + block if name in totals else block
+    total = totals.pop(LOSS)
+    if gradient is not None:
+        total = _WithGradient.apply(total, gradient, predicted)  # type: ignore[no-untyped-call]
+    return total, totals
 
 
-class _SumOverBlocks(torch.autograd.Function):
-    """Sum a loss and its metrics over blocks; only the loss, the first result, has a gradient.
-
-    The names of the metrics are added to `names`.
-    """
+class _WithGradient(torch.autograd.Function):
+    """Return `total`, whose gradient with respect to `predicted` is known."""
 
     @staticmethod
-    def forward(
-        ctx: Any, predicted: Tensor, share: Share, counts: Denominators, names: list[str]
-    ) -> Numbers:
-        wants_gradient = predicted.requires_grad
-        gradient = torch.empty_like(predicted) if wants_gradient else None
-        totals: list[Tensor] = []
-        for rows in row_blocks(predicted):
-            leaf = predicted[rows].detach().requires_grad_(wants_gradient)
-            with torch.set_grad_enabled(wants_gradient):
-                loss, metrics = share(leaf, rows, counts)
-            if gradient is not None:
-                (gradient[rows],) = torch.autograd.grad(loss, leaf)
-            names[:] = metrics
-            block = [number.detach() for number in (loss, *metrics.values())]
-            totals = [a + b for a, b in zip(totals, block, strict=True)] if totals else block
-
+    def forward(ctx: Any, total: Tensor, gradient: Tensor, predicted: Tensor) -> Tensor:
         ctx.gradient = gradient
-        ctx.mark_non_differentiable(*totals[1:])
-        return tuple(totals)
+        return total.view_as(total)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[None, None, Tensor]:
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "a loss in blocks is differentiated once"
-        return gradient.mul_(grad_loss), None, None, None
+        return None, None, gradient.mul_(grad_loss)

@@ -50,7 +50,13 @@ class Criterion:
         `log_ratio` is zero outside the mask, so k1, k2 and k3 are zero there, too.
         """
         level, _, estimator = self.name.rpartition("_")
-        of_tokens = _estimate(estimator, log_ratio)
+        log_ratio = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
+        if estimator == "k1":
+            of_tokens = -log_ratio
+        elif estimator == "k2":
+            of_tokens = log_ratio.square() / 2
+        else:
+            of_tokens = torch.expm1(log_ratio) - log_ratio
         if level == "seq_sum":
             return of_tokens.sum(dim=-1, keepdim=True)
         if level == "seq_mean":
@@ -108,15 +114,6 @@ def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, .
 
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _estimate(estimator: str, log_ratio: Tensor) -> Tensor:
-    log_ratio = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    return torch.expm1(log_ratio) - log_ratio
 
 
 SECTION = "algorithm.rollout_correction"

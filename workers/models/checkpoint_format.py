@@ -56,7 +56,8 @@ class WeightGroup:
         """
         experts: dict[int, list[str]] = {}
         for name in self.stored:
-            experts.setdefault(_expert_of(name), []).append(name)
+            expert = re.search(r"\.experts\.(\d+)\.", name)
+            experts.setdefault(int(expert[1]) if expert else -1, []).append(name)
         if self.is_same or len(self.names) > 1 or [*experts] != [*range(len(experts))]:
             return None
         numbers = torch.arange(float(len(self.stored) * 6)).view(-1, 2, 3)
@@ -70,11 +71,6 @@ class WeightGroup:
             )
         expected = [torch.cat([small[name] for name in names]) for names in experts.values()]
         return [*experts.values()] if torch.stack(expected).equal(converted) else None
-
-
-def _expert_of(name: str) -> int:
-    match = re.search(r"\.experts\.(\d+)\.", name)
-    return int(match[1]) if match else -1
 
 
 class _Conversions:
@@ -117,23 +113,19 @@ class _Conversions:
         return converted
 
 
-def conversions_of(model: Any) -> tuple[_Conversions, _Conversions]:
-    """Return the conversions from a checkpoint's tensors to the model's weights, and back."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    forward = get_model_conversion_mapping(model, add_legacy=False)
-    # the prefix of names in a folder is handled when they are looked up
-    forward = [c for c in forward if not isinstance(c, PrefixChange)]
-    backward = [c.reverse_transform() for c in reversed(forward)]
-    return _Conversions(model, forward, False), _Conversions(model, backward, True)
-
-
 class CheckpointFormat:
     """A causal LM's weights, in groups that are converted together."""
 
     def __init__(self, model: Any) -> None:
-        to_module, self.to_stored = conversions_of(model)
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+
+        forward = get_model_conversion_mapping(model, add_legacy=False)
+        # the prefix of names in a folder is handled when they are looked up
+        forward = [c for c in forward if not isinstance(c, PrefixChange)]
+        backward = [c.reverse_transform() for c in reversed(forward)]
+        to_module = _Conversions(model, forward, is_reverse=False)
+        self.to_stored = _Conversions(model, backward, is_reverse=True)
         together: dict[str, dict[str, Tensor]] = {}
         for name, weight in named_state(model):
             empty = torch.empty(weight.shape, device="meta")

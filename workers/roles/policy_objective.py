@@ -63,18 +63,11 @@ class PolicyObjective:
         width = data.column("responses").shape[1]
         self.mismatch = MismatchGauge(width) if measures else None
         self.correction_gauge = settings.correction.gauge()
-        self.loss = Loss(
-            "policy",
-            self.compute,
-            self._columns(data),
-            TokenOutputs(settings.temperature, entropy=config.entropy_coeff != 0),
-            self.metrics,
-        )
 
-    def _columns(self, data: DataProto) -> list[str]:
-        settings = self.settings
-        names = ["advantages", *([ROUTED] if settings.replays_routing else [])]
-        if settings.config.use_kl_loss:
+        names = ["advantages"]
+        if settings.replays_routing:
+            names.append(ROUTED)
+        if config.use_kl_loss:
             names.append("ref_log_prob")
         if self.mismatch is not None:
             names.append("rollout_log_probs")
@@ -82,11 +75,17 @@ class PolicyObjective:
             names.append(sampled_log_probs_column(data.columns))
         elif settings.correction.weighs:
             names.append("rollout_is_weights")
-        if not (self.on_policy or settings.bypasses):
+        if not without_old:
             names.append("old_log_probs")
         if settings.chooses_tokens:
             names.append("chosen_tokens")
-        return list(dict.fromkeys(names))
+        self.loss = Loss(
+            "policy",
+            self.compute,
+            list(dict.fromkeys(names)),
+            TokenOutputs(settings.temperature, entropy=config.entropy_coeff != 0),
+            self.metrics,
+        )
 
     def compute(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
