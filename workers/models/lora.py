@@ -47,7 +47,8 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
 
     has_scalar_head = isinstance(module, ScalarHeadModel)
     body = module.body if has_scalar_head else module
-    linear = _linear_layers(module)
+    names = [name for name, child in module.named_modules() if _is_linear(child)]
+    linear = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     target, container = config.target_modules, body
     if target == "all-linear":
         head, modules = body.get_output_embeddings(), body.named_modules()
@@ -267,15 +268,6 @@ def _split(name: str) -> tuple[str, str]:
 def is_adapter(name: str) -> bool:
     """True if a parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
-
-
-def _linear_layers(module: nn.Module) -> list[str]:
-    """Return the last name components of linear layers, without duplicates."""
-    names: dict[str, None] = {}
-    for name, child in module.named_modules():
-        if _is_linear(child):
-            names[name.rpartition(".")[2]] = None
-    return list(names)
 
 
 def _is_linear(child: Any) -> bool:

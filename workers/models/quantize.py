@@ -86,9 +86,6 @@ class Int8Weight(Tensor):
         self.numbers = self.numbers.new_empty(self.shape[1], self.shape[0])
         self.scales = self.scales.new_empty(self.shape[0])
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Int8Weight({list(self.shape)}, {self.dtype}, {self.device})"
-
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         """Return the inner tensors; torch calls this when it moves a module."""
         return ["numbers", "scales"], self.dtype

@@ -148,7 +148,10 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
     fields = copy.deepcopy(config.to_dict())
     count_name = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
     if fields.get("num_layers_per_stack"):
-        _keep_first_of_stacks(fields)
+        # hrm_text counts a layer per pass, because every pass has a separate cache
+        passes = fields["num_hidden_layers"] // fields["num_layers_per_stack"]
+        fields["num_layers_per_stack"] = min(fields["num_layers_per_stack"], 2)
+        fields["num_hidden_layers"] = fields["num_layers_per_stack"] * passes
     elif count_name:
         _keep_first_layers(fields, count_name)
 
@@ -173,13 +176,6 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
     for name in LEFT_OUT:
         fields.pop(name, None)
     return type(config).from_dict(fields)
-
-
-def _keep_first_of_stacks(fields: dict[str, Any]) -> None:
-    """Reduce hrm_text, which counts a layer per pass because every pass has a separate cache."""
-    passes = fields["num_hidden_layers"] // fields["num_layers_per_stack"]
-    fields["num_layers_per_stack"] = min(fields["num_layers_per_stack"], 2)
-    fields["num_hidden_layers"] = fields["num_layers_per_stack"] * passes
 
 
 def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:
