@@ -213,24 +213,15 @@ class PickledTensors:
         """Return the names of the tensors."""
         return [name for name, value in self._tensors.items() if isinstance(value, Tensor)]
 
-    def get_slice(self, name: str) -> TensorSlice:
-        """Return a tensor that reads only the requested slices, like safetensors' slices."""
-        return TensorSlice(self._tensors[name])
+    def get_slice(self, name: str) -> Tensor:
+        """Return the tensor, of which only the requested slices are read."""
+        tensor: Tensor = self._tensors[name]
+        return tensor
 
 
-@dataclass(frozen=True)
-class TensorSlice:
-    """A tensor with the interface of safetensors' slices."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return list(self.tensor.shape)
-
-    def __getitem__(self, where: Any) -> Tensor:
-        """Return a part of the tensor."""
-        return self.tensor[where]
+def _shape_of(stored: Any) -> list[int]:
+    """Return the shape of a tensor, or of a slice of a safetensors file."""
+    return list(stored.shape if isinstance(stored, Tensor) else stored.get_shape())
 
 
 class Folder:
@@ -265,7 +256,7 @@ class Folder:
 
     def has_scalar_head(self, shape: torch.Size) -> bool:
         """True if the folder is a sequence classifier with one label."""
-        return SCORE in self.files and list(self.find(SCORE).get_shape()) == list(shape)
+        return SCORE in self.files and _shape_of(self.find(SCORE)) == list(shape)
 
     def unknown_entries(self, module: Any, converted: set[str]) -> list[str]:
         """Return the entries that are not weights or buffers of `module` and were not `converted`.
@@ -308,7 +299,9 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
     groups, taken = checkpoint_format(str(source.path)).groups, set[str]()
     for name in [*missing]:
         group = groups.get(name)
-        if name not in missing or group is None or not all(map(source.find, group.stored)):
+        if name not in missing or group is None:
+            continue
+        if any(source.find(stored) is None for stored in group.stored):
             continue
         shapes = group.stored.items()
         wrong = [_other_shape(name, source.find(name), shape) for name, shape in shapes]
@@ -352,7 +345,7 @@ class _Stacked:
 def _end_to_end(tensors: list[Any], rows: slice, others: list[slice]) -> Tensor:
     slices, begin = [], 0
     for tensor in tensors:
-        size = tensor.get_shape()[0]
+        size = _shape_of(tensor)[0]
         first, last, _ = rows.indices(begin + size)
         if max(first, begin) < last:
             slices.append(tensor[(slice(max(first - begin, 0), last - begin), *others)])
@@ -362,7 +355,7 @@ def _end_to_end(tensors: list[Any], rows: slice, others: list[slice]) -> Tensor:
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
     """Return what is wrong with the shape of a folder's tensor; "" if nothing is."""
-    there, here = list(stored.get_shape()), list(wanted)
+    there, here = _shape_of(stored), list(wanted)
     return "" if there == here else f"{name} (is {there}, config.json says {here})"
 
 
