@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics, CallResult
 from verl_like.errors import BatchError
 from workers.columns import SEQUENCES, batch_columns
-from workers.config import FSDPConfig, replays_routing, shuffle_seed
+from workers.config import FSDPConfig, RolloutConfig, WorkersConfig, replays_routing, shuffle_seed
 from workers.config.conditions import policy_loss_of
 from workers.losses.correction import RolloutCorrection
 from workers.losses.registry import get_policy_loss
@@ -29,9 +27,6 @@ from workers.training.role_model import RoleModelSpec
 from workers.training.update import update
 from workers.weights.checksum import checksum_of
 from workers.weights.sender import WeightSender
-
-if TYPE_CHECKING:
-    from workers.config import RolloutConfig, WorkersConfig
 
 
 def log_prob_temperature(rollout: RolloutConfig) -> float:

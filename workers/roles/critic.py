@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +13,14 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics
 from verl_like.errors import WeightSyncError
 from workers.columns import SEQUENCES, batch_columns
-from workers.config import CriticConfig, FSDPConfig, critic_model, critic_optim, shuffle_seed
+from workers.config import (
+    CriticConfig,
+    FSDPConfig,
+    WorkersConfig,
+    critic_model,
+    critic_optim,
+    shuffle_seed,
+)
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.models.precision import precision_of
@@ -29,9 +35,6 @@ from workers.training.role_model import RoleModelSpec
 from workers.training.update import update
 from workers.weights.receiver import WeightReceiver
 from workers.weights.sender import WeightSender
-
-if TYPE_CHECKING:
-    from workers.config import WorkersConfig
 
 
 def value_budget(config: WorkersConfig) -> MicroBatchBudget:

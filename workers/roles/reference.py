@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCES, batch_columns
-from workers.config import FrozenFSDPConfig, is_actors_module, reference_model
+from workers.config import FrozenFSDPConfig, WorkersConfig, is_actors_module, reference_model
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
@@ -28,9 +28,6 @@ from workers.training.microbatch import pass_budget
 from workers.training.role_model import RoleModelSpec
 from workers.weights.channel import SyncReport
 from workers.weights.receiver import WeightReceiver
-
-if TYPE_CHECKING:
-    from workers.config import WorkersConfig
 
 
 class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):

@@ -6,23 +6,18 @@ by weight.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.tensor_ops.masked import last_places
 from workers.columns import SEQUENCES, as_responses, batch_columns
-from workers.config import ModelConfig, RewardConfig, model_rewards
+from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewards
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.microbatch import MicroBatchBudget, budget_of_actor
 from workers.training.role_model import RoleModelSpec
 from workers.training.score_engine import ScoreTrainEngine
-
-if TYPE_CHECKING:
-    from workers.config import WorkersConfig
 
 
 class RewardModelWorker(ModelWorker):

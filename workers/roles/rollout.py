@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from workers.agents.faults import Faults
 from workers.agents.players import Players, trajectory_columns
 from workers.agents.trajectory import Trajectory
 from workers.columns import NAMED, batch_columns, require
-from workers.config import has_environment, replays_routing
+from workers.config import WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos
 from workers.models.load import load_model
 from workers.models.precision import name_of, precision_of, rollout_dtype
@@ -59,10 +59,6 @@ from workers.rollout.vllm.lockstep import in_step
 from workers.weights.channel import SyncReport
 from workers.weights.host_copy import HostCopy
 from workers.weights.receiver import WeightReceiver
-
-if TYPE_CHECKING:
-    from workers.config import WorkersConfig
-
 
 MESH = "rollout"
 """Name of the dispatch mesh; in it, the ranks of one engine have the same data rank."""

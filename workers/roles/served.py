@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics
 from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError, nearest
-from workers.config import ActorConfig
+from workers.config import ActorConfig, WorkersConfig
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss, traits_of
 from workers.losses.token_sums import POLICY, TOKEN_SUMS, WEIGHTS, LossInputs, TokenSum
 from workers.roles.actor import ActorWorker
@@ -41,9 +41,6 @@ from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
 from workers.training.optim import CONFIGURED, OptimStepSettings
 from workers.training.states import TrainedStates
-
-if TYPE_CHECKING:
-    from workers.config import WorkersConfig
 
 OURS = "verl_like:"
 """Prefix by which a client requests one of this package's policy losses."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from workers.columns import SEQUENCES, Column, batch_columns
-from workers.config import FrozenFSDPConfig, teacher_model
+from workers.config import FrozenFSDPConfig, WorkersConfig, teacher_model
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
 from workers.training.role_model import RoleModelSpec
-
-if TYPE_CHECKING:
-    from workers.config import WorkersConfig
 
 
 class TeacherWorker(ModelWorker):
