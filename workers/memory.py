@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from verl_like.tensor_ops.logprobs import slice_bytes
+from workers.config import ActorRolloutRefConfig
 from workers.config.model import ModelConfig, ParallelConfig
 from workers.models.causal_lm import recomputes
 from workers.models.folder import model_folder, shared_hf_config
@@ -36,10 +37,7 @@ from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of, is_one_unit
 from workers.training.file_copies import LEAST_BYTES
 from workers.training.lm_head import positions_per_chunk
-
-if TYPE_CHECKING:
-    from workers.config import ActorRolloutRefConfig
-    from workers.training.role_model import RoleModelSpec
+from workers.training.role_model import RoleModelSpec
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,10 @@ from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl_like.errors import ConfigError
+from workers.config import ModelConfig
 from workers.models.attention import resolve_attention
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import precision_of
-
-if TYPE_CHECKING:
-    from workers.config import ModelConfig
-
 
 Head = Literal["token", "scalar", "score"]
 """The head of a model.

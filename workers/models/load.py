@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
+from workers.config import ModelConfig
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.checkpoint_format import WeightGroup, checkpoint_format
@@ -33,10 +34,6 @@ from workers.models.folder import model_folder, read_hf_config
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
 from workers.models.state import local_rows, local_shard, named_state
-
-if TYPE_CHECKING:
-    from workers.config import ModelConfig
-
 
 COMPUTED = (
     r"rotary_emb\.inv_freq$",

@@ -14,19 +14,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
+from workers.config import ModelConfig
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
-
-if TYPE_CHECKING:
-    from workers.config import ModelConfig
-
 
 NAME = "default"
 """peft's name of the only adapter."""

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from workers.config import ModelConfig
 from workers.models.attention import heads_of
 from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
@@ -30,9 +31,6 @@ from workers.models.quantize import quantizable
 from workers.parallel.experts import experts_of
 from workers.parallel.pipeline import max_pending_passes, num_chunks
 from workers.parallel.stages import Stages, stage_ranges
-
-if TYPE_CHECKING:
-    from workers.config import ModelConfig
 
 
 class Moments(NamedTuple):

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from verl_like.errors import ConfigError
-
-if TYPE_CHECKING:
-    from workers.config import ActorRolloutRefConfig, ModelConfig
+from workers.config import ActorRolloutRefConfig, ModelConfig
 
 
 @dataclass(frozen=True)

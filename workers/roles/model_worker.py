@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import (
@@ -33,9 +33,7 @@ from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import CONFIGURED, OptimStepSettings
-
-if TYPE_CHECKING:
-    from workers.training.role_model import EngineT, RoleModelSpec
+from workers.training.role_model import EngineT, RoleModelSpec
 
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)

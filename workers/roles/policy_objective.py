@@ -10,13 +10,14 @@ Example:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from workers.columns import sampled_log_probs_column
+from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.kl import kl_penalty
@@ -26,9 +27,6 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
-
-if TYPE_CHECKING:
-    from workers.config import ActorConfig
 
 
 @dataclass
