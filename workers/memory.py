@@ -26,12 +26,7 @@ from workers.config import ActorRolloutRefConfig
 from workers.config.model import ModelConfig, ParallelConfig
 from workers.models.causal_lm import recomputes
 from workers.models.folder import model_folder, shared_hf_config
-from workers.models.memory_shapes import (
-    Moments,
-    StageOf,
-    described_by,
-    model_shapes,
-)
+from workers.models.memory_shapes import Moments, StageOf, described_by, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of, is_one_unit

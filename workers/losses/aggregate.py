@@ -151,8 +151,9 @@ def agg_policy_loss(
 
 
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
-    """Return `value` with `slope` as its derivative with respect to `variable`; shapes are equal.
+    """Return `value` with `slope` as its derivative with respect to `variable`.
 
+    `slope` and `variable` have the same shape; `value` has it as well, or is a scalar.
     Use it for a loss with many branches and a simple derivative, because autograd would save
     tensors for every branch and backpropagate through it.
     """

@@ -8,12 +8,11 @@ size of the batch. A smaller batch is one block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators
+from workers.losses.aggregate import Denominators, with_slope
 
 BLOCK_TOKENS = 2**18
 """Positions per block, at least one row; a float32 column of this many takes 1 MiB."""
@@ -56,21 +55,4 @@ def sum_over_blocks(
             block = number.detach()
             totals[name] = totals[name] + block if name in totals else block
     total = totals.pop(LOSS)
-    if gradient is not None:
-        total = _WithGradient.apply(total, gradient, predicted)  # type: ignore[no-untyped-call]
-    return total, totals
-
-
-class _WithGradient(torch.autograd.Function):
-    """Return `total`, whose gradient with respect to `predicted` is known."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, gradient: Tensor, predicted: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return total.view_as(total)
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[None, None, Tensor]:
-        gradient, ctx.gradient = ctx.gradient, None
-        assert gradient is not None, "a loss in blocks is differentiated once"
-        return None, None, gradient.mul_(grad_loss)
+    return total if gradient is None else with_slope(total, gradient, predicted), totals

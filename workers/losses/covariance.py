@@ -48,10 +48,7 @@ def _choose_some_of_high_covariance(
 
 
 @POLICY_LOSSES.register("clip_cov")
-@token_loss(
-    keys_read=CLIP_RANGE,
-    choose_tokens=_choose_some_of_high_covariance,
-)
+@token_loss(keys_read=CLIP_RANGE, choose_tokens=_choose_some_of_high_covariance)
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -1,4 +1,4 @@
-"""Group sequence policy optimization (GSPO): one importance ratio per sequence.
+"""Losses with one importance ratio per sequence: GSPO, and GMPO, which clips each token's ratio.
 
 All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
 """
@@ -15,10 +15,50 @@ from workers.losses.importance_ratio import (
     CLIP_RANGE,
     LARGEST_LOG_RATIO,
     clip_range,
+    clip_widths,
     log_ratio,
 )
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
+
+
+@POLICY_LOSSES.register("geo_mean", "gmpo")
+@token_loss("seq-mean-token-mean", keys_read=CLIP_RANGE, one_ratio_per_sequence=True)
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The geometric mean s of the sequence's ratios, each clipped on one side: `-A * s`.
+
+    A is the mean of the sequence's advantages. log r is at most `clip_ratio_high` where the
+    advantage is positive, and at least `-clip_ratio_low` where it is negative; it counts as 0 where
+    the advantage is 0. Every token gets the loss of its sequence. The paper uses
+    `seq-mean-token-mean` and clips at 0.4.
+
+    Watch: If `actor/pg_clipfrac` or `actor/pg_clipfrac_lower` (fractions of tokens clipped at the
+    upper or lower bound) is above a few percent, lower the learning rate, or use fewer mini-batches
+    per step.
+
+    Source: GMPO, arXiv 2507.20673
+    """
+    low, high = clip_widths(config)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
+
+    sign = advantages.sign()
+    limit = (sign * ((high - low) / 2)).add_((high + low) / 2)  # high where A > 0, low where A < 0
+    towards = log_r.detach() * sign
+    is_clipped, rises = towards > limit, advantages > 0
+    slope = zero_outside(sign.square(), ~is_clipped)  # zero for a token with A = 0
+    limited = with_slope(torch.minimum(towards, limit).mul_(sign), slope, log_r)
+    lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = (limited.sum(dim=-1, keepdim=True) / lengths).exp()
+    losses = (-advantages.sum(dim=-1, keepdim=True) / lengths * ratio).expand_as(mask)
+
+    per_token = {
+        "actor/ppo_kl": -log_r,
+        "actor/pg_clipfrac": is_clipped & rises,
+        "actor/pg_clipfrac_lower": is_clipped & ~rises,
+    }
+    return losses, per_token
 
 
 @POLICY_LOSSES.register("gspo", "luspo")
@@ -46,7 +86,9 @@ def compute_policy_loss_gspo(
     Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
     """
     log_r = log_ratio(log_prob.detach(), old_log_prob, mask)
-    ratio = _sequence_ratio(log_prob, old_log_prob, mask)
+    # only the mean is clamped, so a token that moved far counts fully
+    mean = masked_mean((log_prob - old_log_prob).detach(), mask, axis=-1).unsqueeze(-1)
+    ratio = mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()
 
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
@@ -59,12 +101,3 @@ def compute_policy_loss_gspo(
         "actor/pg_clipfrac_lower": torch.zeros_like(mask),
     }
     return losses, per_token
-
-
-def _sequence_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Return the ratio of each sequence, [rows, 1], without gradient.
-
-    Only the mean is clamped, not each token's log-ratio, so a token that moved far counts fully.
-    """
-    mean = masked_mean((log_prob - old_log_prob).detach(), mask, axis=-1).unsqueeze(-1)
-    return mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()
