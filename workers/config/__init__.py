@@ -16,7 +16,6 @@ from verl_like.config_key import Section, config_field, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, has_no_reward
 from workers.config.environment import HAS_ENVIRONMENT, EnvironmentConfig, has_environment
 from workers.config.model import (
-    SAVE_CONTENTS,
     STRATEGIES,
     CheckpointConfig,
     FrozenFSDPConfig,
@@ -49,7 +48,7 @@ from workers.config.rewards import (
     ScoringConfig,
     UserCodeConfig,
 )
-from workers.config.rollout import ROLLOUT_ENGINES, RolloutConfig, ValidationSamplingConfig
+from workers.config.rollout import ROLLOUT_ENGINES, RolloutConfig
 
 
 @dataclass(kw_only=True)

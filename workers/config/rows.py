@@ -36,9 +36,7 @@ class RowDataConfig(Section):
     """The rows: their files, number per step, and longest length."""
 
     train_files: Any = config_field(
-        "",
-        allows="a file, or a list",
-        required="set a file of rows, or a list of files",
+        "", allows="a file, or a list", required="set a file of rows, or a list of files"
     )
     """Parquet, JSONL or CSV files of the recipe's rows."""
     val_files: Any = free_field("", allows="a file, or a list", read_when=VALIDATION_IS_ON)
