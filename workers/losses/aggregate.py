@@ -38,6 +38,10 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
 """`loss_agg_mode` -> (formula in words, source)."""
 
 
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+"""A loss and its metrics by name; both add up over micro-batches and ranks."""
+
+
 class Denominators(TypedDict, total=False):
     """Denominators for `agg_loss`. The counts are those of the global mini-batch."""
 
@@ -126,7 +130,7 @@ def agg_policy_loss(
     loss_agg_mode: str,
     rollout_is_weights: Tensor | None,
     **denominators: Unpack[Denominators],
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossAndMetrics:
     """Return the aggregated loss, with weights if given, and the token means of `per_token`.
 
     `losses`, `rollout_is_weights` and the values of `per_token` are [rows, R]; results are scalars.

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators, with_slope
+from workers.losses.aggregate import Denominators, LossAndMetrics, with_slope
 
 BLOCK_TOKENS = 2**18
 """Positions per block, at least one row; a float32 column of this many takes 1 MiB."""
 
 LOSS = ""
 """Name of the loss among the metrics."""
-Share = Callable[[Tensor, slice, Denominators], tuple[Tensor, dict[str, Tensor]]]
+Share = Callable[[Tensor, slice, Denominators], LossAndMetrics]
 """(predictions for some rows, their row range, counts of the whole batch) -> (contribution to the
 loss, contributions to the metrics).
 """
@@ -33,7 +33,7 @@ def row_blocks(column: Tensor) -> list[slice]:
 
 def sum_over_blocks(
     share: Share, predicted: Tensor, mask: Tensor, denominators: Denominators
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossAndMetrics:
     """Return a loss and its metrics as sums over blocks; only `predicted` gets a gradient."""
     if mask.numel() <= BLOCK_TOKENS:
         return share(predicted, slice(None), denominators)

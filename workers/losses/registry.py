@@ -24,9 +24,9 @@ from torch import Tensor
 from verl_like.config_key import KeyRules
 from verl_like.registry import Registry
 from verl_like.signatures import CallSignature, check_call
-from workers.losses.aggregate import Denominators
+from workers.losses.aggregate import Denominators, LossAndMetrics
 
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+PolicyLoss = Callable[..., LossAndMetrics]
 TokenChooser = Callable[..., Tensor]
 """(old log-probs, advantages, mask, generator, `config=`) -> chosen tokens of the mini-batch."""
 Positive = Annotated[float, KeyRules(above=0)]

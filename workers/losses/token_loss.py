@@ -30,7 +30,7 @@ from torch import Tensor
 from verl_like.config_key import arguments_for, arguments_of
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
-from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.aggregate import Denominators, LossAndMetrics, agg_policy_loss
 from workers.losses.blocks import sum_over_blocks
 from workers.losses.registry import PolicyLoss, declares
 
@@ -69,7 +69,7 @@ def token_loss(
             rollout_is_weights: Tensor | None = None,
             chosen_tokens: Tensor | None = None,
             **options: Any,
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        ) -> LossAndMetrics:
             settings = config or ActorConfig()
             arguments = {name: options.pop(name) for name in [*options] if name in known}
             arguments = settings.policy_loss.args | arguments
@@ -81,9 +81,7 @@ def token_loss(
             taken = arguments_for(losses_of, arguments)
             denominators: Denominators = options  # type: ignore[assignment]
 
-            def share(
-                log_prob: Tensor, rows: slice, counts: Denominators
-            ) -> tuple[Tensor, dict[str, Tensor]]:
+            def share(log_prob: Tensor, rows: slice, counts: Denominators) -> LossAndMetrics:
                 mask = response_mask[rows].bool()
                 of_rows = zero_outside(advantages[rows], mask)
                 chosen = () if chosen_tokens is None else (mask & chosen_tokens[rows],)

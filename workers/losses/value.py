@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
+from workers.losses.aggregate import Denominators, LossAndMetrics, agg_policy_loss, with_slope
 from workers.losses.blocks import sum_over_blocks
 
 
@@ -35,9 +35,7 @@ def compute_value_loss(
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3
     """
 
-    def share(
-        vpreds: Tensor, rows: slice, counts: Denominators
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def share(vpreds: Tensor, rows: slice, counts: Denominators) -> LossAndMetrics:
         mask = response_mask[rows].bool()
         predicted = zero_outside(vpreds.detach(), mask)
         target, old = (zero_outside(column[rows], mask) for column in (returns, values))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
@@ -21,7 +20,7 @@ from workers.config import (
     critic_optim,
     shuffle_seed,
 )
-from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
@@ -131,7 +130,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         columns: Columns,
         batch: MiniBatch,
         settings: CriticConfig | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> LossAndMetrics:
         """Return the contribution of this micro-batch to the value loss and its metrics."""
         settings = settings or self.config
         predicted, mask = outputs["values"], columns["response_mask"]

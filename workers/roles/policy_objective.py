@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from workers.columns import sampled_log_probs_column
 from workers.config import ActorConfig
-from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
@@ -85,9 +84,7 @@ class PolicyObjective:
             self.metrics,
         )
 
-    def compute(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         """Return the contribution of this micro-batch to the loss and its metrics."""
         config, mask = self.settings.config, columns["response_mask"]
         divisors: Denominators = {

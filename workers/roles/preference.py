@@ -15,6 +15,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
 from workers.config.rows import PreferenceWorkerConfig, has_reference, loss_reads
+from workers.losses.aggregate import LossAndMetrics
 from workers.losses.preference.measures import LABELED_COLUMNS, measures
 from workers.models.lora import adapter_off
 from workers.roles.model_worker import TRAIN, ModelWorker
@@ -67,9 +68,7 @@ class PreferenceWorker(RowWorker, ComputesReference):
     def reading(self) -> Reading:
         return reading_of(self.config)
 
-    def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         """Return the contribution of this micro-batch to the loss and to each metric's mean."""
         num_tokens = columns["response_mask"].count_nonzero(dim=-1)
         known = {name: columns[name] for name in self.loss_columns}

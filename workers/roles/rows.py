@@ -11,13 +11,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import Tensor
-
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from verl_like.calls.result import CallMetrics
 from workers.config.rows import RewardModelTrainingConfig, RowWorkerConfig
-from workers.losses.aggregate import compute_lm_loss
+from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
@@ -76,9 +74,7 @@ class RowWorker(CheckpointMixin, ModelWorker):
         return {self.loss_name: lambda _: Loss(self.loss_name, self.loss, self.loss_columns)}
 
     @abstractmethod
-    def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         """Return the contribution of this micro-batch to the loss and the metrics."""
 
     @register(dispatch_mode=TRAIN, readonly=True)
@@ -103,9 +99,7 @@ class SFTWorker(RowWorker):
         columns = self.engine.forward_rows(data, self.budget)
         return DataProto.from_dict(columns)
 
-    def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         mask = columns["response_mask"]
         loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
         return loss, {"loss": loss}
@@ -136,9 +130,7 @@ class RewardModelTrainingWorker(RowWorker):
         scores = self.engine.forward_rows(data, self.budget)["scores"]
         return DataProto.from_dict({"scores": scores})
 
-    def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         scores = outputs["scores"]
         losses = compute_reward_loss(
             self.pairwise_loss, scores, columns["margin"], self.config.center_coef

@@ -20,14 +20,13 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics
 from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError, nearest
 from workers.config import ActorConfig, WorkersConfig
+from workers.losses.aggregate import LossAndMetrics
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss, traits_of
 from workers.losses.token_sums import POLICY, TOKEN_SUMS, WEIGHTS, LossInputs, TokenSum
 from workers.roles.actor import ActorWorker
@@ -143,9 +142,7 @@ class ServedActorWorker(TrainsStates, ActorWorker):
         policy_loss = get_policy_loss(name)
         config, arguments = policy_settings(name, self.config, data.meta_info.get(SETTINGS, {}))
 
-        def compute(
-            outputs: Columns, columns: Columns, batch: MiniBatch
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
             loss, metrics = policy_loss(
                 old_log_prob=columns["logprobs"],
                 log_prob=outputs["log_probs"],
@@ -181,9 +178,7 @@ class ServedCriticWorker(TrainsStates, CriticWorker):
                 )
         config = replace(self.config, **settings)
 
-        def compute(
-            outputs: Columns, columns: Columns, batch: MiniBatch
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
             masked = {**columns, "response_mask": columns[MASK]}
             loss, metrics = self.loss(outputs, masked, batch, config)
             return loss, {"loss": loss, **metrics}
@@ -212,9 +207,7 @@ def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
     optional = [name for name in loss.optional_columns if name in data.columns]
     names = list(dict.fromkeys([*loss.columns, *optional]))
 
-    def compute(
-        outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         log_probs = outputs["log_probs"]
         total = loss.of_tokens(log_probs, columns, loss.settings | settings).sum()
         metrics = {"loss": total}

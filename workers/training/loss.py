@@ -19,11 +19,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.losses.aggregate import compute_lm_loss
+from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.microbatch import Columns, MiniBatch, RowColumns
 
-LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
+LossFn = Callable[[Columns, Columns, MiniBatch], LossAndMetrics]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class Loss:
 def lm_loss(coef: float = 1.0, metric: str = "loss", **settings: Any) -> Loss:
     """Return the language-model loss times `coef`; the metric is the unscaled loss."""
 
-    def compute(
-        outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         mask = columns["response_mask"]
         loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
         return coef * loss, {metric: loss}
