@@ -40,15 +40,14 @@ from workers.agents.trajectory import Trajectory
 from workers.columns import NAMED, batch_columns, require
 from workers.config import WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos
-from workers.models.load import load_model
-from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.models.state import named_state, set_buffer_dtype
+from workers.models.state import named_state
 from workers.models.tokenizers import set_template_variables
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.build import (
     build_engine,
     check_engine,
+    load_module,
     ranks_per_engine,
     takes_adapter,
     tokenizer_of,
@@ -310,8 +309,4 @@ class SamplerWorker(RolloutWorker):
 
     def folder_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the folder's weights in the engine's dtype, in host memory."""
-        dtype = rollout_dtype(self.policy, self.device.type)
-        model = replace(self.policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
-        module = load_model(model, "token", torch.device("cpu"))
-        set_buffer_dtype(module, precision_of(self.policy.model, self.device.type).weights)
-        return named_state(module)
+        return named_state(load_module(self.policy, self.device.type, torch.device("cpu")))

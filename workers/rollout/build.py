@@ -155,8 +155,6 @@ def ranks_per_engine(config: WorkersConfig) -> int:
 
 def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
     """Return the engine of this rank, stale until the first sync."""
-    from workers.models.load import load_model
-
     policy = config.actor_rollout_ref
     rollout = policy.rollout
     limits = EngineLimits(
@@ -178,12 +176,9 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
     dtype = rollout_dtype(policy, worker.device.type)
     may_share = rollout.name == "native" and not rollout.quantization
     shared = shared_module(worker, dtype) if may_share else None
-    model = replace(policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
+    module = shared
     if shared is None:
-        module = load_model(model, "token", worker.device, rollout.quantization)
-        set_buffer_dtype(module, precision_of(policy.model, worker.device.type).weights)
-    else:
-        module = shared
+        module = load_module(policy, worker.device.type, worker.device, rollout.quantization)
     if rollout.name == "hf":
         from workers.rollout.hf import HFRolloutEngine
 
@@ -195,6 +190,22 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
     from workers.rollout.native.engine import NativeRolloutEngine
 
     return NativeRolloutEngine(module, limits, owns_weights=shared is None, decode=decode)
+
+
+def load_module(
+    policy: ActorRolloutRefConfig,
+    device_type: str,
+    device: torch.device,
+    quantization: str | None = None,
+) -> Any:
+    """Load the folder's model to `device`, in the dtype of a rollout on `device_type`."""
+    from workers.models.load import load_model
+
+    dtype = name_of(rollout_dtype(policy, device_type))
+    model = replace(policy.model, dtype=dtype, compute_dtype=dtype)
+    module = load_model(model, "token", device, quantization)
+    set_buffer_dtype(module, precision_of(policy.model, device_type).weights)
+    return module
 
 
 def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
