@@ -242,11 +242,6 @@ def _missing(name: str, present: set[str]) -> str:
     return f"{text}. Check that the run has the role {column.role} and calls this method first."
 
 
-def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
-    """Convert a rectangle [rows, R] to the format of the response mask: ragged or padded."""
-    return format_like(batch.column("response_mask"), rectangle)
-
-
 def format_like(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
     """Convert a rectangle to the format of a column of the same shape: ragged or padded."""
     return column.like(rectangle) if isinstance(column, RaggedTensor) else rectangle
@@ -311,11 +306,9 @@ def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
 
     Columns with the shape of the response mask are converted to its format: ragged or padded.
     """
-    responses = batch.columns.get("response_mask")
-    shape = None if responses is None else responses.shape
-    return batch.set_columns(
-        {
-            name: as_responses(batch, column) if column.shape == shape else column
-            for name, column in columns.items()
-        }
-    )
+    mask = batch.columns.get("response_mask")
+    formatted: dict[str, TensorColumn] = dict(columns)
+    for name, column in columns.items():
+        if mask is not None and column.shape == mask.shape:
+            formatted[name] = format_like(mask, column)
+    return batch.set_columns(formatted)

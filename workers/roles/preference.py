@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
@@ -72,7 +71,7 @@ class PreferenceWorker(RowWorker, ComputesReference):
         """Return the contribution of this micro-batch to the loss and to each metric's mean."""
         num_tokens = columns["response_mask"].count_nonzero(dim=-1)
         known = {name: columns[name] for name in self.loss_columns}
-        known["log_probs"] = sum_responses(outputs["log_probs"])
+        known["log_probs"] = outputs["log_probs"].double().sum(dim=-1)
         known["num_tokens"] = num_tokens.double()
 
         is_pair = num_tokens.dim() == 2
@@ -117,13 +116,5 @@ class PreferenceReferenceWorker(ComputesReference):
 def response_log_probs(engine: TrainEngine, data: DataProto, budget: MicroBatchBudget) -> DataProto:
     """Return the log-prob of every response of the batch under the engine's model."""
     log_probs = rectangle_of(engine.forward_rows(data, budget)["log_probs"])
-    sums = sum_responses(log_probs)
-    return DataProto.from_dict({"response_log_probs": sums})
-
-
-def sum_responses(log_probs: Tensor) -> Tensor:
-    """Sum log-probs over tokens, in float64 because responses are long.
-
-    They must be zero outside the response.
-    """
-    return log_probs.double().sum(dim=-1)
+    # float64, because responses are long; log-probs are zero outside the response
+    return DataProto.from_dict({"response_log_probs": log_probs.double().sum(dim=-1)})

@@ -11,7 +11,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.tensor_ops.masked import last_places
-from workers.columns import SEQUENCES, as_responses, batch_columns
+from workers.columns import SEQUENCES, batch_columns, format_like
 from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewards
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
@@ -67,7 +67,8 @@ class RewardModelWorker(ModelWorker):
         scores = self.engine.score_rows(data, self.budget)
         mask = data.padded("response_mask") != 0
         last = mask & (torch.arange(mask.shape[1]) == last_places(mask)[:, None])
-        return DataProto.from_dict({"rm_scores": as_responses(data, scores[:, None] * last)})
+        rm_scores = format_like(data.column("response_mask"), scores[:, None] * last)
+        return DataProto.from_dict({"rm_scores": rm_scores})
 
 
 def _reward_of(config: WorkersConfig, role: str) -> RewardConfig:
