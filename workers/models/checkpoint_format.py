@@ -14,7 +14,7 @@ use it, so that none of them needs the whole model in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from workers.models.folder import read_hf_config
-from workers.models.state import named_state
-
-Named = Iterable[tuple[str, Tensor]]
+from workers.models.state import Named, named_state
 
 
 @dataclass(frozen=True)

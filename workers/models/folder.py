@@ -85,7 +85,9 @@ def generation_eos(path: str) -> tuple[int, ...]:
     if not file.is_file():
         return ()
     ids = read_json_object(file).get("eos_token_id")
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 SIZES = (

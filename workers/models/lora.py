@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from verl_like.errors import ConfigError, nearest
 from workers.config import ModelConfig
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
+from workers.models.state import Named
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
 
 NAME = "default"
@@ -78,7 +79,13 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
         )
 
     if config.target_modules == "all-linear":
-        _say_what_experts_lack(body)
+        # the routed experts of a mixture are not linear layers
+        if any(".experts." in name for name, _ in body.named_parameters()):
+            kinds = dict.fromkeys(name.rpartition(".")[2] for name in adapted_layers(body))
+            log_once(
+                f"LoRA: all-linear of {body.config.model_type} selects {', '.join(kinds)}; routed "
+                "experts get no adapter."
+            )
     for name, parameter in module.named_parameters():
         is_head = has_scalar_head and name.startswith("score.")
         parameter.requires_grad_(is_adapter(name) or is_head)
@@ -102,16 +109,6 @@ def _is_taken_for_experts(body: Any, layer: str) -> bool:
     return layer not in (lora.target_modules or ())
 
 
-def _say_what_experts_lack(body: Any) -> None:
-    """Log that a mixture's routed experts, which are not linear layers, get no adapter."""
-    if any(".experts." in name for name, _ in body.named_parameters()):
-        adapted = {name.rpartition(".")[2]: None for name in adapted_layers(body)}
-        log_once(
-            f"LoRA: all-linear of {body.config.model_type} selects {', '.join(adapted)}; routed "
-            "experts get no adapter."
-        )
-
-
 def initial_value(name: str, shape: torch.Size, seed: int | None = None) -> Tensor:
     """Return the initial value of an adapter tensor, equal on every rank: A uniform, B zero.
 
@@ -130,9 +127,7 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
     return {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
 
 
-def merged_tensors(
-    module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(module: nn.Module, tensors: Named) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors with each adapter added to its base, under the base's name.
 
     The sum is rounded to the base's dtype, which is what a rollout in that dtype can store. Inside
@@ -159,9 +154,7 @@ def merged_tensors(
             yield f"{prefix}.{kind.removeprefix('base_layer.')}", tensor
 
 
-def split_tensors(
-    module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def split_tensors(module: nn.Module, tensors: Named) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors with adapters and bases separate, under the names of `PARTS`.
 
     All other tensors have the same names as in `merged_tensors`.
@@ -212,7 +205,7 @@ def save_adapter(
     folder: Path,
     module: Any,
     config: ModelConfig,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Named,
     writer: FileWriter = WRITE_NOW,
 ) -> None:
     """Write the trained weights in the format that `PeftModel.from_pretrained(base, folder)` loads.

@@ -7,7 +7,7 @@ uses `named_state`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from workers.parallel.placements import local_ranges
+
+Named = Iterable[tuple[str, Tensor]]
+"""Tensors with their names."""
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
