@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -112,6 +112,27 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
     return str(folder)
 
 
+def model_settings(
+    model: Any, tokenizer: Any, sections: Mapping[str, str], folder: Path
+) -> dict[str, Any]:
+    """Return key -> path for every model; a reward model is also enabled.
+
+    Models in memory share the tokenizer, and are written below `folder`. `sections` maps a role to
+    its section of the configuration; a single model belongs to the first role.
+    """
+    models = models_by_role(model, list(sections))
+    are_all_paths = all(isinstance(item, str | Path) for item in models.values())
+    settings: dict[str, Any] = {}
+    for role, item in models.items():
+        is_path = isinstance(item, str | Path)
+        its_folder = folder / (role if len(models) > 1 else "model")
+        its_tokenizer = None if is_path and not are_all_paths else tokenizer
+        settings[f"{sections[role]}.path"] = model_path(item, its_tokenizer, its_folder)
+        if role == "reward_model":
+            settings["reward.model.enable"] = True
+    return settings
+
+
 def is_file_name(data: Any) -> bool:
     """Return whether `data` is a file name or a list of file names, not rows."""
     if isinstance(data, str | Path):
@@ -195,39 +216,3 @@ def text_row(item: Any) -> Row:
     if isinstance(item, Mapping):
         return dict(item)
     return {"text" if isinstance(item, str) else "messages": item}
-
-
-class RunInputs:
-    """Reads the models, rows and settings of a call; each recipe has a subclass."""
-
-    model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
-    """Role of a model -> its section of the configuration; a single model belongs to the first."""
-
-    def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-        """Return key -> path for every model; models in memory share the tokenizer."""
-        models = models_by_role(model, list(self.model_sections))
-        are_all_paths = all(isinstance(item, str | Path) for item in models.values())
-        paths: dict[str, Any] = {}
-        for role, item in models.items():
-            folder = inputs / (role if len(models) > 1 else "model")
-            its_tokenizer = (
-                None if isinstance(item, str | Path) and not are_all_paths else tokenizer
-            )
-            paths[f"{self.model_sections[role]}.path"] = model_path(item, its_tokenizer, folder)
-        return paths
-
-    def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
-        """Convert items of data in memory to rows with the columns that the recipe's files have."""
-        return [text_row(item) for item in items]
-
-    def check_row(self, row: Row, config: Any) -> None:
-        """Raise a ValueError if the row's columns or their types are not those of the recipe."""
-        raise NotImplementedError
-
-    def defaults_for(self, num_rows: int) -> dict[str, Any]:
-        """Return settings for this number of rows in memory; the user's settings override them."""
-        return {}
-
-    def plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
-        """Return the user's settings, with objects replaced by files."""
-        return dict(settings)

@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 
 from trainer.api.flat_names import OF_ROWS, settings_of
 from trainer.api.inputs import (
-    RunInputs,
+    Row,
     file_names,
     is_file_name,
+    model_settings,
     rows_in_memory,
+    text_row,
     write_rows,
 )
+from trainer.api.rewards import reward_list
 from trainer.config.compose import load_config
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
@@ -50,11 +53,14 @@ class PythonRun:
     """Dotted path of the recipe, which is imported when the first run is created."""
     _example: ClassVar[str]
     """Arguments after the model in an example of a call."""
-    _inputs_class: ClassVar[type[RunInputs]]
+    _model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
+    """Role of a model -> its section of the configuration; a single model belongs to the first."""
     _flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
     """Flat name -> the key that it sets."""
     _presets: ClassVar[Mapping[str, str]] = {}
     """Settings of the class, which the call may override."""
+    _columns: Sequence[str] | None = None
+    """The columns of prompts in memory that a reward function may read."""
 
     def __init__(
         self,
@@ -69,7 +75,6 @@ class PythonRun:
         reject_nested_run()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
-        self._inputs = self._inputs_class()
         self._recipe: Recipe[Any] = load_object(self._recipe_path, type(self).__name__)
         settings = {**self._presets, **settings_of(keys, self._flat_names, self._recipe)}
         self._names = {key: name for name, key in self._flat_names.items() if name in keys}
@@ -94,7 +99,7 @@ class PythonRun:
 
     def __repr__(self) -> str:
         """Return the class, its model's path and the run folder."""
-        model = self.settings.get(f"{next(iter(self._inputs.model_sections.values()))}.path")
+        model = self.settings.get(f"{next(iter(self._model_sections.values()))}.path")
         return f"{type(self).__name__}(model={str(model)!r}, folder={str(self.folder)!r})"
 
     def _take(
@@ -104,7 +109,7 @@ class PythonRun:
         make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
-        derived = self._inputs.model_settings(model, tokenizer, inputs)
+        derived = model_settings(model, tokenizer, self._model_sections, inputs)
         self._defaults: dict[str, Any] = {
             "trainer.backend": "local",
             "trainer.save_freq": LAST_STEP_ONLY,
@@ -112,16 +117,25 @@ class PythonRun:
         for key, rows in data.items():
             if rows is not None:
                 derived[key] = self._files(key, rows, settings, inputs)
-        _reject_duplicates(derived, settings)
-        self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived}
-        self.settings |= self._inputs.plain_settings(settings, inputs)
+        for key in derived.keys() & settings.keys():
+            raise ConfigError(
+                f"{key}={settings[key]!r} is set as a key, but an argument of the call sets it to "
+                f"{derived[key]!r}. Leave out the key, or the argument."
+            )
+        self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived, **settings}
+        if "reward.list" in settings:
+            rewards = reward_list(settings["reward.list"], inputs / "rewards", self._columns)
+            self.settings["reward.list"] = rewards
         has_places = any(key.partition(".")[0] in PLACES for key in settings)
         if has_places:
             self._defaults["trainer.backend"] = "ray"
         config = self.config()
         for key, rows in data.items():
-            if rows is not None and not is_file_name(rows):
-                self._check_rows(key, Path(derived[key]), config)
+            if rows is not None and not is_file_name(rows) and config.data.on_bad_row == "error":
+                written = enumerate(json_rows(Path(derived[key])))
+                named = ((f"{key}, row {number}", row) for number, (_, row) in written)
+                for _ in good_rows(named, lambda _, row: self._check_row(row, config), "error"):
+                    pass
         inline_pools = config.resource_pool_spec.keys() - config.child_pools
         on_gpus = devices_of(config.trainer).type == "cuda"
         has_ranks = any(sum(sizes) > 1 for sizes in config.resource_pool_spec.values())
@@ -135,19 +149,18 @@ class PythonRun:
         """Return the value of `key`: the given file names, or a new file with the rows."""
         if is_file_name(rows):
             return file_names(rows)
-        items = self._inputs.rows_of(rows_in_memory(rows, key), settings)
-        if key == "data.train_files":
-            self._defaults |= self._inputs.defaults_for(len(items))
+        items = self._rows_of(key, rows_in_memory(rows, key), settings)
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
         is_new = key != "data.train_files" or not committed(self.folder)
         return write_rows(items, key, path, may_differ=is_new)
 
-    def _check_rows(self, key: str, path: Path, config: Any) -> None:
-        """Raise an error for a row in memory, now in a file, that the run could not use."""
-        rows = ((f"{key}, row {number}", row) for number, (_, row) in enumerate(json_rows(path)))
-        if config.data.on_bad_row == "error":
-            for _ in good_rows(rows, lambda _, row: self._inputs.check_row(row, config), "error"):
-                pass
+    def _rows_of(self, key: str, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
+        """Convert texts, chats and dicts with columns to rows as in the recipe's files."""
+        return [text_row(item) for item in items]
+
+    def _check_row(self, row: Row, config: Any) -> None:
+        """Raise a ValueError if the row's columns or their types are not those of the recipe."""
+        raise NotImplementedError
 
     def overrides(self, steps: int | None = None) -> list[str]:
         """Return the `key=value` strings of the run that `fit(steps)` would start now."""
@@ -236,11 +249,3 @@ def _run_folder(named: str | Path | None, recipe: str) -> Path:
             number += 1
         else:
             return folder
-
-
-def _reject_duplicates(derived: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    for key in derived.keys() & settings.keys():
-        raise ConfigError(
-            f"{key}={settings[key]!r} is set as a key, but an argument of the call sets it to "
-            f"{derived[key]!r}. Leave out the key, or the argument."
-        )

@@ -26,9 +26,8 @@ from trainer.api.flat_names import (
     named,
     renamed,
 )
-from trainer.api.inputs import Row, RunInputs, prompt_row
+from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
-from trainer.api.rewards import reward_list
 from trainer.data import files
 from trainer.data.config import DataConfig
 from trainer.data.lm_rows import check_lm_row
@@ -42,52 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PAIR = '[{"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}]'
-
-
-class PromptInputs(RunInputs):
-    """The inputs of PPO."""
-
-    model_sections = {
-        "actor": "actor_rollout_ref.model",
-        "critic": "critic.model",
-        "reward_model": "reward.model",
-        "ref": "actor_rollout_ref.ref.model",
-    }
-    columns: list[str] | None = None
-    """The further columns of prompts in memory."""
-
-    def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
-        """Return prompts in verl's schema."""
-        prompt_key = settings.get("data.prompt_key", "prompt")
-        rows = [prompt_row(item, prompt_key) for item in items]
-        if any(row.get(prompt_key) for row in rows):  # otherwise `check_row` says what is wrong
-            self.columns = files.other_columns(rows, prompt_key)
-        return rows
-
-    def check_row(self, row: Row, config: Any) -> None:
-        """Check the columns of a prompt, unless the user's class reads them."""
-        if not config.data.custom_cls.path:
-            files.prompt_row(row, config.data.prompt_key, needs_rules=False)
-
-    def defaults_for(self, num_rows: int) -> dict[str, Any]:
-        """Put all prompts into one batch if they are fewer than the default batch."""
-        few = num_rows < DataConfig.train_batch_size
-        return {"data.train_batch_size": num_rows} if few else {}
-
-    def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-        """Enable the reward model if one is passed."""
-        settings = super().model_settings(model, tokenizer, inputs)
-        if "reward.model.path" in settings:
-            settings["reward.model.enable"] = True
-        return settings
-
-    def plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
-        """Replace reward functions by files."""
-        plain = dict(settings)
-        if "reward.list" in settings:
-            rewards = settings["reward.list"]
-            plain["reward.list"] = reward_list(rewards, inputs / "rewards", self.columns)
-        return plain
 
 
 class PPO(PythonRun):
@@ -107,7 +60,12 @@ class PPO(PythonRun):
     _recipe_path = "trainer.ppo.recipe.PPO"
     _example = '["Say a joke."], lambda response: len(response)'
     _flat_names = OF_PPO
-    _inputs_class = PromptInputs
+    _model_sections = {
+        "actor": "actor_rollout_ref.model",
+        "critic": "critic.model",
+        "reward_model": "reward.model",
+        "ref": "actor_rollout_ref.ref.model",
+    }
 
     def __init__(
         self,
@@ -203,6 +161,21 @@ class PPO(PythonRun):
             numbers = {key: value for key, value in data.items() if files.is_num_prompts(value)}
             data, settings = {**data, **dict.fromkeys(numbers)}, settings | numbers
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
+
+    def _rows_of(self, key: str, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
+        """Return prompts in verl's schema; fewer than the default batch form one batch."""
+        prompt_key = settings.get("data.prompt_key", "prompt")
+        rows = [prompt_row(item, prompt_key) for item in items]
+        if any(row.get(prompt_key) for row in rows):  # otherwise `_check_row` says what is wrong
+            self._columns = files.other_columns(rows, prompt_key)
+        if key == "data.train_files" and len(rows) < DataConfig.train_batch_size:
+            self._defaults["data.train_batch_size"] = len(rows)
+        return rows
+
+    def _check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a prompt, unless the user's class reads them."""
+        if not config.data.custom_cls.path:
+            files.prompt_row(row, config.data.prompt_key, needs_rules=False)
 
     def fit(
         self,
@@ -352,14 +325,6 @@ class RowsRun(PythonRun):
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
 
-class LMInputs(RunInputs):
-    """The inputs of SFT."""
-
-    def check_row(self, row: Row, config: Any) -> None:
-        """Check the columns of a text, a prompt with a response, or a chat."""
-        check_lm_row(row)
-
-
 class SFT(RowsRun):
     """Supervised fine-tuning (SFT) on texts, chats, or dicts with `prompt` and `response`.
 
@@ -370,15 +335,10 @@ class SFT(RowsRun):
 
     _recipe_path = "trainer.sft.recipe.SFT"
     _example = '[{"prompt": "2 + 2", "response": "4"}]'
-    _inputs_class = LMInputs
 
-
-class PairInputs(RunInputs):
-    """The inputs of a reward model."""
-
-    def check_row(self, row: Row, config: Any) -> None:
-        """Check the columns of a pair."""
-        check_pair(row)
+    def _check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a text, a prompt with a response, or a chat."""
+        check_lm_row(row)
 
 
 class RewardModelTraining(RowsRun):
@@ -392,18 +352,10 @@ class RewardModelTraining(RowsRun):
 
     _recipe_path = "trainer.reward_model.recipe.REWARD_MODEL"
     _example = PAIR
-    _inputs_class = PairInputs
 
-
-class PreferenceInputs(RunInputs):
-    """The inputs of DPO and KTO."""
-
-    def check_row(self, row: Row, config: Any) -> None:
-        """Check the columns of a pair or, if the loss reads labels, of a response with a label."""
-        if loss_reads(config, "desirable"):
-            check_labeled(row)
-        else:
-            check_pair(row)
+    def _check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a pair."""
+        check_pair(row)
 
 
 class DPO(RowsRun):
@@ -416,7 +368,13 @@ class DPO(RowsRun):
 
     _recipe_path = "trainer.preference.recipe.DPO"
     _example = PAIR
-    _inputs_class = PreferenceInputs
+
+    def _check_row(self, row: Row, config: Any) -> None:
+        """Check the columns of a pair or, if the loss reads labels, of a response with a label."""
+        if loss_reads(config, "desirable"):
+            check_labeled(row)
+        else:
+            check_pair(row)
 
 
 class KTO(DPO):
