@@ -130,14 +130,13 @@ def ppo_sections(config: PPOConfig, max_columns: int | None, measured: str) -> d
 
 def row_sections(config: RowConfig, max_columns: int | None) -> dict[str, list[str]]:
     """Return the sections about memory, placement and batch sizes of a recipe on rows."""
-    trainer_cls, axes = trainer_class(config), describe_axes(config, role_models(config))
-    assert issubclass(trainer_cls, RowTrainer), "the trainer of a recipe on rows"
-    memory = preflight.plan_text(config, trainer_cls.num_sides(config), max_columns, heading="")
+    memory = preflight.plan_text(config, max_columns, heading="")
+    axes = describe_axes(config, role_models(config))
     placement = nominal_placement(config).draw(max_columns, axes)
     return {
         "Memory per device": memory.splitlines(),
         "Placement": placement.splitlines(),
-        "Batch sizes": [step_sizes(config, trainer_cls.num_sides(config))],
+        "Batch sizes": [step_sizes(config)],
     }
 
 

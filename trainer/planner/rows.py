@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from trainer.config.devices import devices_of
-from trainer.launch import trainer_class
 from trainer.memory import model_memory, role_models
 from trainer.planner.cost import StepRows
 from trainer.planner.job import Job, Keys
@@ -36,18 +34,12 @@ class RowsJob(Job):
     @property
     def describe_rows(self) -> str:
         """Rows and their lengths in words."""
-        sides = "pairs" if self.num_sides == 2 else "rows"
+        sides = "pairs" if self.config.num_sides == 2 else "rows"
         mean = sum(self.lengths) / len(self.lengths)
         return (
             f"{self.config.data.train_batch_size:,} {sides} of {mean:g} tokens per row on average "
             f"(at most {longest_row(self.config):,})"
         )
-
-    @functools.cached_property
-    def num_sides(self) -> int:
-        """Rows per item of the data."""
-        sides: int = trainer_class(self.config).num_sides(self.config)  # type: ignore[attr-defined]
-        return sides
 
     def models_in(self, config: RowConfig) -> dict[str, RoleModelSpec]:
         """Return the model of every role; a reference is called only before the first step."""
@@ -59,7 +51,7 @@ class RowsJob(Job):
 
     def rows(self, role: str) -> StepRows:
         """Return the rows of a step."""
-        samples = self.config.data.train_batch_size * self.num_sides
+        samples = self.config.data.train_batch_size * self.config.num_sides
         return StepRows(samples=samples, prompts=0, prompt=0.0, responses=self.lengths)
 
     def longest(self) -> int:
@@ -70,7 +62,7 @@ class RowsJob(Job):
         """Return the tokens of a pass of this model."""
         if config.data.use_dynamic_bsz:
             return config.data.max_token_len_per_gpu
-        return config.data.micro_batch_size_per_gpu * self.num_sides * self.longest()
+        return config.data.micro_batch_size_per_gpu * self.config.num_sides * self.longest()
 
     def smaller_passes(self, role: str) -> list[Keys]:
         """Return keys that make the passes of a trained model smaller, to try."""
@@ -79,23 +71,23 @@ class RowsJob(Job):
             items = data.micro_batch_size_per_gpu
             sizes = {max(items // 4, 1), 1} - {items}
             return [{"data.micro_batch_size_per_gpu": size} for size in sizes]
-        tokens, fewest = data.max_token_len_per_gpu, self.num_sides * self.longest()
+        tokens, fewest = data.max_token_len_per_gpu, self.config.num_sides * self.longest()
         sizes = {max(tokens // 4, fewest), fewest} - {tokens}
         return [{"data.max_token_len_per_gpu": size} for size in sizes]
 
     def role_memory(self, config: RowConfig, role: str, model: RoleModelSpec) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
         dims = dims_of(sum(config.resource_pool_spec["pool"]), model.sharding)
-        largest = largest_pass(config, model, self.num_sides, dims)
+        largest = largest_pass(config, model, dims)
         return model_memory(config, role, model, "cuda", largest)
 
     def memories(self, config: RowConfig) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""
-        return role_memories(config, self.num_sides, devices_of(config.trainer).type)
+        return role_memories(config, devices_of(config.trainer).type)
 
     def check_run(self, config: RowConfig) -> None:
         """Raise the errors of models and memory that the run would raise at its start."""
-        preflight(config, self.num_sides)
+        preflight(config)
 
     def axes_are_tried(self, role: str) -> bool:
         """Return whether axes are searched; axes that a reference shares stay unchanged."""

@@ -64,6 +64,11 @@ class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     )
     """Length, devices, checkpoints and logging of the run."""
 
+    @property
+    def num_sides(self) -> int:
+        """Rows per item of the data: 2 for pairs, 1 for labeled responses."""
+        return 1 if loss_reads(self, "desirable") else 2
+
 
 def inactive_roles(config: Any) -> dict[str, str]:
     """Map the role of the reference to the reason, if the run does not need it."""
@@ -84,7 +89,7 @@ def check_preference_config(config: PreferenceConfig) -> None:
             "desirable_weight=0 and undesirable_weight=0: nothing would be learned. Raise one "
             "of them."
         )
-    if not loss_reads(config, "desirable"):
+    if config.num_sides == 2:
         rows.check_pairs_fit(config)
     # a user's loss may only have parameters that the run can fill
     from workers.losses.preference.registry import COLUMNS, parameters_of

@@ -137,11 +137,6 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         batch = make(of_files, uids, pad_token_id)
         return write_columns(batch, row_number=torch.tensor(numbers))
 
-    @classmethod
-    def num_sides(cls, config: PreferenceConfig) -> int:
-        """Return 2 for pairs, 1 for labeled responses."""
-        return 1 if loss_reads(config, "desirable") else 2
-
     # ------------------------------------------------------------------------------- the reference
 
     def before_resume(self) -> None:

@@ -39,6 +39,11 @@ class RewardModelRunConfig(RowConfig, RewardModelTrainingConfig):
     )
     """Length, devices, checkpoints and logging of the run."""
 
+    @property
+    def num_sides(self) -> int:
+        """Rows per item of the data, which is a pair."""
+        return 2
+
 
 REWARD_MODEL = Recipe(
     name="reward-model",

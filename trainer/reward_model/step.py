@@ -80,11 +80,6 @@ class RewardModelTrainer(RowTrainer[PairRow]):
         """Pad both sides of every pair on the right."""
         return pair_batch(rows, uids, pad_token_id)
 
-    @classmethod
-    def num_sides(cls, config: RewardModelRunConfig) -> int:
-        """Return 2, because each item is a pair."""
-        return 2
-
     def validation_metrics(self) -> Metrics:
         """Return the mean metrics of all validation pairs; equal scores count as half correct."""
         scores_of_batches, margins_of_batches = [], []

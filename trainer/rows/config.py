@@ -17,6 +17,11 @@ from workers.config.rows import LONGEST_ROW, RowWorkerConfig
 class RowConfig(RunConfig, RowWorkerConfig):
     """A run, and the model that it trains on rows."""
 
+    @property
+    def num_sides(self) -> int:
+        """Rows per item of the data: 2 for pairs."""
+        return 1
+
 
 def trainer_section(cls: str, experiment_name: str) -> Any:
     """Return the field `trainer` of a recipe on rows; `cls` is its trainer's dotted path."""

@@ -26,11 +26,10 @@ WAYS_OUT = {
 """Advice if the devices of a pool have too little memory."""
 
 
-def preflight(config: RowConfig, num_sides: int) -> None:
+def preflight(config: RowConfig) -> None:
     """Reject models that are missing, too large, or whose context is too short for the rows.
 
-    Also reject shardings and adapters that do not fit the model, and offloading on CPUs. An item of
-    the data, such as a pair, has `num_sides` rows.
+    Also reject shardings and adapters that do not fit the model, and offloading on CPUs.
     """
     trained = config.model
     check_offload(config.trainer, {"model": (trained.strategy, "model", trained.fsdp_config)})
@@ -58,29 +57,27 @@ def preflight(config: RowConfig, num_sides: int) -> None:
 
     devices = devices_of(config.trainer)
     if devices.bytes is not None:
-        roles = role_memories(config, num_sides, devices.type)
+        roles = role_memories(config, devices.type)
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
-def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[RoleMemory]:
-    """Return the memory of every role; an item of the data has `num_sides` rows."""
+def role_memories(config: RowConfig, device_type: str) -> list[RoleMemory]:
+    """Return the memory of every role."""
     memories = []
     for role, model in role_models(config).items():
         ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
         dims = dims_of(ranks, model.sharding)
-        largest = largest_pass(config, model, num_sides, dims)
+        largest = largest_pass(config, model, dims)
         memories.append(model_memory(config, role, model, device_type, largest))
     return memories
 
 
-def largest_pass(
-    config: RowConfig, model: RoleModelSpec, num_sides: int, dims: ParallelDims
-) -> LargestPass:
+def largest_pass(config: RowConfig, model: RoleModelSpec, dims: ParallelDims) -> LargestPass:
     """Return the largest pass of a rank, which never has more than the rank's rows of a step."""
     data = config.data
     length = -(-longest_row(config) // dims.sp)
-    num_rows = -(-data.train_batch_size // dims.data_size) * num_sides
-    most = data.micro_batch_size_per_gpu * num_sides * length
+    num_rows = -(-data.train_batch_size // dims.data_size) * config.num_sides
+    most = data.micro_batch_size_per_gpu * config.num_sides * length
     tokens = min(num_rows * length, data.max_token_len_per_gpu if data.use_dynamic_bsz else most)
     return LargestPass(tokens, tokens if model.head == "token" else num_rows)
 
@@ -94,16 +91,12 @@ def longest_row(config: RowConfig) -> int:
 
 
 def plan_text(
-    config: RowConfig,
-    num_sides: int,
-    max_columns: int | None = None,
-    brief: bool = False,
-    heading: str = "Memory",
+    config: RowConfig, max_columns: int | None = None, brief: bool = False, heading: str = "Memory"
 ) -> str:
     """Return the memory table for this run's devices, or the reason why there is none."""
     devices = devices_of(config.trainer)
     try:
-        roles = role_memories(config, num_sides, devices.type)
+        roles = role_memories(config, devices.type)
     except (ConfigError, OSError, ValueError) as error:
         return f"{UNKNOWN}: {error}"
     return memory_table(roles, devices, max_columns, brief, heading)

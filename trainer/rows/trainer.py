@@ -103,7 +103,7 @@ class RowTrainer(Trainer, Generic[R]):
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """Check files and model; return the loader of training rows, and validation rows if any."""
         check_files(config.data)
-        preflight(config, cls.num_sides(config))
+        preflight(config)
         tokenizer = load_tokenizer(config.model.path, "model.path")
         data = config.data
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
@@ -123,11 +123,6 @@ class RowTrainer(Trainer, Generic[R]):
         ]
 
     @classmethod
-    def num_sides(cls, config: Any) -> int:
-        """Return the number of rows per item of the data: 2 for pairs."""
-        return 1
-
-    @classmethod
     def worker_code(cls, config: Any) -> list[str]:
         """Return the worker's class, the optimizer, its schedule and, if it is a key, the loss."""
         optim, loss = config.optim, getattr(config, "loss", "")
@@ -138,9 +133,7 @@ class RowTrainer(Trainer, Generic[R]):
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
         """Describe the sizes of a step, and its memory."""
-        sizes = f"Step: {step_sizes(config, cls.num_sides(config))}"
-        memory = plan_text(config, cls.num_sides(config), max_columns, brief)
-        return [memory, sizes]
+        return [plan_text(config, max_columns, brief), f"Step: {step_sizes(config)}"]
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
@@ -180,16 +173,16 @@ class RowTrainer(Trainer, Generic[R]):
         self.loader.load_state_dict(state["loader"])
 
 
-def step_sizes(config: RowConfig, num_sides: int) -> str:
+def step_sizes(config: RowConfig) -> str:
     """Describe the number of rows or pairs per step, and the size of a rank's passes."""
     data = config.data
+    items = "rows" if config.num_sides == 1 else "pairs of two rows"
     pass_of = f"{data.micro_batch_size_per_gpu} rows"
     if data.use_dynamic_bsz:
         pass_of = f"{data.max_token_len_per_gpu:,} tokens"
     return (
-        f"{data.train_batch_size} {'rows' if num_sides == 1 else 'pairs of two rows'} of at most "
-        f"{longest_row(config):,} tokens; "
-        f"at most {pass_of} per forward pass and rank"
+        f"{data.train_batch_size} {items} of at most {longest_row(config):,} tokens; at most "
+        f"{pass_of} per forward pass and rank"
     )
 
 

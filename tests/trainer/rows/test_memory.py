@@ -23,7 +23,7 @@ def dpo(tiny_dir: Path, *more: str) -> PreferenceConfig:
 
 
 def memories(config: PreferenceConfig) -> dict[str, RoleMemory]:
-    return {role.role: role for role in role_memories(config, 2, "cpu")}
+    return {role.role: role for role in role_memories(config, "cpu")}
 
 
 def test_trained_models_have_gradients_and_moments(tiny_dir: Path) -> None:
@@ -54,10 +54,10 @@ def test_a_pass_has_at_most_the_rows_of_a_step(
 ) -> None:
     config = dpo(tiny_dir, *more)
     role_model = role_models(config)["preference"]
-    assert largest_pass(config, role_model, num_sides=2, dims=ParallelDims()).tokens == tokens
+    assert largest_pass(config, role_model, dims=ParallelDims()).tokens == tokens
 
 
 def test_roles_that_do_not_fit_on_a_gpu_are_rejected(tiny_dir: Path) -> None:
     config = dpo(tiny_dir, "trainer.simulate=1x0.001GiB")
     with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
-        preflight(config, num_sides=2)
+        preflight(config)

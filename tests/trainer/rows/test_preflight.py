@@ -19,9 +19,9 @@ def test_rows_longer_than_the_models_positions_are_rejected(name: str, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({name: 16}), encoding="utf-8")
     (tmp_path / "model.safetensors").touch()
     settings = [f"model.path={tmp_path}", "data.train_files=rows.jsonl"]
-    preflight(load_config([*settings, "data.max_length=16"], SFT), num_sides=1)
+    preflight(load_config([*settings, "data.max_length=16"], SFT))
     with pytest.raises(ConfigError, match=r"max_length=17: .* has 16 positions.*16 or less"):
-        preflight(load_config([*settings, "data.max_length=17"], SFT), num_sides=1)
+        preflight(load_config([*settings, "data.max_length=17"], SFT))
 
 
 @pytest.mark.parametrize(("positions", "longest"), [(16, 16), (4096, 1024), (None, 1024)])
@@ -33,7 +33,7 @@ def test_rows_are_cut_to_the_models_positions(
     (tmp_path / "model.safetensors").touch()
     config = load_config([f"model.path={tmp_path}", "data.train_files=rows.jsonl"], SFT)
     assert longest_row(config) == longest
-    preflight(config, num_sides=1)
+    preflight(config)
 
 
 def test_a_reference_of_fewer_positions_is_named(tmp_path: Path) -> None:
@@ -47,4 +47,4 @@ def test_a_reference_of_fewer_positions_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"up to 64 tokens, but ref\.model\.path=.* has 32 positions"
     ):
-        preflight(config, num_sides=2)
+        preflight(config)
