@@ -58,7 +58,7 @@ def job(arguments: Sequence[str]) -> None:
     ]
     config = load_or_exit(PPO, settings, defaults)
     _check(config, options.steps, settings)
-    folder = run_or_exit(config).folder
+    folder = run_or_exit(config, PPO, settings).folder
 
     command = mask_text(shlex.join(["python", "benchmarks/bench_job.py", *arguments]))
     record = record_of(config, read_run(folder)) | {"command": command}

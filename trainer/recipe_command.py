@@ -21,7 +21,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from trainer.run_folder.result import RunResult
 
 C = TypeVar("C", bound=RunConfig)
+Start = Callable[[Any, Recipe[Any], Sequence[str]], "RunResult"]
+"""Starts a run with its configuration, its recipe and its settings."""
 COMPLETION = "(install|uninstall|query)=(bash|fish|zsh)"
 """Valid arguments of Hydra's completion, which has a plugin for each of these shells."""
 COMPLETION_USAGE = "install=SHELL, uninstall=SHELL or query=SHELL, with bash, fish or zsh"
@@ -63,7 +64,7 @@ def run_command(
     recipe: Recipe[Any],
     arguments: Sequence[str],
     defaults: Sequence[str] = (),
-    start: Callable[[Any, Recipe[Any], Sequence[str]], RunResult] | None = None,
+    start: Start | None = None,
 ) -> None:
     """Run with the settings among the arguments, once per job for a sweep, or print the keys.
 
@@ -98,15 +99,10 @@ def run_command(
     except ConfigError as err:
         sys.exit(f"error: {printable(str(err))}")
 
-    def run_settings(config: RunConfig, settings: Sequence[str]) -> None:
-        begin = (lambda config: start(config, recipe, settings)) if start else None
-        run_or_exit(config, begin)
-
-    load = partial(load_or_exit, recipe, defaults=defaults)
     if options.multirun:
-        run_jobs(jobs, load, run_settings)
+        run_jobs(recipe, jobs, defaults, start)
     else:
-        run_settings(load(settings), settings)
+        run_or_exit(load_or_exit(recipe, settings, defaults), recipe, settings, start)
 
 
 def is_setting(argument: str) -> bool:
@@ -172,15 +168,17 @@ def load_or_exit(recipe: Recipe[C], settings: Sequence[str], defaults: Sequence[
         return load_config(settings, recipe, defaults)
 
 
-def run_or_exit(config: RunConfig, start: Callable[[Any], RunResult] | None = None) -> RunResult:
-    """Run to the end; an error ends the process with its message."""
+def run_or_exit(
+    config: RunConfig, recipe: Recipe[Any], settings: Sequence[str], start: Start | None = None
+) -> RunResult:
+    """Run to the end, or call `start`; an error ends the process with its message."""
     os.environ.setdefault(OWN_PROCESS, "1")
     with exit_on_error(config.trainer.default_local_dir):
         from trainer.launch import run
 
         if devices_of(config.trainer).type == "cpu":
             keep_freed_memory()  # the driver reuses memory for its batches
-        return (start or run)(config)
+        return start(config, recipe, settings) if start else run(config)
 
 
 GOES_ON = (
@@ -203,7 +201,10 @@ def exit_on_error(folder: str | Path = "") -> Iterator[None]:
     except VerlLikeError as err:
         if isinstance(err, CallbackError):
             _show(err.__cause__ or err)  # shows the line in the user's code
-        sys.exit(f"error: {printable(mask_text(_describe_error(err)))}")
+        # notes say why there was no retry, and name other failures
+        notes = [note.strip().partition("\n")[0] for note in getattr(err, "__notes__", [])]
+        text = "\n  ".join([str(err), *notes])
+        sys.exit(f"error: {printable(mask_text(text))}")
     except Exception as err:  # noqa: BLE001 - the process edge
         if isinstance(err, OSError) and err.errno == errno.ENOSPC:
             sys.exit(f"error: no space for the run in {folder}: {err}. Free some space; {GOES_ON}.")
@@ -211,20 +212,15 @@ def exit_on_error(folder: str | Path = "") -> Iterator[None]:
         sys.exit(1)
 
 
-def _describe_error(err: BaseException) -> str:
-    """Return the message, and a line per note: why there was no retry, and other failures."""
-    notes = (note.strip().partition("\n")[0] for note in getattr(err, "__notes__", []))
-    return "\n  ".join([str(err), *notes])
-
-
 def _show(err: BaseException) -> None:
     print(mask_text("".join(traceback.format_exception(err))), end="", file=sys.stderr)
 
 
 def run_jobs(
+    recipe: Recipe[Any],
     jobs: Sequence[Sequence[str]],
-    load: Callable[[Sequence[str]], RunConfig],
-    run: Callable[[RunConfig, Sequence[str]], object],
+    defaults: Sequence[str],
+    start: Start | None,
 ) -> None:
     """Load and run the settings of each job, each in its own folder below the run folder.
 
@@ -235,9 +231,10 @@ def run_jobs(
     for number, job in enumerate(jobs):
         failure = ""
         try:
-            config = load(job)
+            config = load_or_exit(recipe, job, defaults)
             folders.append(Path(config.trainer.default_local_dir) / str(number))
-            run(changed(config, {"trainer.default_local_dir": str(folders[-1])}), job)
+            config = changed(config, {"trainer.default_local_dir": str(folders[-1])})
+            run_or_exit(config, recipe, job, start)
         except SystemExit as ended:
             if ended.code in STOP_EXITS:
                 raise
