@@ -24,8 +24,6 @@ KINDS: Mapping[Any, str] = {
     bool: "true or false",
 }
 """A key's type -> the description of its values."""
-_keys_of: dict[type, Mapping[str, Key]] = {}
-"""Schema -> its keys, as a cache."""
 
 
 @dataclass(frozen=True)
@@ -133,34 +131,31 @@ def config_keys(schema: type) -> tuple[Key, ...]:
     return tuple(keys_by_name(schema).values())
 
 
+@functools.cache
 def keys_by_name(schema: type) -> Mapping[str, Key]:
     """Return dotted name -> key or section."""
-    if schema not in _keys_of:
-        keys = {key.name: key for key in _keys_below(schema, "")}
-        never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
-        for reason, names in never_read.items():
-            never = ReadWhen("never in this recipe", lambda *_: False, reason)
-            for name in names:
-                rules = replace(keys[name].rules, read_when=(never,), required="")
-                keys[name] = replace(keys[name], rules=rules)
-        _keys_of[schema] = keys
-    return _keys_of[schema]
-
-
-def _keys_below(schema: type, prefix: str) -> Iterator[Key]:
+    keys: dict[str, Key] = {}
     kinds = typing.get_type_hints(schema)
     may_change = getattr(schema, "may_change_on_resume", False)
     for field in dataclasses.fields(schema):
         rules = rules_of(field)
         if rules.may_change_on_resume is None:
             rules = replace(rules, may_change_on_resume=may_change)
-        below = Key(prefix + field.name, kinds[field.name], rules)
-        yield below
-        if below.is_section:
-            yield from _keys_below(below.kind, f"{below.name}.")
+        key = keys[field.name] = Key(field.name, kinds[field.name], rules)
+        for below in config_keys(key.kind) if key.is_section else ():
+            name = f"{field.name}.{below.name}"
+            keys[name] = replace(below, name=name)
+    never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
+    for reason, names in never_read.items():
+        never = ReadWhen("never in this recipe", lambda *_: False, reason)
+        for name in names:
+            rules = replace(keys[name].rules, read_when=(never,), required="")
+            keys[name] = replace(keys[name], rules=rules)
+    return keys
 
 
-def named_keys(schema: type) -> dict[str, Key]:
+@functools.cache
+def named_keys(schema: type) -> Mapping[str, Key]:
     """Return dotted name -> key, section or option, for all names that a setting may use."""
     keys = dict(keys_by_name(schema))
     for key in [*keys.values()]:

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from trainer.config.keys import config_keys
+from trainer.config.keys import keys_by_name
 from verl_like.errors import ConfigError
 
 PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@-]*", re.ASCII)
@@ -49,10 +49,7 @@ def parse(setting: str) -> Override:
 
 def keys_of(settings: Iterable[Override]) -> list[str]:
     """Return the dotted keys that are set, added or deleted, also inside `section={key: value}`."""
-    keys = []
-    for setting in settings:
-        keys += keys_in(setting.key_or_group, setting.value())
-    return keys
+    return [key for setting in settings for key in keys_in(setting.key_or_group, setting.value())]
 
 
 def keys_set(settings: Iterable[Override]) -> list[str]:
@@ -70,11 +67,8 @@ def keys_in(key: str, value: Any) -> list[str]:
     """Return the dotted keys of nested dicts below `key`."""
     if not isinstance(value, dict) or not value:
         return [key]
-
-    keys = []
-    for name, inner in value.items():
-        keys += keys_in(f"{key}.{name}" if key else str(name), inner)
-    return keys
+    below = {f"{key}.{name}" if key else str(name): inner for name, inner in value.items()}
+    return [dotted for name, inner in below.items() for dotted in keys_in(name, inner)]
 
 
 def jobs_of(settings: Sequence[str]) -> list[list[str]]:
@@ -90,28 +84,25 @@ def jobs_of(settings: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
-def flat_settings(schema: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(schema: type, keywords: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten keywords to dotted keys: a section's dict is expanded, any other dict is a value.
 
-    A keyword may be dotted: `**{"optim.lr": 1e-5}`.
+    A keyword may be dotted: `**{"optim.lr": 1e-5}`. `prefix` is the place of the keywords in the
+    configuration: "", or a section's name and a dot.
     """
-    sections = {key.name for key in config_keys(schema) if key.is_section}
-    settings: dict[str, Any] = {}
-    _flatten(sections, "", keywords, settings)
-    return settings
-
-
-def _flatten(
-    sections: set[str], prefix: str, keywords: Mapping[str, Any], settings: dict[str, Any]
-) -> None:
+    known, settings = keys_by_name(schema), dict[str, Any]()
     for name, value in keywords.items():
-        key = f"{prefix}{name}"
-        if key in sections and isinstance(value, Mapping):
-            _flatten(sections, f"{key}.", value, settings)
-        elif key in settings:
-            raise ConfigError(f"{key} is set twice: {settings[key]!r} and {value!r}. Set it once.")
-        else:
-            settings[key] = value
+        below = {f"{prefix}{name}": value}
+        section = known.get(f"{prefix}{name}")
+        if section is not None and section.is_section and isinstance(value, Mapping):
+            below = flat_settings(schema, value, f"{section.name}.")
+        for key, inner in below.items():
+            if key in settings:
+                raise ConfigError(
+                    f"{key} is set twice: {settings[key]!r} and {inner!r}. Set it once."
+                )
+            settings[key] = inner
+    return settings
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:

@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.config.keys import (
     Arguments,
     Key,
-    config_keys,
     field_docs,
+    keys_by_name,
     leaf_keys,
     leaves_of_items,
     path_to,
@@ -107,7 +107,7 @@ def annotated_yaml(
     A comment that is too long for its line is above it. `left_out` keys are only counted at the
     end. With `meanings`, the lines above a key begin with its meaning.
     """
-    keys = {key.name: key for key in config_keys(schema)}
+    keys = keys_by_name(schema)
     tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
     assert isinstance(tree, dict), "the root of a configuration is a mapping"
     docs = field_docs(schema) if meanings else {}
@@ -120,7 +120,7 @@ def annotated_yaml(
 
 
 def _lines(
-    section: dict[Any, Any], prefix: str, keys: dict[str, Key], docs: Mapping[str, str]
+    section: dict[Any, Any], prefix: str, keys: Mapping[str, Key], docs: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield the lines of the keys below a section, each indented by its depth."""
     indent = INDENT * prefix.count(".")
