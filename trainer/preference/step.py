@@ -141,12 +141,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     def before_resume(self) -> None:
         """Compute the reference's log-probs before a checkpoint is loaded into the model."""
-        self.reference = self.reference_log_probs() if self.has_reference else {}
-
-    @property
-    def has_reference(self) -> bool:
-        """True if the loss needs a reference."""
-        return has_reference(self.config)
+        self.reference = self.reference_log_probs() if has_reference(self.config) else {}
 
     @property
     def is_labeled(self) -> bool:
@@ -194,7 +189,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     def with_columns(self, batch: DataProto) -> DataProto:
         """Add the reference's log-probs and, for labeled rows, the columns of the KL estimate."""
-        if not self.has_reference:
+        if not has_reference(self.config):
             return batch
 
         numbers = read_columns(batch, "row_number")["row_number"]
@@ -215,7 +210,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         masks = [read_columns(x, "response_mask") for x in self.validation_batches()]
         num_tokens = torch.cat([x["response_mask"].count_nonzero(dim=-1) for x in masks])
         columns = {"log_probs": log_probs, "num_tokens": num_tokens.double()}
-        if self.has_reference:
+        if has_reference(self.config):
             columns["ref_log_probs"] = self.reference["val"]
 
         margins = [row.margin for _, row in self.validation if isinstance(row, PairRow)]

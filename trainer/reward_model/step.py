@@ -22,7 +22,6 @@ from trainer.record import Metrics
 from trainer.reward_model.recipe import RewardModelRunConfig
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
-from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 
@@ -64,6 +63,7 @@ class RewardModelTrainer(RowTrainer[PairRow]):
 
     config: RewardModelRunConfig
     role: ClassVar[str] = "reward_model"
+    make_batch = staticmethod(pair_batch)
 
     @classmethod
     def read_rows(
@@ -74,11 +74,6 @@ class RewardModelTrainer(RowTrainer[PairRow]):
         on_bad_row, limit = config.data.on_bad_row, row_limit(config)
         rows = read_pairs(key, files, tokenizer, longest, on_bad_row, limit)
         return end_as_samples_do(key, rows, tokenizer, config.model.path, longest)
-
-    @staticmethod
-    def make_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-        """Pad both sides of every pair on the right."""
-        return pair_batch(rows, uids, pad_token_id)
 
     def validation_metrics(self) -> Metrics:
         """Return the mean metrics of all validation pairs; equal scores count as half correct."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from trainer.data.files import row_limit
@@ -14,7 +13,6 @@ from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer, num_tokens_in_loss
 from trainer.sft.recipe import SFTConfig
-from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 
 
@@ -23,6 +21,7 @@ class SFTTrainer(RowTrainer[LMRow]):
 
     config: SFTConfig
     role: ClassVar[str] = "sft"
+    make_batch = staticmethod(lm_batch)
 
     @classmethod
     def read_rows(
@@ -39,11 +38,6 @@ class SFTTrainer(RowTrainer[LMRow]):
             on_bad_row=data.on_bad_row,
             limit=row_limit(config),
         )
-
-    @staticmethod
-    def make_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-        """Pad rows on the right."""
-        return lm_batch(rows, uids, pad_token_id)
 
     def validation_metrics(self) -> Metrics:
         """Return the mean loss over all validation tokens that are in the loss."""
