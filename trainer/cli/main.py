@@ -117,7 +117,21 @@ def main() -> None:
         text = ast.get_docstring(ast.parse(file.read_bytes())) or ""  # without an import
         print(fit(text, terminal_width()))
     else:
-        _run(command, arguments)
+        from verl_like.errors import VerlLikeError
+        from verl_like.process.garbage import pause_collection
+        from verl_like.registry import load_object
+
+        try:
+            with pause_collection():
+                target = load_object(COMMANDS[command], command)
+            if command in RECIPES:
+                from trainer.recipe_command import run_command
+
+                run_command(target, arguments)
+            else:
+                target(arguments)
+        except VerlLikeError as err:
+            sys.exit(f"error: {printable(str(err))}")
 
 
 def resolve_command(name: str) -> list[str]:
@@ -130,25 +144,6 @@ def resolve_command(name: str) -> list[str]:
     if name in PREFERENCE_LOSSES:
         return ["dpo", f"loss={name}"]
     return OTHER_WORDS.get(name, [])
-
-
-def _run(command: str, arguments: list[str]) -> None:
-    """Run a command; an error of this project ends it with its message."""
-    from verl_like.errors import VerlLikeError
-    from verl_like.process.garbage import pause_collection
-    from verl_like.registry import load_object
-
-    try:
-        with pause_collection():
-            target = load_object(COMMANDS[command], command)
-        if command in RECIPES:
-            from trainer.recipe_command import run_command
-
-            run_command(target, arguments)
-        else:
-            target(arguments)
-    except VerlLikeError as err:
-        sys.exit(f"error: {printable(str(err))}")
 
 
 if __name__ == "__main__":
