@@ -126,7 +126,19 @@ class Chat:
 
 def main(arguments: Sequence[str]) -> None:
     """Talk until the input ends."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser("verl-like chat", usage_of(__doc__))
+    add = parser.add_argument
+    add("model")
+    add("--system", default="")
+    add("--max-tokens", type=int, default=512)
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=None)
+    add("--environment", default="")
+    add("--tools", nargs="+", default=[])
+    add("--kwargs", type=json_object, default={})
+    add("--row", type=json_object, default={})
+    add("--max-turns", type=int, default=8)
+    options = parser.parse_args(arguments)
     if options.max_tokens < 1 or options.temperature < 0:
         raise ConfigError(
             f"--max-tokens={options.max_tokens} --temperature={options.temperature}: the first "
@@ -288,19 +300,3 @@ def _next_answer(host: EnvironmentHost) -> Answer:
     while True:
         for _, answer in host.answers(1.0):
             return answer
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like chat", usage_of(__doc__))
-    add = parser.add_argument
-    add("model")
-    add("--system", default="")
-    add("--max-tokens", type=int, default=512)
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=int, default=None)
-    add("--environment", default="")
-    add("--tools", nargs="+", default=[])
-    add("--kwargs", type=json_object, default={})
-    add("--row", type=json_object, default={})
-    add("--max-turns", type=int, default=8)
-    return parser

@@ -146,15 +146,11 @@ def generators_sections(
     """Describe an asynchronous run: its generators, its trainers and, if known, its speed."""
     if not isinstance(config, AsyncConfig):
         return {}
-    if not measured:
-        ask = "Add --measured RUN_DIR, the folder of a PPO run, to predict the seconds per step."
-        return {
-            "Generators and trainers": plan_lines(config, max_columns),
-            "Predicted speed": [ask],
-        }
-    phases, notes = measured_phases(measured)
-    fast = [*prediction_lines(config, phases), *notes]
-    return {"Generators and trainers": plan_lines(config, max_columns), "Predicted speed": fast}
+    speed = ["Add --measured RUN_DIR, the folder of a PPO run, to predict the seconds per step."]
+    if measured:
+        phases, notes = measured_phases(measured)
+        speed = [*prediction_lines(config, phases), *notes]
+    return {"Generators and trainers": plan_lines(config, max_columns), "Predicted speed": speed}
 
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:

@@ -32,7 +32,15 @@ from verl_like.terminal import usage_of
 def main(arguments: Sequence[str]) -> None:
     """Write the folder, and print from which checkpoint its model is."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser("verl-like export", usage_of(__doc__))
+    add = parser.add_argument
+    add("checkpoint")
+    add("out")
+    add("--role", default="")
+    add("--adapter", action="store_true")
+    add("--average", action="store_true")
+    add("--model", default="")
+    options = parser.parse_args(arguments)
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -48,15 +56,3 @@ def main(arguments: Sequence[str]) -> None:
     saved.export(out, as_adapter=options.adapter, of_average=options.average)
     noun = "adapter" if options.adapter else "model"
     print(f"{out}: the {noun} of {saved.folder}, trained from {saved.model.path}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like export", usage_of(__doc__))
-    add = parser.add_argument
-    add("checkpoint")
-    add("out")
-    add("--role", default="")
-    add("--adapter", action="store_true")
-    add("--average", action="store_true")
-    add("--model", default="")
-    return parser

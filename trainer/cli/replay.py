@@ -49,7 +49,17 @@ MOST_LINES = 20
 def main(arguments: Sequence[str]) -> None:
     """Replay; exit with 1 if anything differs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    parser = _parser()
+    parser = argparse.ArgumentParser("verl-like replay", usage_of(__doc__))
+    add = parser.add_argument
+    add("run", metavar="RUN")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int)
+    which.add_argument("--trajectory")
+    add("--live", action="store_true")
+    add("--stage", choices=STAGES, default="")
+    add("--break", dest="breaks", action="store_true")
+    add("--from-start", action="store_true")
+    add("--backend", choices=("local", "run"), default="local")
     options = parser.parse_args(arguments)
     if options.trajectory is not None:
         played = replay_trajectory(
@@ -103,18 +113,3 @@ def verdict(result: Replayed, step: int, stage: str) -> str:
     if num_hidden > 0:
         lines.append(f"  and {num_hidden} more")
     return "\n".join(lines)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like replay", usage_of(__doc__))
-    add = parser.add_argument
-    add("run", metavar="RUN")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int)
-    which.add_argument("--trajectory")
-    add("--live", action="store_true")
-    add("--stage", choices=STAGES, default="")
-    add("--break", dest="breaks", action="store_true")
-    add("--from-start", action="store_true")
-    add("--backend", choices=("local", "run"), default="local")
-    return parser
