@@ -186,22 +186,21 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
     known = keys_by_name(recipe.schema)
     for setting in settings:
         name, value = setting.key_or_group, setting.value()
-        around = key_of_own_name(name, recipe.schema)
         if setting in chosen:
             continue
-        if setting.is_delete() and name in known:
-            OmegaConf.update(tree, name, read(recipe.schema(), name), merge=False)
-            continue
         if setting.is_delete():
+            defaults = recipe.schema()
             section, _, own_name = name.rpartition(".")
-            default = read(recipe.schema(), section) if section in known else {}
+            if name in known:
+                OmegaConf.update(tree, name, read(defaults, name), merge=False)
+                continue
             OmegaConf.select(tree, section).pop(own_name, None)
+            default = read(defaults, section) if section in known else {}
             if isinstance(default, dict) and own_name in default:
                 OmegaConf.update(tree, name, default[own_name])
             continue
-        kind = known[name].kind if name in known else None
-        if around is not None:
-            kind = typing.get_args(around.kind)[-1]
+        around = key_of_own_name(name, recipe.schema)
+        kind = known[name].kind if around is None else typing.get_args(around.kind)[-1]
         if typing.get_origin(kind) is list and isinstance(value, str | int):
             value = [value]
         if around is not None:  # OmegaConf builds these sections only from whole values

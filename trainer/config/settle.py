@@ -142,7 +142,6 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
     spec = config.resource_pool_spec | shares
     if shares and config.trainer.nnodes > 1:  # the plan assigns nodes in the order of pools
         spec = {pool: spec[pool] for pool in spec if pool not in shares} | shares
-    config = changed(config, {"resource_pool_spec": spec})
     used, named_pools = set(config.role_mapping.values()), names_below("resource_pool_spec", keys)
     for pool in sorted(named_pools - used):
         roles = [role for role in inactive if mapped_before.get(role) == pool]
