@@ -60,24 +60,22 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
 
 def _called(function: Any, roles: Sequence[str]) -> Any:
     name = getattr(function, "__name__", repr(function))
+    wanted = f"the {roles[0]}'s model, or a dict of {', '.join(roles)}"
+    if len(roles) == 1:
+        wanted = "the model"
+    advice = f"Pass a function that returns {wanted}."
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ConfigError(
-            f"model={name} must be callable without arguments: {error}. {_wanted(roles)}"
+            f"model={name} must be callable without arguments: {error}. {advice}"
         ) from None
     except ValueError:  # a builtin without a signature
         pass
     result = function()
     if result is None:
-        raise ConfigError(f"model={name} returned None. {_wanted(roles)}")
+        raise ConfigError(f"model={name} returned None. {advice}")
     return result
-
-
-def _wanted(roles: Sequence[str]) -> str:
-    if len(roles) == 1:
-        return "Pass a function that returns the model."
-    return f"Pass a function that returns the {roles[0]}'s model, or a dict of {', '.join(roles)}."
 
 
 def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
