@@ -1,0 +1,130 @@
+"""Sections of the full plan (`verl-like check --full`): memory, placement, calls, sizes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.plan import plan_lines
+from trainer.config.devices import devices_of
+from trainer.config.keys import leaf_keys
+from trainer.config.unused_keys import unused_reason
+from trainer.launch import nominal_placement, trainer_class
+from trainer.memory import describe_axes, role_models
+from trainer.planner.simulate import measured_phases, prediction_lines
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.dataflow import describe, overridden_stages
+from trainer.ppo.memory import fit_passes, plan_text
+from trainer.ppo.roles import models_of
+from trainer.ppo.sizes import batch_table
+from trainer.rows import preflight
+from trainer.rows.config import RowConfig
+from trainer.rows.trainer import step_sizes
+from verl_like.placement.roles import expand_roles
+from workers.losses.registry import POLICY_LOSSES
+
+
+def ppo_sections(config: PPOConfig, max_columns: int | None, measured: str) -> dict[str, list[str]]:
+    """Return the sections about memory, placement and calls of PPO and its variants."""
+    config = fit_passes(config, devices_of(config.trainer))
+    overridden = overridden_stages(trainer_class(config))
+    return {
+        "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
+        "Placement": placement_lines(config, max_columns),
+        **generators_sections(config, max_columns, measured),
+        "Calls of a step": describe(config, max_columns, overridden).splitlines(),
+        "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
+        "Metrics to watch": watch_lines(config),
+    }
+
+
+def row_sections(config: RowConfig, max_columns: int | None) -> dict[str, list[str]]:
+    """Return the sections about memory, placement and batch sizes of a recipe on rows."""
+    memory = preflight.plan_text(config, max_columns, heading="")
+    axes = describe_axes(config, role_models(config))
+    placement = nominal_placement(config).draw(max_columns, axes)
+    return {
+        "Memory per device": memory.splitlines(),
+        "Placement": placement.splitlines(),
+        "Batch sizes": [step_sizes(config)],
+    }
+
+
+def generators_sections(
+    config: PPOConfig, max_columns: int | None, measured: str
+) -> dict[str, list[str]]:
+    """Describe an asynchronous run: its generators, its trainers and, if known, its speed."""
+    if not isinstance(config, AsyncConfig):
+        return {}
+    speed = ["Add --measured RUN_DIR, the folder of a PPO run, to predict the seconds per step."]
+    if measured:
+        phases, notes = measured_phases(measured)
+        speed = [*prediction_lines(config, phases), *notes]
+    return {"Generators and trainers": plan_lines(config, max_columns), "Predicted speed": speed}
+
+
+def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
+    """Describe the placement on the configured nodes, and its consequences."""
+    num_roles = Counter(expand_roles(config.role_mapping).values())
+    shared = [pool for pool, count in num_roles.items() if count > 1]
+
+    axes = describe_axes(config, models_of(config, without_users=True))
+    lines = nominal_placement(config).draw(max_columns, axes).splitlines()
+    pools = config.resource_pool_spec.items()
+    if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):
+        lines.append(
+            "All pools run in the driver's process, so calls run sequentially. Set "
+            "trainer.backend=ray, or use two processes per pool, to let them overlap."
+        )
+    elif len(pools) > 1:
+        lines.append("Calls on different pools run concurrently.")
+    else:
+        line = "There is one pool, so only rewards overlap with other calls."
+        devices = devices_of(config.trainer)
+        has_room = devices.type == "cpu" or sum(map(sum, config.resource_pool_spec.values())) > 1
+        if "critic" in expand_roles(config.role_mapping) and has_room:
+            line += " Set placement=split for a separate pool for the critic."
+        lines.append(line)
+    return lines + [
+        f"Roles on {pool} share its processes and run one after the other." for pool in shared
+    ]
+
+
+def watch_lines(config: PPOConfig) -> list[str]:
+    """Return the metrics to watch for the run's estimator and loss, unless they are user code."""
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    chosen: dict[str, Callable[..., Any] | None] = {}
+    if unused_reason(config, "algorithm.adv_estimator") is None:
+        name = config.algorithm.adv_estimator
+        chosen[f"advantage estimator {name}"] = ADVANTAGE_ESTIMATORS.get(name)
+    chosen[f"policy loss {loss_mode}"] = POLICY_LOSSES.get(loss_mode)
+    watched = {name: doc_parts(entry)[1] for name, entry in chosen.items() if entry is not None}
+    return [f"{name}: {_with_full_keys(text, config)}" for name, text in watched.items()]
+
+
+def _with_full_keys(text: str, config: PPOConfig) -> str:
+    """Return the text on one line, with full names of keys such as `clip_ratio_high`."""
+    keys = [key.name for key in leaf_keys(type(config))]
+
+    def full(short: re.Match[str]) -> str:
+        names = [key for key in keys if f".{key}".endswith(f".{short[1]}")]
+        return f"`{names[0]}`" if len(names) == 1 else short[0]
+
+    return re.sub(r"`([\w.]+)`", full, " ".join(text.split()))
+
+
+def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
+    """Return formula, metrics to watch and source from a docstring; "" for a missing one."""
+    formula, fields = [], {"Watch": "", "Source": ""}
+    for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
+        label, colon, text = paragraph.partition(": ")
+        if colon and label in fields:
+            fields[label] = text
+        else:
+            formula.append(paragraph)
+    return "\n\n".join(formula), fields["Watch"], fields["Source"]
