@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from trainer.best_of_n.recipe import (
+    BEST_OF_N,
     NO_EPOCHS,
     NO_TRAINING,
     ONLY_IN_TRAINING,
     SamplingOnlyConfig,
-    inactive_roles,
-    without_adapter,
 )
-from trainer.config.recipe import Recipe, placement_presets
+from trainer.config.recipe import Recipe
 from trainer.config.schema import TrainerConfig
-from trainer.ppo.recipe import extra_roles
-from trainer.ppo.verl import translate
 from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
 
@@ -71,15 +69,12 @@ def check(config: EvaluationConfig) -> None:
     check_sampling(rollout, config.data.max_response_length)
 
 
-EVAL = Recipe(
+EVAL: Recipe[EvaluationConfig] = replace(
+    cast(Recipe[Any], BEST_OF_N),
     name="eval",
     schema=EvaluationConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="evaluation",
-    placements=placement_presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
-    inactive_roles=inactive_roles,
-    extra_roles=extra_roles,
-    complete=without_adapter,
     checks=(check,),
-    translate=translate,
 )
+"""It has the roles and presets of `BEST_OF_N`, and translates the same keys."""
