@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import hydra
 
 from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
-from trainer.config.compose import compose_tree, known_settings, left_out_of, load_config, register
+from trainer.config.compose import compose_tree, known_settings, left_out_of, load_config
 from trainer.config.devices import devices_of
 from trainer.config.key_errors import unknown_key
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
 from trainer.config.unused_keys import annotated_yaml
+from trainer.config.yaml_files import register
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import changed
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError

@@ -9,75 +9,30 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.key_errors import (
-    key_of_own_name,
-    unknown_key,
-    wrong_file,
-    wrong_value,
-)
+from trainer.config.key_errors import key_of_own_name, reject_unknown, wrong_value
 from trainer.config.keys import keys_by_name, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.settings import (
-    as_text,
-    flat_settings,
-    keys_in,
-    keys_of,
-    keys_set,
-    overrides_of,
-    parse,
-)
+from trainer.config.settings import flat_settings, keys_of, keys_set, overrides_of, parse
 from trainer.config.settle import settle
 from trainer.config.unused_keys import keys_left_out
+from trainer.config.yaml_files import tree_of_files
 from verl_like.errors import ConfigError, nearest
-from verl_like.masking import mask_with_name
 from workers.config import EnvironmentConfig
 
 C = TypeVar("C", bound=RunConfig)
-
-
-def _divide(number: int, parts: int) -> int:
-    """Resolve `${divide:${data.max_response_length},5}`: rounded down, at least 1."""
-    return max(number // parts, 1)
-
-
-def _required(key: str, meaning: str) -> str:
-    """Raise for `${required:KEY,MEANING}`, which a preset has until the user sets KEY."""
-    raise ConfigError(f"{key} is not set, but the chosen preset needs it ({meaning}). Set {key}.")
-
-
-def _environment(name: str, *default: str | None) -> str | None:
-    """Resolve `oc.env` as OmegaConf does; messages show the variable's name, not its value."""
-    if name in os.environ:
-        mask_with_name(os.environ[name], f"${{oc.env:{name}}}")
-    value: str | None = oc.env(name, *default)
-    return value
-
-
-OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
-OmegaConf.register_new_resolver("divide", _divide, replace=True)
-OmegaConf.register_new_resolver("required", _required, replace=True)
 
 
 def load_config(
@@ -123,7 +78,7 @@ def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Overrid
     """
     full = [part for setting in settings for part in _in_full(parse(setting))]
     parsed = list(recipe.translate(full))
-    _reject([text for name in keys_of(parsed) if (text := unknown_key(name, recipe))], recipe)
+    reject_unknown(keys_of(parsed), recipe, files={})
     for setting in parsed:
         name, value = setting.key_or_group, setting.value()
         presets = recipe.preset_names(name)
@@ -182,7 +137,7 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
     """
     chosen = [setting for setting in settings if is_preset(setting, recipe)]
     lines = tuple(setting.input_line or "" for setting in chosen)
-    tree = copy.deepcopy(_tree_of_files(recipe, lines))
+    tree = copy.deepcopy(tree_of_files(recipe, lines))
     known = keys_by_name(recipe.schema)
     for setting in settings:
         name, value = setting.key_or_group, setting.value()
@@ -217,73 +172,6 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
 def is_preset(setting: Override, recipe: Recipe[Any]) -> bool:
     """Return whether a setting names a preset (`algorithm=grpo`, but not `algorithm={...}`)."""
     return setting.key_or_group in recipe.groups and not isinstance(setting.value(), dict)
-
-
-@lru_cache(maxsize=64)
-def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
-    """Compose the YAML files with Hydra: the recipe's, the presets', the user's."""
-    first, *others = (folder.resolve() for folder in recipe.folders)
-    path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
-
-    register(recipe, schema={})  # so that unknown keys of all files are reported together
-    try:
-        with initialize_config_dir(str(first), version_base="1.3"):
-            composed = compose(recipe.config_name, overrides=[path, *presets])
-    except HydraException as err:
-        raise ConfigError(wrong_file(err, [*_own_files(recipe)])) from err
-    except yaml.MarkedYAMLError as err:
-        file = err.problem_mark.name if err.problem_mark else recipe.config_name
-        raise ConfigError(f"{file} is not readable as YAML: {err}") from err
-    keys = keys_in("", OmegaConf.to_container(composed, resolve=False))
-    refusals = {key: unknown_key(key, recipe) for key in keys}
-    _reject([_named_by(key, recipe) + text for key, text in refusals.items() if text], recipe)
-
-    try:
-        tree = OmegaConf.merge(OmegaConf.structured(recipe.schema), composed)
-    except OmegaConfBaseException as err:
-        raise ConfigError(wrong_value(err.full_key or "", err, recipe)) from err
-    assert isinstance(tree, DictConfig), "a schema is a mapping of keys"
-    OmegaConf.set_struct(tree, None)  # the schema's sections stay closed, dicts take new names
-    return tree
-
-
-def _reject(unknown: Sequence[str], recipe: Recipe[Any]) -> None:
-    if unknown:
-        apart = " " if len(unknown) == 1 else "\n"
-        raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg all"]))
-
-
-def _named_by(key: str, recipe: Recipe[Any]) -> str:
-    """Return the start of an error: the user's files that contain the last word of the key."""
-    word = re.compile(rf"^[^#]*\b{re.escape(key.rpartition('.')[2])}['\"]?\s*:", re.MULTILINE)
-    files = [name for name, file in _own_files(recipe).items() if word.search(file.read_text())]
-    return f"In {' or '.join(map(repr, files))}: " if files else ""
-
-
-def _own_files(recipe: Recipe[Any]) -> dict[str, Path]:
-    """Return the user's files by their names in `--config-name` and `defaults`."""
-    folder = recipe.own_folder
-    files = folder.rglob("*.yaml") if folder else ()
-    return {str(file.relative_to(folder).with_suffix("")): file for file in files if folder}
-
-
-def register(recipe: Recipe[Any], schema: Any) -> None:
-    """Register the schema and the placement presets with Hydra, for the recipe's YAML.
-
-    The store has one recipe at a time: presets of recipes share their names, and Hydra copies the
-    whole store on each composition.
-    """
-    store = ConfigStore.instance()
-    for name in [name for name in store.repo if name.endswith("_schema.yaml")]:
-        del store.repo[name]
-    store.repo.pop("placement", None)
-    store.store(f"{recipe.name}_schema", schema)
-    for preset, pools in recipe.placements.items():
-        node = {
-            "resource_pool_spec": {pool: [] for pool in pools},
-            "role_mapping": {role: pool for pool, roles in pools.items() for role in roles},
-        }
-        store.store(group="placement", name=preset, package="_global_", node=node)
 
 
 def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:

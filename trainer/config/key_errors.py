@@ -1,11 +1,12 @@
-"""Error texts for settings with an unknown key or an invalid value."""
+"""Errors for settings with an unknown key or an invalid value."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
@@ -21,7 +22,7 @@ from trainer.config.keys import (
     named_keys,
 )
 from trainer.config.recipe import Recipe
-from verl_like.errors import did_you_mean, nearest
+from verl_like.errors import ConfigError, did_you_mean, nearest
 
 OTHER_TYPE = re.compile(
     "Value .* could not be converted to|Value .* is not a valid bool|^Cannot .*"
@@ -78,6 +79,19 @@ def takes(key: Key) -> str:
     if key.range and kinds:
         allowed = f"{kinds[0]}, {allowed}"
     return f"takes {allowed or ' or '.join(kinds)}" if allowed or kinds else ""
+
+
+def reject_unknown(names: Iterable[str], recipe: Recipe[Any], files: Mapping[str, Path]) -> None:
+    """Reject unknown keys, all in one error, which names the user's `files` with such a word."""
+    errors = []
+    for name in names:
+        if text := unknown_key(name, recipe):
+            word = re.compile(rf"(?m)^[^#]*\b{re.escape(name.rpartition('.')[2])}['\"]?\s*:")
+            places = [file for file, path in files.items() if word.search(path.read_text())]
+            errors.append((f"In {' or '.join(map(repr, places))}: " if places else "") + text)
+    if errors:
+        apart = " " if len(errors) == 1 else "\n"
+        raise ConfigError(apart.join([*errors, f"All keys: verl-like {recipe.name} --cfg all"]))
 
 
 def unknown_key(name: str, recipe: Recipe[Any]) -> str:
