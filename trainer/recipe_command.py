@@ -91,7 +91,12 @@ def run_command(
             settings = [*_settings_of_configuration(recipe, options), *settings]
         if options.cfg:
             exit_on_broken_pipe()
-            _show_keys(recipe, [*defaults, *settings], options)
+            known = known_settings([*defaults, *settings], recipe)
+            tree = compose_tree(known, recipe)
+            recipe.load_registries()  # the comments list the registered names
+            all_keys = options.cfg == "all"
+            left_out = set() if all_keys else left_out_of(tree, keys_of(known), recipe)
+            print(annotated_yaml(tree, recipe.schema, options.resolve, left_out, all_keys), end="")
             return
         survive_broken_pipes()
         jobs = jobs_of(settings) if options.multirun else []
@@ -149,16 +154,6 @@ def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace)
     if not options.config_name:
         raise ConfigError("--config-path needs --config-name=NAME, the file in that folder.")
     return recipe.settings_of_configuration(options.config_name, options.config_path or "")
-
-
-def _show_keys(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namespace) -> None:
-    """Print the configuration with the rules of its keys."""
-    known = known_settings(settings, recipe)
-    tree = compose_tree(known, recipe)
-    recipe.load_registries()  # the comments list the registered names
-    all_keys = options.cfg == "all"
-    left_out = set() if all_keys else left_out_of(tree, keys_of(known), recipe)
-    print(annotated_yaml(tree, recipe.schema, options.resolve, left_out, all_keys), end="")
 
 
 def load_or_exit(recipe: Recipe[C], settings: Sequence[str], defaults: Sequence[str]) -> C:

@@ -121,23 +121,17 @@ def _named(requirement: Requirement) -> str:
 def check_packages() -> Iterator[Finding]:
     """Check that every required package is installed, in the required range."""
     for name, requirement in _requirements().items():
-        need = OPTIONAL.get(name, "")
+        need, specifier = OPTIONAL.get(name, ""), requirement.specifier
         fix = f"{PIP} {_named(requirement)}"
+        wanted = f"in the range {specifier}" if str(specifier) else "any version"
         version = _version(name)
         if version is None:
-            yield Finding(
-                name, f"not installed{'; ' + need if need else ''}", fix, is_optional=bool(need)
-            )
-            continue
-        wanted = (
-            f"in the range {requirement.specifier}" if str(requirement.specifier) else "any version"
-        )
-        fits = requirement.specifier.contains(version.partition("+")[0], prereleases=True)
-        yield (
-            Finding(name, f"{version}, {wanted}")
-            if fits
-            else Finding(name, f"{version}, not {wanted}", fix)
-        )
+            missing = f"not installed; {need}" if need else "not installed"
+            yield Finding(name, missing, fix, is_optional=bool(need))
+        elif specifier.contains(version.partition("+")[0], prereleases=True):
+            yield Finding(name, f"{version}, {wanted}")
+        else:
+            yield Finding(name, f"{version}, not {wanted}", fix)
 
 
 def _version(package: str) -> str | None:
@@ -214,17 +208,14 @@ def _torch_for(driver: int, torch: Requirement) -> str:
 def check_allocator() -> Finding:
     """Report whether CPU processes configure their allocator, or the user's environment does."""
     if chosen := settings_of_user():
-        names = " ".join(setting.partition("=")[0] for setting in chosen)
-        return Finding(
-            "allocator",
+        problem = (
             f"{', '.join(chosen)} is set, so CPU processes do not configure the allocator to keep "
-            "freed memory, and train more slowly",
-            f"unset {names}",
-            is_optional=True,
+            "freed memory, and train more slowly"
         )
-    return Finding(
-        "allocator", "not set by the environment; CPU processes keep freed memory, which is faster"
-    )
+        fix = "unset " + " ".join(setting.partition("=")[0] for setting in chosen)
+        return Finding("allocator", problem, fix, is_optional=True)
+    usual = "not set by the environment; CPU processes keep freed memory, which is faster"
+    return Finding("allocator", usual)
 
 
 def check_machine() -> Iterator[Finding]:
@@ -232,20 +223,13 @@ def check_machine() -> Iterator[Finding]:
     yield Finding("CPUs", f"{usable_cores()}; at least 2 are needed for pools to overlap")
     memory, total = free_memory_gib(), memory_gib("MemTotal:")
     if memory is not None:
-        fix = (
-            "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>"
-            if memory < LEAST_MEMORY_GIB
-            else ""
-        )
+        less = "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>"
+        fix = less if memory < LEAST_MEMORY_GIB else ""
         yield Finding("memory", f"{memory:.1f} GiB free of {total:.1f} GiB", fix)
+    other_disk = "trainer.default_local_dir=<a folder on another disk>"
     for subject, path, least, fix in (
         ("shared memory", Path("/dev/shm"), LEAST_SHARED_GIB, "mount -o remount,size=4G /dev/shm"),
-        (
-            "disk",
-            Path.cwd(),
-            LEAST_DISK_GIB,
-            "trainer.default_local_dir=<a folder on another disk>",
-        ),
+        ("disk", Path.cwd(), LEAST_DISK_GIB, other_disk),
     ):
         if path.is_dir():
             free = shutil.disk_usage(path).free / GIB

@@ -207,8 +207,9 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         """Return the metrics of a training step, averaged over all validation rows."""
         score = self.groups[self.role].compute_log_prob
         log_probs = self.log_probs_of(self.validation, "val", score)
-        masks = [read_columns(x, "response_mask") for x in self.validation_batches()]
-        num_tokens = torch.cat([x["response_mask"].count_nonzero(dim=-1) for x in masks])
+        batches = self.in_order(self.validation, "val")
+        masks = [read_columns(batch, "response_mask")["response_mask"] for batch in batches]
+        num_tokens = torch.cat([mask.count_nonzero(dim=-1) for mask in masks])
         columns = {"log_probs": log_probs, "num_tokens": num_tokens.double()}
         if has_reference(self.config):
             columns["ref_log_probs"] = self.reference["val"]

@@ -78,7 +78,7 @@ class RewardModelTrainer(RowTrainer[PairRow]):
     def validation_metrics(self) -> Metrics:
         """Return the mean metrics of all validation pairs; equal scores count as half correct."""
         scores_of_batches, margins_of_batches = [], []
-        for batch in self.validation_batches():
+        for batch in self.in_order(self.validation, "val"):
             scored = self.groups[self.role].compute_scores(batch)
             scores_of_batches.append(read_columns(scored, "scores")["scores"].double())
             margins_of_batches.append(read_columns(batch, "margin")["margin"].double())

@@ -151,12 +151,8 @@ class RowTrainer(Trainer, Generic[R]):
         """True if there are `data.val_files`."""
         return bool(self.validation)
 
-    def validation_batches(self) -> Iterator[DataProto]:
-        """Yield all validation rows in order, as many per batch as a step has."""
-        return self.in_order(self.validation, "val")
-
     def in_order(self, rows: Sequence[R], name: str) -> Iterator[DataProto]:
-        """Yield the rows in order, as many per batch as a step has; uids begin with `name`."""
+        """Yield batches of the rows in order, as many as a step has; uids begin with `name`."""
         size = self.config.data.train_batch_size
         for start in range(0, len(rows), size):
             part = rows[start : start + size]

@@ -42,7 +42,7 @@ class SFTTrainer(RowTrainer[LMRow]):
     def validation_metrics(self) -> Metrics:
         """Return the mean loss over all validation tokens that are in the loss."""
         total = num_tokens = 0.0
-        for batch in self.validation_batches():
+        for batch in self.in_order(self.validation, "val"):
             output = self.groups[self.role].compute_log_prob(batch)
             log_probs = read_columns(output, "log_probs")["log_probs"]
             total -= float(log_probs.double().sum())
