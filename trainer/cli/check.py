@@ -79,25 +79,21 @@ def explain(
     for key in keys_set(known):
         if reason := unused_reason(config, key):
             unused.setdefault(reason, []).append(key)
-    changes = change_lines(config, recipe, known)
-    trainer_cls = trainer_class(config)
-    is_ppo = isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer)
-    details = (
-        ppo_sections(config, max_columns, measured) if is_ppo else row_sections(config, max_columns)
-    )
-    sections = {
-        **details,
-        "Changed from the defaults": changes,
-        "Keys that you set without effect": [
-            f"{', '.join(names)}: {why}" for why, names in unused.items()
-        ],
-    }
-    texts = [
-        "\n".join([title, "-" * len(title), *lines]) for title, lines in sections.items() if lines
-    ]
-    first = [batch_line(config)] if is_ppo else []
-    last = describe_saving(config, trainer_cls)
-    return "\n\n".join([*first, *texts, *([last] if last else [])])
+    trainer_cls, texts = trainer_class(config), []
+    if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
+        texts.append(batch_line(config))
+        sections = ppo_sections(config, max_columns, measured)
+    else:
+        sections = row_sections(config, max_columns)
+    sections["Changed from the defaults"] = change_lines(config, recipe, known)
+    no_effect = [f"{', '.join(names)}: {why}" for why, names in unused.items()]
+    sections["Keys that you set without effect"] = no_effect
+    for title, lines in sections.items():
+        if lines:
+            texts.append("\n".join([title, "-" * len(title), *lines]))
+    if saving := describe_saving(config, trainer_cls):
+        texts.append(saving)
+    return "\n\n".join(texts)
 
 
 def change_lines(config: RunConfig, recipe: Recipe[Any], settings: Sequence[Override]) -> list[str]:

@@ -100,14 +100,9 @@ def check(
     again, other = play(host, [0, 1], row, texts, turns)
     problems = []
     if again.answers != first.answers:
-        turn = next(
-            (
-                number
-                for number, pair in enumerate(zip(first.answers, again.answers, strict=False))
-                if pair[0] != pair[1]
-            ),
-            min(len(first.answers), len(again.answers)),
-        )
+        replies = enumerate(zip(first.answers, again.answers, strict=False))
+        shorter = min(len(first.answers), len(again.answers))
+        turn = next((number for number, (a, b) in replies if a != b), shorter)
         problems.append(
             f"the same seed gives a different trajectory from reply {turn} on. Use only the rng "
             "that reset receives, or self.rng, and no clock, file or other process."

@@ -47,11 +47,9 @@ def main(arguments: Sequence[str]) -> None:
             f"{out} is a file, or a folder with files. Choose a folder that does not exist yet."
         )
 
+    is_inside = options.adapter or options.average
     saved = find_saved_model(
-        options.checkpoint,
-        options.role,
-        options.model,
-        in_checkpoint=options.adapter or options.average,
+        options.checkpoint, options.role, options.model, in_checkpoint=is_inside
     )
     saved.export(out, as_adapter=options.adapter, of_average=options.average)
     noun = "adapter" if options.adapter else "model"

@@ -122,29 +122,25 @@ def job_of(arguments: Sequence[str]) -> Job:
     cls, program = load_object(JOBS[recipe], "plan"), load_object(RECIPES[recipe], "plan")
     cluster = cluster_keys(device, num_gpus, per_node)
     config = compose.load_config([*keys, *overrides_of(cluster)], program)
-    common = {
-        "recipe": program,
-        "config": config,
-        "settings": keys,
-        "device": device,
-        "num_gpus": num_gpus,
-        "per_node": per_node,
-    }
+    workload: dict[str, Any] = {}
     if not issubclass(cls, PPOJob):
-        rows = _lengths(options, "length", "the longest row", longest_row(config))
-        job: Job = cls(**common, lengths=rows)
+        workload["lengths"] = _lengths(options, "length", "the longest row", longest_row(config))
     else:
-        data = config.data
-        prompt_key, response_key = "data.max_prompt_length", "data.max_response_length"
-        mean_prompt = _mean(options, "prompt", prompt_key, data.max_prompt_length)
-        responses = _lengths(options, "response", response_key, data.max_response_length)
-        job = cls(
-            **common,
-            mean_prompt=mean_prompt,
-            responses=responses,
-            waits=options.get("environment_s", 0.0),
-            rewards=options.get("reward_s", 0.0),
-        )
+        longest = config.data.max_prompt_length
+        workload["mean_prompt"] = _mean(options, "prompt", "data.max_prompt_length", longest)
+        longest = config.data.max_response_length
+        workload["responses"] = _lengths(options, "response", "data.max_response_length", longest)
+        workload["waits"] = options.get("environment_s", 0.0)
+        workload["rewards"] = options.get("reward_s", 0.0)
+    job: Job = cls(
+        recipe=program,
+        config=config,
+        settings=keys,
+        device=device,
+        num_gpus=num_gpus,
+        per_node=per_node,
+        **workload,
+    )
     job.check()
     return job
 
