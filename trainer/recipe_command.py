@@ -213,10 +213,7 @@ def _show(err: BaseException) -> None:
 
 
 def run_jobs(
-    recipe: Recipe[Any],
-    jobs: Sequence[Sequence[str]],
-    defaults: Sequence[str],
-    start: Start | None,
+    recipe: Recipe[Any], jobs: Sequence[Sequence[str]], defaults: Sequence[str], start: Start | None
 ) -> None:
     """Load and run the settings of each job, each in its own folder below the run folder.
 

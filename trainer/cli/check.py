@@ -195,10 +195,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def full_plan(
-    config: RunConfig,
-    measured: str = "",
-    recipe: Recipe[Any] = PPO,
-    settings: Sequence[str] = (),
+    config: RunConfig, measured: str = "", recipe: Recipe[Any] = PPO, settings: Sequence[str] = ()
 ) -> str:
     """Return the full plan of the run, as wide as the terminal, or `WIDTH_OF_A_FILE`."""
     width = terminal_width() or WIDTH_OF_A_FILE

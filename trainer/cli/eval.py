@@ -34,13 +34,7 @@ from trainer.run_folder.saved_model import SavedModel, find_saved_model
 from verl_like.errors import ConfigError
 from workers.models.folder import is_on_hub, model_folder
 
-CARRIED = (
-    "data.",
-    "actor_rollout_ref.rollout.",
-    "reward.",
-    "environment.",
-    "trainer.seed",
-)
+CARRIED = ("data.", "actor_rollout_ref.rollout.", "reward.", "environment.", "trainer.seed")
 """Prefixes of the keys of a run's configuration that its validation reads."""
 LEFT = ("data.train_files", "data.total_prompts")
 POLICY = "actor_rollout_ref.model.path"

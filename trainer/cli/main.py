@@ -47,25 +47,12 @@ RECIPES = {
     "async": "trainer.async_training.recipe.ASYNC",
 }
 """Commands that run a recipe."""
-COMMANDS = {
-    **RECIPES,
-    "check": "trainer.cli.check.main",
-    "plan": "trainer.cli.plan.main",
-    "predict-async": "trainer.cli.predict_async.main",
-    "check-environment": "trainer.cli.check_environment.main",
-    "check-loss": "trainer.cli.check_loss.main",
-    "doctor": "trainer.cli.doctor.main",
-    "make-tiny": "trainer.cli.make_tiny.main",
-    "serve": "trainer.cli.serve.main",
-    "serve-reward": "trainer.cli.serve_reward.main",
-    "migrate": "trainer.cli.migrate.main",
-    "report": "trainer.cli.report.main",
-    "compare": "trainer.cli.compare.main",
-    "replay": "trainer.cli.replay.main",
-    "eval": "trainer.cli.eval.main",
-    "chat": "trainer.cli.chat.main",
-    "export": "trainer.cli.export.main",
-}
+OTHERS = """
+    check plan predict-async check-environment check-loss doctor make-tiny serve serve-reward
+    migrate report compare replay eval chat export
+""".split()
+"""The other commands, each with a module of its name in this folder."""
+COMMANDS = RECIPES | {name: f"trainer.cli.{name.replace('-', '_')}.main" for name in OTHERS}
 """Command -> its recipe, or a function of its arguments; the module's docstring is its help."""
 ASKS_FOR_HELP = {"-h", "--help"}
 PREFERENCE_LOSSES = {"hinge", "ipo", "kto", "orpo", "simpo"}

@@ -36,9 +36,7 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def load_config(
-    settings: Sequence[str] | Mapping[str, Any],
-    recipe: Recipe[C],
-    defaults: Sequence[str] = (),
+    settings: Sequence[str] | Mapping[str, Any], recipe: Recipe[C], defaults: Sequence[str] = ()
 ) -> C:
     """Return a run's configuration from `key=value` strings, as on the command line, or a dict.
 

@@ -143,10 +143,7 @@ def _plain(gpu: str) -> str:
     return name.removesuffix("80gb") or name
 
 
-def check_offload(
-    trainer: TrainerConfig,
-    sections: Mapping[str, tuple[str, str, Any]],
-) -> None:
+def check_offload(trainer: TrainerConfig, sections: Mapping[str, tuple[str, str, Any]]) -> None:
     """Reject offloading on CPUs, whose only memory is the host's.
 
     `sections`: section with a strategy -> (the strategy, the section with its `fsdp_config`, the

@@ -142,9 +142,7 @@ class TrainerConfig(Section):
     )
     """The `global_step_N` folder to resume from."""
     logger: list[str] = config_field(
-        factory=lambda: ["console"],
-        registry="tracker",
-        hint="(metrics.jsonl is always written.)",
+        factory=lambda: ["console"], registry="tracker", hint="(metrics.jsonl is always written.)"
     )
     """Loggers that receive the metrics, in addition to metrics.jsonl."""
 
