@@ -70,10 +70,9 @@ class Restarts:
         """
         if self._count:
             again = max(self._last_failed - 1 - step, 0)
-            logger.warning(
-                "the run restarted after %.1f s and resumes after step %d from %s; %s.",
-                *(time.monotonic() - self._failed_at, step, source, describe_lost_steps(again)),
-            )
+            text = "the run restarted after %.1f s and resumes after step %d from %s; %s."
+            seconds, lost = time.monotonic() - self._failed_at, describe_lost_steps(again)
+            logger.warning(text, seconds, step, source, lost)
             self._write(self._last_failed, state_from=source, finished_steps_made_again=again)
         elif step == 0:
             self._record.unlink(missing_ok=True)
@@ -95,16 +94,9 @@ class Restarts:
         self._last_failed, self._furthest = step, max(self._furthest, step)
         seconds = FIRST_WAIT_S * 2**self._in_a_row
         self._count += 1
-        logger.warning(
-            "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s.",
-            *(
-                step,
-                str(error).rstrip("."),
-                self._count,
-                self._config.trainer.max_restarts,
-                seconds,
-            ),
-        )
+        text = "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s."
+        most, problem = self._config.trainer.max_restarts, str(error).rstrip(".")
+        logger.warning(text, step, problem, self._count, most, seconds)
         self._write(step, lost=mask_text(str(error).splitlines()[0]))
         self._pause(seconds)
 
@@ -130,10 +122,8 @@ class Restarts:
 
     def note_samples(self, step: int, num_kept: int, num_regenerated: int) -> None:
         """Log how many samples of a lost group survived, and how many are generated again."""
-        logger.warning(
-            "step %d: %d samples of the lost group are kept, %d are regenerated.",
-            *(step, num_kept, num_regenerated),
-        )
+        text = "step %d: %d samples of the lost group are kept, %d are regenerated."
+        logger.warning(text, step, num_kept, num_regenerated)
         self._write(step, samples_kept=num_kept, samples_made_again=num_regenerated)
 
     def resuming(self, config: Config) -> Config:
@@ -228,10 +218,8 @@ def replace_within_step(
         raise error from None
     seconds = time.monotonic() - since
     for pool, roles in lost.items():
-        names = "+".join(roles)
-        logger.warning(
-            "group %s (%s) restarted after %.1f s; step %d continues.", names, pool, seconds, step
-        )
+        text = "group %s (%s) restarted after %.1f s; step %d continues."
+        logger.warning(text, "+".join(roles), pool, seconds, step)
 
 
 def wait_for_room(

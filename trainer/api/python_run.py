@@ -110,8 +110,9 @@ class PythonRun:
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
         derived = model_settings(model, tokenizer, self._model_sections, inputs)
+        has_places = any(key.partition(".")[0] in PLACES for key in settings)
         self._defaults: dict[str, Any] = {
-            "trainer.backend": "local",
+            "trainer.backend": "ray" if has_places else "local",
             "trainer.save_freq": LAST_STEP_ONLY,
         }
         for key, rows in data.items():
@@ -126,9 +127,6 @@ class PythonRun:
         if "reward.list" in settings:
             rewards = reward_list(settings["reward.list"], inputs / "rewards", self._columns)
             self.settings["reward.list"] = rewards
-        has_places = any(key.partition(".")[0] in PLACES for key in settings)
-        if has_places:
-            self._defaults["trainer.backend"] = "ray"
         config = self.config()
         for key, rows in data.items():
             if rows is not None and not is_file_name(rows) and config.data.on_bad_row == "error":

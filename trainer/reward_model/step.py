@@ -45,16 +45,14 @@ def end_as_samples_do(
             num_open += len(side.ids) < max_length and int(side.ids[-1]) not in stops
 
     if num_open:
-        logger.warning(
+        names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(set(stops))))
+        text = (
             "%s: %d of %d responses do not end with a stop token (%s), but PPO's samples do, so "
             "their scores would be read at a token that was never trained. Change the chat "
             "template so that it writes the stop token after the assistant's turns, or write "
-            "prompt, chosen and rejected as texts.",
-            key,
-            num_open,
-            2 * len(rows),
-            ", ".join(tokenizer.convert_ids_to_tokens(sorted(set(stops)))),
+            "prompt, chosen and rejected as texts."
         )
+        logger.warning(text, key, num_open, 2 * len(rows), names)
     return pairs
 
 
