@@ -131,14 +131,8 @@ def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     letters = [LETTERS[index % len(LETTERS)] for index in range(num_rows)]
     rng.shuffle(letters)
     return [
-        {
-            "data_source": "verl_like/tiny_letters",
-            "prompt": [{"role": "user", "content": f"{rng.choice(WORDS)} {letter}"}],
-            "ability": "letters",
-            "reward_model": {"style": "rule", "ground_truth": letter},
-            "extra_info": {"split": split, "index": index},
-        }
-        for index, letter in enumerate(letters)
+        _row("verl_like/tiny_letters", "letters", f"{rng.choice(WORDS)} {letter}", letter, split, i)
+        for i, letter in enumerate(letters)
     ]
 
 
@@ -148,16 +142,22 @@ def make_sums(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     rows = []
     for index in range(num_rows):
         a, b = rng.randint(1, LARGEST_NUMBER), rng.randint(1, LARGEST_NUMBER)
-        rows.append(
-            {
-                "data_source": "openai/gsm8k",
-                "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-                "extra_info": {"split": split, "index": index},
-            }
-        )
+        text = f"What is {a} + {b}?"
+        rows.append(_row("openai/gsm8k", "math", text, str(a + b), split, index))
     return rows
+
+
+def _row(
+    source: str, ability: str, text: str, answer: str, split: str, index: int
+) -> dict[str, Any]:
+    """Return a row in verl's schema."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": text}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index},
+    }
 
 
 def make(

@@ -43,12 +43,10 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     asks_for_proof = arguments[-1] == "--prove"
     system, source, *script_arguments = arguments[: -1 if asks_for_proof else None]
-    is_command = script_arguments and not os.path.isfile(source)
-    translations = (
-        migrate(system, [source, *script_arguments])
-        if is_command
-        else migrate(system, source, script_arguments)
-    )
+    if script_arguments and not os.path.isfile(source):  # a command
+        translations = migrate(system, [source, *script_arguments])
+    else:
+        translations = migrate(system, source, script_arguments)
     print("\n\n".join(done.report(terminal_width()) for done in translations), flush=True)
     if asks_for_proof:
         from trainer.migrate.prove import prove

@@ -6,10 +6,11 @@ import ast
 import dataclasses
 import functools
 import inspect
+import operator
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -90,27 +91,24 @@ class Key:
         rules = self.rules
         if rules.at_least is not None and rules.at_most is not None:
             return f"from {rules.at_least:g} to {rules.at_most:g}"
-
-        words = []
-        if rules.above is not None:
-            words.append(f"above {rules.above:g}")
-        if rules.at_least is not None:
-            words.append(f"{rules.at_least:g} or more")
-        if rules.at_most is not None:
-            words.append(f"at most {rules.at_most:g}")
-        if rules.below is not None:
-            words.append(f"below {rules.below:g}")
-        return " and ".join(words)
+        return " and ".join(words.format(limit) for words, _, limit in self.bounds)
 
     def has_in_range(self, number: float) -> bool:
         """Return whether the number is allowed."""
+        within = (is_allowed(number, limit) for _, is_allowed, limit in self.bounds)
+        return number == self.rules.or_exactly or all(within)
+
+    @property
+    def bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        """Each declared limit with its words and its comparison."""
         rules = self.rules
-        return number == rules.or_exactly or not (
-            (rules.above is not None and number <= rules.above)
-            or (rules.at_least is not None and number < rules.at_least)
-            or (rules.at_most is not None and number > rules.at_most)
-            or (rules.below is not None and number >= rules.below)
-        )
+        bounds = [
+            ("above {:g}", operator.gt, rules.above),
+            ("{:g} or more", operator.ge, rules.at_least),
+            ("at most {:g}", operator.le, rules.at_most),
+            ("below {:g}", operator.lt, rules.below),
+        ]
+        return [(words, allows, limit) for words, allows, limit in bounds if limit is not None]
 
     @property
     def describe_rules(self) -> str:
