@@ -25,6 +25,9 @@ KINDS: Mapping[Any, str] = {
     bool: "true or false",
 }
 """A key's type -> the description of its values."""
+_keys_of: dict[type, dict[str, Key]] = {}
+_named_keys_of: dict[type, dict[str, Key]] = {}
+"""Schema -> its keys, as caches."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,10 @@ def config_keys(schema: type) -> tuple[Key, ...]:
     return tuple(keys_by_name(schema).values())
 
 
-@functools.cache
 def keys_by_name(schema: type) -> Mapping[str, Key]:
     """Return dotted name -> key or section."""
+    if schema in _keys_of:
+        return _keys_of[schema]
     keys: dict[str, Key] = {}
     kinds = typing.get_type_hints(schema)
     may_change = getattr(schema, "may_change_on_resume", False)
@@ -149,17 +153,20 @@ def keys_by_name(schema: type) -> Mapping[str, Key]:
         for name in names:
             rules = replace(keys[name].rules, read_when=(never,), required="")
             keys[name] = replace(keys[name], rules=rules)
+    _keys_of[schema] = keys
     return keys
 
 
-@functools.cache
 def named_keys(schema: type) -> Mapping[str, Key]:
     """Return dotted name -> key, section or option, for all names that a setting may use."""
+    if schema in _named_keys_of:
+        return _named_keys_of[schema]
     keys = dict(keys_by_name(schema))
     for key in [*keys.values()]:
         for option in config_keys(key.rules.options) if key.rules.options else ():
             name = f"{key.name}.{option.name}"
             keys[name] = replace(option, name=name)
+    _named_keys_of[schema] = keys
     return keys
 
 
