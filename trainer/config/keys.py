@@ -172,7 +172,7 @@ def named_keys(schema: type) -> Mapping[str, Key]:
 
 def leaf_keys(schema: type) -> list[Key]:
     """Return the keys of a schema without its sections."""
-    return [key for key in config_keys(schema) if not key.is_section]
+    return [key for key in keys_by_name(schema).values() if not key.is_section]
 
 
 @functools.cache
