@@ -127,7 +127,7 @@ class PythonRun:
         if "reward.list" in settings:
             rewards = reward_list(settings["reward.list"], inputs / "rewards", self._columns)
             self.settings["reward.list"] = rewards
-        config = self.config()
+        config: Any = self.config()
         for key, rows in data.items():
             if rows is not None and not is_file_name(rows) and config.data.on_bad_row == "error":
                 written = enumerate(json_rows(Path(derived[key])))
