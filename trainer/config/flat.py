@@ -27,18 +27,14 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
     return flatten(masked(json.loads(json.dumps(dataclasses.asdict(config), default=str))))
 
 
-def flatten(tree: Any) -> dict[str, Any]:
-    """Return nested dicts as dotted key -> value."""
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as dotted key -> value; `prefix` is a section's name and a dot."""
     flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
+    for name, value in tree.items():
         if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else str(name), inner)
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix] = value
-
-    walk("", tree)
+            flat[f"{prefix}{name}"] = value
     return flat
 
 

@@ -33,12 +33,8 @@ def modules_of_the_user(object_paths: Iterable[str]) -> list[str]:
         for module in modules
         if "/" not in module and not module.endswith(".py")
     )
-    places = []
-    for package in packages:
-        place = None if package in OWN_PACKAGES else place_of(package)
-        if place is not None:
-            places.append(str(place))
-    return places
+    places = [place_of(package) for package in packages if package not in OWN_PACKAGES]
+    return [str(place) for place in places if place is not None]
 
 
 def place_of(module: str) -> Path | None:
