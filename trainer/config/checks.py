@@ -63,7 +63,8 @@ def check_value(key: Key, value: Any) -> None:
             if name in rules.elsewhere:
                 near = f" {name} is called {rules.elsewhere[name]} here."
             raise ConfigError(f"{key.name}={name}: choose {words}{hint}{near}")
-    if not key.has_in_range(value):
+    within = all(allows(value, limit) for _, allows, limit in key.bounds)
+    if not within and value != rules.or_exactly:
         raise ConfigError(f"{key.name}={value}: it must be {key.range}{hint}")
     if rules.options is not None:
         for name, option in value.items():

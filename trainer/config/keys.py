@@ -96,14 +96,9 @@ class Key:
             return f"from {rules.at_least:g} to {rules.at_most:g}"
         return " and ".join(words.format(limit) for words, _, limit in self.bounds)
 
-    def has_in_range(self, number: float) -> bool:
-        """Return whether the number is allowed."""
-        within = (is_allowed(number, limit) for _, is_allowed, limit in self.bounds)
-        return number == self.rules.or_exactly or all(within)
-
     @property
     def bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
-        """Each declared limit with its words and its comparison."""
+        """The declared limits: (words, comparison with a number, limit)."""
         rules = self.rules
         bounds = [
             ("above {:g}", operator.gt, rules.above),
@@ -207,8 +202,9 @@ def path_to(schema: type, name: str) -> list[Key]:
 
 def leaves_of(config: Any) -> Iterator[tuple[Key, Any]]:
     """Yield every key that is not a section, with the object of its section."""
-    for key in leaf_keys(type(config)):
-        yield key, read(config, key.section)
+    for key in keys_by_name(type(config)).values():
+        if not key.is_section:
+            yield key, read(config, key.section)
 
 
 def leaves_of_items(config: Any) -> Iterator[tuple[Key, Any]]:
