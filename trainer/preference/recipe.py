@@ -89,8 +89,6 @@ def check_preference_config(config: PreferenceConfig) -> None:
             "desirable_weight=0 and undesirable_weight=0: nothing would be learned. Raise one "
             "of them."
         )
-    if config.num_sides == 2:
-        rows.check_pairs_fit(config)
     # a user's loss may only have parameters that the run can fill
     from workers.losses.preference.registry import COLUMNS, parameters_of
 

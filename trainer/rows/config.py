@@ -42,23 +42,15 @@ def check_rows_config(config: RowConfig) -> None:
     model = config.model
     resolve_sharding(model.strategy, model.fsdp_config, config.parallel, "model.fsdp_config")
     check_optim(config.optim, "optim")
-    _check_pass(config, 1, "a row of up to {} tokens")
-
-
-def check_pairs_fit(config: RowConfig) -> None:
-    """Check that a pair fits into one pass, for recipes whose rows are pairs."""
-    _check_pass(config, 2, "a pair of rows of up to {} tokens each")
-
-
-def _check_pass(config: RowConfig, num_sides: int, subject: str) -> None:
-    """Reject a maximum row length with which `num_sides` rows may not fit into one pass."""
     data, sp = config.data, config.parallel.sp
     room, longest = data.max_token_len_per_gpu, data.max_length or LONGEST_ROW
-    if data.use_dynamic_bsz and num_sides * longest > room * sp:
-        ranks = f" x {sp} ranks (parallel.sp)" * (sp > 1)
-        raise ConfigError(
-            f"data.max_length={data.max_length or 'null'}: {subject.format(longest)} may not fit "
-            f"into a pass of data.max_token_len_per_gpu={room} tokens{ranks}. Set data.max_length "
-            f"to {room * sp // num_sides} or less, or data.max_token_len_per_gpu to "
-            f"{-(-num_sides * longest // sp)} or more."
-        )
+    row, pair = f"a row of up to {longest} tokens", f"a pair of rows of up to {longest} tokens each"
+    for num_sides, subject in ((1, row), (2, pair))[: config.num_sides]:
+        if data.use_dynamic_bsz and num_sides * longest > room * sp:
+            ranks = f" x {sp} ranks (parallel.sp)" * (sp > 1)
+            raise ConfigError(
+                f"data.max_length={data.max_length or 'null'}: {subject} may not fit into a pass "
+                f"of data.max_token_len_per_gpu={room} tokens{ranks}. Set data.max_length to "
+                f"{room * sp // num_sides} or less, or data.max_token_len_per_gpu to "
+                f"{-(-num_sides * longest // sp)} or more."
+            )
