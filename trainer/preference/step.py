@@ -27,7 +27,7 @@ from trainer.data.pairs import (
     read_pairs,
 )
 from trainer.preference.recipe import PreferenceConfig
-from trainer.preference.reference import hash_of, load_or_compute
+from trainer.preference.reference import hash_of, load_tables, save_tables
 from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
@@ -140,30 +140,30 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     # ------------------------------------------------------------------------------- the reference
 
     def before_resume(self) -> None:
-        """Compute the reference's log-probs before a checkpoint is loaded into the model."""
-        self.reference = self.reference_log_probs() if has_reference(self.config) else {}
-
-    @property
-    def is_labeled(self) -> bool:
-        """True if the loss takes labeled responses, not pairs."""
-        return loss_reads(self.config, "desirable")
-
-    def reference_log_probs(self) -> dict[str, Tensor]:
-        """Load or compute the reference's log-probs of training and validation rows."""
+        """Load or compute the reference's log-probs, before the model loads a checkpoint."""
+        self.reference = {}
+        if not has_reference(self.config):
+            return
         group = self.groups["ref" if "ref" in self.groups else self.role]
         rows = {"train": self.loader.rows}
         if self.has_validation:
             rows["val"] = self.validation
 
-        def compute(name: str) -> Tensor:
-            with self.clock("reference"):
-                return self.log_probs_of(rows[name], name, group.compute_ref_log_prob)
-
         start = self.run.checkpoints.resume.start
-        hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
-        weights = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
-        start_folder = start and start.parent
-        return load_or_compute(self.run.folder, start_folder, hashes, weights, compute)
+        inputs = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
+        inputs["weights"] = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
+        self.reference = load_tables(self.run.folder, start and start.parent, inputs)
+        for name, of_name in rows.items():
+            if name not in self.reference:
+                with self.clock("reference"):
+                    score = group.compute_ref_log_prob
+                    self.reference[name] = self.log_probs_of(of_name, name, score)
+        save_tables(self.run.folder, self.reference, inputs)
+
+    @property
+    def is_labeled(self) -> bool:
+        """True if the loss takes labeled responses, not pairs."""
+        return loss_reads(self.config, "desirable")
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """Return the log-probs [rows, 2] that the workers' method `score` computes."""
