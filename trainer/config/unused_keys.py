@@ -39,9 +39,10 @@ def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
     for key, section in leaves_of_items(config):
         if key.name.partition(".")[0].partition("[")[0] in sections:
             is_set = getattr(section, key.leaf) != getattr(type(section)(), key.leaf)
-            reason = _missing(key, section, config) if is_set else None
-            if reason is not None:
-                yield notice_of([key.name], reason)
+            for condition in key.rules.read_when if is_set else ():
+                if not condition.holds(section, config):
+                    yield notice_of([key.name], condition.missing(key.section, config))
+                    break
 
 
 def unused_reason(config: RunConfig, name: str) -> str | None:
@@ -49,11 +50,12 @@ def unused_reason(config: RunConfig, name: str) -> str | None:
     for key in path_to(type(config), name):
         if key.is_section and key.name == name:
             continue  # such as `critic={}`, which sets no key
-        reason = _missing(key, read(config, key.section), config)
-        if reason is not None:
-            return reason
+        section = read(config, key.section)
+        for condition in key.rules.read_when:
+            if not condition.holds(section, config):
+                return condition.missing(key.section, config)
         if key.rules.arguments_of and name != key.name:
-            arguments = Arguments.of(key, read(config, key.section))
+            arguments = Arguments.of(key, section)
             argument = name.removeprefix(f"{key.name}.")
             if argument not in arguments.taken:
                 return f"the {arguments.kind} of this run does not accept {argument}"
@@ -83,13 +85,6 @@ def without_keys(
         elif below := without_keys(value, left_out, f"{key}."):
             result[name] = below
     return result
-
-
-def _missing(key: Key, section: Any, config: RunConfig) -> str | None:
-    for condition in key.rules.read_when:
-        if not condition.holds(section, config):
-            return condition.missing(key.section, config)
-    return None
 
 
 INDENT, WIDTH = "  ", 100
