@@ -16,7 +16,8 @@ from typing import Any
 
 from verl_like.errors import ConfigError, nearest
 
-RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
+Info = Mapping[str, Any] | None
+RewardFunction = Callable[[str, str, Any, Info], "float | dict[str, Any]"]
 
 GIVE_REWARD = (
     "Set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION, to score with your own function. "
@@ -30,10 +31,7 @@ _NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def tiny_letters(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
 ) -> float:
     """Return the fraction of the solution's characters that equal the ground truth letter.
 
@@ -42,22 +40,14 @@ def tiny_letters(
     return solution_str.count(ground_truth) / len(solution_str) if solution_str else 0.0
 
 
-def gsm8k(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-) -> float:
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     """Return 1 if the last `#### number`, without commas, equals the ground truth text; else 0."""
     answers = _GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARS:])
     return float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth))
 
 
 def gsm8k_flexible(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
 ) -> float:
     """Return 1 if the last number of the solution, marked or not, equals the ground truth; else 0.
 
@@ -70,12 +60,7 @@ def gsm8k_flexible(
     return float(float(numbers[-1].replace(",", "")) == expected)
 
 
-def math(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-) -> float:
+def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     r"""Return 1 if math-verify finds the ground truth as the solution's answer; else 0.
 
     math-verify reads a number after "the final answer is" first, then a `\boxed{}`.
@@ -93,7 +78,7 @@ def code(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
+    extra_info: Info = None,
     trust_programs: bool = False,
 ) -> dict[str, float]:
     """Run the program in the response; `score` is the fraction of tests that it passes."""

@@ -161,19 +161,10 @@ class RewardTerm:
 class Rewards:
     """All rewards of a run."""
 
-    def __init__(
-        self,
-        parts: list[RewardTerm],
-        overlong: OverlongPenaltyConfig | None = None,
-    ):
+    def __init__(self, parts: list[RewardTerm], overlong: OverlongPenaltyConfig | None = None):
         """`overlong` has the settings of the penalty on long responses, if there is one."""
         self.parts, self.overlong = parts, overlong
         self.failure_log = FailureLog()
-
-    @property
-    def may_skip(self) -> bool:
-        """True if a failure may exclude a sample from the update."""
-        return any(part.config.on_failure == "skip" for part in self.parts)
 
     def launch(
         self,
@@ -193,6 +184,27 @@ class Rewards:
             for part in self.parts
         ]
         return WeightedScores(self, batch, futures, normalize, check)
+
+    def note_failures(self, part: RewardTerm, term: TermScores) -> None:
+        """Log a reward's failures; raise if there are too many, with the first one of each kind."""
+        config, most, count = part.config, part.max_failed_fraction, int(term.failed.sum())
+        if config.on_failure == "fail" and count:
+            rule = ", and its on_failure is fail. Fix the reward, or set on_failure: score or skip."
+        elif count > most * len(term.failed):
+            section = "environment" if config.kind == "environment" else "reward"
+            rule = (
+                f", more than {section}.max_failed_fraction={most:g} allows. Fix the reward, or "
+                "raise the limit."
+            )
+        else:
+            cost = f"get the score {config.score_on_failure:g}"
+            if config.on_failure == "skip":
+                cost = "are not used for training"
+            self.failure_log.note(config.name, len(term.failed), cost, term.failures)
+            return
+        text = "".join(f"\n  {failure}" for failure in term.failures.values())
+        counts = f"{count} of {len(term.failed)} samples"
+        raise RewardError(f"{config.label} failed for {counts}{rule}{text}")
 
     def close(self) -> None:
         """End the processes and connections, and log the totals of failures."""
@@ -256,7 +268,7 @@ class WeightedScores:
             step_ends |= place_at_last_token(punishment != 0, self._mask)
             extras["reward_extra/overlong_reward"] = punishment.double().numpy()
             metrics["reward/overlong_reward/mean"] = punishment.mean().item()
-        if self._rewards.may_skip:
+        if any(part.config.on_failure == "skip" for part in self._rewards.parts):
             total = neutralize_skipped(total, self._mask, skipped, self._uids)
             last = place_at_last_token(skipped, self._mask)
             step_ends = torch.where(skipped[:, None], last, step_ends)
@@ -299,11 +311,7 @@ class WeightedScores:
             term = TermScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
         else:
             term = result
-            _reject_failures(part, term)
-            cost = f"get the score {part.config.score_on_failure:g}"
-            if part.config.on_failure == "skip":
-                cost = "are not used for training"
-            self._rewards.failure_log.note(name, len(term.failed), cost, term.failures)
+            self._rewards.note_failures(part, term)
             of_all = {count: metrics.get(count, 0.0) + term.metrics[count] for count in COUNTS}
             own = f"{name}/" if several and name != "function" else ""
             for key, value in term.metrics.items():
@@ -316,24 +324,6 @@ class WeightedScores:
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()
             metrics[f"reward/{name}_score/mean"] = sums.mean().item()
         return term
-
-
-def _reject_failures(part: RewardTerm, term: TermScores) -> None:
-    """Raise if a reward failed too often; the error has the first failure of each kind."""
-    config, most, count = part.config, part.max_failed_fraction, int(term.failed.sum())
-    if config.on_failure == "fail" and count:
-        rule = ", and its on_failure is fail. Fix the reward, or set on_failure: score or skip."
-    elif count > most * len(term.failed):
-        section = "environment" if config.kind == "environment" else "reward"
-        rule = (
-            f", more than {section}.max_failed_fraction={most:g} allows. Fix the reward, or "
-            "raise the limit."
-        )
-    else:
-        return
-    text = "".join(f"\n  {failure}" for failure in term.failures.values())
-    counts = f"{count} of {len(term.failed)} samples"
-    raise RewardError(f"{config.label} failed for {counts}{rule}{text}")
 
 
 def normalized(raw: TermScores, mask: Tensor) -> TermScores:
