@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.random  # numpy would load it lazily, and so in every forked process again
@@ -35,6 +35,9 @@ from verl_like.process.sandbox import Sandbox
 from verl_like.registry import Registry, load_from, load_object
 from workers.agents.calls import FORMS, Parser, call_like, of_user, parse
 from workers.agents.tools import NO_TOOLS, Tool, answer_call, waited
+
+if TYPE_CHECKING:
+    from workers.agents.gateway import AgentEpisode
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,7 @@ class Loaded:
     endpoint: str = ""
     reuses_replies: bool = False
 
-    def begin(self, seeds: tuple[int, int]) -> Playable:
+    def begin(self, seeds: tuple[int, int]) -> Episode | AgentEpisode:
         """Create the environment or agent of one trajectory."""
         if self.agent is None:
             return Episode(self, seeds)
@@ -447,18 +450,6 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
     except TypeError as error:
         takes = "(the policy's text" + ", the player's name" * has_players + ")"
         raise ConfigError(f"environment={path}: step is called with {takes}: {error}.") from error
-
-
-class Playable(Protocol):
-    """Interface of a trajectory's environment or agent, in the process that runs it."""
-
-    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Start, and return the first reply."""
-        ...
-
-    def step(self, text: str) -> dict[str, Any]:
-        """Return the reply to the policy's text."""
-        ...
 
 
 class Episode:

@@ -28,7 +28,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,17 +138,23 @@ class EnvironmentHost:
         finally:
             self._orders = socket.socket(fileno=os.dup(pipe.fileno()))
             self._channel = DriverEnd(pipe)
-        handles: list[int] = []
-        self._end = weakref.finalize(
-            self, _end, supervisor, self._orders, self._channel, self._selector, self._idle, handles
-        )
+        closing = ExitStack()  # the last callback runs first
+        closing.callback(_wait_for, supervisor)  # it ends all processes once its socket is closed
+        closing.callback(self._channel.close)
+        closing.callback(self._orders.close)
+        closing.callback(self._selector.close)
+        closing.callback(_close_sockets, self._idle)
+        self._end = weakref.finalize(self, closing.close)
+        ends: list[socket.socket | int] = [self._orders]
         until, failed = time.monotonic() + START_S, f"{self._spec.setting} could not be loaded"
         try:
             pid, folder = self._channel.receive(until)  # of the process that loads the code
             if self._router is not None:
                 self._router.folder = folder
             with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
-                handles.append(os.pidfd_open(pid))
+                handle = os.pidfd_open(pid)
+                closing.callback(os.close, handle)
+                ends.append(handle)
             problem, kinds = self._channel.receive(until)
         except TimeoutError:
             problem = (
@@ -166,7 +172,6 @@ class EnvironmentHost:
             raise ConfigError(problem)
         self.kinds = {name: Kind(*fields) for name, fields in kinds.items()}
         self._orders.setblocking(True)  # only the channel, a copy of it, needs timeouts
-        ends: list[socket.socket | int] = [self._orders, *handles]
         for end in ends:
             self._selector.register(end, selectors.EVENT_READ, None)
 
@@ -272,14 +277,11 @@ class EnvironmentHost:
         if not process.has_ended:
             self._selector.unregister(process.socket)
         if process.is_busy or process.is_agent or process.rest:
-            self._kill(process)
+            process.socket.close()
+            with suppress(OSError):
+                self._orders.send(ORDER.pack(KILL, process.number))
         else:
             self._idle.append(process)
-
-    def _kill(self, process: _Process) -> None:
-        process.socket.close()
-        with suppress(OSError):
-            self._orders.send(ORDER.pack(KILL, process.number))
 
     def close(self) -> None:
         """End all processes."""
@@ -364,22 +366,12 @@ class EnvironmentHost:
             self._failed.append((number, {"failed": why, "reason": reason}))
 
 
-def _end(
-    supervisor: subprocess.Popen[bytes],
-    orders: socket.socket,
-    channel: DriverEnd,
-    selector: selectors.BaseSelector,
-    idle: list[_Process],
-    handles: list[int],
-) -> None:
-    """Close the socket that the supervisor watches, so that it kills all processes."""
-    for process in idle:
+def _close_sockets(processes: list[_Process]) -> None:
+    for process in processes:
         process.socket.close()
-    selector.close()
-    for handle in handles:
-        os.close(handle)
-    orders.close()
-    channel.close()
+
+
+def _wait_for(supervisor: subprocess.Popen[bytes]) -> None:
     try:
         supervisor.wait(END_S)
     except subprocess.TimeoutExpired:

@@ -19,11 +19,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
-from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Observation, Playable
+from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Observation
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import describe_error, place_of
 
@@ -68,19 +68,14 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         for name, code in loaded.items()
     }
     end.send([None, kinds])
-    _prepare_to_fork(loaded)
-    _fork_on_orders(socket.socket(fileno=descriptor), loaded, spec)
-
-
-def _prepare_to_fork(loaded: Mapping[str, Loaded]) -> None:
-    """Do work that every trajectory's process would otherwise repeat."""
-    for environment in loaded.values():
+    for environment in loaded.values():  # do work that every trajectory's process would repeat
         _ = environment.has_step  # cached here, like tools and columns, for all forks
         if environment.is_async:
             importlib.import_module("asyncio")
     _warm_up()
     gc.collect()
     gc.freeze()  # so that garbage collection in a fork does not copy the loaded pages
+    _fork_on_orders(socket.socket(fileno=descriptor), loaded, spec)
 
 
 def _fork_on_orders(
@@ -144,7 +139,7 @@ def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) 
 
 def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
     """Reply to every line with a line; call `begins` before each reply."""
-    episode: Playable | None = None
+    episode: Any = None
     for line in _lines(descriptor):
         message = FROM_JSON(line.decode(), 0)[0]
         begins()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_like.errors import ConfigError
-from workers.agents.adapters.ids import check_id, imported, seed_from
+from workers.agents.adapters import check_id, imported, seed_from
 from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from verl_like.errors import ConfigError
-from workers.agents.adapters.ids import imported, seed_from
+from workers.agents.adapters import imported, seed_from
 from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
 
 CONNECT_S = 10.0

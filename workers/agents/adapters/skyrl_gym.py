@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from workers.agents.adapters.ids import check_id, imported
+from workers.agents.adapters import check_id, imported
 from workers.agents.environment import (
     EnvironmentAdapter,
     Observation,

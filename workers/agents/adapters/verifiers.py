@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_like.errors import ConfigError
-from workers.agents.adapters.ids import imported
+from workers.agents.adapters import imported
 
 MOST_TASKS = 10_000
 """Maximum number of tasks loaded from a package."""
