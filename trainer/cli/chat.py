@@ -40,8 +40,8 @@ from verl_like.errors import ConfigError
 from verl_like.terminal import usage_of
 from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer, with_observation
-from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec, in_full
 from workers.models.folder import is_on_hub, model_folder
 
 Answer = dict[str, Any]

@@ -30,8 +30,8 @@ import numpy as np
 from verl_like.errors import ConfigError
 from verl_like.files import parse_json
 from verl_like.terminal import usage_of
-from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec, in_full
 
 
 @dataclass

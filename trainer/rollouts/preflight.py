@@ -17,8 +17,8 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import check_file
 from workers.agents.chat import TurnRenderer
-from workers.agents.environment import in_full
 from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
+from workers.agents.load_environment import in_full
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import has_environment, rewards_of
 from workers.models.folder import factor_border, model_folder, read_hf_config

@@ -35,7 +35,7 @@ from typing import Any
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.child import start_child
 from verl_like.process.sandbox import visible_environment
-from workers.agents.environment import EnvironmentSpec
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
 from workers.agents.router import Router
 from workers.rewards.channel import DriverEnd, NoAnswerError

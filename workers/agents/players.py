@@ -16,9 +16,9 @@ from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import NO_FAULTS, Faults
 from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.columns import PLAYERS, require, split_player_uid

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
-from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Observation
+from workers.agents.environment import Environment, Observation
+from workers.agents.load_environment import EnvironmentSpec, Loaded
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import describe_error, place_of
 

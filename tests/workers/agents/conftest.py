@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainer.cli.make_tiny import make_model, make_tokenizer
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 
 
 @pytest.fixture(scope="package")

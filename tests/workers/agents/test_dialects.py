@@ -24,9 +24,9 @@ from tests.workers.agents.test_gateway import (
 )
 from tests.workers.agents.test_loop import new_loop, sampling_of, starts
 from verl_like.process.sandbox import Sandbox
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.gateway import AgentSession
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 
 CALL = 'so <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 SCHEMA = ADD["function"]["parameters"]

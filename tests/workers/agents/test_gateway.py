@@ -27,9 +27,9 @@ from trainer.cli.make_tiny import make_tokenizer
 from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.gateway import AgentSession, endpoint
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.requests import RejectedRequest
 from workers.agents.trajectory import Trajectory, ids_to_read, overridden
 from workers.models.attention import warn_once

@@ -20,8 +20,8 @@ from tests.workers.rollout_engines import load
 from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig

@@ -14,8 +14,8 @@ from tests.workers.agents.test_loop import HERE, sampled_mask, sampling_of, star
 from tests.workers.rollout_engines import load
 from trainer.cli.make_tiny import make_model
 from workers.agents.chat import TurnRenderer
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams

@@ -16,8 +16,8 @@ from tests.workers.agents.test_loop import (
     sampled_mask,
     sampling_of,
 )
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.rollout.sampling import sample_seed
 

@@ -13,8 +13,8 @@ from tests.workers.agents.test_segments import SHORTENS
 from tests.workers.models.test_routing import model_of
 from tests.workers.rollout.test_routed_experts import choices
 from trainer.cli.make_tiny import make_tokenizer
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.trajectory import Trajectory
 from workers.rollout.base import EngineLimits
 

@@ -18,8 +18,8 @@ from tests.workers.samples import started, tiny_config
 from trainer.cli.make_tiny import make_model, make_tokenizer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.players import trajectory_columns
 from workers.agents.trajectory import Trajectory
 from workers.roles.actor import ActorWorker

@@ -20,9 +20,9 @@ from tests.workers.agents.test_loop import (
 )
 from tests.workers.rollout_engines import load
 from verl_like.errors import RolloutError
-from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import Faults
 from workers.agents.host import EnvironmentHost
+from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory
 from workers.rollout.base import SamplingParams

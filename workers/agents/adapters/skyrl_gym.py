@@ -11,13 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters import check_id, imported
-from workers.agents.environment import (
-    EnvironmentAdapter,
-    Observation,
-    TrajectoryEnd,
-    in_full,
-    object_at,
-)
+from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
+from workers.agents.load_environment import in_full, object_at
 
 
 class SkyRLGym(EnvironmentAdapter):
