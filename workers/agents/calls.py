@@ -215,19 +215,22 @@ def _pythonic(text: str) -> list[ToolCall]:
     """Parse calls in Python syntax, in a list or one per line."""
     try:
         lines = [getattr(line, "value", None) for line in ast.parse(text).body]
-        nodes = [node for line in lines for node in getattr(line, "elts", [line])]
-        return [_of_node(node) for node in nodes]
+        calls = []
+        for node in (node for line in lines for node in getattr(line, "elts", [line])):
+            if (
+                not isinstance(node, ast.Call)
+                or node.args
+                or any(w.arg is None for w in node.keywords)
+            ):
+                raise ValueError("a call has the form name(argument=value, ...)")
+            values = {
+                str(word.arg): ast.literal_eval(_JsonWords().visit(word.value))
+                for word in node.keywords
+            }
+            calls.append(ToolCall(ast.unparse(node.func), values))
+        return calls
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", {}, f"the call is not Python: {error}")]
-
-
-def _of_node(node: ast.AST | None) -> ToolCall:
-    if not isinstance(node, ast.Call) or node.args or any(w.arg is None for w in node.keywords):
-        raise ValueError("a call has the form name(argument=value, ...)")
-    values = {
-        str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in node.keywords
-    }
-    return ToolCall(ast.unparse(node.func), values)
 
 
 class _JsonWords(ast.NodeTransformer):

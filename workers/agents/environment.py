@@ -202,7 +202,7 @@ class Episode:
                 self._env.rng_seed = seeds[1]
             elif not hasattr(self._env, "rng"):
                 self._env.rng = np.random.default_rng(seeds[1])
-        self._tools = {tool.name: tool.bound_to(self._env) for tool in loaded.tools}
+        self._tools = {tool.name: tool for tool in loaded.tools}
         self._loaded = loaded
         self._silent = set(loaded.players)
         """Players that have not had an observation yet."""
@@ -282,7 +282,7 @@ class Episode:
         """
         calls = self._loaded.parse(text)[0] if self._tools else []
         if calls:
-            answers = [answer_call(call, self._tools) for call in calls]
+            answers = [answer_call(call, self._tools, self._env) for call in calls]
             messages = [
                 {"role": "tool", "name": call.name, "content": reply}
                 for call, (reply, _) in zip(calls, answers, strict=True)

@@ -14,7 +14,6 @@ If a call has a problem (`workers.agents.calls`), the reply describes it.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import re
@@ -22,7 +21,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from verl_like.errors import ConfigError, nearest
@@ -96,12 +95,6 @@ class Tool:
         arguments = {"type": "object", "properties": properties, "required": required}
         return Tool(function.__name__, description, arguments, function, is_method=not key)
 
-    def bound_to(self, environment: Any) -> Tool:
-        """Bind the tool to this object if it is a method."""
-        if not self.is_method:
-            return self
-        return replace(self, function=functools.partial(self.function, environment))
-
     @property
     def schema(self) -> dict[str, Any]:
         """The tool's schema for chat templates."""
@@ -111,7 +104,12 @@ class Tool:
     def typed(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Convert text arguments to the types in the schema."""
         properties = self.parameters.get("properties", {})
-        return {name: _typed(text, properties.get(name, {})) for name, text in texts.items()}
+        values: dict[str, Any] = dict(texts)
+        for name, text in texts.items():
+            if not fits(text, properties.get(name, {})):
+                with suppress(ValueError, RecursionError):
+                    values[name] = json.loads(text)
+        return values
 
     def problem_with(self, arguments: Mapping[str, Any]) -> str:
         """Return why the tool cannot be called with these arguments; "" if it can."""
@@ -191,15 +189,6 @@ def describe_type(schema: Mapping[str, Any]) -> str:
     return f"array of {describe_type(schema['items'])}" if "items" in schema else kind
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    if fits(text, schema):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return True if a value has the type that a schema names; unknown types always fit."""
     if "enum" in schema:
@@ -230,8 +219,10 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
-    """Return the reply to a call, and True if it is an error."""
+def answer_call(
+    call: ToolCall, tools: Mapping[str, Tool], environment: Any = None
+) -> tuple[str, bool]:
+    """Return the reply to a call, and True if it is an error; methods are of the environment."""
     if call.problem:
         return f"error: {call.problem}", True
     tool = tools.get(call.name)
@@ -242,7 +233,10 @@ def answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     if problem := tool.problem_with(arguments):
         return f"error: {problem}", True
     try:
-        answer = waited(tool.function(**arguments))
+        if tool.is_method:
+            answer = waited(tool.function(environment, **arguments))
+        else:
+            answer = waited(tool.function(**arguments))
         text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
     except Exception as error:  # noqa: BLE001 - a user's tool may raise anything
         return f"error: {type(error).__name__}: {error}"[:LONGEST_ANSWER], True

@@ -25,7 +25,13 @@ from verl_like.errors import ConfigError, RewardError
 from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
 from workers.columns import format_like, read_columns
-from workers.config import OverlongPenaltyConfig, RewardConfig, ScoringSections, rewards_of
+from workers.config import (
+    OverlongPenaltyConfig,
+    RewardConfig,
+    ScoringConfig,
+    ScoringSections,
+    rewards_of,
+)
 from workers.rewards.code import NOT_TRUSTED
 from workers.rewards.environment import EnvironmentScores
 from workers.rewards.failures import FailureLog
@@ -75,7 +81,6 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     parts: list[RewardTerm] = []
     overlong = run.reward.overlong_penalty
     rewards = Rewards(parts, overlong if overlong.enable else None)
-    sandbox = Sandbox.of(run.reward.sandbox)
     try:
         for number, config in enumerate(_with_rules_for(rows, rewards_of(run))):
             manager: RewardManager | EnvironmentScores | None = None
@@ -84,8 +89,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
                 manager, limits = EnvironmentScores(), run.environment
             elif config.kind != "model":
                 section = f"reward.list[{number}]" if run.reward.list else None
-                trusted = run.reward.trust_programs
-                scorer = _scorer(config, section, rows, sandbox, trusted)
+                scorer = _scorer(config, section, rows, run.reward)
                 manager = RewardManager(tokenizer, scorer, config.score_on_failure)
             parts.append(RewardTerm(config, manager, limits.max_failed_fraction))
     except BaseException:
@@ -106,11 +110,7 @@ def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[Rewar
 
 
 def _scorer(
-    config: RewardConfig,
-    section: str | None,
-    rows: ScoredRows,
-    sandbox: Sandbox,
-    trust_programs: bool,
+    config: RewardConfig, section: str | None, rows: ScoredRows, settings: ScoringConfig
 ) -> Scorer | RemoteScorer:
     """Create a reward's scorer; `section` is its configuration key (None: `reward.function`)."""
     deadline = BATCH_SHARES * config.timeout_s
@@ -118,9 +118,8 @@ def _scorer(
         return RemoteScorer(config, deadline)
 
     if config.path:
-        trust = trust_kwargs(config.path, config.function, trust_programs)
-        if trust:
-            _check_asserts(rows, trust_programs)
+        trust = trust_kwargs(config.path, config.function, settings.trust_programs)
+        runs_programs = bool(trust)
         spec = FunctionSpec(
             config.path,
             config.function,
@@ -128,24 +127,19 @@ def _scorer(
             config.timeout_s,
             rows.columns,
             rows.has_truth,
-            sandbox,
+            Sandbox.of(settings.sandbox),
         )
         if section is not None:
             spec = replace(spec, path_key=f"{section}.path", name_key=f"{section}.function")
-        return Scorer(spec, deadline)
-    check_rules(rows.data_sources)
-    if any(REWARDS[source] is code for source in rows.data_sources):
-        _check_asserts(rows, trust_programs)
-    spec = FunctionSpec(deadline=config.timeout_s)
-    trust = trust_kwargs(spec.path, spec.name, trust_programs)
-    return Scorer(replace(spec, kwargs=trust), deadline)
-
-
-def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
-    """Unless programs are trusted, reject asserts with which a program could forge its score."""
-    if not trust_programs and rows.has_open_asserts:
+    else:
+        check_rules(rows.data_sources)
+        runs_programs = any(REWARDS[source] is code for source in rows.data_sources)
+        spec = FunctionSpec(deadline=config.timeout_s)
+        spec = replace(spec, kwargs=trust_kwargs(spec.path, spec.name, settings.trust_programs))
+    if runs_programs and rows.has_open_asserts and not settings.trust_programs:
         way = "reward.trust_programs=true"
         raise ConfigError(f"a row's ground_truth has an assert: {NOT_TRUSTED.format(way=way)}")
+    return Scorer(spec, deadline)
 
 
 @dataclass(frozen=True)
