@@ -29,10 +29,7 @@ class Faults:
         if not hasattr(settings, "kill_environment"):
             return cls()
         return cls(
-            settings.kill_environment,
-            settings.delay_environment,
-            settings.delay_s,
-            settings.seed,
+            settings.kill_environment, settings.delay_environment, settings.delay_s, settings.seed
         )
 
     def strike(self, kind: str, key: int, answer: int) -> bool:

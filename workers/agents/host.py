@@ -204,18 +204,18 @@ class EnvironmentHost:
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
         """Start a trajectory with this row, in an idle or a new process."""
-        process = self._idle.pop() if self._idle else self._start()
+        if self._idle:
+            process = self._idle.pop()
+        else:
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            process = _Process(next(self._numbers), ours)
+            order = ORDER.pack(OPEN, process.number)
+            with suppress(OSError), theirs:  # after an error, the message to the process fails
+                socket.send_fds(self._orders, [order], [theirs.fileno()])
         self._open[number] = process
         self._selector.register(process.socket, selectors.EVENT_READ, number)
         self._send(number, {"name": name_of(self.kinds, row), "seeds": seeds, "row": row})
-
-    def _start(self) -> _Process:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        process = _Process(next(self._numbers), ours)
-        with suppress(OSError), theirs:  # after an error, the first message to the process fails
-            socket.send_fds(self._orders, [ORDER.pack(OPEN, process.number)], [theirs.fileno()])
-        return process
 
     def say(
         self, number: int, text: str, player: str = "", delay_s: float = 0.0, **details: Any

@@ -40,6 +40,13 @@ GATHER = 8
 A pass that reads few prompts costs almost as much as a pass that reads many.
 """
 MOST_WAITS = 16
+OPEN = (
+    TrajectoryState.ENVIRONMENT,
+    TrajectoryState.OBSERVED,
+    TrajectoryState.READY,
+    TrajectoryState.ENGINE,
+)
+"""States of the trajectories whose environments have started and that have not ended."""
 
 
 class TurnLoop:
@@ -113,7 +120,7 @@ class TurnLoop:
         try:
             while self._environments:
                 if queued := self._in(TrajectoryState.QUEUED):
-                    room = max(0, self._num_open - len(self._open()))
+                    room = max(0, self._num_open - len(self._in(*OPEN)))
                     for environment_id in sorted({t.environment_id for t in queued[:room]}):
                         for player in self._players(environment_id):
                             player.open()
@@ -159,13 +166,8 @@ class TurnLoop:
                 self._host.end(environment_id)
                 del self._environments[environment_id]
 
-    def _in(self, state: TrajectoryState) -> list[Trajectory]:
-        return [t for t in self._trajectories.values() if t.state is state]
-
-    def _open(self) -> list[Trajectory]:
-        """Return the trajectories whose environments have started and that have not ended."""
-        closed = TrajectoryState.QUEUED, TrajectoryState.ENDED
-        return [t for t in self._trajectories.values() if t.state not in closed]
+    def _in(self, *states: TrajectoryState) -> list[Trajectory]:
+        return [t for t in self._trajectories.values() if t.state in states]
 
     def _play_on(self, budget: TakeBudget) -> bool:
         """Handle the answers of environments, then let the engine generate for a while.
@@ -236,7 +238,7 @@ class TurnLoop:
     def _end_late(self) -> None:
         """End the trajectories that exceed `environment.trajectory_timeout_s`."""
         most, now = self._config.trajectory_timeout_s, time.monotonic()
-        for trajectory in self._open():
+        for trajectory in self._in(*OPEN):
             if now - trajectory.began <= most:
                 continue
             times, seconds = trajectory.times[-1], trajectory.lap()
@@ -261,7 +263,7 @@ class TurnLoop:
             player.answers.append(answer)
             self._drop_request(player)
             player.was_late |= is_late
-        unfinished = [*self._open(), *self._in(TrajectoryState.QUEUED)]
+        unfinished = self._in(TrajectoryState.QUEUED, *OPEN)
         has_time = not is_late or not all(other.was_late for other in unfinished)
         if any(player.attempts > self._config.retries for player in failed) or not has_time:
             for player in failed:

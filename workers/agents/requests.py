@@ -12,9 +12,12 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workers.agents.tools import describe_type, fits
+
+if TYPE_CHECKING:
+    from workers.rollout.base import SamplingParams
 
 MODEL = "policy"
 """The policy's name in `v1/models`; a request may use any name unless there are several players."""
@@ -57,6 +60,20 @@ OF_IDS = {
 
 The last three have no effect: the reply has all sampled ids, with log-probs and without experts.
 """
+ALWAYS = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+"""Values of request settings that no configuration changes."""
+SERVED = {"n", "logprobs", "stop"}
+"""Settings that `request_settings=serve` lets a request set, as well as `tool_choice="none"`."""
 
 
 class RejectedRequest(Exception):
@@ -96,10 +113,54 @@ def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
 
 
+def overridden(
+    settings: Mapping[str, Any],
+    sampling: SamplingParams,
+    request_settings: str,
+    can_stop: bool = True,
+) -> list[str]:
+    """Return the settings of a request that the run overrides, because all samples share them.
+
+    If `request_settings` is "serve", settings that a request may set itself are not overridden. If
+    it is "reject", raise for the first setting that differs from the run's. `can_stop` is True if
+    the engine supports stop strings.
+    """
+    expected = {
+        **ALWAYS,
+        "temperature": sampling.temperature if sampling.do_sample else 0,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "min_tokens": sampling.min_tokens,
+        "stop": sorted(sampling.stop_strings),
+        "stop_token_ids": sorted(sampling.stop_token_ids),
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
+    }
+    names = []
+    for name, value in settings.items():
+        comparable = value
+        if name == "stop":
+            comparable = sorted(stop_strings(settings))
+        elif name == "stop_token_ids":  # the model's stop tokens end a turn in any case
+            comparable = sorted({*value, *sampling.stop_token_ids})
+        is_served = name in SERVED and (name != "stop" or can_stop)
+        is_served |= name == "tool_choice" and value == "none"
+        if name in expected and comparable == expected[name]:
+            continue
+        if request_settings == "reject":
+            reason = "is not supported in an agent's requests"
+            if name in expected:
+                reason = f"differs from this run's {expected[name]!r}"
+            raise RejectedRequest(f"{name}={value!r:.80} {reason}. Leave out {name}.", name)
+        if request_settings == "override" or not is_served:
+            names.append(name)
+    return names
+
+
 def read_request(path: str, body: Any) -> Request:
     """Parse a request body, and reject invalid fields by name.
 
-    Fields that are not known become sampling settings, which `trajectory.overridden` checks later.
+    Fields that are not known become sampling settings, which `overridden` checks later.
     """
     if not isinstance(body, dict):
         raise RejectedRequest("the body is not a JSON object")

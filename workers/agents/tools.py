@@ -35,13 +35,7 @@ WHICH_METHODS = (
 LONGEST_ANSWER = 100_000
 """Maximum characters of a tool's reply; the rest is cut off."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object"}
-ACCEPTS: dict[str, Any] = {
-    "integer": int,
-    "number": (int, float),
-    "string": str,
-    "boolean": bool,
-    "object": dict,
-}
+ACCEPTS: dict[str, Any] = {name: kind for kind, name in TYPES.items()} | {"number": (int, float)}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
 from workers.agents.host import BROKEN, EnvironmentHost, RecordedHost
-from workers.agents.requests import RejectedRequest, stop_strings
+from workers.agents.requests import RejectedRequest, overridden, stop_strings
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.sample import LENGTH_LIMIT, CachedStates, Sample
@@ -37,20 +37,6 @@ GIVEN_UP = "in an environment that failed"
 """The reason under which the sampled tokens of a restarted trajectory are counted as dropped."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's error code for a request with too many tokens."""
-ALWAYS = {
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logprobs": False,
-    "top_logprobs": 0,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-}
-"""Values of request settings that no configuration changes."""
-SERVED = {"n", "logprobs", "stop"}
-"""Settings that `request_settings=serve` lets a request set, as well as `tool_choice="none"`."""
 
 
 class TrajectoryState(Enum):
@@ -432,50 +418,6 @@ class Trajectory:
         """Return the position of the last sampled token of a turn."""
         of_turn = self.sample.is_sampled & (torch.tensor(self.turns) == turn)
         return int(of_turn.nonzero()[-1])
-
-
-def overridden(
-    settings: Mapping[str, Any],
-    sampling: SamplingParams,
-    request_settings: str,
-    can_stop: bool = True,
-) -> list[str]:
-    """Return the settings of a request that the run overrides, because all samples share them.
-
-    If `request_settings` is "serve", settings that a request may set itself are not overridden. If
-    it is "reject", raise for the first setting that differs from the run's. `can_stop` is True if
-    the engine supports stop strings.
-    """
-    expected = {
-        **ALWAYS,
-        "temperature": sampling.temperature if sampling.do_sample else 0,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "min_tokens": sampling.min_tokens,
-        "stop": sorted(sampling.stop_strings),
-        "stop_token_ids": sorted(sampling.stop_token_ids),
-        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
-    }
-    names = []
-    for name, value in settings.items():
-        comparable = value
-        if name == "stop":
-            comparable = sorted(stop_strings(settings))
-        elif name == "stop_token_ids":  # the model's stop tokens end a turn in any case
-            comparable = sorted({*value, *sampling.stop_token_ids})
-        is_served = name in SERVED and (name != "stop" or can_stop)
-        is_served |= name == "tool_choice" and value == "none"
-        if name in expected and comparable == expected[name]:
-            continue
-        if request_settings == "reject":
-            reason = "is not supported in an agent's requests"
-            if name in expected:
-                reason = f"differs from this run's {expected[name]!r}"
-            raise RejectedRequest(f"{name}={value!r:.80} {reason}. Leave out {name}.", name)
-        if request_settings == "override" or not is_served:
-            names.append(name)
-    return names
 
 
 def ids_to_read(

@@ -65,10 +65,7 @@ class RewardManager:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        scorer: Scorer | RemoteScorer,
-        score_on_failure: float = 0.0,
+        self, tokenizer: Any, scorer: Scorer | RemoteScorer, score_on_failure: float = 0.0
     ):
         """Start the scorer, which rejects a function that cannot be loaded."""
         self._tokenizer = tokenizer

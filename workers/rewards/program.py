@@ -24,12 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import (
-    Sandbox,
-    can_restrict_writes,
-    isolate_network,
-    restrict_writes,
-)
+from verl_like.process.sandbox import Sandbox, can_restrict_writes, isolate_network, restrict_writes
 from verl_like.process.supervisor import (
     DATA,
     ENDED_WELL,

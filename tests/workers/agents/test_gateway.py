@@ -30,8 +30,8 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.gateway import AgentSession, endpoint
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec
-from workers.agents.requests import RejectedRequest
-from workers.agents.trajectory import Trajectory, ids_to_read, overridden
+from workers.agents.requests import RejectedRequest, overridden
+from workers.agents.trajectory import Trajectory, ids_to_read
 from workers.models.attention import warn_once
 from workers.rollout.base import SamplingParams
 from workers.rollout.sample import Sample
