@@ -237,7 +237,7 @@ class ChatTrajectory:
             self._observe(None, first)
             return
         text = first["text"]
-        observed = None if text is None else self._renderer.safe(text)
+        observed = None if text is None else self._renderer.template.safe(text)
         self._ids = self._renderer.prompt(with_observation(prompt, observed))
 
     def turn(self) -> Answer | None:
@@ -272,7 +272,7 @@ class ChatTrajectory:
         if request["extends"]:
             self._ids += self._renderer.between(last, answer["messages"])
         else:
-            self._ids = self._renderer.prompt(self._renderer.safe(request["chat"]))
+            self._ids = self._renderer.prompt(self._renderer.template.safe(request["chat"]))
 
     def _inputs(self) -> Any:
         import torch

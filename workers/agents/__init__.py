@@ -7,6 +7,7 @@ tools             the schema of a function, and replies to tool calls
 calls             parses tool calls in a policy's text
 gateway           the HTTP server through which an agent calls the policy
 requests          an agent's request and the response, in the form of chat completions
+template          the text that a chat template writes around a turn
 chat              the tokens between two sampled turns
 host              the processes of environments, and communication with them
 trajectory        the state of one trajectory

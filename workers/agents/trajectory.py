@@ -197,7 +197,7 @@ class Trajectory:
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
         if part := answer.get("call_like"):
-            template = self.setting.chat.template
+            template = self.setting.chat.template.text
             forms = (
                 self.setting.config.tool_call_parser or ", ".join(forms_of(template)) or "any known"
             )
@@ -215,9 +215,12 @@ class Trajectory:
             text = answer["text"]
             chat = self.renderer
             self.chat = with_observation(
-                self.start.prompt, None if text is None else chat.safe(text)
+                self.start.prompt, None if text is None else chat.template.safe(text)
             )
-            self.state, self.observation = TrajectoryState.OBSERVED, (chat.written(self.chat), True)
+            self.state, self.observation = (
+                TrajectoryState.OBSERVED,
+                (chat.template.written(self.chat), True),
+            )
             return
         self.rewards.append((len(self.sample.tokens) - 1, answer["reward"]))
         if answer.get("end"):
