@@ -145,7 +145,7 @@ class EnvironmentHost:
         closing.callback(self._selector.close)
         closing.callback(_close_sockets, self._idle)
         self._end = weakref.finalize(self, closing.close)
-        ends: list[socket.socket | int] = [self._orders]
+        self._selector.register(self._orders, selectors.EVENT_READ, None)
         until, failed = time.monotonic() + START_S, f"{self._spec.setting} could not be loaded"
         try:
             pid, folder = self._channel.receive(until)  # of the process that loads the code
@@ -154,7 +154,7 @@ class EnvironmentHost:
             with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
                 handle = os.pidfd_open(pid)
                 closing.callback(os.close, handle)
-                ends.append(handle)
+                self._selector.register(handle, selectors.EVENT_READ, None)
             problem, kinds = self._channel.receive(until)
         except TimeoutError:
             problem = (
@@ -172,8 +172,6 @@ class EnvironmentHost:
             raise ConfigError(problem)
         self.kinds = {name: Kind(*fields) for name, fields in kinds.items()}
         self._orders.setblocking(True)  # only the channel, a copy of it, needs timeouts
-        for end in ends:
-            self._selector.register(end, selectors.EVENT_READ, None)
 
     def _replace_host(self) -> None:
         """Fail all open trajectories with the supervisor's message, and start a new host."""
