@@ -252,27 +252,24 @@ class RewardProcess:
                 (number, {name: value for name, value in sample.items() if name in self._reads})
                 for number, sample in samples
             ]
+        reply_s = float("inf")  # in which the next reply must arrive
+        if not self.answers_together:
+            shares = BLOCKED_SHARE if self.takes_all else 1.0
+            reply_s = shares * self._function.deadline + GRACE_S
         try:
-            self._channel.send(samples, min(end, time.monotonic() + self._reply_timeout()))
+            self._channel.send(samples, min(end, time.monotonic() + reply_s))
         except TimeoutError:
             raise
         except OSError:
             pass  # the process has ended, and its supervisor's reply says how
         while missing:
-            answer = self._receive(min(end, time.monotonic() + self._reply_timeout()))
+            answer = self._receive(min(end, time.monotonic() + reply_s))
             try:
                 number, outcome = read_answer(answer, missing)
             except ValueError as err:
                 raise ProcessEndedError(f"the reward process {err}") from err
             missing.remove(number)
             yield number, outcome
-
-    def _reply_timeout(self) -> float:
-        """Return the seconds in which the next reply must arrive."""
-        if self.answers_together:
-            return float("inf")
-        shares = BLOCKED_SHARE if self.takes_all else 1.0
-        return shares * self._function.deadline + GRACE_S
 
     def _receive(self, deadline: float) -> Any:
         """Return the next reply; raise ProcessEndedError if there is none or it is invalid."""
