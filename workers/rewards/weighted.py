@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -246,9 +246,8 @@ class WeightedScores:
         metrics: dict[str, float] = {}
 
         for part, future in zip(self._rewards.parts, self._futures, strict=True):
-            is_model = part.manager is None
-            result = future.get(timeout) if is_model else self._answer(future, timeout)
-            term = self._take(part, result, extras, metrics)
+            term = self._wait_for(part, future, timeout)
+            self._log(part, term, extras, metrics)
             if part.config.normalize and self._normalize:
                 term = normalized(term, self._mask)
             total += part.config.weight * term.scores
@@ -287,37 +286,36 @@ class WeightedScores:
                 "smaller. If a reward model outputs NaN, check its weights."
             )
 
-    def _answer(self, future: Future[TermScores], timeout: float | None) -> TermScores:
-        """Wait for a function or server; check for lost workers, which no call would detect."""
+    def _wait_for(self, part: RewardTerm, future: Any, timeout: float | None) -> TermScores:
+        """Return the scores of one reward; raise if it failed too often."""
+        if part.manager is None:
+            scores = read_columns(future.get(timeout), "rm_scores")["rm_scores"]
+            return TermScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not future.done() and (left := end - time.monotonic()) > 0:
             wait([future], min(left, CHECK_S))
-            self._check(str(self))
-        return future.result(timeout=0)
+            self._check(str(self))  # for lost workers, which no call would detect
+        term: TermScores = future.result(timeout=0)
+        self._rewards.note_failures(part, term)
+        return term
 
-    def _take(
-        self, part: RewardTerm, result: Any, extras: dict[str, Any], metrics: dict[str, float]
-    ) -> TermScores:
-        """Return the scores of one reward; add its columns to `extras` and its metrics."""
+    def _log(
+        self, part: RewardTerm, term: TermScores, extras: dict[str, Any], metrics: dict[str, float]
+    ) -> None:
+        """Add the columns of one reward to `extras`, and its metrics to `metrics`."""
         name, several = part.config.name, len(self._rewards.parts) > 1
-        if part.manager is None:
-            scores = read_columns(result, "rm_scores")["rm_scores"]
-            term = TermScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
-        else:
-            term = result
-            self._rewards.note_failures(part, term)
-            of_all = {count: metrics.get(count, 0.0) + term.metrics[count] for count in COUNTS}
-            own = f"{name}/" if several and name != "function" else ""
-            for key, value in term.metrics.items():
-                metrics[key.replace("reward/", f"reward/{own}", 1)] = value
-            metrics |= of_all
-            extras |= {f"reward_extra/{own}{key}": values for key, values in term.extras.items()}
-
+        own = f"{name}/" if several and name != "function" else ""
+        counts = {
+            key: metrics.get(key, 0.0) + term.metrics[key] for key in COUNTS if key in term.metrics
+        }
+        for key, value in term.metrics.items():
+            metrics[key.replace("reward/", f"reward/{own}", 1)] = value
+        metrics |= counts
+        extras |= {f"reward_extra/{own}{key}": column for key, column in term.extras.items()}
         if several or name != "function":  # the score of a single function is critic/score/mean
             sums = term.scores.sum(dim=-1)
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()
             metrics[f"reward/{name}_score/mean"] = sums.mean().item()
-        return term
 
 
 def normalized(raw: TermScores, mask: Tensor) -> TermScores:
