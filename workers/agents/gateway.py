@@ -8,7 +8,7 @@
         reply = policy.chat.completions.create(model="policy", messages=messages)
         return float(reply.choices[0].message.content == row["ground_truth"])
 
-    agent --POST--> AgentEndpoint --AgentSession.ask--> AgentEpisode --answers--> turns
+    agent --POST--> AgentEndpoint --Conversation.ask--> AgentEpisode --answers--> turns
       ^                                                                              |
       +------------------------ sampled response <------step------------------------+
 
