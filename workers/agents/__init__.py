@@ -2,6 +2,7 @@
 
 environment       the interface of environments: `reset` and `step`, or only tools
 load_environment  loads the configured classes, agents and tools
+episode           one trajectory of an environment, in the process that runs it
 adapters          environments of other packages, chosen by a prefix
 tools             the schema of a function, and replies to tool calls
 calls             parses tool calls in a policy's text

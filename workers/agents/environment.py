@@ -19,22 +19,16 @@ process loads it.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.random  # numpy would load it lazily, and so in every forked process again
 
-from verl_like.errors import nearest
 from verl_like.registry import Registry
-from workers.agents.calls import call_like
-from workers.agents.tools import Tool, answer_call, waited
-
-if TYPE_CHECKING:
-    from workers.agents.load_environment import Loaded
+from workers.agents.tools import Tool
 
 
 @dataclass(frozen=True)
@@ -51,8 +45,8 @@ class Observation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise TypeError(f"the text of an Observation is {_kind(self.text)}, not a string")
-        _finite(self.reward)
+            raise TypeError(f"the text of an Observation is {shown(self.text)}, not a string")
+        finite_reward(self.reward)
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class TrajectoryEnd:
     truncated: bool = False
 
     def __post_init__(self) -> None:
-        _finite(self.reward)
+        finite_reward(self.reward)
 
 
 class Environment:
@@ -188,141 +182,8 @@ for _prefix, _class in {
     ENVIRONMENT_ADAPTERS.register(_prefix)(f"workers.agents.adapters.{_prefix}:{_class}")
 
 
-class Episode:
-    """One environment and its tools, in the process that runs it."""
-
-    def __init__(self, loaded: Loaded, seeds: tuple[int, int]) -> None:
-        """Create the environment; `seeds` has the prompt's seed and this sample's seed."""
-        self._seeds = seeds
-        seed_globals(seeds[0])
-        self._env: Any = None
-        if loaded.cls is not None:
-            self._env = loaded.cls(**loaded.kwargs)
-            if isinstance(self._env, Environment):
-                self._env.rng_seed = seeds[1]
-            elif not hasattr(self._env, "rng"):
-                self._env.rng = np.random.default_rng(seeds[1])
-        self._tools = {tool.name: tool for tool in loaded.tools}
-        self._loaded = loaded
-        self._silent = set(loaded.players)
-        """Players that have not had an observation yet."""
-        self._waiting = set(loaded.players)
-        """Players that have not ended and whose turn it is not."""
-        self._speaking: set[str] = set()
-
-    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return {"text": the first observation or None}.
-
-        With several players, return {"players": such a dict for each player that starts}.
-        """
-        text = None
-        if self._env is not None:  # pass the parameters of `reset`: columns, the row, the rng
-            names = {p.name for p in self._loaded.of_reset}
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.of_reset)
-            arguments = {**row, "row": dict(row)}
-            if "rng" in names:
-                arguments["rng"] = np.random.default_rng(self._seeds[0])
-            chosen = {
-                name: value
-                for name, value in arguments.items()
-                if name in names or takes_all and name in row
-            }
-            if missing := [name for name in self._loaded.columns if name not in chosen]:
-                raise TypeError(
-                    f"reset has the parameter {missing[0]!r}, and the row has no such column."
-                    f"{nearest(missing[0], [*arguments, 'rng'])} Its parameters are columns of "
-                    "the row, row (all columns) and rng, as in reset(self, row, rng)"
-                )
-            text = waited(self._env.reset(**chosen))
-        seed_globals(self._seeds[1])
-        if self._loaded.players:
-            return self._of_players("reset", text, self._first)
-        return self._first(text)
-
-    def _first(self, text: Any) -> dict[str, Any]:
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"reset returned {_kind(text)}, not a text or None")
-        return {"text": text}
-
-    def _of_players(
-        self, method: str, answers: Any, read: Callable[[Any], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Check the dict of replies that a method returned, and convert each reply."""
-        players = self._loaded.players
-        if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
-            raise TypeError(
-                f"{method} returned {_kind(answers)}; expected a dict with keys from "
-                f"{', '.join(players)}"
-            )
-        replies = {player: read(answer) for player, answer in answers.items()}
-        if early := sorted({*replies} - self._waiting):
-            raise ValueError(
-                f"{method} returned a reply for {early[0]!r}, but this player has not spoken since "
-                "the last reply, or has left"
-            )
-        self._waiting -= {*replies}
-        self._speaking |= {player for player in replies if "end" not in replies[player]}
-        if self._waiting and not self._speaking:
-            raise ValueError(
-                f"{method} gives no player the next turn, but the players "
-                f"{sorted(self._waiting)} still wait for a reply"
-            )
-        for player in self._silent & {*replies}:
-            if "messages" in replies[player]:
-                if answers[player].reward:
-                    raise ValueError(f"{method} rewards {player!r} before its first turn")
-                replies[player] = {"text": answers[player].text}
-        self._silent -= {*replies}
-        return {"players": replies}
-
-    def step(self, text: str, player: str = "") -> dict[str, Any]:
-        """Return the reply to this text: messages or the trajectory's end, and the text's reward.
-
-        With several players, return such replies by player.
-        """
-        calls = self._loaded.parse(text)[0] if self._tools else []
-        if calls:
-            answers = [answer_call(call, self._tools, self._env) for call in calls]
-            messages = [
-                {"role": "tool", "name": call.name, "content": reply}
-                for call, (reply, _) in zip(calls, answers, strict=True)
-            ]
-            errors = sum(failed for _, failed in answers)
-            counts = {"calls": len(calls), "errors": errors}
-            observation = {"messages": messages, "reward": 0.0, **counts}
-            return {"players": {player: observation}} if player else observation
-        if player:
-            self._speaking.discard(player)
-            self._waiting.add(player)
-            return self._of_players("step", waited(self._env.step(text, player)), self._read)
-        unread_call = call_like(text) if self._tools else ""
-        if self._loaded.has_step:
-            answer = self._read(waited(self._env.step(text)))
-        else:  # as in TRL
-            if hasattr(self._env, "get_reward"):
-                reward = waited(self._env.get_reward())
-            else:
-                reward = getattr(self._env, "reward", 0.0)
-            answer = {"end": True, "reward": _finite(reward)}
-        return answer | ({"call_like": unread_call} if unread_call else {})
-
-    def _read(self, answer: Any) -> dict[str, Any]:
-        if isinstance(answer, TrajectoryEnd):
-            reward = _finite(answer.reward)
-            return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
-        if not isinstance(answer, Observation):
-            raise TypeError(f"step returned {_kind(answer)}, not an Observation or a TrajectoryEnd")
-        message = {"role": "user", "content": answer.text}
-        return {"messages": [message], "reward": _finite(answer.reward)}
-
-
-def seed_globals(seed: int) -> None:
-    """Seed Python's and numpy's global generators, which user code may use."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-def _finite(reward: Any) -> float:
+def finite_reward(reward: Any) -> float:
+    """Return a reward as a float; reject a value that is not a finite number."""
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError):
@@ -335,5 +196,6 @@ def _finite(reward: Any) -> float:
     return number
 
 
-def _kind(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return the type and the value, for error messages."""
     return f"{type(value).__name__} {value!r:.80}"

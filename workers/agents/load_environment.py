@@ -2,7 +2,7 @@
 
     spec = EnvironmentSpec("guess.py:Guess", kwargs, tools=["tools.py:add"])
     loaded = spec.load()                # raises a ConfigError for code that cannot be used
-    episode = loaded.begin(seeds)       # the environment of one trajectory
+    episode = begin(loaded, seeds)      # `workers.agents.episode`: one trajectory
 
 This module does not import torch, because every environment's process loads it.
 """
@@ -14,25 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 from verl_like.registry import load_from, load_object
 from workers.agents.calls import FORMS, Parser, of_user, parse
-from workers.agents.environment import (
-    ENVIRONMENT_ADAPTERS,
-    Environment,
-    EnvironmentAdapter,
-    Episode,
-    seed_globals,
-)
+from workers.agents.environment import ENVIRONMENT_ADAPTERS, Environment, EnvironmentAdapter
 from workers.agents.tools import NO_TOOLS, Tool
-
-if TYPE_CHECKING:
-    from workers.agents.gateway import AgentEpisode
 
 
 @dataclass(frozen=True)
@@ -132,17 +121,6 @@ class Loaded:
     """A function that plays a trajectory, instead of a class."""
     endpoint: str = ""
     reuses_replies: bool = False
-
-    def begin(self, seeds: tuple[int, int]) -> Episode | AgentEpisode:
-        """Create the environment or agent of one trajectory."""
-        if self.agent is None:
-            return Episode(self, seeds)
-        from workers.agents.gateway import AgentEpisode, AgentSession
-
-        seed_globals(seeds[1])
-        rng = np.random.default_rng(seeds[0])
-        session = AgentSession(self.parse, self.players, self.reuses_replies)
-        return AgentEpisode(self.agent, self.kwargs, rng, session, self.endpoint)
 
     @property
     def players(self) -> list[str]:

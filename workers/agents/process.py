@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
 from workers.agents.environment import Environment, Observation
+from workers.agents.episode import begin
 from workers.agents.load_environment import EnvironmentSpec, Loaded
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import describe_error, place_of
@@ -149,7 +150,7 @@ def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[
             time.sleep(delay_s)
         try:
             if episode is None or "seeds" in message:
-                episode = loaded[message["name"]].begin(tuple(message["seeds"]))
+                episode = begin(loaded[message["name"]], tuple(message["seeds"]))
                 answer = episode.reset(message["row"])
             else:
                 answer = episode.step(**message)
