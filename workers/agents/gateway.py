@@ -35,6 +35,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -82,40 +83,34 @@ def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
         raise ConfigError(f"environment={path}: environment.kwargs sets {unknown[0]!r}, {reason}.")
 
 
+@dataclass
 class AgentEpisode:
     """One trajectory of an agent, whose requests are the policy's observations."""
 
-    def __init__(
-        self,
-        agent: Callable[..., Any],
-        kwargs: Mapping[str, Any],
-        rng: np.random.Generator,
-        session: AgentSession,
-        url: str = "",
-    ) -> None:
-        """Create the episode; `rng` has the prompt's seed.
-
-        `url` is the address at which agents on other machines reach the policy, or "".
-        """
-        self._agent, self._kwargs, self._rng = agent, kwargs, rng
-        self._session, self._url = session, url
+    agent: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    rng: np.random.Generator
+    """A generator with the prompt's seed."""
+    session: AgentSession
+    url: str
+    """The address at which agents on other machines reach the policy, or ""."""
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the agent; return its first request, or raise if it ends without one."""
-        session, server = self._session, endpoint()
+        session, server = self.session, endpoint()
         server.session = session
         root = f"http://127.0.0.1:{server.server_port}/{session.name}"
-        if self._url:
-            root = self._url
+        if self.url:
+            root = self.url
             open_to_others(session)
         url = f"{root}/v1"
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name}
         os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": session.name}
         values = {
-            **dict(zip(ARGUMENTS, (dict(row), self._rng, url, session.name, MODEL), strict=True)),
-            **self._kwargs,
+            **dict(zip(ARGUMENTS, (dict(row), self.rng, url, session.name, MODEL), strict=True)),
+            **self.kwargs,
         }
-        names = inspect.signature(self._agent).parameters
+        names = inspect.signature(self.agent).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
         arguments = {name: values[name] for name in values if takes_all or name in names}
         threading.Thread(target=self._run, args=(arguments,), daemon=True).start()
@@ -123,14 +118,14 @@ class AgentEpisode:
 
     def _run(self, arguments: Mapping[str, Any]) -> None:
         try:
-            self._session.end(waited(self._agent(**arguments)))
+            self.session.end(waited(self.agent(**arguments)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's agent may raise anything
-            self._session.fail(error)
+            self.session.fail(error)
 
     def step(self, text: str, player: str = "", **details: Any) -> dict[str, Any]:
         """Answer the waiting request; return the next one, or the end."""
-        self._session.answer({"text": text, **details}, player)
-        return self._session.next()
+        self.session.answer({"text": text, **details}, player)
+        return self.session.next()
 
 
 class AgentSession:
