@@ -79,6 +79,8 @@ class EnvironmentSpec:
             functions += cls.tools
             kwargs = {}
         loaded = Loaded(cls, kwargs, functions, parser)
+        if cls is not None:
+            _check_signatures(loaded, self.path)
         names = [tool.name for tool in loaded.tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"tools: two tools are called {twice[0]!r}. Rename one.")
@@ -144,7 +146,8 @@ class Loaded:
     @cached_property
     def has_step(self) -> bool:
         """True if the class has a `step` that replies to texts."""
-        return self.cls is not None and _has_step(self.cls)
+        step = getattr(self.cls, "step", None)
+        return step not in (None, Environment.step) and not _step_is_tool(self.cls)
 
     @property
     def is_async(self) -> bool:
@@ -172,13 +175,7 @@ class Loaded:
         ]
 
 
-def _has_step(cls: type) -> bool:
-    """Return True if the class has a `step` that replies to texts."""
-    step = getattr(cls, "step", None)
-    return step not in (None, Environment.step) and not _step_is_tool(cls)
-
-
-def _step_is_tool(cls: type) -> bool:
+def _step_is_tool(cls: Any) -> bool:
     """Return True if `step` is a tool that returns text, as in environments for TRL."""
     step = getattr(cls, "step", None)
     if step is None or issubclass(cls, Environment):
@@ -239,34 +236,34 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
                 f"environment={path}: {cls.__name__} is not an EnvironmentAdapter. Remove "
                 f"':{own_id}'."
             )
-        _check_signatures(cls, path, kwargs)
         return cls
     if not own_id:
         raise ConfigError(f"environment={path} needs an id. Use {path}:ID.")
     adapted: type[EnvironmentAdapter] = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
     adapted.prepare()
-    _check_signatures(adapted, path, {})
     return adapted
 
 
-def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
+def _check_signatures(loaded: Loaded, path: str) -> None:
     """Reject methods that cannot be called with the expected arguments."""
+    cls: Any = loaded.cls
     try:
-        inspect.signature(cls).bind(**kwargs)
+        inspect.signature(cls).bind(**loaded.kwargs)
     except TypeError as error:
         raise ConfigError(
             f"environment={path}: {cls.__name__} cannot be created with environment.kwargs="
-            f"{dict(kwargs)}: {error}. Rows are passed to reset(row, rng), not to the constructor."
+            f"{dict(loaded.kwargs)}: {error}. Rows are passed to reset(row, rng), not to the "
+            "constructor."
         ) from error
-    for parameter in [*inspect.signature(cls.reset).parameters.values()][1:]:
+    for parameter in loaded.of_reset:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
                 f"environment={path}: reset is called with keyword arguments, but "
                 f"{parameter.name!r} is positional-only. Drop the / from its signature."
             )
-    if not _has_step(cls):
+    if not loaded.has_step:
         return
-    has_players = bool(getattr(cls, "players", ()))
+    has_players = bool(loaded.players)
     try:
         inspect.signature(cls.step).bind(None, "text", *["player"] * has_players)
     except TypeError as error:
