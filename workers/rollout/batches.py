@@ -152,9 +152,8 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
     require(batch, "prompts", "responses", "token_versions", "position_ids")
     mask = read_columns(batch, "response_mask")["response_mask"]
     is_observed = batch.padded("token_versions") < 0
-    prompts = _rows(batch, "prompts", of_response=False)
     named: Sequence[Sequence[Any]] = (
-        prompts,
+        _rows(batch, "prompts", of_response=False),
         _rows(batch, "responses"),
         _rows(batch, "token_versions"),
         _segments(batch),

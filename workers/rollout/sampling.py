@@ -113,10 +113,10 @@ def sample_tokens(
 
     if filtered is not None:
         truncated = (filtered.gather(1, chosen) / filtered.sum(dim=-1, keepdim=True)).log().float()
+    elif sampling.do_sample:
+        truncated = distribution.gather(1, chosen)
     else:
-        truncated = (
-            distribution.gather(1, chosen) if sampling.do_sample else torch.zeros_like(policy)
-        )
+        truncated = torch.zeros_like(policy)
     return tokens, torch.cat([policy, truncated], dim=1)
 
 

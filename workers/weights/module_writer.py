@@ -79,10 +79,8 @@ class ModuleWriter:
 
 def describe_problems(who: str, **problems: list[str]) -> str:
     """Describe the problems by kind, with up to 20 tensor names each; "" if there are none."""
-    parts = []
-    for kind, names in problems.items():
-        if names:
-            parts.append(f"{len(names)} {kind}: {', '.join(names[:20])}")
+    kinds = ((kind, names) for kind, names in problems.items() if names)
+    parts = [f"{len(names)} {kind}: {', '.join(names[:20])}" for kind, names in kinds]
     return f"{who}: {'; '.join(parts)}." if parts else ""
 
 

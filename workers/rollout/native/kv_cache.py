@@ -100,20 +100,6 @@ def slots_that_fit(
     return fit
 
 
-def zeros(count: int, like: Tensor) -> Tensor:
-    """Return a zero tensor; on a CPU in new memory pages, huge ones if the system has them."""
-    if like.device.type != "cpu":
-        return like.new_zeros(count)
-
-    # the system allocates pages when they are first written to
-    memory = mmap.mmap(-1, count * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the system has no huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    with torch.inference_mode(False):  # so that passes in any mode may write to it
-        return torch.frombuffer(memory, dtype=like.dtype)
-
-
 class CacheMemory:
     """Memory of slots, reused for other slots and by the next generation.
 
@@ -125,11 +111,23 @@ class CacheMemory:
         self._free: list[Tensor] = []
 
     def take(self, count: int, like: Tensor) -> Tensor:
-        """Return memory for `count` numbers in the dtype of `like`, with zeros or old contents."""
+        """Return memory for `count` numbers in the dtype of `like`, with zeros or old contents.
+
+        On a CPU, new memory is in huge pages if the system has them.
+        """
         for index, old in enumerate(self._free):
             if len(old) >= count and old.dtype == like.dtype:
                 return self._free.pop(index)[:count]
-        return zeros(count, like)
+        if like.device.type != "cpu":
+            return like.new_zeros(count)
+
+        # the system allocates pages when they are first written to
+        memory = mmap.mmap(-1, count * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # the system has no huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        with torch.inference_mode(False):  # so that passes in any mode may write to it
+            return torch.frombuffer(memory, dtype=like.dtype)
 
     def give(self, states: Tensor) -> None:
         """Accept memory that is no longer used."""

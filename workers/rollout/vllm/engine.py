@@ -68,9 +68,8 @@ class VllmRolloutEngine(RolloutEngine):
         self.is_follower = lockstep is not None and not lockstep.leads
         self.expected = expected_weights(settings.model_path)
         self.vocab_size = self.expected.vocab_size
-        self.adapter: AdapterFiles | None = None
-        if settings.adapter is not None:
-            self.adapter = AdapterFiles(settings.adapter, settings.model_path)
+        adapter = settings.adapter
+        self.adapter = None if adapter is None else AdapterFiles(adapter, settings.model_path)
         num_elements = (self.adapter or self.expected).num_elements
         self.num_bytes = num_elements * getattr(torch, settings.dtype).itemsize
         self.vllm: InProcessVllm | VllmServer

@@ -211,9 +211,7 @@ def expected_weights(model_path: str) -> ExpectedWeights:
     model.tie_weights()
     shapes = {name: weight.shape for name, weight in named_state(model)}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in shapes:
-            tied[name] = first[id(parameter)]
+    named = model.named_parameters(remove_duplicate=False)
+    tied = {name: first[id(parameter)] for name, parameter in named if name not in shapes}
     vocab_size = model.config.get_text_config().vocab_size
     return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model))

@@ -198,20 +198,15 @@ class WorkerExtension:
         if not isinstance(self.model_runner.sampler, NoiseSampler):
             self.model_runner.sampler = NoiseSampler(self.model_runner, self.model_runner.sampler)
             watch_processing(self.model_runner.model, self._process)
-        methods = set()
-        for module in self.model_runner.model.modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None:
-                methods.add(type(method).__name__)
-        return sorted(methods)
+        layers = self.model_runner.model.modules()
+        methods = [getattr(layer, "quant_method", None) for layer in layers]
+        return sorted({type(method).__name__ for method in methods if method is not None})
 
     def note_choices(self, dtype: str) -> None:
         """Record expert choices from now on, in this dtype."""
         sampler = self.model_runner.sampler
-        sampler.choices, sampler.choice_dtype = (
-            ExpertChoices(self.model_runner),
-            getattr(torch, dtype),
-        )
+        sampler.choices = ExpertChoices(self.model_runner)
+        sampler.choice_dtype = getattr(torch, dtype)
 
     def choices_for(self, rows: list[int]) -> list[Tensor | None]:
         """Return the expert choices of these requests, which have ended."""
@@ -361,14 +356,11 @@ def watch_processing(
     model: nn.Module, process: Callable[[Callable[[nn.Module], None], nn.Module], None]
 ) -> None:
     """Make a model's layers process loaded weights by `process(original method, layer)`."""
-    methods: dict[int, Any] = {}
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    for method in {id(method): method for method in methods}.values():
         if hasattr(method, "process_weights_after_loading"):
-            methods[id(method)] = method
-    for method in methods.values():
-        original = method.process_weights_after_loading
-        method.process_weights_after_loading = partial(process, original)
+            original = method.process_weights_after_loading
+            method.process_weights_after_loading = partial(process, original)
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:
