@@ -25,7 +25,7 @@ from workers.models.folder import factor_border, model_folder, read_hf_config
 from workers.models.load import check_score_head, check_weights
 from workers.rollout.build import user_engine
 from workers.rollout.vllm.setup import check_version
-from workers.training.row_proof import SPLITS
+from workers.training.packing import SPLITS
 
 
 def check_model(config: Any, key: str, path: str, may_be_random: bool = True) -> None:

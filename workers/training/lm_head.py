@@ -36,7 +36,7 @@ from workers.models.support.proof import Support
 from workers.models.support.stand_in import VOCABULARY
 from workers.parallel.vocabulary import VocabShard, token_stats
 from workers.training.microbatch import Columns
-from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
+from workers.training.packing import Feed, RowPasses, model_inputs, picked, read
 
 CHUNK_BYTES = 256 * 2**20
 """Largest chunk of float32 logits, in bytes; on a GPU, `ROWS_ON_GPU` positions may be larger."""
@@ -329,7 +329,7 @@ def head_in_chunks(model: Any) -> str:
     tokens = 3 + torch.arange(24) * 7 % (VOCABULARY - 3)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = positions.with_values(positions.values > 2)
-    feed = padded_feed(columns, reads, torch.device("cpu"))
+    feed = RowPasses().feed(columns, reads, torch.device("cpu"))
     labels = tokens.view(2, 12).roll(-1, dims=1)[feed.reads]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 

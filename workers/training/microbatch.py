@@ -7,7 +7,7 @@
   (`mini_batch`); `workers.training.update` permutes the rows.
 - Micro-batches are limited by rows or by tokens (`MicroBatchBudget`), longest rows first, so that
   the rows of a pass have similar lengths; rows that share prefixes are neighbors. Rows in which no
-  token is read are in no micro-batch (`cut`).
+  token is read are in no micro-batch (`workers.training.packing.RowPasses.cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank
   with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
 - Denominators are counts over the whole mini-batch on all ranks (`MiniBatch.num_rows`,
@@ -303,60 +303,6 @@ def mini_batch(
     own_counts = torch.stack([per_row.count_nonzero(), per_row.sum()])
     num_rows, num_tokens = all_reduce(own_counts.to(device), group).tolist()
     return MiniBatch(columns, num_rows, num_tokens, [rows.names[row] for row in mine.tolist()])
-
-
-def cut(
-    lengths: Sequence[int],
-    budget: MicroBatchBudget,
-    *,
-    rectangles: bool = False,
-    border: int | None = None,
-    single: bool = False,
-    saved: Mapping[int, int] | None = None,
-) -> Cuts:
-    """Return the row numbers of every micro-batch, without rows of length 0.
-
-    Rows are ordered longest first, or as in `saved`. `saved` maps a row to the number of tokens
-    that it shares with the row before it, and that cost no budget in the same micro-batch.
-
-    With `rectangles`, a row uses as many tokens of the budget as the longest row of its
-    micro-batch. Rows of more than `border` tokens never share a micro-batch with shorter rows. With
-    `single`, every row has its own micro-batch.
-    """
-    if (budget.rows or budget.tokens or 0) < 1:
-        size = budget.rows if budget.rows is not None else budget.tokens
-        raise ConfigError(
-            f"a micro-batch needs at least 1 row or token, not {size}. Raise {budget.keys}."
-        )
-
-    if saved is None:
-        saved = dict.fromkeys(sorted(range(len(lengths)), key=lambda row: -lengths[row]), 0)
-    order = [row for row in saved if lengths[row]]
-    longest, limit = max(lengths, default=0), budget.tokens
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"a row of {longest} tokens exceeds the budget of {limit} tokens per micro-batch. "
-            f"Raise {budget.keys} to the length of the longest row."
-        )
-
-    if single:
-        return [[row] for row in order]
-    num_long = 0 if border is None else sum(lengths[row] > border for row in order)
-    cuts: Cuts = []
-    for side in (order[:num_long], order[num_long:]):
-        if budget.rows is not None:
-            most = budget.rows
-            cuts += [side[start : start + most] for start in range(0, len(side), most)]
-            continue
-        room = 0
-        for row in side:
-            size = lengths[cuts[-1][0]] if rectangles and room else lengths[row] - saved[row]
-            if size > room:
-                cuts.append([])
-                room, size = limit or 0, lengths[row]
-            cuts[-1].append(row)
-            room -= size
-    return cuts
 
 
 def spread(cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int) -> Cuts:

@@ -31,9 +31,8 @@ from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
 from workers.training.attention import VarlenKernel, packed_rows
 from workers.training.microbatch import RowColumns
-from workers.training.packing import Feed
+from workers.training.packing import Feed, RowPasses
 from workers.training.role_model import RoleModelSpec
-from workers.training.row_proof import RowPasses
 from workers.weights.checksum import checksum_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""Arguments and outputs of a forward pass over rows without their padding.
+"""Split rows into forward passes, and run a pass over rows without their padding.
 
-    feed = packed_feed(columns, reads, device)      # one row of all tokens, with its layout
-    feed = padded_feed(columns, reads, device)      # a rectangle, for models that cannot be packed
+    cuts = row_passes.cut(ids, reads, budget)       # the rows of every micro-batch
+    feed = row_passes.feed(columns, reads, device)  # one packed row, or a rectangle
     numbers = read(module, feed)                    # [positions read, vocabulary or 1]
 
 Position t of a row predicts token t + 1. The head is computed only at positions that a loss reads,
@@ -9,58 +9,37 @@ and each row is cut off after its last such position, since later tokens cannot 
 there. In a rectangle every row starts at the first column, so padding comes after all real tokens
 and affects neither recurrent states nor position counts.
 
-`workers.training.row_proof` chooses between the two feeds.
+A packed row has all tokens and their layout; a rectangle is for models that cannot be packed.
+`workers.training.row_proof` chooses between the two.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
-from verl_like.errors import BatchError, ConfigError
+from verl_like.errors import ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.offload import to_device
 from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
-from workers.training.microbatch import Columns, RowColumns
-from workers.training.prefixes import share_prefixes
+from workers.training.microbatch import Columns, Cuts, MicroBatchBudget, RowColumns
+from workers.training.prefixes import COST_OF_COPY, prefix_order, share_prefixes
 
-
-def response_reads(columns: RowColumns) -> RaggedTensor:
-    """Mark the tokens whose next token is a response token inside the mask."""
-    ids, mask = columns["input_ids"], columns["response_mask"]
-    ends = ids.lengths.flatten().cumsum(0)
-    shifts = ends - mask.lengths.flatten().cumsum(0) - 1  # responses are at the end of their rows
-    places = torch.arange(len(mask.values)) + shifts.repeat_interleave(mask.lengths.flatten())
-    inside = mask.values != 0
-    first = (ids.lengths <= mask.lengths).flatten().nonzero().squeeze(1)
-    if len(first):  # rows without a prompt: no earlier token predicts their first token
-        lengths = mask.lengths.flatten()
-        begins = (lengths.cumsum(0) - lengths)[first]
-        if inside[begins[lengths[first] > 0]].any():
-            raise BatchError(
-                "a row's first token is inside its response_mask; its log-prob would be read at "
-                "the token before it, which does not exist. Use a prompt of at least one token."
-            )
-    reads = torch.zeros(len(ids.values), dtype=torch.bool)
-    reads[places[inside]] = True
-    result: RaggedTensor = ids.with_values(reads)
-    return result
-
-
-def last_token_reads(columns: RowColumns) -> RaggedTensor:
-    """Mark the last token of every row."""
-    ids: RaggedTensor = columns["input_ids"]
-    reads = torch.zeros(len(ids.values), dtype=torch.bool)
-    lengths = ids.lengths.flatten()
-    reads[(lengths.cumsum(0) - 1)[lengths > 0]] = True
-    return ids.with_values(reads)
+Kind = Literal["packed", "padded"]
+SPLITS = (
+    "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope: "
+    "rotary factors depend on the length of a row), so the segments of a trajectory may not share "
+    "one either. Set environment.history_tokens=sampled."
+)
+LARGEST_SQUARE = 2048
+"""Largest pass, in tokens, if attention is quadratic in them; a single row may be longer."""
 
 
 def split_segments(columns: RowColumns, reads: RaggedTensor) -> RaggedTensor:
@@ -129,61 +108,153 @@ class Feed:
         return dict(zip(columns, together.unbind(dim=-1), strict=True))
 
 
-def packed_feed(
-    columns: RowColumns,
-    reads: RaggedTensor,
-    device: torch.device,
-    *,
-    whole_rows: bool = False,
-    ranks: SequenceRanks | None = None,
-    shares: bool = False,
-) -> Feed:
-    """Return a feed of all needed tokens, concatenated in the order of the rows.
+@dataclass(frozen=True)
+class RowPasses:
+    """Splits rows into passes and builds the arguments of each pass, in one layout of the rows."""
 
-    With `shares`, a prefix that neighboring rows have in common is computed once.
+    kind: Kind = "padded"
+    border: int | None = None
+    """Row length beyond which rotary factors change (longrope); a pass has one set of them."""
+    is_square: bool = False
+    """True if packed rows use a dense mask over all tokens of a pass."""
+    ranks: SequenceRanks | None = None
+    """The ranks over which the tokens of every packed pass are split."""
+    shares: bool = False
+    """True if a prefix that several packed rows of a pass have in common is computed once."""
 
-    With `ranks`, the feed contains this rank's part of the tokens; a row of padding at the end
-    makes all parts equally long.
-    """
-    tokens, lengths = _needed(columns, reads, whole_rows)
-    rows = [length for length in lengths.tolist() if length]
-    split = is_real = None
-    if ranks is None:
-        layout = RowLayout(rows, device)
-        shared = share_prefixes(tokens, rows, device) if shares else None
-        if shared is not None:
-            layout = shared.layout
-            tokens = {name: values[shared.computed] for name, values in tokens.items()}
-        reads_here = tokens["reads"].nonzero().squeeze(1)
-    else:
-        num_real = sum(rows)
-        padding = ranks.padded(num_real) - num_real
-        for name, values in tokens.items():
-            tokens[name] = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
-        split = ranks.split(tokens["reads"])
-        tokens = {name: values[split.places] for name, values in tokens.items()}
-        layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
-        reads_here, is_real = split.reads, to_device(split.places < num_real, device)
-    inputs = {name: to_device(tokens[name][None], device) for name in ("input_ids", "position_ids")}
-    return Feed(
-        {**inputs, "row_layout": layout},
-        to_device(reads_here, device),
-        split=split,
-        is_real=is_real,
-        routed=_choices(tokens.get(ROUTED), device),
-    )
+    @property
+    def apart(self) -> bool:
+        """True if rows may not share a pass because their rotary factors may differ."""
+        return self.border is not None
+
+    def lengths(self, reads: RaggedTensor) -> list[int]:
+        """Return the number of tokens per row, or per pair of rows, that a pass computes."""
+        tokens = needed_lengths(reads, whole_rows=self.apart)
+        if reads.lengths.dim() == 2:
+            sides = tokens.view(reads.lengths.shape)
+            # with padding, the cost of a pair is twice the length of its longer side
+            tokens = 2 * sides.amax(dim=1) if self.kind == "padded" else sides.sum(dim=1)
+        lengths: list[int] = tokens.tolist()
+        return lengths
+
+    def cut(self, ids: RaggedTensor, reads: RaggedTensor, budget: MicroBatchBudget) -> Cuts:
+        """Return the numbers of the rows, or of the pairs of rows, of every micro-batch.
+
+        Rows in which no token is read are in none. The longest rows come first, or rows that share
+        a prefix are neighbors, and the shared tokens then cost little of the budget. A padded row
+        costs as many tokens as the longest row of its micro-batch. Rows above the border never
+        share a micro-batch with shorter rows. Ranks that share a pass add up their budgets.
+        """
+        lengths, are_pairs = self.lengths(reads), reads.lengths.dim() == 2
+        longest, most_rows, limit = max(lengths, default=0), budget.rows, budget.tokens
+        if limit is not None and self.ranks is not None:
+            limit *= self.ranks.size
+        if limit is not None and self.is_square and not are_pairs:
+            limit = min(limit, max(longest, LARGEST_SQUARE))
+        size = limit if most_rows is None else most_rows
+        if (size or 0) < 1:
+            raise ConfigError(
+                f"a micro-batch needs at least 1 row or token, not {size}. Raise {budget.keys}."
+            )
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"a row of {longest} tokens exceeds the budget of {limit} tokens per micro-batch. "
+                f"Raise {budget.keys} to the length of the longest row."
+            )
+
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        saved = [0] * len(order)
+        prefixes = prefix_order(ids, reads, lengths) if self.shares and not are_pairs else None
+        if prefixes is not None:
+            order = prefixes.rows
+            saved = [int((1 - COST_OF_COPY) * shared) for shared in prefixes.shared]
+        cuts: Cuts = []
+        room, was_long = 0, False
+        for row, num_saved in zip(order, saved, strict=True):
+            if not lengths[row]:
+                continue
+            rows = cuts[-1] if cuts else []
+            cost = lengths[row] - num_saved
+            if rows and self.kind == "padded":
+                cost = lengths[rows[0]]
+            is_full = len(rows) == most_rows or (limit is not None and cost > room)
+            is_long = self.border is not None and lengths[row] > self.border
+            if not rows or is_full or is_long != was_long or (are_pairs and self.apart):
+                rows, room, cost = [], limit or 0, lengths[row]
+                cuts.append(rows)
+            rows.append(row)
+            room, was_long = room - cost, is_long
+        return cuts
+
+    def num_shared(self, ids: RaggedTensor, reads: RaggedTensor) -> int:
+        """Return the number of tokens in these rows that passes skip because of shared prefixes."""
+        if not self.shares:
+            return 0
+        ids, reads = ids.flatten(), reads.flatten()
+        order = prefix_order(ids, reads, self.lengths(reads))
+        return 0 if order is None else sum(order.shared)
+
+    def feed(self, columns: RowColumns, reads: RaggedTensor, device: torch.device) -> Feed:
+        """Return the arguments of a pass over the needed tokens, with each segment as its own row.
+
+        If no row is read, there is one dummy token, which is not read.
+        """
+        segments = split_segments(columns, reads)
+        if self.apart and segments is not reads:
+            raise ConfigError(SPLITS)
+        lengths = needed_lengths(segments, whole_rows=self.apart)
+        needed = _places_in_rows(segments) < lengths[segments.value_rows()]
+        tokens = {name: columns[name].values[needed] for name in ("input_ids", "position_ids")}
+        tokens["reads"] = segments.values[needed]
+        if ROUTED in columns:  # counted from 1, so that 0 marks padding
+            tokens[ROUTED] = columns[ROUTED].values[needed].short() + 1
+        if not lengths.any():
+            tokens = {
+                name: values.new_zeros(1, *values.shape[1:]) for name, values in tokens.items()
+            }
+            lengths = torch.ones(1, dtype=torch.int64)
+        if self.kind == "packed":
+            return self._packed(tokens, [length for length in lengths.tolist() if length], device)
+        return _padded(tokens, lengths, device)
+
+    def _packed(self, tokens: Columns, rows: list[int], device: torch.device) -> Feed:
+        """Return a feed of the tokens, concatenated in the order of the rows.
+
+        Ranks that share a pass get equally long parts; a row of padding at the end evens them out.
+        """
+        split = is_real = None
+        if self.ranks is None:
+            layout = RowLayout(rows, device)
+            shared = share_prefixes(tokens, rows, device) if self.shares else None
+            if shared is not None:
+                layout = shared.layout
+                tokens = {name: values[shared.computed] for name, values in tokens.items()}
+            reads_here = tokens["reads"].nonzero().squeeze(1)
+        else:
+            num_real = sum(rows)
+            padding = self.ranks.padded(num_real) - num_real
+            for name, values in tokens.items():
+                tokens[name] = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
+            split = self.ranks.split(tokens["reads"])
+            tokens = {name: values[split.places] for name, values in tokens.items()}
+            layout = RowLayout([*rows, padding] if padding else rows, device, self.ranks)
+            reads_here, is_real = split.reads, to_device(split.places < num_real, device)
+        ids, positions = tokens["input_ids"][None], tokens["position_ids"][None]
+        return Feed(
+            {
+                "input_ids": to_device(ids, device),
+                "position_ids": to_device(positions, device),
+                "row_layout": layout,
+            },
+            to_device(reads_here, device),
+            split=split,
+            is_real=is_real,
+            routed=to_device(tokens[ROUTED], device) - 1 if ROUTED in tokens else None,
+        )
 
 
-def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
-    """Convert expert numbers that count from 1 (see `_needed`) to numbers that count from 0."""
-    return None if counted is None else to_device(counted, device) - 1
-
-
-def padded_feed(
-    columns: RowColumns, reads: RaggedTensor, device: torch.device, *, whole_rows: bool = False
-) -> Feed:
-    """Return a feed of the needed tokens of each row, starting at the first column, then zeros."""
-    tokens, lengths = _needed(columns, reads, whole_rows)
+def _padded(tokens: Columns, lengths: Tensor, device: torch.device) -> Feed:
+    """Return a feed of rows that start at the first column, with zeros after their tokens."""
     width = int(lengths.max())
     padded = {
         name: RaggedTensor(values, lengths, width).padded() for name, values in tokens.items()
@@ -200,28 +271,8 @@ def padded_feed(
         first,
         packed=False,
         is_real=inputs["attention_mask"].flatten() != 0,
-        routed=_choices(None if routed is None else routed.flatten(0, 1), device),
+        routed=None if routed is None else to_device(routed.flatten(0, 1), device) - 1,
     )
-
-
-def _needed(
-    columns: RowColumns, reads: RaggedTensor, whole_rows: bool
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return columns with the needed tokens of all rows, and the number of such tokens per row.
-
-    Each segment is a separate row. If no row is read, there is one dummy token, which is not read.
-    """
-    reads = split_segments(columns, reads)
-    lengths = needed_lengths(reads, whole_rows=whole_rows)
-    needed = _places_in_rows(reads) < lengths[reads.value_rows()]
-    tokens = {name: columns[name].values[needed] for name in ("input_ids", "position_ids")}
-    tokens["reads"] = reads.values[needed]
-    if ROUTED in columns:  # counted from 1, so that 0 marks padding
-        tokens[ROUTED] = columns[ROUTED].values[needed].short() + 1
-    if not lengths.any():
-        tokens = {name: values.new_zeros(1, *values.shape[1:]) for name, values in tokens.items()}
-        lengths = torch.ones(1, dtype=torch.int64)
-    return tokens, lengths
 
 
 def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.ragged import Column, RaggedTensor, join_ragged
-from verl_like.errors import ConfigError
+from verl_like.errors import BatchError, ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
 from workers.training.lm_head import DEFAULT, TokenOutputs, token_columns
 from workers.training.microbatch import RowColumns
-from workers.training.packing import Feed, last_token_reads, read, response_reads
+from workers.training.packing import Feed, read
 
 if TYPE_CHECKING:
     from workers.training.model import Model
@@ -43,8 +43,26 @@ class Reading:
         self.model = model
 
     def reads(self, columns: RowColumns) -> RaggedTensor:
-        """Mark the tokens at which the head is computed."""
-        return response_reads(columns)
+        """Mark the tokens whose next token is a response token inside the mask."""
+        ids, mask = columns["input_ids"], columns["response_mask"]
+        lengths = mask.lengths.flatten()
+        # responses are at the end of their rows
+        shifts = ids.lengths.flatten().cumsum(0) - lengths.cumsum(0) - 1
+        places = torch.arange(len(mask.values)) + shifts.repeat_interleave(lengths)
+        inside = mask.values != 0
+        first = (ids.lengths <= mask.lengths).flatten().nonzero().squeeze(1)
+        if len(first):  # rows without a prompt: no earlier token predicts their first token
+            begins = (lengths.cumsum(0) - lengths)[first]
+            if inside[begins[lengths[first] > 0]].any():
+                raise BatchError(
+                    "a row's first token is inside its response_mask; its log-prob would be read "
+                    "at the token before it, which does not exist. Use a prompt of at least one "
+                    "token."
+                )
+        reads = torch.zeros(len(ids.values), dtype=torch.bool)
+        reads[places[inside]] = True
+        result: RaggedTensor = ids.with_values(reads)
+        return result
 
     def feeds(self, columns: RowColumns) -> list[Feed]:
         """Return the arguments of the forward passes over a micro-batch: one pass."""
@@ -106,11 +124,11 @@ class RowScores(Reading):
 
     def reads(self, columns: RowColumns) -> RaggedTensor:
         """Mark the tokens at which the score is read."""
-        if self.score_at == "legacy_mean":
-            ids = columns["input_ids"]
-            every: RaggedTensor = ids.with_values(torch.ones(len(ids.values), dtype=torch.bool))
-            return every
-        return last_token_reads(columns)
+        ids: RaggedTensor = columns["input_ids"]
+        reads = torch.full((len(ids.values),), self.score_at == "legacy_mean")
+        lengths = ids.lengths.flatten()
+        reads[(lengths.cumsum(0) - 1)[lengths > 0]] = True
+        return ids.with_values(reads)
 
     def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass; return `scores` [rows]."""

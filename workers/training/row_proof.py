@@ -1,8 +1,6 @@
 """Choose the layout of rows in a pass: packed if that is correct, otherwise padded.
 
     row_passes = prove_rows(module, support, may_pack=True)     # a ConfigError if neither is right
-    for rows in row_passes.cut(ids, reads, budget): ...
-    feed = row_passes.feed(columns, reads, device)
 
 Packed rows are faster, but wrong for a model that counts positions, carries a state from token to
 token or looks at neighboring tokens. Therefore each layout is tested on a small model of the class
@@ -15,8 +13,8 @@ The tokens of a packed row can be split over ranks only if no operation but atte
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,104 +27,21 @@ from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import AttendRows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
-from workers.training.microbatch import Cuts, MicroBatchBudget, RowColumns, cut
-from workers.training.packing import (
-    Feed,
-    model_inputs,
-    needed_lengths,
-    packed_feed,
-    padded_feed,
-    read,
-    split_segments,
-)
-from workers.training.prefixes import COST_OF_COPY, prefix_order
+from workers.training.microbatch import MicroBatchBudget, RowColumns
+from workers.training.packing import Kind, RowPasses, model_inputs, read
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["packed", "padded"]
 LARGEST_ERROR = 3e-4
 """Largest relative error between two correct passes over a row; wrong layouts are off by 2e-3 or
 more.
 
 Rounding in float32 causes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
 """
-SPLITS = (
-    "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope: "
-    "rotary factors depend on the length of a row), so the segments of a trajectory may not share "
-    "one either. Set environment.history_tokens=sampled."
-)
-LARGEST_SQUARE = 2048
-"""Largest pass, in tokens, if attention is quadratic in them; a single row may be longer."""
 PADDED_BY_USER = "use_remove_padding=false in the model's section"
 """Reason for padded rows when the user chose them."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
 """Lengths of the test rows; their sum exceeds the number of positions of a small model."""
-
-
-@dataclass(frozen=True)
-class RowPasses:
-    """Splits rows into passes and builds the arguments of each pass, in one layout of the rows."""
-
-    kind: Kind = "padded"
-    border: int | None = None
-    """Row length beyond which rotary factors change (longrope); a pass has one set of them."""
-    is_square: bool = False
-    """True if packed rows use a dense mask over all tokens of a pass."""
-    ranks: SequenceRanks | None = None
-    """The ranks over which the tokens of every pass are split."""
-    shares: bool = False
-    """True if a prefix that several rows of a pass have in common is computed once."""
-
-    @property
-    def apart(self) -> bool:
-        """True if rows may not share a pass because their rotary factors may differ."""
-        return self.border is not None
-
-    def lengths(self, reads: RaggedTensor) -> list[int]:
-        """Return the number of tokens per row, or per pair of rows, that a pass computes."""
-        tokens = needed_lengths(reads, whole_rows=self.apart)
-        if reads.lengths.dim() == 2:
-            sides = tokens.view(reads.lengths.shape)
-            # with padding, the cost of a pair is twice the length of its longer side
-            tokens = 2 * sides.amax(dim=1) if self.kind == "padded" else sides.sum(dim=1)
-        lengths: list[int] = tokens.tolist()
-        return lengths
-
-    def cut(self, ids: RaggedTensor, reads: RaggedTensor, budget: MicroBatchBudget) -> Cuts:
-        """Return the numbers of the rows, or of the pairs of rows, of every micro-batch.
-
-        Ranks that share a pass add up their budgets.
-        """
-        lengths, are_pairs = self.lengths(reads), reads.lengths.dim() == 2
-        if self.ranks is not None and budget.tokens is not None:
-            budget = MicroBatchBudget(tokens=budget.tokens * self.ranks.size)
-        if self.is_square and budget.tokens is not None and not are_pairs:
-            longest = max(lengths, default=0)
-            budget = MicroBatchBudget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
-        order = prefix_order(ids, reads, lengths) if self.shares and not are_pairs else None
-        if order is not None:
-            saved = [int((1 - COST_OF_COPY) * shared) for shared in order.shared]
-            return cut(lengths, budget, saved=dict(zip(order.rows, saved, strict=True)))
-        single, rectangles = are_pairs and self.apart, self.kind == "padded"
-        return cut(lengths, budget, rectangles=rectangles, border=self.border, single=single)
-
-    def num_shared(self, ids: RaggedTensor, reads: RaggedTensor) -> int:
-        """Return the number of tokens in these rows that passes skip because of shared prefixes."""
-        if not self.shares:
-            return 0
-        ids, reads = ids.flatten(), reads.flatten()
-        order = prefix_order(ids, reads, self.lengths(reads))
-        return 0 if order is None else sum(order.shared)
-
-    def feed(self, columns: RowColumns, reads: RaggedTensor, device: torch.device) -> Feed:
-        """Return the arguments of a pass over these rows, with each segment as a separate row."""
-        if self.apart and split_segments(columns, reads) is not reads:
-            raise ConfigError(SPLITS)
-        if self.kind == "packed":
-            return packed_feed(
-                columns, reads, device, whole_rows=self.apart, ranks=self.ranks, shares=self.shares
-            )
-        return padded_feed(columns, reads, device, whole_rows=self.apart)
 
 
 def prove_rows(
@@ -270,7 +185,8 @@ class _RecordedRank:
 def find_split_fault(model: Any) -> str:
     """Return what goes wrong if a packed row is computed in slices, with recorded attention."""
     columns, reads = probe_rows()
-    feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
+    every = reads.with_values(reads.values | True)
+    feed = RowPasses("packed").feed(columns, every, torch.device("cpu"))
     ranks = _RecordedRank()
     feed.inputs["row_layout"].ranks = ranks
     with packed_rows(model):

@@ -28,8 +28,8 @@ from workers.rollout.batches import batch_of as make_batch
 from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
-from workers.training.packing import last_token_reads, packed_feed, response_reads
-from workers.training.row_proof import RowPasses
+from workers.training.packing import RowPasses
+from workers.training.readings import Reading, RowScores
 
 PROMPT, WIDTH = 16, 160
 SHORTENS = CHATML.replace(
@@ -168,7 +168,7 @@ def test_gradients_of_turns_match_separate_segments(play: Play, folder: Path) ->
 def test_a_reward_model_reads_only_the_last_segment(play: Play) -> None:
     trajectories = play(num=2)
     columns = Rows.take(batch_of(trajectories), INPUTS).columns
-    feed = packed_feed(columns, last_token_reads(columns), torch.device("cpu"))
+    feed = RowPasses("packed").feed(columns, RowScores().reads(columns), torch.device("cpu"))
     last = [one.sample.tokens[one.sample.segments[-1] :] for one in trajectories]
     assert torch.equal(feed.inputs["input_ids"][0], torch.cat(last))
     positions = [place for tokens in last for place in range(len(tokens))]
@@ -227,4 +227,4 @@ def test_a_model_that_cannot_pack_rows_rejects_segments(play: Play) -> None:
         if is_rejected:
             context = pytest.raises(ConfigError, match="=sampled")
         with context:
-            passes.feed(columns, response_reads(columns), torch.device("cpu"))
+            passes.feed(columns, Reading().reads(columns), torch.device("cpu"))

@@ -26,8 +26,8 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceWorker
 from workers.roles.reference import ReferenceWorker
+from workers.training.packing import RowPasses
 from workers.training.role_model import RoleModelSpec
-from workers.training.row_proof import RowPasses
 
 
 def split_over_all(axis: str) -> ParallelConfig:

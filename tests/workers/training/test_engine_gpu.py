@@ -19,7 +19,7 @@ from verl_like.batch.ragged import RaggedTensor
 from workers.roles.actor import ActorWorker
 from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.packing import packed_feed
+from workers.training.packing import RowPasses
 from workers.training.varlen import LIBRARIES, _torch_varlen
 
 pytestmark = [
@@ -128,7 +128,7 @@ def test_gradients_of_shared_prefixes_are_summed_in_a_fixed_order() -> None:
     ids = RaggedTensor.from_rows(rows, 5)
     columns = {"input_ids": ids, "position_ids": ids.with_values(torch.arange(5).repeat(8))}
     reads = ids.with_values(torch.arange(40) % 5 == 4)
-    feed = packed_feed(columns, reads, torch.device("cuda"), shares=True)
+    feed = RowPasses("packed", shares=True).feed(columns, reads, torch.device("cuda"))
     states = torch.randn(12, 64, device="cuda", requires_grad=True)
     weights = torch.randn(40, 64, device="cuda")
     sums = []

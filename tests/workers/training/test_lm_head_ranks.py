@@ -15,7 +15,7 @@ from verl_like.process.worker import Worker
 from workers.parallel import tensor
 from workers.training import lm_head
 from workers.training.lm_head import TokenOutputs, token_columns
-from workers.training.packing import padded_feed
+from workers.training.packing import RowPasses
 
 POSITIONS = 20
 
@@ -33,7 +33,9 @@ def errors(is_tied: bool) -> dict[str, float]:
     positions = RaggedTensor.from_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
     tokens = torch.arange(2 * POSITIONS) * 7 % config.vocab_size
     inputs = {"input_ids": positions.with_values(tokens), "position_ids": positions}
-    feed = padded_feed(inputs, positions.with_values(positions.values > 2), torch.device("cpu"))
+    feed = RowPasses().feed(
+        inputs, positions.with_values(positions.values > 2), torch.device("cpu")
+    )
     labels = tokens.view(2, -1).roll(-1, dims=1)[feed.reads]
 
     results: list[dict[str, Any]] = []

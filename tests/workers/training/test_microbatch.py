@@ -11,17 +11,19 @@ from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, ConfigError
 from workers.training.engine import INPUTS
 from workers.training.microbatch import (
+    Cuts,
     MicroBatchBudget,
     Rows,
     count_mini_batches,
-    cut,
     micro_batches,
     mini_batch,
 )
-from workers.training.packing import packed_feed, padded_feed, response_reads
+from workers.training.packing import RowPasses
+from workers.training.readings import Reading
 
 CPU = torch.device("cpu")
 NAMES = ("responses", "response_mask", "attention_mask")
+PACKED, PADDED = RowPasses("packed"), RowPasses("padded")
 
 
 def numbered(num_rows: int) -> DataProto:
@@ -86,10 +88,16 @@ def test_a_rank_without_rows_runs_dummies_of_one_token_without_loss() -> None:
     ((dummy, real),) = micro_batches(columns, [], None, CPU)
     assert real == 0
     assert dummy["response_mask"].padded().sum() == 0
-    for feed in (packed_feed, padded_feed):
-        padded = feed(dummy, response_reads(dummy), CPU)
+    for row_passes in (PACKED, PADDED):
+        padded = row_passes.feed(dummy, Reading().reads(dummy), CPU)
         assert padded.inputs["input_ids"].shape == (1, 1)
         assert padded.reads.sum() == 0
+
+
+def cut(lengths: list[int], budget: MicroBatchBudget, row_passes: RowPasses = PACKED) -> Cuts:
+    """Cut rows of these lengths, in which every token is read."""
+    rows = RaggedTensor.from_rows([torch.ones(n, dtype=torch.bool) for n in lengths], max(lengths))
+    return row_passes.cut(rows, rows, budget)
 
 
 def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones() -> None:
@@ -104,7 +112,7 @@ def test_a_token_budget_is_filled_and_never_exceeded() -> None:
 
 def test_padded_rows_cost_their_rectangle() -> None:
     lengths = [6, 2, 2, 5]
-    cuts = cut(lengths, MicroBatchBudget(tokens=12), rectangles=True)
+    cuts = cut(lengths, MicroBatchBudget(tokens=12), PADDED)
     assert [[lengths[row] for row in rows] for rows in cuts] == [[6, 5], [2, 2]]
 
 
@@ -140,8 +148,12 @@ def test_several_ranks_reject_a_batch_that_was_not_split_for_them() -> None:
 
 def test_rows_above_the_border_are_in_separate_micro_batches() -> None:
     lengths = [5, 20, 16, 0, 17, 3]
-    assert cut(lengths, MicroBatchBudget(rows=4), border=16) == [[1, 4], [2, 0, 5]]
-    assert cut(lengths, MicroBatchBudget(tokens=40), border=16) == [[1, 4], [2, 0, 5]]
-    assert cut(lengths, MicroBatchBudget(rows=4), single=True) == [[1], [4], [2], [0], [5]]
+    passes = RowPasses("packed", border=16)
+    assert cut(lengths, MicroBatchBudget(rows=4), passes) == [[1, 4], [2, 0, 5]]
+    assert cut(lengths, MicroBatchBudget(tokens=40), passes) == [[1, 4], [2, 0, 5]]
+
+    sides = [torch.ones(n, dtype=torch.bool) for length in lengths for n in (length, 0)]
+    pairs = RaggedTensor.from_rows(sides, max(lengths)).unflatten(0, (-1, 2))
+    assert passes.cut(pairs, pairs, MicroBatchBudget(rows=4)) == [[1], [4], [2], [0], [5]]
     with pytest.raises(ConfigError, match="a row of 20 tokens exceeds"):
-        cut(lengths, MicroBatchBudget(tokens=18), single=True)
+        passes.cut(pairs, pairs, MicroBatchBudget(tokens=18))

@@ -18,13 +18,8 @@ from workers.roles.critic import CriticWorker
 from workers.training.attention import LocalMask, RowLayout, packed_attention
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
-from workers.training.packing import (
-    last_token_reads,
-    needed_lengths,
-    packed_feed,
-    padded_feed,
-    response_reads,
-)
+from workers.training.packing import RowPasses, needed_lengths
+from workers.training.readings import Reading, RowScores
 
 CPU = torch.device("cpu")
 
@@ -77,10 +72,10 @@ def test_packed_rows_match_padded_rows(tmp_path: Path) -> None:
 
 def test_a_pack_has_only_the_needed_tokens(one_layer_dir: Path) -> None:
     columns = Rows.take(odd_batch(), INPUTS).columns
-    needed = needed_lengths(response_reads(columns))
+    needed = needed_lengths(Reading().reads(columns))
     assert needed[0] == 0
     assert (needed <= columns["attention_mask"].lengths).all()
-    assert last_token_reads(columns).sums().tolist() == [1] * 8
+    assert RowScores().reads(columns).sums().tolist() == [1] * 8
 
 
 def test_a_family_that_cannot_be_packed_is_padded_with_one_warning(
@@ -170,8 +165,9 @@ def test_inputs_of_a_gpu_are_copied_from_locked_memory_without_a_wait(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for feed in (packed_feed, padded_feed):
-        layout = feed(columns, response_reads(columns), gpu).inputs.get("row_layout")
+    for row_passes in (RowPasses("packed"), RowPasses("padded")):
+        feed = row_passes.feed(columns, Reading().reads(columns), gpu)
+        layout = feed.inputs.get("row_layout")
         if layout is not None:
             assert layout.rectangles[0].gather is not None
             assert len(layout.cu_seqlens) == len(layout.lengths) + 1

@@ -22,8 +22,8 @@ from workers.roles.rows import SFTWorker
 from workers.training.engine import INPUTS
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import Rows
+from workers.training.packing import RowPasses
 from workers.training.readings import Pairs, Reading, RowScores
-from workers.training.row_proof import RowPasses
 
 PAIRS = 5
 

@@ -16,9 +16,8 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.packing import packed_feed
+from workers.training.packing import RowPasses
 from workers.training.prefixes import prefix_order, share_prefixes, shared_lengths
-from workers.training.row_proof import RowPasses
 
 CPU = torch.device("cpu")
 
@@ -73,7 +72,8 @@ def test_a_pass_computes_every_prefix_once() -> None:
     rows = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11, 12], [1, 2, 5, 13], [7, 8]]
     ids, reads = ragged(*rows), last_read(5, 6, 4, 2)
     positions = ragged(*[list(range(len(row))) for row in rows])
-    feed = packed_feed({"input_ids": ids, "position_ids": positions}, reads, CPU, shares=True)
+    columns = {"input_ids": ids, "position_ids": positions}
+    feed = RowPasses("packed", shares=True).feed(columns, reads, CPU)
     assert feed.inputs["input_ids"].tolist() == [[1, 2, 3, 4, 10, 11, 12, 5, 13, 7, 8]]
     assert feed.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 5, 2, 3, 0, 1]]
     assert feed.reads.tolist() == [4, 6, 8, 10]

@@ -20,7 +20,7 @@ from workers.models.support import proof
 from workers.models.support.proof import Support
 from workers.models.support.stand_in import stand_in
 from workers.roles.actor import ActorWorker
-from workers.training import row_proof
+from workers.training import packing
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
 from workers.training.row_proof import row_kind
@@ -106,7 +106,7 @@ def test_rows_across_longrope_s_original_length_never_share_a_pass(
 def test_passes_with_quadratic_attention_are_short(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_proof, "LARGEST_SQUARE", 20)
+    monkeypatch.setattr(packing, "LARGEST_SQUARE", 20)
     config = tiny_config(tiny_dir, model={"attn_implementation": "eager"})
     engine = started(ActorWorker, config, 1).engine
     columns = Rows.take(make_batch(9), INPUTS).columns

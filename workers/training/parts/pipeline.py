@@ -37,7 +37,7 @@ from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import RowColumns
 from workers.training.model import Model, ModelPart
-from workers.training.packing import model_inputs, padded_feed, read
+from workers.training.packing import RowPasses, model_inputs, read
 from workers.training.parts.layers import MatrixSplit
 from workers.training.passes import MicroBatches, Named
 from workers.training.readings import Reading
@@ -204,7 +204,7 @@ def stages_of_a_layer(model: Any) -> str:
     except NoStages as error:
         return str(error)
     columns, reads = probe_rows()
-    feed = padded_feed(columns, reads, torch.device("cpu"))
+    feed = RowPasses().feed(columns, reads, torch.device("cpu"))
     expected = read(model, feed)
     inputs = model_inputs(model, feed)
     if num_layers == 1:
