@@ -221,10 +221,7 @@ def packed_attention(
         raise TypeError(f"{type(module).__name__} builds its own attention mask")
 
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    scoring = _Scores(scaling, local, softcap)
-    attend: Callable[..., Tensor] = partial(
-        _attend_rows, layout=row_layout, scoring=scoring, kernel=kernel
-    )
+    attend = _LayerAttention(row_layout, kernel, scaling, local, softcap)
     if row_layout.ranks is not None:
         output = row_layout.ranks.attend(query, key, value, s_aux, attend)
     elif row_layout.copies is not None:
@@ -236,123 +233,111 @@ def packed_attention(
 
 
 @dataclass(frozen=True)
-class _Scores:
-    """Settings of a layer's attention scores."""
+class _LayerAttention:
+    """The attention of a layer over the rows of a packed row."""
 
+    layout: RowLayout
+    kernel: VarlenKernel | None
     scale: float | None
     local: LocalMask
     softcap: float | None
 
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, places: Tensor | None
+    ) -> Tensor:
+        """Return [tokens, heads, size] for all rows, or for the tokens at `places` (ascending)."""
+        if places is not None:
+            return self._of_places(query, key, value, sinks, places)
+        layout, kernel, local = self.layout, self.kernel, self.local
+        is_plain = sinks is None and local.chunk is None
+        if kernel is not None and kernel.takes(query, self.softcap) and is_plain:
+            return kernel(
+                query,
+                key,
+                value,
+                layout.cu_seqlens,
+                layout.max_len,
+                scaling=self.scale,
+                window=local.window,
+                softcap=self.softcap,
+            )
 
-def _attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    places: Tensor | None,
-    *,
-    layout: RowLayout,
-    scoring: _Scores,
-    kernel: VarlenKernel | None,
-) -> Tensor:
-    """Return [tokens, heads, size] for all rows, or for the tokens at `places` (ascending)."""
-    if places is not None:
-        return _attend_places(query, key, value, sinks, places, layout, scoring)
-    is_plain = sinks is None and scoring.local.chunk is None
-    if kernel is not None and kernel.takes(query, scoring.softcap) and is_plain:
-        rows = layout.cu_seqlens, layout.max_len
-        settings: Any = {
-            "scaling": scoring.scale,
-            "window": scoring.local.window,
-            "softcap": scoring.softcap,
-        }
-        return kernel(query, key, value, *rows, **settings)
+        sizes = [rectangle.num_tokens for rectangle in layout.rectangles]
+        parts = zip(*(states.split(sizes) for states in (query, key, value)), strict=True)
+        outputs = [
+            self._of_rectangle(rectangle, *states, sinks)
+            for rectangle, states in zip(layout.rectangles, parts, strict=True)
+        ]
+        return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
-    rectangles = layout.rectangles
-    sizes = [rectangle.num_tokens for rectangle in rectangles]
-    parts = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    outputs = [_attend(*part, sinks, scoring) for part in parts]
-    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
+    def _of_places(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, places: Tensor
+    ) -> Tensor:
+        """Attend from the queries at `places` to the keys of their rows.
 
+        Returns [places, heads, size]. `key` and `value` have every position of the rows. If
+        `places` has two separate spans of a row, each span is computed separately.
+        """
+        ends = torch.tensor(self.layout.lengths).cumsum(0)
+        rows = torch.bucketize(places, ends, right=True)
+        borders = ((places.diff() != 1) | (rows.diff() != 0)).nonzero()[:, 0] + 1
+        outputs, done = [], 0
+        for places_here, row in zip(
+            places.tensor_split(borders), rows.tensor_split(borders), strict=True
+        ):
+            begin = int(ends[row[0]]) - self.layout.lengths[int(row[0])]
+            end, here = int(places_here[-1]) + 1, slice(done, done + len(places_here))
+            queries, keys, values = (
+                part.transpose(0, 1)[None]
+                for part in (query[here], key[begin:end], value[begin:end])
+            )
+            output = self._causal(queries, keys, values, sinks)
+            outputs.append(output.squeeze(0).transpose(0, 1))
+            done += len(places_here)
+        return torch.cat(outputs)
 
-def _attend_places(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    places: Tensor,
-    layout: RowLayout,
-    scoring: _Scores,
-) -> Tensor:
-    """Attend from the queries at `places` to the keys of their rows; returns [places, heads, size].
+    def _of_rectangle(
+        self,
+        rectangle: Rectangle,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return [tokens, heads, size] for the rows of the rectangle."""
+        shaped = []  # [rows, heads, width, size]
+        for states in (query, key, value):
+            if rectangle.gather is not None:
+                states = states.index_select(0, rectangle.gather)
+            rows = states.reshape(rectangle.num_rows, rectangle.width, *states.shape[1:])
+            shaped.append(rows.transpose(1, 2))
+        queries, keys, values = shaped
+        output = self._causal(queries, keys, values, sinks)
+        flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
+        return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
-    `key` and `value` have every position of the rows. If `places` has two separate spans of a row,
-    each span is computed separately.
-    """
-    ends = torch.tensor(layout.lengths).cumsum(0)
-    rows = torch.bucketize(places, ends, right=True)
-    borders = ((places.diff() != 1) | (rows.diff() != 0)).nonzero()[:, 0] + 1
-    outputs, done = [], 0
-    for places_here, row in zip(
-        places.tensor_split(borders), rows.tensor_split(borders), strict=True
-    ):
-        begin = int(ends[row[0]]) - layout.lengths[int(row[0])]
-        end, here = int(places_here[-1]) + 1, slice(done, done + len(places_here))
-        queries, keys, values = (
-            part.transpose(0, 1)[None] for part in (query[here], key[begin:end], value[begin:end])
-        )
-        output = _attention(queries, keys, values, sinks, scoring)
-        outputs.append(output.squeeze(0).transpose(0, 1))
-        done += len(places_here)
-    return torch.cat(outputs)
-
-
-def _attend(
-    rectangle: Rectangle,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scoring: _Scores,
-) -> Tensor:
-    """Return [tokens, heads, size] for the rows of the rectangle."""
-    shaped = []  # [rows, heads, width, size]
-    for states in (query, key, value):
-        if rectangle.gather is not None:
-            states = states.index_select(0, rectangle.gather)
-        rows = states.reshape(rectangle.num_rows, rectangle.width, *states.shape[1:])
-        shaped.append(rows.transpose(1, 2))
-    queries, keys, values = shaped
-    output = _attention(queries, keys, values, sinks, scoring)
-    flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
-    return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: _Scores
-) -> Tensor:
-    """Return causal attention [rows, heads, tokens, size]; queries are at the last positions."""
-    (num_queries, width), local = (query.shape[2], key.shape[2]), scoring.local
-    is_local = min(local.window or width, local.chunk or width) < width
-    dtype = value.dtype
-    if query.device.type == "cpu" and dtype == torch.bfloat16:
-        # bfloat16 attention kernels are slower than float32 ones on a CPU
-        query, key, value = query.float(), key.float(), value.float()
-    if scoring.softcap is not None or sinks is not None:
-        mask = _causal_mask(num_queries, width, local, query.device)
-        return eager_attention(query, key, value, mask, scoring.scale, scoring.softcap, sinks).to(
-            dtype
-        )
-    needs_mask = is_local or num_queries < width
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=_causal_mask(num_queries, width, local, query.device) if needs_mask else None,
-        is_causal=not needs_mask,
-        scale=scoring.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    ).to(dtype)
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """Return causal attention [rows, heads, tokens, size]; queries are the last positions."""
+        (num_queries, width), local = (query.shape[2], key.shape[2]), self.local
+        is_local = min(local.window or width, local.chunk or width) < width
+        dtype = value.dtype
+        if query.device.type == "cpu" and dtype == torch.bfloat16:
+            # bfloat16 attention kernels are slower than float32 ones on a CPU
+            query, key, value = query.float(), key.float(), value.float()
+        if self.softcap is not None or sinks is not None:
+            mask = _causal_mask(num_queries, width, local, query.device)
+            output = eager_attention(query, key, value, mask, self.scale, self.softcap, sinks)
+            return output.to(dtype)
+        needs_mask = is_local or num_queries < width
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=_causal_mask(num_queries, width, local, query.device) if needs_mask else None,
+            is_causal=not needs_mask,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).to(dtype)
 
 
 def eager_attention(
