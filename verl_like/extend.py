@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.sample import Sample as Sample
     from workers.rollout.sampling import sample_seed as sample_seed
     from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
+    from workers.training.engine import ScoreTrainEngine as ScoreTrainEngine
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
     from workers.training.microbatch import MiniBatch as MiniBatch
     from workers.training.optim import OPTIMIZERS as OPTIMIZERS
@@ -69,7 +70,6 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.training.role_model import RoleModelSpec as RoleModelSpec
     from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
     from workers.training.schedules import lr_factor as lr_factor
-    from workers.training.score_engine import ScoreTrainEngine as ScoreTrainEngine
     from workers.weights.module_writer import ModuleWriter as ModuleWriter
 
 [_MODULE_OF] = names_by_block(__file__)

@@ -20,7 +20,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -71,6 +71,20 @@ class Rectangle:
     scatter: Tensor | None
     """Position of each token in the rectangle; None without padding."""
 
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Rectangle:
+        """Return the rectangle of rows of these lengths."""
+        width, num_tokens = max(lengths), sum(lengths)
+        if num_tokens == width * len(lengths):
+            return cls(num_tokens, len(lengths), width, None, None)
+
+        real = torch.arange(width) < torch.tensor(lengths)[:, None]
+        gather = torch.zeros(real.shape, dtype=torch.long)
+        gather.masked_scatter_(real, torch.arange(num_tokens))
+        scatter = real.flatten().nonzero().squeeze(1)
+        places = (to_device(place, device) for place in (gather.flatten(), scatter))
+        return cls(num_tokens, len(lengths), width, *places)
+
 
 @dataclass(frozen=True)
 class Copies:
@@ -104,9 +118,20 @@ class RowLayout:
 
     @cached_property
     def rectangles(self) -> list[Rectangle]:
-        """Rectangles of neighboring rows, in the order of the rows."""
-        runs = _runs(self.lengths)
-        return [_rectangle(self.lengths[first:last], self.device) for first, last in runs]
+        """Rectangles of neighboring rows, in the order of the rows.
+
+        Of each row, at most 8 tokens or a fifth of the width, whichever is more, are padding.
+        """
+        rectangles: list[Rectangle] = []
+        lengths = self.lengths
+        first, shortest, longest = 0, lengths[0], lengths[0]
+        for row, length in enumerate(lengths):
+            low, high = min(shortest, length), max(longest, length)
+            if high > max(1.25 * low, low + 8):
+                rectangles.append(Rectangle.of(lengths[first:row], self.device))
+                first, low, high = row, length, length
+            shortest, longest = low, high
+        return [*rectangles, Rectangle.of(lengths[first:], self.device)]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -118,35 +143,6 @@ class RowLayout:
     def max_len(self) -> int:
         """Number of tokens of the longest row."""
         return max(self.lengths)
-
-
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of neighboring rows that share a rectangle.
-
-    Of each row, at most 8 tokens or a fifth of the width, whichever is more, are padding.
-    """
-    first, shortest, longest = 0, lengths[0], lengths[0]
-    for row, length in enumerate(lengths):
-        low, high = min(shortest, length), max(longest, length)
-        if high > max(1.25 * low, low + 8):
-            yield first, row
-            first, low, high = row, length, length
-        shortest, longest = low, high
-    yield first, len(lengths)
-
-
-def _rectangle(lengths: Sequence[int], device: torch.device) -> Rectangle:
-    lengths_here = torch.tensor(lengths)
-    width, num_tokens = int(lengths_here.max()), int(lengths_here.sum())
-    if num_tokens == width * len(lengths_here):
-        return Rectangle(num_tokens, len(lengths_here), width, None, None)
-
-    real = torch.arange(width) < lengths_here[:, None]
-    gather = torch.zeros(real.shape, dtype=torch.long)
-    gather.masked_scatter_(real, torch.arange(num_tokens))
-    scatter = real.flatten().nonzero().squeeze(1)
-    places = (to_device(place, device) for place in (gather.flatten(), scatter))
-    return Rectangle(num_tokens, len(lengths_here), width, *places)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from workers.training.packing import check_rows
 from workers.training.parts.layers import RouterReplay
 from workers.training.parts.load_balancing import BalancedLoss, LoadBalancing
 from workers.training.passes import MicroBatches
-from workers.training.readings import INPUTS, TOKENS, Reading
+from workers.training.readings import INPUTS, TOKENS, Reading, RowScores
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -193,28 +193,22 @@ class TrainEngine(Model):
                 if pass_outputs is not None:
                     for name, column in outputs.items():
                         pass_outputs.setdefault(name, []).append(detached(column[:num_real]))
-                inputs = {name: columns[name] for name in names}
-                total, shares = self._compute_loss(loss, batch, outputs, inputs)
+                rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
+                inputs = {n: to_device(rectangle_of(columns[n]), self.device) for n in names}
+                for name, values in inputs.items():
+                    # infinity becomes NaN, which no formula clamps, so the step will be skipped
+                    if values.is_floating_point():
+                        inputs[name] = values.masked_fill(values.isinf(), torch.nan)
+                total, shares = loss.compute(rectangles, inputs, batch)
                 losses.append(total)
-                del outputs, total  # the backward pass follows; it needs what the loss references
+                shares = {name: share.detach().float() for name, share in shares.items()}
+                # the backward pass follows; it needs what the loss references
+                del outputs, rectangles, inputs, total
                 for name, share in shares.items():
                     # a dummy adds nothing
                     share = share if num_real else torch.zeros((), device=self.device)
                     totals[name] = totals[name] + share if name in totals else share
         return totals
-
-    def _compute_loss(
-        self, loss: Loss, batch: MiniBatch, outputs: RowColumns, inputs: RowColumns
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return a micro-batch's loss and, without gradients, its contributions to the metrics."""
-        rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
-        columns = {name: to_device(rectangle_of(x), self.device) for name, x in inputs.items()}
-        for name, values in columns.items():
-            # infinity becomes NaN, which no formula clamps, so the step will be skipped
-            if values.is_floating_point():
-                columns[name] = values.masked_fill(values.isinf(), torch.nan)
-        total, shares = loss.compute(rectangles, columns, batch)
-        return total, {name: share.detach().float() for name, share in shares.items()}
 
     def forward_backward_rows(
         self,
@@ -293,3 +287,31 @@ class TrainEngine(Model):
         if replay is not None and ROUTED in rows.columns:
             replay.routers.check(rows.columns[ROUTED].values)
         return rows
+
+
+class ScoreTrainEngine(TrainEngine):
+    """A training engine that gives one score per row, for example for a reward model.
+
+    Example:
+
+        engine = ScoreTrainEngine(RoleModelSpec("model.path", model_config, head="score"))
+        engine.build(worker)                                        # frozen: no optim_config
+        scores = engine.score_rows(data, MicroBatchBudget(rows=8))  # [rows]
+    """
+
+    def __init__(
+        self, model: RoleModelSpec, *, score_at: str | None = None, **settings: Any
+    ) -> None:
+        """Store the options; `build` loads the model.
+
+        Args:
+            model: the role's model, its sharding and its head.
+            score_at: the position of the score; None takes `score_at` of the model's config.json.
+            settings: keyword arguments of `workers.training.engine.TrainEngine`.
+        """
+        super().__init__(model, reading=RowScores(score_at), **settings)
+
+    def score_rows(self, data: DataProto, budget: MicroBatchBudget) -> torch.Tensor:
+        """Return scores [rows]; zero for a row without tokens."""
+        scores: torch.Tensor = self.forward_rows(data, budget)["scores"]
+        return scores

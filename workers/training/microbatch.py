@@ -147,7 +147,12 @@ class Rows:
         real = data.num_real_rows
         columns_in = {name: data.column(name) for name in names}
         start, total = (0, real) if data.shard is None else (data.shard.start, data.shard.total)
-        called = sample_names(data, start)[:real]
+        called = [f"row {start + row}" for row in range(real)]
+        uids, index = data.non_tensor_batch.get("uid"), data.columns.get("sample_index")
+        if uids is not None:
+            called = [str(uid) for uid in uids[:real]]
+            if isinstance(index, Tensor):
+                called = [f"{uid} sample {int(index[row])}" for row, uid in enumerate(called)]
         columns = without_padding({name: c[:real].cpu() for name, c in columns_in.items()}, called)
         mask = columns_in.get("response_mask", columns_in[names[0]])
         return cls(columns, torch.arange(start, start + real), total, called, mask)
@@ -231,16 +236,6 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> RaggedTensor:
     starts, lengths = begins.int().argmax(dim=1), flat.sum(dim=1)
     shape = mask.shape[:-1]
     return RaggedTensor.from_rectangle(mask, lengths.view(shape), starts.view(shape))
-
-
-def sample_names(data: DataProto, start: int) -> list[str]:
-    """Return the names of rows in messages: uid and sample index, or its number from `start`."""
-    uids, index = data.non_tensor_batch.get("uid"), data.columns.get("sample_index")
-    if uids is None:
-        return [f"row {start + row}" for row in range(len(data))]
-    if not isinstance(index, Tensor):
-        return [str(uid) for uid in uids]
-    return [f"{uid} sample {int(index[row])}" for row, uid in enumerate(uids)]
 
 
 @dataclass(frozen=True)
