@@ -40,26 +40,21 @@ class Ranks:
             text = f"rank {self.mine}: {name}{first_line}".rstrip(".")
             problem = text, isinstance(error, DamagedCheckpointError)
 
-        outcomes = self._gather((result, problem))
+        outcomes: list[Any] = [(result, problem)]
+        if self.group is not None:
+            outcomes *= self.count
+            try:
+                dist.all_gather_object(outcomes, (result, problem), group=self.group)
+            except (RuntimeError, dist.DistError) as error:
+                raise CheckpointError(
+                    f"{self.subject}: rank {self.mine} lost another rank: {error}"
+                ) from error
         problems = [problem for _, problem in outcomes if problem is not None]
         if problems:
             is_damage = any(damaged for _, damaged in problems)
             kind = DamagedCheckpointError if is_damage else CheckpointError
             raise kind(f"{self.subject}: {'; '.join(text for text, _ in problems)}.")
         return [result for result, _ in outcomes]
-
-    def _gather(self, outcome: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-        """Return the outcome of every rank, in rank order."""
-        if self.group is None:
-            return [outcome]
-        outcomes: list[Any] = [None] * self.count
-        try:
-            dist.all_gather_object(outcomes, outcome, group=self.group)
-        except (RuntimeError, dist.DistError) as error:
-            raise CheckpointError(
-                f"{self.subject}: rank {self.mine} lost another rank: {error}"
-            ) from error
-        return outcomes
 
     def run_on_first(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0; every rank must call this."""

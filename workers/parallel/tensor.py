@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,23 +346,25 @@ def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
     return nn.Parameter(distributed, requires_grad=weight.requires_grad)
 
 
-def plan_of(module: Any) -> dict[str, str]:
-    """Return transformers' styles by names of layers and parameters; `*` stands for a number."""
-    plan = getattr(module, "_tp_plan", None)
-    if plan is not None:
-        return dict(plan)
-    plan = getattr(_body(module), "_tp_plan", None) or {}  # a scalar head has no class of its own
-    return {f"{module.base_model_prefix}.{name}": style for name, style in plan.items()}
-
-
 class NoSplit(ValueError):
     """Raised if tensor parallelism cannot split a model; its text completes a sentence."""
 
 
 def layers_of(module: Any) -> dict[str, Layer]:
-    """Return how layers are split, by name; all other layers are whole on every rank."""
-    plan = plan_of(module)
-    _check_plan(module, plan)
+    """Return how layers are split, by name; all other layers are whole on every rank.
+
+    In transformers' plans of layers and parameters, `*` stands for a number.
+    """
+    prefix, model_type = f"{module.base_model_prefix}.", module.config.model_type
+    plan: dict[str, str] | None = getattr(module, "_tp_plan", None)
+    if plan is None:  # a scalar head has no class of its own
+        of_body = getattr(_body(module), "_tp_plan", None) or {}
+        plan = {f"{prefix}{name}": style for name, style in of_body.items()}
+    if not any(name.startswith(prefix) for name in plan):
+        raise NoSplit(f"transformers has no tensor parallel plan for {model_type}")
+    has_convolution = any(isinstance(layer, nn.Conv1d) for layer in module.modules())
+    if has_convolution or model_type.startswith(USE_OTHERS):
+        raise NoSplit(f"layers of {model_type} use the weights of other layers")
     layers: dict[str, Layer] = {}
     columns: list[str] = []
     for path, layer in module.named_modules():
@@ -379,16 +381,6 @@ def layers_of(module: Any) -> dict[str, Layer]:
     for path in columns:
         layers |= _siblings_without_rule(module, path.rpartition(".")[0], layers)
     return layers
-
-
-def _check_plan(module: Any, plan: Mapping[str, str]) -> None:
-    """Reject a model without a plan, or with an incomplete one."""
-    model_type = module.config.model_type
-    if not any(name.startswith(f"{module.base_model_prefix}.") for name in plan):
-        raise NoSplit(f"transformers has no tensor parallel plan for {model_type}")
-    has_convolution = any(isinstance(layer, nn.Conv1d) for layer in module.modules())
-    if has_convolution or model_type.startswith(USE_OTHERS):
-        raise NoSplit(f"layers of {model_type} use the weights of other layers")
 
 
 def _rule_for(name: str) -> str:
@@ -479,20 +471,18 @@ def _reject_unused(module: Any, plan: Mapping[str, str], layers: Mapping[str, La
         used |= {_rule_for(name) for name in (path, *(f"{path}.{name}" for name in parameters))}
     prefix = f"{module.base_model_prefix}."
     for rule in [rule for rule in plan if rule.startswith(prefix) and rule not in used]:
-        place = rule
-        while "*" in place and not (matches := _matching(place, paths)):
-            place = place.rpartition(".")[0]
+        place, matches = rule, list[str]()
+        while "*" in place and not matches:
+            pattern = re.compile(re.escape(place).replace(r"\*", r"\d+"))
+            matches = [path for path in paths if pattern.fullmatch(path)]
+            if not matches:
+                place = place.rpartition(".")[0]
         is_other = "*" in place and all(any(f"{p}." in cut for cut in layers) for p in matches)
         if not is_other:
             raise NoSplit(
                 f"transformers' plan has a rule for {rule}, which matches no layer of "
                 f"{type(module).__name__}"
             )
-
-
-def _matching(rule: str, paths: Sequence[str]) -> list[str]:
-    pattern = re.compile(re.escape(rule).replace(r"\*", r"\d+"))
-    return [path for path in paths if pattern.fullmatch(path)]
 
 
 def _siblings_without_rule(

@@ -148,9 +148,7 @@ class CheckpointMixin(BackgroundSaves):
         shards = folder / "shards"
         saved = stored_tensors(shards) if shards.is_dir() else {}
         has_adapter = engine.model_config.lora_rank > 0
-        expected = stored_weights(engine.whole_module, has_adapter)
-        shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
-        reject_other_model(folder, shapes, saved)
+        reject_other_model(folder, stored_weights(engine.whole_module, has_adapter), saved)
         with engine.running(engine.optimizer):
             state = empty_optimizer_state(engine, saved)
             averaged = {name: shard for name, shard in averages(average).items() if name in saved}
@@ -265,15 +263,16 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
 
 def reject_other_model(
     folder: Path,
-    here: dict[str, list[int]],
+    expected: dict[str, Tensor],
     saved: dict[str, Any],
     way_out: str = "Restore model.path (and model.lora_rank), or start again in another "
     "trainer.default_local_dir.",
 ) -> None:
     """Reject a checkpoint with missing, unknown or differently shaped tensors; one error lists all.
 
-    `here` maps names to the shapes of this model, `saved` to the entries of `stored_tensors`.
+    `expected` are the `stored_weights` of this model, `saved` the entries of `stored_tensors`.
     """
+    here = {name: list(tensor.shape) for name, tensor in expected.items()}
     there = {name: list(stored.size) for name, stored in saved.items() if name.startswith("model.")}
     if not there:
         raise CheckpointError(

@@ -71,7 +71,7 @@ def check_checkpoint_model(checkpoint: Path, model_config: ModelConfig, head: He
     except CheckpointError:
         return  # damaged: the later load reports which files
     weights = stored_weights(meta_model(model_config, head), model_config.lora_rank > 0)
-    reject_other_model(checkpoint, {n: list(weight.shape) for n, weight in weights.items()}, saved)
+    reject_other_model(checkpoint, weights, saved)
 
 
 def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool) -> Any:
@@ -89,8 +89,7 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
     load_weights(module, model_config, head, CPU)
 
     weights = stored_weights(module, has_adapter)
-    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    reject_other_model(checkpoint, shapes, saved, OTHER_BASE)
+    reject_other_model(checkpoint, weights, saved, OTHER_BASE)
     if of_average:
         averages = [name for name in saved if name.startswith("average.")]
         if not averages:

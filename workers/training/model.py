@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ from workers.training.microbatch import RowColumns
 from workers.training.packing import Feed, RowPasses
 from workers.training.role_model import RoleModelSpec
 from workers.weights.checksum import checksum_of
-
-if TYPE_CHECKING:
-    pass
 
 PartT = TypeVar("PartT", bound="ModelPart")
 Named = Iterator[tuple[str, Tensor]]

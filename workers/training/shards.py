@@ -40,43 +40,35 @@ def write_shards(
     num_ranks: int,
     writer: FileWriter = WRITE_NOW,
 ) -> None:
-    """Write this rank's file.
+    """Write this rank's file, or files; together, ranks write every element once.
 
     All `num_ranks` ranks call this with the same names in the same order.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for number, contents in enumerate(contents_to_write(tensors, rank, num_ranks)):
-        offsets = {name: [along.start for along in place] for name, (place, _) in contents.items()}
-        places = {name: {"saved_offsets": starts} for name, starts in offsets.items()}
-        header = METADATA | {PLACES: json.dumps(places)}
-        path = folder / f"{rank}{f'-{number}' if number else ''}.safetensors"
-        write_tensors({name: shard for name, (_, shard) in contents.items()}, path, header, writer)
-
-
-FileContents = dict[str, tuple[tuple[range, ...], Tensor]]
-"""Name -> (position of a shard in the whole tensor, the shard)."""
-
-
-def contents_to_write(
-    tensors: Mapping[str, Tensor], rank: int, num_ranks: int
-) -> list[FileContents]:
-    """Return what this rank writes, by file; together, ranks write every element once."""
     bytes_of = [0] * num_ranks
-    files: list[FileContents] = [{}]
+    files: list[dict[str, tuple[ShardSlice, Tensor]]] = [{}]
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             is_mine = is_first_replica(tensor)
         else:
-            writer = bytes_of.index(min(bytes_of))
-            bytes_of[writer] += tensor.nbytes
-            is_mine = writer == rank % num_ranks
+            writing_rank = bytes_of.index(min(bytes_of))
+            bytes_of[writing_rank] += tensor.nbytes
+            is_mine = writing_rank == rank % num_ranks
         if not is_mine or not tensor.numel():
             continue
         local = local_shard(tensor)
         for number, shard_slice in enumerate(shard_slices(tensor)):
             files += [{}] if number == len(files) else []
-            files[number][name] = shard_slice.place, local[shard_slice.local]
-    return files
+            files[number][name] = shard_slice, local[shard_slice.local]
+
+    for number, contents in enumerate(files):
+        places = {
+            name: {"saved_offsets": [along.start for along in shard_slice.place]}
+            for name, (shard_slice, _) in contents.items()
+        }
+        header = METADATA | {PLACES: json.dumps(places)}
+        path = folder / f"{rank}{f'-{number}' if number else ''}.safetensors"
+        write_tensors({name: shard for name, (_, shard) in contents.items()}, path, header, writer)
 
 
 DAMAGE = (
@@ -128,25 +120,20 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
     _reject_broken(folder, missing)
     try:
         for path in sorted(folder.glob("*.safetensors")):
-            _read_file(wanted, path)
+            with safe_open(path, framework="pt") as opened:
+                places = json.loads(opened.metadata()[PLACES])
+                for name in wanted.keys() & {*opened.keys()}:
+                    tensor, in_file = wanted[name], opened.get_slice(name)
+                    if not tensor.dim():
+                        local_shard(tensor).copy_(opened.get_tensor(name))
+                        continue
+                    there = ShardSlice.at(places[name]["saved_offsets"], in_file.get_shape())
+                    for shard_slice in shard_slices(tensor):
+                        if shared := shard_slice.overlap_with(there):
+                            here, of_file = shared
+                            local_shard(tensor)[here].copy_(in_file[of_file])
     except DAMAGE as error:
         raise _damaged(folder, error) from error
-
-
-def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Read only this rank's shards from a file."""
-    with safe_open(path, framework="pt") as opened:
-        places = json.loads(opened.metadata()[PLACES])
-        for name in tensors.keys() & {*opened.keys()}:
-            tensor, stored = tensors[name], opened.get_slice(name)
-            if not tensor.dim():
-                local_shard(tensor).copy_(opened.get_tensor(name))
-                continue
-            there = ShardSlice.at(places[name]["saved_offsets"], stored.get_shape())
-            for shard_slice in shard_slices(tensor):
-                if shared := shard_slice.overlap_with(there):
-                    here, of_file = shared
-                    local_shard(tensor)[here].copy_(stored[of_file])
 
 
 def _reject_broken(folder: Path, names: Sequence[str]) -> None:

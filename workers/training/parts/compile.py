@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
@@ -56,32 +55,26 @@ class Compile(ModelPart):
                 raise ConfigError(f"{key}=on: {reason}. Set {key}=off.")
             warn_once(f"layers of {model.module.config.model_type} are not compiled: {reason}.")
         else:
-            self._switch(model, is_on=True)
+            self.is_on = model.is_compiled = True
 
     def _failure(self, model: Model) -> str:
         """Return why a short pass through the compiled layers fails; "" if it runs."""
         if model.settings.replays_routing:
             return "replayed routing changes layers from pass to pass"
         try:
-            self._compile(model.device)
-            self._switch(model, is_on=True)
+            import torch._dynamo.config
+
+            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+            # a small function first, as a test
+            torch.compile(lambda numbers: numbers * 2)(torch.ones(8, device=model.device))
+            self.compiled = [torch.compile(layer.forward) for layer in self.layers]
+            self.is_on = model.is_compiled = True
             run_short_pass(model)
         except Exception as error:  # noqa: BLE001 - compilers raise various types
             return " ".join(str(error).split())[:200]
         finally:
-            self._switch(model, is_on=False)
+            self.is_on = model.is_compiled = False
         return ""
-
-    def _compile(self, device: torch.device) -> None:
-        """Wrap the layers in `torch.compile`; compile a small function first, as a test."""
-        import torch._dynamo.config
-
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS
-        torch.compile(_doubled)(torch.ones(8, device=device))
-        self.compiled = [torch.compile(layer.forward) for layer in self.layers]
-
-    def _switch(self, model: Model, is_on: bool) -> None:
-        self.is_on = model.is_compiled = is_on
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -120,7 +113,3 @@ def blocking_axis(dims: ParallelDims) -> str:
         if (size := getattr(dims, axis)) > 1:
             return f"{axis}={size} has collectives {where}"
     return ""
-
-
-def _doubled(numbers: Tensor) -> Tensor:
-    return numbers * 2
