@@ -13,6 +13,7 @@ The tokens of a packed row can be split over ranks only if no operation but atte
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -131,26 +132,53 @@ def check_split(
 
 def rows_packed(model: Any) -> str:
     """Return what is wrong with packed rows on this model."""
-    return _find_fault("packed", model)
+    return _find_fault(RowPasses("packed"), model)
 
 
 def prefixes_shared(model: Any) -> str:
     """Return what is wrong with packed rows that share prefixes on this model."""
-    return _find_fault("packed", model, shares=True)
+    return _find_fault(RowPasses("packed", shares=True), model)
 
 
 def rows_padded(model: Any) -> str:
     """Return what is wrong with padded rows on this model."""
-    return _find_fault("padded", model)
+    return _find_fault(RowPasses("padded"), model)
 
 
-def _find_fault(kind: Kind, model: Any, shares: bool = False) -> str:
+@torch.no_grad()
+def _find_fault(row_passes: RowPasses, model: Any) -> str:
+    """Return what is wrong with rows in this layout; "" if nothing is."""
+    columns, reads = probe_rows()
+    expected = []
     try:
-        expected = _rows_alone(model)
+        # transformers' logits of each row separately
+        for tokens, inside in zip(columns["input_ids"].rows(), reads.rows(), strict=True):
+            expected.append(model(tokens[None], use_cache=False).logits[0, inside])
+        if not all(row.isfinite().all() for row in expected):
+            raise ValueError("its logits are not finite")
     except MODEL_ERRORS as error:
         return f"{NO_MODEL} ({error})"
-    way = RowPasses(kind, factor_border(model.config), shares=shares)
-    return _why_not(model, way, expected)
+
+    row_passes = replace(row_passes, border=factor_border(model.config))
+    cpu, budget = torch.device("cpu"), MicroBatchBudget(rows=len(LENGTHS))
+    with packed_rows(model) if row_passes.kind == "packed" else nullcontext():
+        for rows in row_passes.cut(columns["input_ids"], reads, budget):
+            index = torch.tensor(rows)
+            picked = {name: column.index_select(0, index) for name, column in columns.items()}
+            try:
+                feed = row_passes.feed(picked, reads.index_select(0, index), cpu)
+                logits = read(model, feed)
+            except MODEL_ERRORS as error:
+                return f"it rejects such rows: {type(error).__name__}: {error}"
+            sizes = [len(expected[row]) for row in rows]
+            for row, actual in zip(rows, logits.split(sizes), strict=True):
+                off_by = relative_error(actual, expected[row])
+                if off_by > LARGEST_ERROR:
+                    return (
+                        f"a row of {LENGTHS[row]} tokens in a small model of its class is off by "
+                        f"{off_by:.0e}"
+                    )
+    return ""
 
 
 SLICES = (slice(0, 12), slice(12, 140), slice(140, None))
@@ -217,39 +245,3 @@ def probe_rows() -> tuple[RowColumns, RaggedTensor]:
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = [(row >= len(row) // 3) & (row < len(row) - 2) for row in rows]
     return columns, RaggedTensor.from_rows(reads, POSITIONS)
-
-
-@torch.no_grad()
-def _rows_alone(model: Any) -> list[Tensor]:
-    """Return transformers' logits of each row separately."""
-    columns, reads = probe_rows()
-    rows = zip(columns["input_ids"].rows(), reads.rows(), strict=True)
-    numbers = [model(tokens[None], use_cache=False).logits[0, inside] for tokens, inside in rows]
-    if not all(row.isfinite().all() for row in numbers):
-        raise ValueError("its logits are not finite")
-    return numbers
-
-
-@torch.no_grad()
-def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
-    """Return what is wrong with rows in this layout; "" if nothing is."""
-    columns, reads = probe_rows()
-    cpu = torch.device("cpu")
-    with packed_rows(model) if way.kind == "packed" else torch.no_grad():
-        for rows in way.cut(columns["input_ids"], reads, MicroBatchBudget(rows=len(LENGTHS))):
-            index = torch.tensor(rows)
-            picked = {name: column.index_select(0, index) for name, column in columns.items()}
-            try:
-                numbers = read(model, way.feed(picked, reads.index_select(0, index), cpu))
-            except MODEL_ERRORS as error:
-                return f"it rejects such rows: {type(error).__name__}: {error}"
-            for row, actual in zip(
-                rows, numbers.split([len(expected[r]) for r in rows]), strict=True
-            ):
-                off_by = relative_error(actual, expected[row])
-                if off_by > LARGEST_ERROR:
-                    return (
-                        f"a row of {LENGTHS[row]} tokens in a small model of its class is off by "
-                        f"{off_by:.0e}"
-                    )
-    return ""
