@@ -55,8 +55,6 @@ from workers.training.optim import (
     guarded_step,
 )
 from workers.training.packing import check_rows
-from workers.training.parts.layers import RouterReplay
-from workers.training.parts.load_balancing import BalancedLoss, LoadBalancing
 from workers.training.passes import MicroBatches
 from workers.training.readings import INPUTS, TOKENS, Reading, RowScores
 
@@ -146,14 +144,11 @@ class TrainEngine(Model):
         outputs of the model are appended to `pass_outputs`, one column per micro-batch.
         """
         assert self.optimizer is not None, "a frozen engine was asked for gradients"
-        balancing, balanced = self.part(LoadBalancing), None
         try:
             cuts = self.cut(batch.columns, budget)
             batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)
-            if balancing is not None and loss.is_balanced:
-                choices = balancing.count_choices(self, self.reading, batches)
-                balanced = BalancedLoss(balancing, loss, choices)
-                loss = balanced.loss
+            for part in self.parts:
+                loss = part.extend_loss(self, self.reading, batches, loss)
             set_training_mode(self.module)
             totals = self.add_gradients(batch, batches, loss, pass_outputs)
         except BaseException:
@@ -169,8 +164,8 @@ class TrainEngine(Model):
             summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
             metrics = dict(zip(totals, summed.tolist(), strict=True))
         metrics = self.layers.from_last(metrics)
-        if balanced is not None:
-            metrics |= balanced.metrics(self.groups, self.device)
+        for part in self.parts:
+            metrics |= part.metrics(self)
         return metrics
 
     def add_gradients(
@@ -283,9 +278,8 @@ class TrainEngine(Model):
         """Return this rank's real rows of a batch, with the columns `inputs` and `names`."""
         rows = Rows.take(data, (*inputs, *names), self.dims.data_size)
         check_rows(self.module, rows.columns["input_ids"])
-        replay = self.part(RouterReplay)
-        if replay is not None and ROUTED in rows.columns:
-            replay.routers.check(rows.columns[ROUTED].values)
+        for part in self.parts:
+            part.check_rows(rows.columns)
         return rows
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ from workers.training.microbatch import RowColumns
 from workers.training.packing import Feed, RowPasses
 from workers.training.role_model import RoleModelSpec
 from workers.weights.checksum import checksum_of
+
+if TYPE_CHECKING:
+    from workers.training.loss import Loss
+    from workers.training.passes import MicroBatches
+    from workers.training.readings import Reading
 
 PartT = TypeVar("PartT", bound="ModelPart")
 Named = Iterator[tuple[str, Tensor]]
@@ -68,6 +73,19 @@ class ModelPart:
 
     def fed(self, feed: Feed) -> None:
         """Called with the arguments of each forward pass before it runs."""
+
+    def check_rows(self, columns: RowColumns) -> None:
+        """Reject rows that the part does not support, when a batch arrives."""
+
+    def extend_loss(
+        self, model: Model, reading: Reading, micro_batches: MicroBatches, loss: Loss
+    ) -> Loss:
+        """Return the loss of a mini-batch with the terms of the part."""
+        return loss
+
+    def metrics(self, model: Model) -> dict[str, float]:
+        """Return the part's metrics of the last mini-batch; every rank calls this."""
+        return {}
 
     def sum_gradients(self) -> None:
         """Sum gradients over the ranks with partial gradients; called before an optimizer step."""

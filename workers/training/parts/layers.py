@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from workers.models.lora import add_adapter
 from workers.models.quantize import quantize_linears
+from workers.models.routing import COLUMN as ROUTED
 from workers.models.routing import Routers
+from workers.training.microbatch import RowColumns
 from workers.training.model import Model, ModelPart
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class RouterReplay(ModelPart):
     def computing(self) -> AbstractContextManager[None]:
         """Context in which routers choose the experts of the last feed."""
         return self.routers.replaying()
+
+    def check_rows(self, columns: RowColumns) -> None:
+        """Reject rows that name experts which the routers do not have."""
+        if ROUTED in columns:
+            self.routers.check(columns[ROUTED].values)
 
     def fed(self, feed: Feed) -> None:
         """Use the experts of this feed from now on."""

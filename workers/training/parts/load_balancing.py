@@ -29,7 +29,6 @@ from workers.training.readings import Reading
 
 if TYPE_CHECKING:
     from workers.config import ParallelConfig
-    from workers.parallel.groups import RankGroups
 
 COEF = "actor_rollout_ref.actor.router_aux_loss_coef"
 
@@ -43,6 +42,10 @@ class LoadBalancing(ModelPart):
         """Router logits of the last pass, [real tokens, experts] per layer."""
         self.feed: Feed | None = None
         """The arguments of the last pass."""
+        self.plain: Loss | None = None
+        """The loss of the mini-batch without the routers' loss; None if it is not balanced."""
+        self.choices = ExpertLoad(None, 0, 0)
+        self.total: Tensor | float = 0.0
 
     def check(self, model: Model) -> None:
         """Reject pipeline schedules with which transformers does not report all routers."""
@@ -67,6 +70,51 @@ class LoadBalancing(ModelPart):
     def fed(self, feed: Feed) -> None:
         """Record the arguments of a pass."""
         self.feed, self.router_logits = feed, []
+
+    def extend_loss(
+        self, model: Model, reading: Reading, micro_batches: MicroBatches, loss: Loss
+    ) -> Loss:
+        """Return the loss with the routers' loss, unless it is not to be balanced."""
+        self.plain = None
+        if not loss.is_balanced:
+            return loss
+        self.choices = self.count_choices(model, reading, micro_batches)
+        self.plain, self.total = loss, 0.0
+        return replace(loss, compute=self.compute, of_stage=self.of_stage)
+
+    def compute(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the micro-batch's contribution to the sum of both losses."""
+        assert self.plain is not None, "extend_loss comes first"
+        loss, metrics = self.plain.compute(outputs, columns, batch)
+        for auxiliary in self._of_pass(bool(columns["response_mask"].any())):
+            loss = loss + auxiliary
+        return loss, metrics
+
+    def of_stage(self, columns: RowColumns) -> list[Tensor]:
+        """Return the term that a stage before the last adds to the loss."""
+        return self._of_pass(bool((columns["response_mask"].values != 0).any()))
+
+    def _of_pass(self, is_real: bool) -> list[Tensor]:
+        """Return the loss of this rank's layers; an empty list for a dummy pass."""
+        choices = self.choices
+        if choices.shares is None or not is_real:
+            return []
+        auxiliary = load_balancing_loss(
+            self.router_logits, choices.shares, choices.num_tokens, choices.num_layers
+        )
+        if self.feed is not None and self.feed.split is not None:
+            auxiliary = self.feed.split.add_up(auxiliary)
+        self.total = self.total + auxiliary.detach()
+        return [self.coef * auxiliary]
+
+    def metrics(self, model: Model) -> dict[str, float]:
+        """Return `router_aux_loss` of the mini-batch, if its loss was balanced."""
+        if self.plain is None:
+            return {}
+        total = torch.as_tensor(self.total, dtype=torch.float32, device=model.device)
+        return {"router_aux_loss": float(all_reduce(total, model.groups.batch))}
 
     def count_choices(
         self, model: Model, reading: Reading, micro_batches: MicroBatches
@@ -106,46 +154,6 @@ class ExpertLoad(NamedTuple):
     num_tokens: int
     num_layers: int
     """Number of layers with experts, over all ranks."""
-
-
-class BalancedLoss:
-    """Adds the load-balancing loss of the last pass to a loss."""
-
-    def __init__(self, part: LoadBalancing, loss: Loss, choices: ExpertLoad) -> None:
-        self.part, self.plain, self.choices = part, loss, choices
-        self.loss = replace(loss, compute=self.compute, of_stage=self.of_stage)
-        self.total: Tensor | float = 0.0
-
-    def compute(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's contribution to the sum of both losses."""
-        loss, metrics = self.plain.compute(outputs, columns, batch)
-        for auxiliary in self._of_pass(bool(columns["response_mask"].any())):
-            loss = loss + auxiliary
-        return loss, metrics
-
-    def of_stage(self, columns: RowColumns) -> list[Tensor]:
-        """Return the term that a stage before the last adds to the loss."""
-        return self._of_pass(bool((columns["response_mask"].values != 0).any()))
-
-    def _of_pass(self, is_real: bool) -> list[Tensor]:
-        """Return the loss of this rank's layers; an empty list for a dummy pass."""
-        part, choices = self.part, self.choices
-        if choices.shares is None or not is_real:
-            return []
-        auxiliary = load_balancing_loss(
-            part.router_logits, choices.shares, choices.num_tokens, choices.num_layers
-        )
-        if part.feed is not None and part.feed.split is not None:
-            auxiliary = part.feed.split.add_up(auxiliary)
-        self.total = self.total + auxiliary.detach()
-        return [part.coef * auxiliary]
-
-    def metrics(self, groups: RankGroups, device: torch.device) -> dict[str, float]:
-        """Return `router_aux_loss` of the mini-batch; every rank must call this."""
-        total = torch.as_tensor(self.total, dtype=torch.float32, device=device)
-        return {"router_aux_loss": float(all_reduce(total, groups.batch))}
 
 
 def _ask_routers(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
