@@ -75,8 +75,6 @@ def resident(
     the next role of the process. An engine that allocates memory outside torch makes torch release
     the cache.
     """
-    moved = module if sharding.param_offload else None
-    optimizer = optimizer if sharding.optimizer_offload else None
     if device.type == "cpu":
         yield
         return
@@ -84,48 +82,33 @@ def resident(
     def fetch(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=local_part(tensor).is_pinned())
 
-    _move(moved, optimizer, fetch, fetch)
+    moved = module if sharding.param_offload else nn.Module()
+    optimizer = optimizer if sharding.optimizer_offload else None
+    moved._apply(fetch)
+    for states, name in _moments(optimizer):
+        states[name] = fetch(states[name])
     try:
         yield
     finally:
-        weights = blocks.weights.copies_of(_tensors(moved))
-        moments = blocks.moments.copies_of(_states(optimizer))
-        if weights or moments:
+        parameters, moments = list(moved.parameters()), _moments(optimizer)
+        gradients = [weight.grad for weight in parameters if weight.grad is not None]
+        weights_here = blocks.weights.copies_of([*parameters, *gradients, *moved.buffers()])
+        moments_here = blocks.moments.copies_of([states[name] for states, name in moments])
+        if weights_here or moments_here:
             torch.cuda.current_stream(device).synchronize()  # FSDP pads and reads these buffers
-        _move(moved, optimizer, lambda w: weights[id(w)], lambda s: moments[id(s)])
+        moved._apply(lambda weight: weights_here[id(weight)])
+        for states, name in moments:
+            states[name] = moments_here[id(states[name])]
 
 
-def _move(
-    module: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    weight: Callable[[Tensor], Tensor],
-    state: Callable[[Tensor], Tensor],
-) -> None:
-    """Replace weights by `weight(tensor)`, and optimizer states by `state(tensor)`."""
-    if module is not None:
-        module._apply(weight)
-    for states in optimizer.state.values() if optimizer is not None else ():
-        for name, value in states.items():
-            if _is_moved(value):
-                states[name] = state(value)
-
-
-def _tensors(module: nn.Module | None) -> list[Tensor]:
-    if module is None:
-        return []
-    weights = [*module.parameters()]
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return [*weights, *gradients, *module.buffers()]
-
-
-def _states(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    states = [] if optimizer is None else [*optimizer.state.values()]
-    return [value for state in states for value in state.values() if _is_moved(value)]
-
-
-def _is_moved(value: object) -> bool:
-    """True for tensors with several elements; step counts stay where AdamW needs them."""
-    return isinstance(value, Tensor) and math.prod(value.shape) > 1
+def _moments(optimizer: torch.optim.Optimizer | None) -> list[tuple[dict[str, Tensor], str]]:
+    """Return the place of every state of several elements; AdamW needs step counts on the CPU."""
+    return [
+        (states, name)
+        for states in (optimizer.state.values() if optimizer is not None else ())
+        for name, value in states.items()
+        if isinstance(value, Tensor) and math.prod(value.shape) > 1
+    ]
 
 
 logger = logging.getLogger(__name__)
