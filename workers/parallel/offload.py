@@ -102,7 +102,7 @@ def resident(
 
 
 def _moments(optimizer: torch.optim.Optimizer | None) -> list[tuple[dict[str, Tensor], str]]:
-    """Return the place of every state of several elements; AdamW needs step counts on the CPU."""
+    """Return the places of states of several elements; step counts stay where AdamW needs them."""
     return [
         (states, name)
         for states in (optimizer.state.values() if optimizer is not None else ())

@@ -83,15 +83,6 @@ def _rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
 _linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Float8Function.apply
 
 
-def float8_layers(module: nn.Module) -> list[nn.Linear]:
-    """Return the linear layers whose sizes the kernels support, except the head and routers."""
-    return [
-        layer
-        for _, layer in quantizable(module)
-        if layer.in_features % STEP == layer.out_features % STEP == 0
-    ]
-
-
 class Float8(ModelPart):
     """Makes linear layers multiply in float8 during passes."""
 
@@ -103,8 +94,12 @@ class Float8(ModelPart):
         check_float8(model.device, model.precision.compute, model.dims, key)
 
     def finish(self, model: Model) -> None:
-        """Choose the layers."""
-        self.layers = float8_layers(model.module)
+        """Choose the layers whose sizes the kernels support, except the head and routers."""
+        self.layers = [
+            layer
+            for _, layer in quantizable(model.module)
+            if layer.in_features % STEP == layer.out_features % STEP == 0
+        ]
 
     def computing(self) -> AbstractContextManager[None]:
         """Context in which the layers multiply in float8; run the backward pass inside, too."""

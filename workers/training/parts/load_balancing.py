@@ -74,11 +74,34 @@ class LoadBalancing(ModelPart):
     def extend_loss(
         self, model: Model, reading: Reading, micro_batches: MicroBatches, loss: Loss
     ) -> Loss:
-        """Return the loss with the routers' loss, unless it is not to be balanced."""
+        """Return the loss with the routers' loss, unless it is not to be balanced.
+
+        The expert choices for the tokens of the mini-batch on all ranks are counted first. A token
+        counts once for every expert that it chose.
+        """
         self.plain = None
         if not loss.is_balanced:
             return loss
-        self.choices = self.count_choices(model, reading, micro_batches)
+        counts: list[Tensor] = []
+        with torch.no_grad(), computing_in(model.module, model.cast):
+            for _, num_real in model.layers.forward(reading, micro_batches):
+                if not self.router_logits:
+                    continue
+                rows = []
+                for logits in self.router_logits:
+                    num_experts = logits.shape[-1]
+                    chosen = logits.topk(self.num_chosen, dim=-1).indices.flatten()
+                    rows.append(torch.bincount(chosen, minlength=num_experts + 1).double())
+                    rows[-1][-1] = len(logits)  # the last number counts all tokens
+                counted = torch.stack(rows)
+                counts.append(counted if num_real else torch.zeros_like(counted))
+        num_layers, num_tokens, shares = 0, 0, None
+        if counts:
+            total = all_reduce(torch.stack(counts).sum(dim=0), model.groups.loss)
+            num_layers, num_tokens = len(total), int(total[0, -1])
+            shares = total[:, :-1] / max(num_tokens, 1)
+        of_all = all_reduce(torch.tensor([num_layers], device=model.device), model.groups.pp)
+        self.choices = ExpertLoad(shares, num_tokens, int(of_all))
         self.plain, self.total = loss, 0.0
         return replace(loss, compute=self.compute, of_stage=self.of_stage)
 
@@ -115,35 +138,6 @@ class LoadBalancing(ModelPart):
             return {}
         total = torch.as_tensor(self.total, dtype=torch.float32, device=model.device)
         return {"router_aux_loss": float(all_reduce(total, model.groups.batch))}
-
-    def count_choices(
-        self, model: Model, reading: Reading, micro_batches: MicroBatches
-    ) -> ExpertLoad:
-        """Count the expert choices for the tokens of the mini-batch on all ranks.
-
-        A token counts once for every expert that it chose.
-        """
-        counts: list[Tensor] = []
-        with torch.no_grad(), computing_in(model.module, model.cast):
-            for _, num_real in model.layers.forward(reading, micro_batches):
-                if self.router_logits:
-                    counted = torch.stack([self._counts(logits) for logits in self.router_logits])
-                    counts.append(counted if num_real else torch.zeros_like(counted))
-        num_layers, num_tokens, shares = 0, 0, None
-        if counts:
-            total = all_reduce(torch.stack(counts).sum(dim=0), model.groups.loss)
-            num_layers, num_tokens = len(total), int(total[0, -1])
-            shares = total[:, :-1] / max(num_tokens, 1)
-        of_all = all_reduce(torch.tensor([num_layers], device=model.device), model.groups.pp)
-        return ExpertLoad(shares, num_tokens, int(of_all))
-
-    def _counts(self, logits: Tensor) -> Tensor:
-        """Count the tokens that chose each expert of a layer; the last number counts all tokens."""
-        num_experts = logits.shape[-1]
-        chosen = logits.topk(self.num_chosen, dim=-1).indices.flatten()
-        counts = torch.bincount(chosen, minlength=num_experts + 1).double()
-        counts[-1] = len(logits)
-        return counts
 
 
 class ExpertLoad(NamedTuple):
