@@ -51,16 +51,15 @@ USE_OTHERS = ("gemma3n", "gemma4")
 class Whole:
     """A layer that every rank computes completely; the base class of the other styles."""
 
+    weight: Placement = Replicate()
+    """How the layer's `weight` is split."""
+    others: Placement = Replicate()
+    """How its other parameters are split."""
     partial = False
     """True if the weights' gradients on a rank are partial and must be summed."""
 
     def __init__(self, group: dist.ProcessGroup, config: Any) -> None:
         self.group, self.config = group, config
-
-    @classmethod
-    def placement(cls, name: str) -> Placement:
-        """Return how the parameter `name` of the layer is split."""
-        return Replicate()
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the positional arguments for the layer's computation."""
@@ -113,10 +112,7 @@ class PartialWeights(Whole):
 class ColumnLinear(Whole):
     """A linear layer of which each rank computes some outputs."""
 
-    @classmethod
-    def placement(cls, name: str) -> Placement:
-        """Split the outputs."""
-        return Shard(0)
+    weight = others = Shard(0)
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take whole states."""
@@ -137,10 +133,7 @@ class RowLinear(Whole):
     The bias is added to the sum. The output of an adapter is summed together with the layer's.
     """
 
-    @classmethod
-    def placement(cls, name: str) -> Placement:
-        """Split the inputs."""
-        return Shard(1) if name == "weight" else Replicate()
+    weight = Shard(1)
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take the rank's columns; remove the bias."""
@@ -170,10 +163,7 @@ class SplitRowLinear(RowLinear):
 class VocabularyRows(Whole):
     """Embeddings of the rank's tokens; those of other ranks' tokens are zero before the sum."""
 
-    @classmethod
-    def placement(cls, name: str) -> Placement:
-        """Split the vocabulary."""
-        return Shard(0)
+    weight = others = Shard(0)
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Convert token ids to indices among the rank's tokens."""
@@ -239,7 +229,8 @@ class Layer:
 
     def placement(self, name: str, weight: Tensor) -> Placement:
         """Return the placement of the layer's parameter `name`."""
-        placement = self.placements.get(name, self.style.placement(name))
+        by_style = self.style.weight if name == "weight" else self.style.others
+        placement = self.placements.get(name, by_style)
         if isinstance(placement, _StridedShard):
             return _StridedShard(placement.dim % weight.ndim, split_factor=placement.split_factor)
         return Shard(placement.dim % weight.ndim) if isinstance(placement, Shard) else placement
