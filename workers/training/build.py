@@ -25,7 +25,7 @@ from workers.training.attention import describe
 from workers.training.model import Model
 from workers.training.parts import parts_of
 from workers.training.passes import AllLayers
-from workers.training.row_proof import prove_rows, with_shared_prefixes
+from workers.training.row_proof import prove_rows
 from workers.training.varlen import find_kernel
 
 if TYPE_CHECKING:
@@ -75,11 +75,14 @@ def build_model(model: Model, worker: Worker) -> None:
     model.kernel, why_not = find_kernel(
         config.attn_implementation, model.device, model.precision.compute, size
     )
+    routers_count_tokens = bool(model.settings.router_aux_loss_coef)
     model.row_passes = prove_rows(
-        model.module, model.support, may_pack=config.use_remove_padding, group=model.groups.sp
+        model.module,
+        model.support,
+        may_pack=config.use_remove_padding,
+        may_share=config.share_prefixes and model.dims.pp == 1 and not routers_count_tokens,
+        group=model.groups.sp,
     )
-    if config.share_prefixes and model.dims.pp == 1 and not model.settings.router_aux_loss_coef:
-        model.row_passes = with_shared_prefixes(model.row_passes, model.module, model.support)
     log_once(describe(model.module, model.packs, model.kernel, why_not))
     for part in model.parts:
         part.finish(model)

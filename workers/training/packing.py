@@ -96,10 +96,6 @@ class Feed:
     The routers choose if it is None, and for padding, which has -1.
     """
 
-    def of_rank(self, column: Tensor) -> Tensor:
-        """Return this rank's part of a column that has one number per position read on any rank."""
-        return column if self.split is None else self.split.of_rank(column)
-
     def gathered(self, columns: Columns) -> Columns:
         """Gather columns over the positions read here into columns over those read on all ranks."""
         if self.split is None:

@@ -75,10 +75,13 @@ class Reading:
         inside = mask.values != 0
         feed = model.feed(columns, self.reads(columns))
         if model.head == "token":
+            labels = columns["responses"].values[inside]
+            if feed.split is not None:
+                labels = feed.split.of_rank(labels)
             numbers = token_columns(
                 model.module,
                 feed,
-                to_device(feed.of_rank(columns["responses"].values[inside]), device),
+                to_device(labels, device),
                 wanted,
                 may_chunk=model.model_config.use_fused_kernels,
                 vocab=model.vocab,

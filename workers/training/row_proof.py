@@ -46,11 +46,17 @@ LENGTHS = (100, 57, 50, 33, 12, 9)
 
 
 def prove_rows(
-    module: Any, support: Support, *, may_pack: bool, group: dist.ProcessGroup | None = None
+    module: Any,
+    support: Support,
+    *,
+    may_pack: bool,
+    may_share: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> RowPasses:
     """Return the layout of this model's rows; log a warning if the model cannot pack them.
 
-    Rows must be packed if there is a `group`, whose ranks share every pass.
+    Rows must be packed if there is a `group`, whose ranks share every pass. With `may_share`,
+    shared prefixes are computed once if that is correct for this model.
     """
     kind, reason = row_kind(support, may_pack)
     ranks = None
@@ -65,16 +71,11 @@ def prove_rows(
             "could not be tested on" if reason.startswith(NO_MODEL) else "does not support",
             reason,
         )
+    border = factor_border(module.config)
     is_square = kind == "packed" and support.attention == "eager" and not takes_layout(module)
-    return RowPasses(kind, factor_border(module.config), is_square, ranks)
-
-
-def with_shared_prefixes(passes: RowPasses, module: Any, support: Support) -> RowPasses:
-    """Return the row passes with shared prefixes, if they are correct for this model."""
-    is_possible = passes.kind == "packed" and passes.ranks is None and not passes.apart
-    if not is_possible or not takes_layout(module) or support.why_not(prefixes_shared):
-        return passes
-    return replace(passes, shares=True)
+    may_share = may_share and kind == "packed" and ranks is None and border is None
+    shares = may_share and takes_layout(module) and not support.why_not(prefixes_shared)
+    return RowPasses(kind, border, is_square, ranks, shares)
 
 
 def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
