@@ -217,7 +217,7 @@ def packed_attention(
         raise TypeError(f"{type(module).__name__} builds its own attention mask")
 
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    attend = _LayerAttention(row_layout, kernel, scaling, local, softcap)
+    attend: Callable[..., Tensor] = _LayerAttention(row_layout, kernel, scaling, local, softcap)
     if row_layout.ranks is not None:
         output = row_layout.ranks.attend(query, key, value, s_aux, attend)
     elif row_layout.copies is not None:
@@ -258,11 +258,12 @@ class _LayerAttention:
                 softcap=self.softcap,
             )
 
-        sizes = [rectangle.num_tokens for rectangle in layout.rectangles]
-        parts = zip(*(states.split(sizes) for states in (query, key, value)), strict=True)
+        rectangles = layout.rectangles
+        sizes = [rectangle.num_tokens for rectangle in rectangles]
+        states = (part.split(sizes) for part in (query, key, value))
         outputs = [
-            self._of_rectangle(rectangle, *states, sinks)
-            for rectangle, states in zip(layout.rectangles, parts, strict=True)
+            self._of_rectangle(rectangle, query, key, value, sinks)
+            for rectangle, query, key, value in zip(rectangles, *states, strict=True)
         ]
         return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
