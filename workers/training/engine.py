@@ -35,6 +35,7 @@ from workers.training.loss import Loss
 from workers.training.microbatch import (
     Cuts,
     MicroBatchBudget,
+    MicroBatches,
     MiniBatch,
     PassOutputs,
     RowColumns,
@@ -55,7 +56,6 @@ from workers.training.optim import (
     guarded_step,
 )
 from workers.training.packing import check_rows
-from workers.training.passes import MicroBatches
 from workers.training.readings import INPUTS, TOKENS, Reading, RowScores
 
 if TYPE_CHECKING:

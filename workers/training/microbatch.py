@@ -39,6 +39,8 @@ Columns = dict[str, Tensor]
 """Padded columns by name, as losses read them."""
 RowColumns = dict[str, Any]
 """Columns of rows: a `RaggedTensor` for token columns, a tensor for the others."""
+MicroBatches = Sequence[tuple[RowColumns, int]]
+"""The columns and the number of real rows of every micro-batch."""
 Cuts = list[list[int]]
 """The rows of every micro-batch."""
 PassOutputs = dict[str, list[Column]]

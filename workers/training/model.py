@@ -30,15 +30,13 @@ from workers.parallel.fsdp import full_tensor, reshard, tensor_on_first
 from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
 from workers.training.attention import VarlenKernel, packed_rows
-from workers.training.microbatch import RowColumns
+from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.packing import Feed, RowPasses
 from workers.training.role_model import RoleModelSpec
 from workers.weights.checksum import checksum_of
 
 if TYPE_CHECKING:
     from workers.training.loss import Loss
-    from workers.training.passes import MicroBatches
-    from workers.training.readings import Reading
 
 PartT = TypeVar("PartT", bound="ModelPart")
 Named = Iterator[tuple[str, Tensor]]
@@ -78,7 +76,7 @@ class ModelPart:
         """Reject rows that the part does not support, when a batch arrives."""
 
     def extend_loss(
-        self, model: Model, reading: Reading, micro_batches: MicroBatches, loss: Loss
+        self, model: Model, reading: Any, micro_batches: MicroBatches, loss: Loss
     ) -> Loss:
         """Return the loss of a mini-batch with the terms of the part."""
         return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -10,10 +10,9 @@ from torch import Tensor
 from workers.parallel.fsdp import begin_pass
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import RowColumns
+from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.readings import Reading
 
-MicroBatches = Sequence[tuple[RowColumns, int]]
 Named = Iterator[tuple[str, Tensor]]
 
 

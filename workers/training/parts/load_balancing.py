@@ -21,10 +21,9 @@ from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import computing_in
 from workers.training.loss import Loss
-from workers.training.microbatch import Columns, MiniBatch, RowColumns, all_reduce
+from workers.training.microbatch import Columns, MicroBatches, MiniBatch, RowColumns, all_reduce
 from workers.training.model import Model, ModelPart
 from workers.training.packing import Feed
-from workers.training.passes import MicroBatches
 from workers.training.readings import Reading
 
 if TYPE_CHECKING:

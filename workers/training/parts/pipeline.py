@@ -35,11 +35,11 @@ from workers.parallel.placements import local_part
 from workers.parallel.stages import NoStages, StageParts, Stages, stage_ranges
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import RowColumns
+from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.model import Model, ModelPart
 from workers.training.packing import RowPasses, model_inputs, read
 from workers.training.parts.layers import MatrixSplit
-from workers.training.passes import MicroBatches, Named
+from workers.training.passes import Named
 from workers.training.readings import Reading
 from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
