@@ -100,7 +100,7 @@ def test_a_generator_validates_with_new_weights_and_then_returns(group: Group) -
     with group.buffer.paused(WAIT_S):
         group.buffer.publish(1)  # for example averaged weights
         group.is_dead = True
-        rows = make_buffer(samples=1).stream
+        rows = make_buffer(samples=1).chunks
         chunk = rows.offer(0)
         assert chunk is not None
         request = columns_of(rows.rows(chunk), 0)
