@@ -18,7 +18,6 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 from verl_like.batch.protocol import DataProto
@@ -188,8 +187,7 @@ class BoundMethod:
         packer, pending = Packer(transport.share), []
         for place, rank in enumerate(target.ranks):
             values, parts = packer.pack([_resolved(of_ranks[place]) for of_ranks in split])
-            call = replace(
-                self.call,
+            call = self.call._replace(
                 args=tuple(values[:num_args]),
                 kwargs=dict(zip(split_kwargs, values[num_args:], strict=True)),
                 sends_result=not self.call.returns_batch or place in collecting,

@@ -12,8 +12,8 @@ import contextlib
 import marshal
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -62,23 +62,26 @@ class FutureChunk:
     index: int
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One method call on one worker.
 
-    With `returns_batch`, the result may be passed on to other workers, so the payload travels apart
-    from its header. `sends_result` is False for a rank that shares its model with a rank whose
-    result is collected: only its header comes back. A call with `concurrent` runs at once in its
-    own thread, and has no slots.
+    With `returns_batch`, the result may be passed on to other workers. `sends_result` is False for
+    a rank that shares its model with a rank whose result is collected: only its header comes back.
+    A call with `concurrent` runs at once in its own thread, and has no slots.
     """
 
     role: str
     method: str
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = {}
     returns_batch: bool = False
     sends_result: bool = True
     concurrent: bool = False
+
+    @property
+    def payload_is_apart(self) -> bool:
+        """Return whether payload and header are two values, because only the payload travels on."""
+        return self.returns_batch and self.sends_result
 
 
 class RemoteError(NamedTuple):

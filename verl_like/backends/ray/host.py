@@ -80,25 +80,17 @@ class RayHost:
         """Return the header of `start`, from which another driver learns the meshes."""
         return self._host.started().packed()
 
-    def call(self, call: bytes | tuple[Any, ...], *parts: Any) -> Answer:
+    def call(self, packed: bytes | Call, *parts: Any) -> Answer | tuple[Any, bytes]:
         """Run one method, and return header and payload as one object, which is faster than two.
 
-        `call` holds role and method, then the arguments, if there are any. It is pickled unless
-        only Ray can pickle it.
+        If the payload may go to other workers, payload and header are two objects. The call is
+        pickled unless only Ray can pickle it.
         """
-        payload, header = self._host.call(_unpacked(call), parts)
+        call: Call = pickle.loads(packed) if isinstance(packed, bytes) else packed
+        payload, header = self._host.call(call, parts)
+        if call.payload_is_apart:
+            return payload, header.packed()
         return combine_answer(payload, header)
-
-    @ray.method(num_returns=2)
-    def call_for_batch(self, call: bytes | tuple[Any, ...], *parts: Any) -> tuple[Any, bytes]:
-        """Run one method whose payload may go to other workers without its header."""
-        payload, header = self._host.call(_unpacked(call, returns_batch=True), parts)
-        return payload, header.packed()
-
-    def call_for_header(self, call: bytes | tuple[Any, ...], *parts: Any) -> bytes:
-        """Run one method and return only its header: another rank returns the payload."""
-        without_result = _unpacked(call, returns_batch=True, sends_result=False)
-        return self._host.call(without_result, parts)[1].packed()
 
 
 HostActor = ray.remote(RayHost)
@@ -117,15 +109,6 @@ def _device_index(process_info: ProcessInfo) -> int | None:
         names = visible.split(",")
         return names.index(assigned[0]) if assigned[0] in names else None
     return int(assigned[0])
-
-
-def _unpacked(
-    call: bytes | tuple[Any, ...], returns_batch: bool = False, sends_result: bool = True
-) -> Call:
-    """Return the call; one without arguments travels as role and method only."""
-    parts: tuple[Any, ...] = pickle.loads(call) if isinstance(call, bytes) else call
-    role, method, args, kwargs = parts if len(parts) == 4 else (*parts, (), {})
-    return Call(role, method, args, kwargs, returns_batch, sends_result)
 
 
 def local_packages() -> list[str]:

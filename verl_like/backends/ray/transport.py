@@ -116,19 +116,15 @@ class RayTransport(ProcessTransport):
         """Submit the call as a task of the rank's actor; a concurrent call uses the connection."""
         if call.concurrent:
             return self.call_concurrently(rank, call)
-        message: tuple[Any, ...] = call.role, call.method
-        if call.args or call.kwargs:
-            message = *message, call.args, call.kwargs
         # a worker cannot wait for an answer that comes over the driver's connection
         values = [part.value() if isinstance(part, AnswerPart) else part for part in parts]
         key = rank, call.role, call.method, call.sends_result
         if key not in self._tasks:
-            actor = self.actors[rank]
-            for_batch = actor.call_for_batch if call.sends_result else actor.call_for_header
-            method = for_batch if call.returns_batch else actor.call
-            self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
-        task = self._tasks[key].remote(pickled(message) or message, *values)
-        payload, header = task if call.returns_batch and call.sends_result else (task, task)
+            self._tasks[key] = self.actors[rank].call.options(
+                name=f"{call.role}.{call.method}", num_returns=1 + call.payload_is_apart
+            )
+        task = self._tasks[key].remote(pickled(call) or call, *values)
+        payload, header = task if call.payload_is_apart else (task, task)
         return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
