@@ -17,7 +17,6 @@ import functools
 import logging
 import math
 import queue
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +32,9 @@ from verl_like.calls.diagnose import (
 )
 from verl_like.calls.result import CallResult
 from verl_like.calls.transport import Transport
-from verl_like.calls.wire import Header, Pending, payload_of
+from verl_like.calls.wire import NOT_HERE, Header, Pending, payload_of
 from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
+from verl_like.threads import in_daemon
 
 logger = logging.getLogger(__name__)
 SOON_S = 1.0
@@ -75,17 +75,12 @@ class WorkerFuture:
         self.pending, self.chunks = list(pending), list(chunks)
         self._collect, self._keeps, self._limit = collect, keeps, limit
         self._launched = time.time()
-        self._open = {call.header: call for call in pending}
-        """Calls without an answer, by the reference to their header."""
-        self._headers: dict[int, Header] = {}
-        self._payloads: dict[int, Any] = {}
-        self._failures: dict[int, BaseException] = {}
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the result, at most `timeout` seconds, by default until the call's deadline."""
         if self._outcome is None:
-            for _, error in wait_for([self], timeout):
+            for _, error in wait_for({0: self}, timeout):
                 if error is not None:
                     raise error
         assert self._outcome is not None, "a call that was waited for has ended"
@@ -105,13 +100,23 @@ class WorkerFuture:
 
     def done(self) -> bool:
         """Return whether `get` would return (or raise) at once."""
-        headers = list(self._open)
+        headers = [call.header for call in self.open]
         return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
+
+    @property
+    def open(self) -> list[Pending]:
+        """The calls of the ranks that have not answered."""
+        return [call for call in self.pending if call.answer is None and call.failure is None]
+
+    @property
+    def failures(self) -> list[BaseException]:
+        """The failures of ranks, in rank order."""
+        return [call.failure for call in self.pending if call.failure is not None]
 
     @property
     def lost_ranks(self) -> list[int]:
         """Ranks that were lost during the wait for this call."""
-        return [rank for rank, why in self._failures.items() if isinstance(why, WorkerDiedError)]
+        return [call.rank for call in self.pending if isinstance(call.failure, WorkerDiedError)]
 
     def where(self, call: Pending) -> str:
         """Describe the call of one rank."""
@@ -119,36 +124,43 @@ class WorkerFuture:
 
     def late(self) -> str:
         """Describe the ranks without an answer: the first ones, and how many more."""
-        return few([self.transport.describe(p.rank, p.role) for p in self._open.values()])
+        return few([self.transport.describe(call.rank, call.role) for call in self.open])
 
-    def note(self, reference: Any, answer: Any) -> None:
+    def note(self, call: Pending, answer: Any) -> None:
         """Record a rank's answer, or the error if it died or its answer cannot be sent."""
-        call = self._open.pop(reference)
         if isinstance(answer, WorkerError):
-            self._failures[call.rank] = type(answer)(f"{self.where(call)}: {answer}")
+            call.failure = type(answer)(f"{self.where(call)}: {answer}")
             return
-        header = self._headers[call.rank] = Header.read(answer)
+        call.answer = header = Header.read(answer)
         self.transport.finished.append(header)
         if header.error is not None:
-            self._failures[call.rank] = header.error.rebuild(self.where(call))
+            call.failure = header.error.rebuild(self.where(call))
         elif call.is_one_answer:
-            self._payloads[call.rank] = payload_of(answer)
+            call.value = payload_of(answer)
 
-    def settle(self, failure: BaseException | None = None) -> None:
-        """Build the result from all answers, or store the failure, for every later `get`."""
-        if failure is None and not self._failures:
-            headers = [self._headers[call.rank] for call in self.pending]
-            computed = max(header.end - header.start for header in headers)
-            waited = max(header.end for header in headers) - self._launched
-            self.transport.call_times.add(self.name, max(computed, waited), self.rows)
-            try:
-                payloads = [self._payloads.pop(call.rank) for call in self.pending]
-                self._outcome = self._collect(headers, payloads), None
-            except Exception as error:  # noqa: BLE001 - stored, and raised at every `get`
-                failure = error
-        if self._outcome is None:
-            self._outcome = None, failure or _with_others(self._failures)
+    def settle(self) -> bool:
+        """Build the result if all answers are here; return whether `get` has an outcome now."""
+        if self._outcome is not None or self.open:
+            return self._outcome is not None
+        if failures := self.failures:
+            self.fail(_with_others(failures))
+            return True
+        headers = [call.answer for call in self.pending if call.answer is not None]
+        computed = max(header.end - header.start for header in headers)
+        waited = max(header.end for header in headers) - self._launched
+        self.transport.call_times.add(self.name, max(computed, waited), self.rows)
+        try:
+            self._outcome = self._collect(headers, [call.value for call in self.pending]), None
+        except Exception as error:  # noqa: BLE001 - stored, and raised at every `get`
+            self._outcome = None, error
+        for call in self.pending:
+            call.value = None
         self._keeps = ()
+        return True
+
+    def fail(self, failure: BaseException) -> None:
+        """Store the failure, for every later `get`."""
+        self._outcome, self._keeps = (None, failure), ()
 
     def __del__(self) -> None:
         """Let the transport report the failure of a call if its future was never read."""
@@ -224,18 +236,16 @@ class _Wait:
     @property
     def late(self) -> list[int]:
         """The ranks without an answer."""
-        return [call.rank for call in self.future._open.values()]
+        return [call.rank for call in self.future.open]
 
     def check(self, stacks: Callable[[Transport], dict[int, str]]) -> WaitTimeoutError | None:
-        """Settle the future if it failed a grace period ago, or return an error if it is late.
+        """Fail the future if a rank failed a grace period ago, or return an error if it is late.
 
         After a failure, the other ranks may be stuck in a collective that the failed rank has left.
         A late call may be waited for again.
         """
         future, clock = self.future, self.clock
-        if future._outcome is not None or not future._open:
-            return None
-        if failures := future._failures:
+        if failures := future.failures:
             grace_s = future.transport.deadlines.grace_s
             if future.lost_ranks:
                 grace_s = min(grace_s, AFTER_DEATH_S)
@@ -243,7 +253,7 @@ class _Wait:
             if clock.age_s - self._failed_at_s >= grace_s:
                 failure = _with_others(failures)
                 failure.add_note(f"not finished {grace_s:.0f} s after the failure: {future.late()}")
-                future.settle(failure)
+                future.fail(failure)
                 return None
         if failures or not clock.is_over():
             clock.warn_if_old(future.late)
@@ -259,26 +269,25 @@ class _Wait:
 
 
 def wait_for(
-    futures: Sequence[WorkerFuture], timeout: float | None = None
+    futures: Mapping[int, WorkerFuture], timeout: float | None = None
 ) -> Iterator[tuple[int, WaitTimeoutError | None]]:
-    """Wait for calls on one kind of backend, and yield the index of each future that has ended.
+    """Wait for calls on one kind of backend, and yield the key of each future that has ended.
 
-    An error comes with the index if the wait has passed its deadline; the call may then be waited
+    An error comes with the key if the wait has passed its deadline; the call may then be waited
     for again. Each pool is checked once for all its calls.
     """
     began = time.monotonic()
-    transports = dict.fromkeys(future.transport for future in futures)
+    transports = dict.fromkeys(future.transport for future in futures.values())
     for transport in transports:
-        if transport.abandoned:
-            transport.report_abandoned()
-    _read_together(futures, timeout)
-    _settle_answered(futures)
+        transport.report_abandoned()
+    _read_together(list(futures.values()), timeout)
+    _read_payloads(list(futures.values()))
     waits: dict[int, _Wait] = {}
-    for place, future in enumerate(futures):
-        if future._outcome is None:
-            waits[place] = _Wait(future, timeout, began)
-        else:
+    for place, future in futures.items():
+        if future.settle():
             yield place, None
+        else:
+            waits[place] = _Wait(future, timeout, began)
     if not waits:
         return
 
@@ -286,26 +295,30 @@ def wait_for(
     first = next(iter(transports))
     while waits:
         # the headers that come within the next second
-        future_of = {answer: wait.future for wait in waits.values() for answer in wait.future._open}
+        calls = {
+            call.header: (wait.future, call) for wait in waits.values() for call in wait.future.open
+        }
         seconds = min(wait.clock.remaining() for wait in waits.values())
-        ready = first.wait(list(future_of), seconds)
+        ready = first.wait(list(calls), seconds)
         for reference, (answer, lost) in zip(ready, _fetch_each(first, ready, 0.0), strict=True):
-            future_of[reference].note(reference, lost or answer)
-        _settle_answered([wait.future for wait in waits.values()])
+            future, call = calls[reference]
+            future.note(call, lost or answer)
+        _read_payloads([wait.future for wait in waits.values()])
+        running = [wait for wait in waits.values() if not wait.future.settle()]
         for transport, watch in watches.items():
-            of_pool = [wait for wait in waits.values() if wait.future.transport is transport]
-            _look([wait for wait in of_pool if wait.future._outcome is None], transport, watch)
+            of_pool = [wait for wait in running if wait.future.transport is transport]
+            _look(of_pool, transport, watch)
         stacks = functools.cache(lambda transport: transport.stacks(STACKS_S))
         for place, wait in list(waits.items()):
-            error = wait.check(stacks)
-            if error is not None or wait.future._outcome is not None:
+            error = None if wait.future.settle() else wait.check(stacks)
+            if error is not None or wait.future.settle():
                 del waits[place]
                 yield place, error
 
 
 def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> None:
     """Read all answers by one request, if they come before any check of the ranks is due."""
-    calls = [(future, call) for future in futures for call in future._open.values()]
+    calls = [(future, call) for future in futures for call in future.open]
     if not calls:
         return
     seconds = [SOON_S] if timeout is None else [SOON_S, max(0.0, timeout)]
@@ -314,36 +327,33 @@ def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> No
         seconds += [limits.call_s, limits.min_call_s, limits.warn_s]
         if future._limit is not None:
             seconds.append(future._limit[0])
-    headers = [call.header for _, call in calls]
-    apart = [call.payload for _, call in calls if not call.is_one_answer]
-    values = calls[0][0].transport.fetch_together([*headers, *apart], min(seconds))
+    references = [call.header for _, call in calls]
+    references += [call.payload for _, call in calls if not call.is_one_answer]
+    values = calls[0][0].transport.fetch_together(references, min(seconds))
     if values is not None:
-        payloads = iter(values[len(headers) :])
-        for (future, call), answer in zip(calls, values[: len(headers)], strict=True):
-            future.note(call.header, answer)
+        payloads = iter(values[len(calls) :])
+        for (future, call), answer in zip(calls, values, strict=False):
+            future.note(call, answer)
             if not call.is_one_answer:
-                future._payloads[call.rank] = next(payloads)
+                call.value = next(payloads)
 
 
-def _settle_answered(futures: Sequence[WorkerFuture]) -> None:
-    """Settle the futures whose calls have all been answered."""
-    answered = [future for future in futures if not future._open and future._outcome is None]
-    calls = [
+def _read_payloads(futures: Sequence[WorkerFuture]) -> None:
+    """Read the payloads of all calls that every rank has answered, by one request."""
+    absent = [
         (future, call)
-        for future in answered
+        for future in futures
+        if not future.open and not future.failures
         for call in future.pending
-        if not future._failures and call.rank not in future._payloads
+        if call.value is NOT_HERE
     ]
-    if calls:
-        references = [call.payload for _, call in calls]
-        payloads = _fetch_each(calls[0][0].transport, references, SOON_S)
-        for (future, call), (payload, lost) in zip(calls, payloads, strict=True):
+    if absent:
+        references = [call.payload for _, call in absent]
+        payloads = _fetch_each(absent[0][0].transport, references, SOON_S)
+        for (future, call), (value, lost) in zip(absent, payloads, strict=True):
+            call.value = value
             if lost is not None:
-                future._failures[call.rank] = type(lost)(f"{future.where(call)}: {lost}")
-            else:
-                future._payloads[call.rank] = payload
-    for future in answered:
-        future.settle()
+                future.note(call, lost)
 
 
 def _fetch_each(
@@ -366,26 +376,25 @@ def _look(waits: Sequence[_Wait], transport: Transport, watch: HangWatch) -> Non
     """Look for ranks of a pool that are lost or stuck, and fail the calls that wait for them."""
     lost = transport.lost(sorted({rank for wait in waits for rank in wait.late}))
     for wait in waits:
-        for reference, call in list(wait.future._open.items()):
+        for call in wait.future.open:
             if call.rank in lost:
-                wait.future.note(reference, WorkerDiedError(lost[call.rank]))
+                wait.future.note(call, WorkerDiedError(lost[call.rank]))
 
-    well = [wait for wait in waits if not wait.future._failures]
+    well = [wait for wait in waits if not wait.future.failures]
     try:
         if well:
             names = dict.fromkeys(wait.future.name for wait in well)
             transport.check_companions(", ".join(names))
     except WorkerDiedError as error:
         for wait in well:
-            wait.future.settle(WorkerDiedError(str(error)))
+            wait.future.fail(WorkerDiedError(str(error)))
         well = []
     slow = [wait for wait in well if wait.clock.age_s > wait.look_from_s]
     watch.look_if_due({wait.future.name: wait.late for wait in slow})
 
 
-def _with_others(by_rank: Mapping[int, BaseException]) -> BaseException:
+def _with_others(failures: Sequence[BaseException]) -> BaseException:
     """Return the most informative failure (a death, if any), with the others as notes."""
-    failures = [by_rank[rank] for rank in sorted(by_rank)]
     first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
     others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
     _note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
@@ -422,17 +431,16 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     failures, and its notes name up to eight of them.
     """
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-    by_kind: dict[object, list[int]] = defaultdict(list)
+    by_kind: dict[object, dict[int, Any]] = defaultdict(dict)
     """The calls of one kind of backend share one wait; any other future has its own."""
     for place, future in enumerate(futures):
         kind = future.transport.kind if isinstance(future, WorkerFuture) else place
-        by_kind[kind].append(place)
-    for places in by_kind.values():
-        work = functools.partial(_wait_in_turn, futures, places, timeout, arrived)
+        by_kind[kind][place] = future
+    for of_kind in by_kind.values():
         if len(futures) == 1:
-            work()
+            _wait_in_turn(of_kind, timeout, arrived)
         else:
-            threading.Thread(target=work, name="gather", daemon=True).start()
+            in_daemon("gather", _wait_in_turn, of_kind, timeout, arrived)
 
     outcomes: dict[int, Outcome] = {}
     ends_at: float | None = None
@@ -468,26 +476,25 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
 
 
 def _wait_in_turn(
-    futures: Sequence[Any],
-    places: Sequence[int],
+    futures: Mapping[int, Any],
     timeout: float | None,
     arrived: queue.SimpleQueue[tuple[int, Outcome]],
 ) -> None:
-    """Wait for the futures at these places, and put each outcome into the queue as it comes."""
-    left = list(places)
-    calls = [futures[place] for place in places]
+    """Wait for the futures, and put the key and the outcome of each into the queue as it comes."""
+    left = dict(futures)
     try:
-        is_call = isinstance(calls[0], WorkerFuture)
-        ended: Iterable[tuple[int, Any]] = wait_for(calls, timeout) if is_call else [(0, None)]
-        for n, error in ended:
-            value = None
+        ended: Iterable[tuple[int, Exception | None]] = ((place, None) for place in futures)
+        if all(isinstance(future, WorkerFuture) for future in futures.values()):
+            ended = wait_for(futures, timeout)
+        for place, error in ended:
+            outcome: Outcome = None, error
             if error is None:
                 try:
-                    value = calls[n].get(timeout)
+                    outcome = futures[place].get(timeout), None
                 except Exception as failure:  # noqa: BLE001 - `gather` raises it, with all others
-                    error = failure
-            left.remove(places[n])
-            arrived.put((places[n], (value, error)))
+                    outcome = None, failure
+            del left[place]
+            arrived.put((place, outcome))
     except Exception as error:  # noqa: BLE001 - it is the error of every call that is left
         for place in left:
             arrived.put((place, (None, error)))

@@ -178,17 +178,26 @@ def payload_of(answer: Any) -> Any:
     return answer[1] if type(answer) is tuple else None
 
 
-@dataclass(frozen=True)
-class Pending:
-    """The references to the payload and the header of a submitted call.
+NOT_HERE = object()
+"""The payload of a call before it has arrived."""
 
-    They are the same if header and payload travel as one `Answer`.
+
+@dataclass(eq=False)
+class Pending:
+    """A submitted call of one rank: references to its payload and header, and later its answer.
+
+    The references are the same if header and payload travel as one `Answer`.
     """
 
     rank: int
     payload: Any
     header: Any
     role: str
+    answer: Header | None = None
+    failure: BaseException | None = None
+    """The error of the method, or the reason why there is no answer."""
+    value: Any = NOT_HERE
+    """The payload itself."""
 
     @property
     def is_one_answer(self) -> bool:
