@@ -9,7 +9,6 @@ puts exceptions into headers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import faulthandler
 import gc
@@ -17,7 +16,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import CoroutineType
 from typing import Any
@@ -37,12 +36,10 @@ from verl_like.errors import WorkerError
 from verl_like.masking import add_secrets
 from verl_like.process.info import (
     ProcessInfo,
-    environment,
     loopback_environment,
     torchrun_environment,
 )
-from verl_like.process.random_state import get_random_state, set_random_state
-from verl_like.process.role_log import RoleState
+from verl_like.process.role_log import RoleState, RoleTurns
 from verl_like.process.store import open_store
 from verl_like.process.worker import Worker, construction, device_of
 from verl_like.registry import module_of_file
@@ -95,18 +92,14 @@ class WorkerHost:
         """
         self.process_info = replace(process_info, device_index=device_of(process_info).index)
         self._in_callers_thread = workers is not None
-        self._variables = torchrun_environment(self.process_info, ("127.0.0.1", 0))
-        self._turn: RoleState | None = None
-        # never contended; `nullcontext` would be slower on every call
-        self._one_call = threading.RLock()
+        self._turns = RoleTurns(self.process_info, self._in_callers_thread)
+        self._coroutines = Coroutines()
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
         self._master: tuple[str, int] | None = None
         self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._making_loop = threading.Lock()  # two concurrent calls may need it at once
 
     def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
         """Bind the group's rendezvous store on this node, and keep it so that its port stays taken.
@@ -154,17 +147,13 @@ class WorkerHost:
 
     def stacks(self) -> str:
         """Return the Python stacks of the threads that are in a call, newest frame last."""
-        return stacks_of_calls(self._loop, WorkerHost._answer.__code__)
+        return stacks_of_calls(self._coroutines.loop, WorkerHost._answer.__code__)
 
     def close(self) -> None:
         """Close the log files and stop the event loop, in the caller's process."""
         for state in self._states.values():
             state.close()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join()
-            self._loop.close()
-            self._loop = None
+        self._coroutines.close()
 
     def _begin(self, master: tuple[str, int] | WorkerError | None) -> Outcome:
         if isinstance(master, WorkerError):
@@ -175,9 +164,7 @@ class WorkerHost:
         return self._construct()
 
     def _construct_again(self) -> Outcome:
-        if self._turn is not None and not self._in_callers_thread:
-            self._turn.__exit__()
-        self._turn = None
+        self._turns.end()
         for role, state in self._states.items():
             state.close()
             worker = self._workers.pop(role, None)
@@ -199,7 +186,7 @@ class WorkerHost:
             add_secrets([args, kwargs])
             self._states[role] = state = RoleState(role, self.process_info)
             process_info = replace(self.process_info, role=role, master=self._master)
-            with construction(process_info, self._workers), self._enter_role(state):
+            with construction(process_info, self._workers), self._turns.take(state):
                 self._workers[role] = state.worker = cls(*args, **kwargs)
         for state in self._states.values():
             state.first_meshes = state.meshes
@@ -222,7 +209,7 @@ class WorkerHost:
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
         if call.concurrent:
-            return self._finished(method(*call.args, **call.kwargs)), {}
+            return self._coroutines.finish(method(*call.args, **call.kwargs)), {}
         mark: Registration | None = getattr(method, ATTRIBUTE, None)
         args, kwargs = list(call.args), call.kwargs
         shard: Shard | None = None  # of the first chunk, before the method changes it
@@ -236,8 +223,8 @@ class WorkerHost:
                     shard, num_rows = value.shard, len(value)
             args = [value_of(value) for value in args]
             kwargs = {name: value_of(value) for name, value in kwargs.items()}
-        with self._enter_role(state):
-            result = self._finished(method(*args, **kwargs))
+        with self._turns.take(state):
+            result = self._coroutines.finish(method(*args, **kwargs))
 
         where = f"{call.role}.{call.method} on rank {self.process_info.rank}"
         fields: dict[str, Any] = {}
@@ -258,37 +245,6 @@ class WorkerHost:
         fields["keys"] = *result.columns, *result.non_tensor_batch
         fields["rows"] = count_real_rows(result, num_rows, where)
         return result if call.sends_result else None, fields
-
-    def _enter_role(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
-        """Open the role's log and make its random state the one of the process.
-
-        Both stay until another role's turn comes, or in the caller's thread until the block ends.
-        """
-        if self._in_callers_thread:
-            return self._borrow_process(state)
-        if self._turn is not state:
-            if self._turn is not None:
-                self._turn.random_state = get_random_state()
-                self._turn.__exit__()
-            set_random_state(state.random_state)
-            state.__enter__()
-            self._turn = state
-        return self._one_call
-
-    @contextlib.contextmanager
-    def _borrow_process(self, state: RoleState) -> Iterator[None]:
-        if self._turn is state:  # a call within a call
-            yield
-            return
-        outer, caller = self._turn, get_random_state()
-        set_random_state(state.random_state)
-        self._turn = state
-        try:
-            with environment({**loopback_environment(self.process_info), **self._variables}), state:
-                yield
-        finally:
-            state.random_state, self._turn = get_random_state(), outer
-            set_random_state(caller)
 
     def _answer(
         self, method: str, work: Callable[..., Outcome], *args: Any, role: str = ""
@@ -329,21 +285,37 @@ class WorkerHost:
         )
         return payload, header
 
-    def _finished(self, value: Any) -> Any:
-        """Return a plain value unchanged, or run a coroutine in an event loop's thread."""
+
+class Coroutines:
+    """The event loop of a process's coroutines, in its own thread; it starts when it is needed."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()  # two concurrent calls may need the loop at once
+
+    def finish(self, value: Any) -> Any:
+        """Return a plain value unchanged, or run a coroutine and return its result."""
         if not isinstance(value, CoroutineType):
             return value
-        with self._making_loop:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._loop_thread = threading.Thread(
-                    target=self._loop.run_forever, name="coroutines", daemon=True
+        with self._starting:
+            if self.loop is None:
+                self.loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self.loop.run_forever, name="coroutines", daemon=True
                 )
-                self._loop_thread.start()
-        result, error = asyncio.run_coroutine_threadsafe(_caught(value), self._loop).result()
+                self._thread.start()
+        result, error = asyncio.run_coroutine_threadsafe(_caught(value), self.loop).result()
         if error is not None:
             raise error
         return result
+
+    def close(self) -> None:
+        """Stop the loop."""
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+            self.loop = None
 
 
 async def _caught(coroutine: CoroutineType[Any, Any, Any]) -> tuple[Any, BaseException | None]:

@@ -13,6 +13,8 @@ import random
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +22,12 @@ import numpy as np
 import torch
 
 from verl_like.masking import mask_text
-from verl_like.process.info import ProcessInfo
+from verl_like.process.info import (
+    ProcessInfo,
+    environment,
+    loopback_environment,
+    torchrun_environment,
+)
 from verl_like.process.random_state import get_random_state, set_random_state
 
 LONE_SURROGATES = "backslashreplace"
@@ -75,6 +82,55 @@ class RoleState:
     def __exit__(self, *_: object) -> None:
         """Restore the streams."""
         sys.stdout, sys.stderr = self._streams
+
+
+class RoleTurns:
+    """Makes the log and the random state of a role those of the process during the role's call.
+
+    In a process of their own they stay until another role's turn comes. In the caller's thread they
+    end with the call, together with torchrun's environment variables.
+    """
+
+    def __init__(self, process_info: ProcessInfo, in_callers_thread: bool) -> None:
+        self._in_callers_thread = in_callers_thread
+        self._process_info = process_info
+        self._current: RoleState | None = None
+        self._variables = torchrun_environment(process_info, ("127.0.0.1", 0))
+
+    def take(self, state: RoleState) -> AbstractContextManager[Any]:
+        """Return the context of a call of this role."""
+        if self._in_callers_thread:
+            return self._borrow_process(state)
+        if self._current is not state:
+            if self._current is not None:
+                self._current.random_state = get_random_state()
+                self._current.__exit__()
+            set_random_state(state.random_state)
+            state.__enter__()
+            self._current = state
+        return nullcontext()
+
+    def end(self) -> None:
+        """End the turn of the last role, whose log will be closed."""
+        if self._current is not None and not self._in_callers_thread:
+            self._current.__exit__()
+        self._current = None
+
+    @contextmanager
+    def _borrow_process(self, state: RoleState) -> Iterator[None]:
+        if self._current is state:  # a call within a call
+            yield
+            return
+        outer, caller = self._current, get_random_state()
+        set_random_state(state.random_state)
+        self._current = state
+        variables = {**loopback_environment(self._process_info), **self._variables}
+        try:
+            with environment(variables), state:
+                yield
+        finally:
+            state.random_state, self._current = get_random_state(), outer
+            set_random_state(caller)
 
 
 class RotatingLog(io.TextIOBase):
