@@ -145,9 +145,10 @@ class BoundMethod:
         self.name = f"{owner}.{method}"
         self.mode = mode_of(mark.dispatch_mode, self.name)
         is_rank_zero_mode = getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
-        self.first_rank_only = mark.execute_mode is Execute.RANK_ZERO or is_rank_zero_mode
+        is_on_first_rank = mark.execute_mode is Execute.RANK_ZERO or is_rank_zero_mode
+        self.only_rank = 0 if is_on_first_rank else None
         self.collect_fn = self.mode.collect_fn
-        if self.first_rank_only and self.collect_fn is collect_list:
+        if is_on_first_rank and self.collect_fn is collect_list:
             self.collect_fn = collect_first
         returns_batch = self.mode.returns_batch
         is_batch = returns_batch and mark.returns != METRICS
@@ -157,12 +158,12 @@ class BoundMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method, and wait for it if it was registered with `blocking=True`."""
-        future = self.remote(*args, **kwargs)
+        future = self.remote_on(self.only_rank, *args, **kwargs)
         return future.get() if self.mark.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run the method and return a future at once."""
-        return self.remote_on(0 if self.first_rank_only else None, *args, **kwargs)
+        return self.remote_on(self.only_rank, *args, **kwargs)
 
     def collecting_ranks(self) -> list[int]:
         """Return the ranks whose results are collected: for a batch, one per chunk."""

@@ -36,21 +36,15 @@ BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
 
 @dataclass(frozen=True)
 class Slot:
-    """A placeholder in a call for the value of part number `part`."""
+    """A placeholder in a call for the value of part number `part`.
 
-    part: int
-
-
-@dataclass(frozen=True)
-class ChunkSlot:
-    """A placeholder for one chunk of another group's result.
-
-    `payload` is the number of its part, and `headers` are the numbers of all chunks' headers.
+    If the value is chunk `index` of another group's result, `headers` are the numbers of the parts
+    with the headers of all chunks.
     """
 
-    payload: int
-    headers: tuple[int, ...]
-    index: int
+    part: int
+    headers: tuple[int, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,7 +221,7 @@ class Packer:
             if isinstance(value, FutureChunk):
                 first = len(parts)
                 parts += [value.payload, *value.headers]
-                packed.append(ChunkSlot(first, tuple(range(first + 1, len(parts))), value.index))
+                packed.append(Slot(first, tuple(range(first + 1, len(parts))), value.index))
             elif id(value) in self._shared or num_bytes(value) >= SHARED_BYTES:
                 if id(value) not in self._shared:
                     part, keeper = self._share(value)
@@ -264,23 +258,24 @@ def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
 
     Raise the error of a call that was to compute a chunk of the argument.
     """
-    if isinstance(value, ChunkSlot):
-        packed = [parts[number] for number in value.headers]
-        if len(packed) == 1 and isinstance(packed[0], list):
-            packed = packed[0]
-        headers = [Header.read(header) for header in packed]
-        for header in headers:
-            if header.error is not None:
-                raise UpstreamError(header.error)
-        header = headers[value.index]
-        if header.returned not in (BATCH, BOTH):
-            raise DispatchError(
-                f"{header.role}.{header.method} returned {header.returned} on rank {header.rank}; "
-                "its future was passed on as a batch, so it must return a DataProto."
-            )
-        value = place_chunk(parts[value.payload], value.index, [h.rows or 0 for h in headers])
-    elif isinstance(value, Slot):
-        value = parts[value.part]
+    if isinstance(value, Slot):
+        slot, value = value, parts[value.part]
+        if slot.headers:
+            packed = [parts[number] for number in slot.headers]
+            if len(packed) == 1 and isinstance(packed[0], list):
+                packed = packed[0]
+            headers = [Header.read(header) for header in packed]
+            for header in headers:
+                if header.error is not None:
+                    raise UpstreamError(header.error)
+            header = headers[slot.index]
+            if header.returned not in (BATCH, BOTH):
+                raise DispatchError(
+                    f"{header.role}.{header.method} returned {header.returned} on rank "
+                    f"{header.rank}; its future was passed on as a batch, so it must return a "
+                    "DataProto."
+                )
+            value = place_chunk(value, slot.index, [h.rows or 0 for h in headers])
 
     if readonly:
         return value
