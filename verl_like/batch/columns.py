@@ -60,16 +60,6 @@ def check_tensor(name: str, column: Any) -> None:
         )
 
 
-def check_tensordict(batch: Any) -> None:
-    """Raise unless the batch is a TensorDict of dense tensors with one batch dim."""
-    if not isinstance(batch, TensorDict):
-        raise BatchError(f"batch is not a TensorDict ({type(batch).__name__}). Use from_dict().")
-    if len(batch.batch_size) != 1:
-        raise BatchError(f"a batch has one batch dim, not batch_size {tuple(batch.batch_size)}.")
-    for name, column in tensors_of(batch).items():
-        check_tensor(name, column)
-
-
 def check_lengths(lengths: dict[str, int]) -> None:
     """Raise unless all columns have the same length; `lengths` maps names to lengths."""
     if len(set(lengths.values())) > 1:

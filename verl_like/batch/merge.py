@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,18 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
         else:
             left, right = rectangle_of(left), rectangle_of(right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return _same_layout(left, right) and _equal_tensors(left, right)
+        if not _same_layout(left, right):
+            return False
+        if left.is_floating_point() and left.element_size() == 1:
+            left, right = left.float(), right.float()  # one-byte floats have no comparison
+        close = torch.isclose(left, right.to(left.device), rtol=0, atol=0, equal_nan=True)
+        return bool(close.all())
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        flat = left.reshape(-1), right.reshape(-1)
-        return _same_layout(left, right) and _equal_arrays(*flat, same)
+        if not _same_layout(left, right):
+            return False
+        if left.dtype == object:
+            return all(map(same, left.reshape(-1), right.reshape(-1)))
+        return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
@@ -62,24 +70,6 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
 def _same_layout(left: AnyColumn, right: AnyColumn) -> bool:
     """Return whether shape and dtype are equal."""
     return left.shape == right.shape and left.dtype == right.dtype
-
-
-def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors of one layout are equal."""
-    right = right.to(left.device)
-    if left.is_floating_point() and left.element_size() == 1:
-        left, right = left.float(), right.float()  # one-byte floats have no comparison
-    equal = left == right
-    if left.is_floating_point() or left.is_complex():
-        equal |= (left != left) & (right != right)
-    return bool(equal.all())
-
-
-def _equal_arrays(left: Array, right: Array, same: Callable[[Any, Any], bool]) -> bool:
-    """Return whether two flat arrays of one layout are equal; `same` compares objects."""
-    if left.dtype == object:
-        return all(map(same, left, right))
-    return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
 
 
 def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:

@@ -276,8 +276,15 @@ class DataProto:
         """Raise unless all columns have string names and equal lengths, and tensors are dense."""
         lengths = {}
         if self._dense is not None:
-            columns.check_tensordict(self._dense)
-            lengths["batch (its tensors)"] = int(self._dense.batch_size[0])
+            if not isinstance(self._dense, TensorDict):
+                kind = type(self._dense).__name__
+                raise BatchError(f"batch is not a TensorDict ({kind}). Use from_dict().")
+            size = tuple(self._dense.batch_size)
+            if len(size) != 1:
+                raise BatchError(f"a batch has one batch dim, not batch_size {size}.")
+            for name, tensor in columns.tensors_of(self._dense).items():
+                columns.check_tensor(name, tensor)
+            lengths["batch (its tensors)"] = size[0]
         for name, column in self._ragged.items():
             lengths[name] = len(column)
         for name, array in self.non_tensor_batch.items():
@@ -680,7 +687,9 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle tensors and numeric arrays as out-of-band buffers; they arrive on the CPU."""
-        arrays = {name: wire.pack_array(array) for name, array in self.non_tensor_batch.items()}
+        arrays = {}
+        for name, array in self.non_tensor_batch.items():  # numpy sends contiguous ones out of band
+            arrays[name] = array if array.dtype.hasobject else np.ascontiguousarray(array)
         rows = None if self._dense is None else len(self)
         tensors = wire.pack_columns(self.columns, int(protocol))
         return _unpickled, (type(self), rows, tensors, arrays, self.meta_info, self.shard)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl_like.batch.columns import Array
 from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.tensor_ops.masked import INTEGERS
 
@@ -56,11 +55,6 @@ def unpack_columns(packed: Columns) -> dict[str, Column]:
             spans = _tensor_over(*lengths), width, _tensor_over(*starts)
             columns[name] = RaggedTensor.from_checked(_tensor_over(*values), *spans, fill)
     return columns
-
-
-def pack_array(column: Array) -> Array:
-    """Return an array that numpy pickles out of band: contiguous, unless it has objects."""
-    return column if column.dtype.hasobject else np.ascontiguousarray(column)
 
 
 def _pack(column: torch.Tensor, protocol: int) -> Packed:
