@@ -103,7 +103,7 @@ def without_watch() -> list[Restore]:
     kinds = [ProcessTransport, *ProcessTransport.__subclasses__()]
     return [
         *(swap(kind, "lost", lambda self, ranks: {}) for kind in kinds if "lost" in vars(kind)),
-        swap(Transport, "check_companions", lambda self, what: None),
+        swap(Transport, "check_idle", lambda self, what: None),
         swap(CallTimes, "limit_s", lambda self, name, rows, limits: limits.call_s),
         swap(CallTimes, "add", lambda self, name, seconds, rows: None),
     ]

@@ -14,17 +14,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_like.backends.rpc import AnswerPart, ProcessTransport, Requests
+from verl_like.backends.rpc import ProcessTransport, Requests
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
-from verl_like.calls.transport import Transport
+from verl_like.calls.transport import AnswerPart, Transport, resolve
 from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool
@@ -115,38 +114,6 @@ class LocalWorkerGroup(WorkerGroup):
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
 
-# --------------------------------------------------------------------------------------- references
-
-
-def _resolve(value: Any) -> Any:
-    """Wait for the references in a message, and return the message with their values."""
-    if isinstance(value, AnswerPart):
-        return value.value()
-    if isinstance(value, Future):
-        return value.result()
-    if type(value) in (list, tuple):
-        return type(value)(map(_resolve, value))
-    return value
-
-
-class _LocalTransport(Transport):
-    """A transport whose references are futures, or parts of their results."""
-
-    kind = "local"
-
-    def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Wait for the first answer or failure; return the references that have one."""
-        futures = {getattr(reference, "answer", reference) for reference in references}
-        done = wait_futures(futures, seconds, FIRST_COMPLETED).done
-        return [
-            reference for reference in references if getattr(reference, "answer", reference) in done
-        ]
-
-    def fetch(self, reference: Any) -> Any:
-        """Return the value behind the reference."""
-        return _resolve(reference)
-
-
 # -------------------------------------------------------------------------- in the caller's thread
 
 _one_call = threading.RLock()
@@ -156,13 +123,15 @@ It is reentrant, because a call may make another call.
 """
 
 
-class InlineTransport(_LocalTransport):
+class InlineTransport(Transport):
     """A transport that runs calls in the caller's own process and thread.
 
     `submit` runs the call, and the future has the result or the error. Arguments and results are
     copied, except large batches for `readonly` methods. Calls from several threads take turns, also
     on different inline groups. A concurrent call runs in its own thread.
     """
+
+    kind = "local"
 
     def __init__(
         self,
@@ -195,7 +164,7 @@ class InlineTransport(_LocalTransport):
         else:
             answer = Future()
             # the host copies batches
-            values = [v if isinstance(v, DataProto) else copy.deepcopy(v) for v in _resolve(parts)]
+            values = [v if isinstance(v, DataProto) else copy.deepcopy(v) for v in resolve(parts)]
             with _one_call:
                 answer.set_result(self._run(isolated, values))
         return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
@@ -244,7 +213,7 @@ class _Child(Requests):
         while (message := self._outgoing.get()) is not None:
             number, method, args = message
             try:
-                self.send(number, method, _resolve(args))
+                self.send(number, method, resolve(args))
             except WorkerError as error:  # from a call that this one refers to
                 self.set_answer(number, error)
 
@@ -259,8 +228,10 @@ class _Child(Requests):
         return f"the worker process (pid {self.process.pid}) {ending}."
 
 
-class ChildTransport(_LocalTransport, ProcessTransport):
+class ChildTransport(ProcessTransport):
     """One child process per rank of the pool, with a pipe to each."""
+
+    kind = "local"
 
     def __init__(
         self,

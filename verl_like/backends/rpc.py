@@ -37,7 +37,7 @@ import cloudpickle
 import torch
 
 from verl_like.calls.diagnose import Deadlines, stack_by_signal
-from verl_like.calls.transport import Transport
+from verl_like.calls.transport import AnswerPart, Transport
 from verl_like.calls.wire import Call, Pending
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.host import WorkerHost
@@ -301,18 +301,6 @@ def _connection_over(connected: socket.socket) -> Connection:
 
 
 # ------------------------------------------------------------------------------------ the transport
-
-
-@dataclass(frozen=True)
-class AnswerPart:
-    """A reference to the payload (0) or the header (1) of a future's answer."""
-
-    answer: Future[Any]
-    position: int
-
-    def value(self) -> Any:
-        """Wait for the answer and return this part of it."""
-        return self.answer.result()[self.position]
 
 
 class ProcessTransport(Transport):

@@ -64,12 +64,13 @@ class ClassWithInitArgs:
 
         The roles that `create_colocated_worker_raw_cls` gave to the class come first.
         """
-        if default in self.prefixed:
+        others: dict[str, ClassWithInitArgs] = getattr(self.cls, "_colocated_classes", {})
+        if default in others:
             raise PlacementError(
                 f"name_prefix '{default}' is also the name of a role in {self.cls.__name__}. "
                 "Choose another prefix."
             )
-        return {**self._colocated, default: self}
+        return {**others, default: self}
 
     def recipes(
         self, default: str
@@ -82,13 +83,7 @@ class ClassWithInitArgs:
     @property
     def prefixed(self) -> frozenset[str]:
         """The roles whose methods are named `<role>_<method>` on a fused group."""
-        return frozenset(self._colocated)
-
-    @property
-    def _colocated(self) -> dict[str, ClassWithInitArgs]:
-        """The other roles in the process, if `create_colocated_worker_raw_cls` made the class."""
-        classes: dict[str, ClassWithInitArgs] = getattr(self.cls, "_colocated_classes", {})
-        return classes
+        return frozenset(getattr(self.cls, "_colocated_classes", ()))
 
 
 class ColocatedClasses(ClassWithInitArgs):

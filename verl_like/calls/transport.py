@@ -15,6 +15,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from verl_like.calls.diagnose import CallTimes, Deadlines
@@ -28,10 +31,30 @@ MOST_FINISHED = 100_000
 """Maximum number of finished calls whose headers wait to be taken."""
 
 
+@dataclass(frozen=True)
+class AnswerPart:
+    """A reference to the payload (0) or the header (1) of a future's answer."""
+
+    answer: Future[Any]
+    position: int
+
+
+def resolve(value: Any) -> Any:
+    """Wait for the futures in a message and their parts; return the message with their values."""
+    if isinstance(value, AnswerPart):
+        return value.answer.result()[value.position]
+    if isinstance(value, Future):
+        return value.result()
+    if type(value) in (list, tuple):
+        return type(value)(map(resolve, value))
+    return value
+
+
 class Transport(ABC):
     """Carries calls to the processes of one pool.
 
-    Every process runs a `WorkerHost`. Several threads of the driver may call.
+    Every process runs a `WorkerHost`. Several threads of the driver may call. References are
+    futures, or parts of their results, unless a backend has its own.
     """
 
     kind: str
@@ -61,19 +84,23 @@ class Transport(ABC):
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Queue a call on one process; references or values in `parts` fill the call's slots."""
 
-    @abstractmethod
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Return the references that are answered or have failed within that time.
 
-        Return once all of them have an answer or a failure; a backend may return at the first.
+        Return at the first answer or failure; a backend may wait for more of them.
         """
+        futures = {getattr(reference, "answer", reference) for reference in references}
+        done = wait_futures(futures, seconds, FIRST_COMPLETED).done
+        return [
+            reference for reference in references if getattr(reference, "answer", reference) in done
+        ]
 
-    @abstractmethod
     def fetch(self, reference: Any) -> Any:
         """Return the value behind a reference that is ready.
 
         Raise `WorkerDiedError` if its process died.
         """
+        return resolve(reference)
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """Return the values behind all these references, or None if one is late or lost."""
@@ -121,11 +148,6 @@ class Transport(ABC):
     def kill(self, rank: int) -> None:
         """Send SIGKILL to the process of a rank, for an injected fault."""
         raise NotImplementedError(f"the processes of {self.kind} cannot be killed")
-
-    def check_companions(self, wait_name: str) -> None:
-        """Raise if a rank of another pool is gone, while `wait_name` is waited for."""
-        for other in self.companions:
-            other.check_idle(wait_name)
 
     def check_idle(self, wait_name: str) -> None:
         """Raise if a rank is gone, while `wait_name` is waited for.

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,11 @@ from ray.exceptions import (
 
 from verl_like.backends.ray.cluster import RELEASE_S, ClusterProbe, within
 from verl_like.backends.ray.host import Location
-from verl_like.backends.rpc import AnswerPart, ProcessTransport, connect
+from verl_like.backends.rpc import ProcessTransport, connect
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
+from verl_like.calls.transport import AnswerPart, resolve
 from verl_like.calls.wire import SHARED_BYTES, Call, Pending, payload_of
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.info import ProcessInfo
@@ -117,7 +118,7 @@ class RayTransport(ProcessTransport):
         if call.concurrent:
             return self.call_concurrently(rank, call)
         # a worker cannot wait for an answer that comes over the driver's connection
-        values = [part.value() if isinstance(part, AnswerPart) else part for part in parts]
+        values = resolve(parts)
         key = rank, call.role, call.method, call.sends_result
         if key not in self._tasks:
             self._tasks[key] = self.actors[rank].call.options(
@@ -133,8 +134,7 @@ class RayTransport(ProcessTransport):
             return []
         until = time.monotonic() + seconds
         coming = [reference for reference in references if isinstance(reference, AnswerPart)]
-        done = wait_futures({part.answer for part in coming}, seconds if coming else 0.0).done
-        ready: list[Any] = [part for part in coming if part.answer in done]
+        ready = super().wait(coming, seconds) if coming else []
         tasks = [reference for reference in references if not isinstance(reference, AnswerPart)]
         if tasks:
             left_s = max(until - time.monotonic(), 0.0)
@@ -144,7 +144,7 @@ class RayTransport(ProcessTransport):
     def fetch(self, reference: Any) -> Any:
         """Return the value behind the reference, in this process."""
         if isinstance(reference, AnswerPart):
-            return reference.value()
+            return super().fetch(reference)
         try:
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
@@ -246,12 +246,12 @@ def _cause_of_death(error: Exception) -> str:
 # ------------------------------------------------------------------------------- values on the way
 
 
+@dataclass
 class PickledBatch:
     """A pickle with separate buffers, which unpickles to the value itself."""
 
-    def __init__(self, head: bytes, buffers: Sequence[pickle.PickleBuffer]) -> None:
-        """`head` and `buffers` come from `pickled`."""
-        self.head, self.buffers = head, list(buffers)
+    head: bytes
+    buffers: Sequence[pickle.PickleBuffer]
 
     @property
     def num_bytes(self) -> int:
@@ -285,12 +285,12 @@ def pickled_batch(value: Any) -> PickledBatch | None:
     return None if head is None else PickledBatch(head, buffers)
 
 
+@dataclass(eq=False)
 class StoredBatch:
     """A batch in the store, which stays there as long as this object exists."""
 
-    def __init__(self, reference: Any) -> None:
-        """`reference` is a Ray `ObjectRef`."""
-        self.reference = reference
+    reference: Any
+    """A Ray `ObjectRef`."""
 
 
 _held: weakref.WeakValueDictionary[tuple[str, bytes], StoredBatch] = weakref.WeakValueDictionary()
