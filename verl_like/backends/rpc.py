@@ -312,7 +312,7 @@ class ProcessTransport(Transport):
         """A subclass starts the processes, and makes the connections."""
         super().__init__(processes, deadlines)
         self._stopped_since: dict[int, float] = {}
-        """Process id -> the time when `lost` first saw that the process was stopped."""
+        """Rank -> the time when `lost` first saw that its process was stopped."""
         self.requests: Sequence[Requests] = ()
         """The connections by rank, after the processes have started."""
 
@@ -342,25 +342,19 @@ class ProcessTransport(Transport):
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the ranks whose connection is closed or whose process is stopped, and why."""
-        lost = {}
+        lost, now = {}, time.monotonic()
         for rank in ranks:
             pid = self.pid_here(rank)
             if rank < len(self.requests) and (dead := self.requests[rank].dead):
                 lost[rank] = str(dead)
-            elif pid is not None and self._stays_stopped(pid):
+            elif pid is None or process_state(pid) != "T":
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) >= STOPPED_S:
                 lost[rank] = (
                     f"the process has been stopped for {STOPPED_S:.0f} s (SIGSTOP, by a user or "
                     f"by a scheduler). Continue it with `kill -CONT {pid}`."
                 )
         return lost
-
-    def _stays_stopped(self, pid: int) -> bool:
-        """Return whether a process has been stopped for `STOPPED_S`."""
-        if process_state(pid) != "T":
-            self._stopped_since.pop(pid, None)
-            return False
-        now = time.monotonic()
-        return now - self._stopped_since.setdefault(pid, now) >= STOPPED_S
 
     def kill(self, rank: int) -> None:
         """Ask the process to kill itself, and wait at most 5 s until its connection breaks."""

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -40,6 +40,7 @@ from verl_like.process.info import ONE_THREAD, environment
 from verl_like.threads import in_daemon
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 RELEASE_S = 5.0
 """Seconds to wait for Ray to end workers and release their places; it may never answer."""
 SHUTDOWN_S = 10.0
@@ -300,15 +301,14 @@ def _answers(place: tuple[str, int]) -> bool:
 # -------------------------------------------------------------------------------- leaving a cluster
 
 
-def within(seconds: float, work: Callable[[], None], subject: str) -> bool:
-    """Run `work` in a thread, and return whether it ended in time; its failure is logged."""
+def within(seconds: float, work: Callable[[], T], subject: str) -> Future[T]:
+    """Run `work` in a thread and wait so long; log its failure, or that it is left running."""
     running = in_daemon(subject, work)
     if not wait_futures([running], seconds).done:
         logger.warning("%s did not end within %.0f s and is left running", subject, seconds)
-        return False
-    if error := running.exception():  # a run that ends has its own error to raise
+    elif error := running.exception():  # a run that ends has its own error to raise
         logger.warning("%s failed: %s", subject, error)
-    return True
+    return running
 
 
 def leave_if_broken() -> bool:
@@ -316,12 +316,14 @@ def leave_if_broken() -> bool:
 
     Return whether this process is in no cluster now.
     """
-    nodes: list[dict[str, Any]] = []
     if ray.is_initialized():
         daemons = [processes[0].process for kind, processes in _own_processes() if kind in DAEMONS]
-        has_lost_own = any(daemon.poll() is not None for daemon in daemons)
-        ask = partial(within, RELEASE_S, lambda: nodes.extend(ray.nodes()))
-        if has_lost_own or not ask("asking Ray's nodes") or not any(n["Alive"] for n in nodes):
+        is_broken = any(daemon.poll() is not None for daemon in daemons)
+        if not is_broken:
+            asked = within(RELEASE_S, ray.nodes, "asking Ray's nodes")
+            has_answer = asked.done() and asked.exception() is None
+            is_broken = not has_answer or not any(node["Alive"] for node in asked.result())
+        if is_broken:
             _leave()
     return not ray.is_initialized()
 
@@ -337,20 +339,15 @@ def _leave() -> None:
         return
     atexit.unregister(ray.shutdown)
     pids = [process.process.pid for _, processes in _own_processes() for process in processes]
-    ended = threading.Event()
-
-    def shut_down() -> None:
-        try:
-            ray.shutdown(_exiting_interpreter=True)  # prints the rest of the logs
-        finally:
-            ended.set()
-
-    if not within(SHUTDOWN_S, shut_down, "leaving Ray"):
+    # with `_exiting_interpreter` it prints the rest of the logs
+    shut_down = partial(ray.shutdown, _exiting_interpreter=True)
+    leaving = within(SHUTDOWN_S, shut_down, "leaving Ray")
+    if not leaving.done():
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         # without its daemons the shutdown ends; until then it may write into the session's folder
-        ended.wait(SHUTDOWN_S)
+        wait_futures([leaving], SHUTDOWN_S)
     if threading.current_thread() is threading.main_thread():
         # Ray's shutdown restores the system's handler, but Python still reports its own
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))

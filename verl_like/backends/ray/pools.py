@@ -109,11 +109,8 @@ class RayResourcePool(ResourcePool):
         """
         if self._bundles is not None and ray.is_initialized():
             groups = self.get_placement_groups()
-            within(
-                RELEASE_S,
-                partial(_remove, groups),
-                f"releasing the placement groups of {self.name}",
-            )
+            subject = f"releasing the placement groups of {self.name}"
+            within(RELEASE_S, partial(_remove, groups), subject)
         self._bundles = None
 
     def _reserve(self) -> list[Bundle]:
@@ -135,8 +132,7 @@ class RayResourcePool(ResourcePool):
         try:
             self._await(groups, need)
         except BaseException:
-            for group in groups:
-                remove_placement_group(group)
+            _remove(groups)
             raise
 
         cpus, gpus = self._part(need.get("CPU", 0.0)), self._part(need.get("GPU", 0.0))
