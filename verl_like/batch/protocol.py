@@ -126,8 +126,8 @@ class DataProto:
         write into the batch.
         """
         if self._ragged:
-            self._dense = self._tensordict(self.columns, len(self))
-            self._ragged = {}
+            rectangles = {name: rectangle_of(column) for name, column in self.columns.items()}
+            self._dense, self._ragged = self._parts(rectangles, len(self))
         return self._dense
 
     @batch.setter
@@ -177,15 +177,11 @@ class DataProto:
         """Return the dense columns as a TensorDict, which knows the rows, and the ragged ones."""
         ragged = {name: c for name, c in tensors.items() if isinstance(c, RaggedTensor)}
         dense = _without(tensors, ragged)
-        had_tensors = self._dense is not None or bool(self._ragged)
-        if dense or self._dense is not None or (had_tensors and not ragged):
-            return self._tensordict(dense, rows), ragged
-        return None, ragged
-
-    def _tensordict(self, tensors: Mapping[str, Column], rows: int) -> TensorDict:
+        had_no_tensors = self._dense is None and not self._ragged
+        if not dense and self._dense is None and (ragged or had_no_tensors):
+            return None, ragged
         device = None if self._dense is None else self._dense.device
-        rectangles = {name: rectangle_of(column) for name, column in tensors.items()}
-        return TensorDict(rectangles, batch_size=[rows], device=device)
+        return TensorDict(dense, batch_size=[rows], device=device), ragged
 
     @classmethod
     def from_dict(
