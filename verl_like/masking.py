@@ -29,6 +29,8 @@ _SECRET_NAME = re.compile(
 )
 _IN_URL = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)(?=@)")
 """User and password before a host."""
+_by_name: dict[str, str] = {}
+"""Value -> name of the environment variables that `mask_with_name` was given."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -68,17 +70,12 @@ def mask_with_name(value: str, name: str) -> None:
     Values under `SHORTEST_NAMED` characters stay, because they may be ordinary words.
     """
     if len(value) >= SHORTEST_NAMED:
-        _by_name()[value] = name
-
-
-@cache
-def _by_name() -> dict[str, str]:
-    return {}
+        _by_name[value] = name
 
 
 def mask_text(text: str) -> str:
     """Return the text with the secrets masked that this process knows."""
-    for value, name in _by_name().items():
+    for value, name in _by_name.items():
         text = text.replace(value, name)
     for secret in sorted(_known(), key=len, reverse=True):
         if len(secret) >= SHORTEST and secret in text:

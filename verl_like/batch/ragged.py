@@ -56,11 +56,6 @@ class RaggedTensor:
                 f"width of {width}: the starts are {starts.tolist()}, the lengths "
                 f"{lengths.tolist()}."
             )
-        self._set(values, lengths, width, starts, fill)
-
-    def _set(
-        self, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
-    ) -> None:
         self.values, self.lengths, self.starts = values, lengths, starts
         self.width, self.fill = width, fill
 
@@ -70,7 +65,8 @@ class RaggedTensor:
     ) -> RaggedTensor:
         """Return a column from parts that were checked before, such as those of a pickle."""
         ragged = cls.__new__(cls)
-        ragged._set(values, lengths, width, starts, fill)
+        ragged.values, ragged.lengths, ragged.starts = values, lengths, starts
+        ragged.width, ragged.fill = width, fill
         return ragged
 
     @classmethod
@@ -103,11 +99,9 @@ class RaggedTensor:
 
     def with_values(self, values: Tensor, fill: float = 0) -> RaggedTensor:
         """Return a column with other values at the same spans."""
-        spans = self.lengths, self.width, self.starts, fill
-        as_many = values.shape[0] == self.values.shape[0]
-        return (
-            RaggedTensor.from_checked(values, *spans) if as_many else RaggedTensor(values, *spans)
-        )
+        has_as_many = values.shape[0] == self.values.shape[0]
+        create = RaggedTensor.from_checked if has_as_many else RaggedTensor
+        return create(values, self.lengths, self.width, self.starts, fill)
 
     def padded(self) -> Tensor:
         """Return the rectangle, in new memory; gradients flow through it."""
