@@ -134,7 +134,10 @@ def rows_of_prompts(
     if config.custom_cls.path:
         rows = _custom_rows(config, names_of(value), tokenizer)
     elif is_num_prompts(value):
-        rows = _rows_of_environment(config, setting)
+        rows = (
+            (f"{key}={value}, row {row}", {config.prompt_key: [{"role": "user", "content": ""}]})
+            for row in range(value)
+        )
     else:
         columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
         rows = rows_of_files(names_of(value), key, columns)
@@ -181,13 +184,6 @@ def is_num_prompts(files: Any) -> bool:
     return type(files) is int
 
 
-def _rows_of_environment(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
-    number = getattr(config, setting)
-    for row in range(number):
-        prompt = [{"role": "user", "content": ""}]
-        yield f"data.{setting}={number}, row {row}", {config.prompt_key: prompt}
-
-
 def names_of(files: str | int | Sequence[str] | None) -> list[str]:
     """Return the file names as a list; a number of prompts counts as one name."""
     if not files:
@@ -230,18 +226,15 @@ def _custom_rows(
     call = CallSignature(by_name=("data_files", "tokenizer", "config"))
     check_call(make, f"data.custom_cls.name={custom.name}", call)
     dataset = make(data_files=files, tokenizer=tokenizer, config=config)
-    if not hasattr(dataset, "__iter__") and not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    if hasattr(dataset, "__iter__"):
+        rows = dataset
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        rows = (dataset[index] for index in range(len(dataset)))
+    else:
         raise ConfigError(
             f"data.custom_cls: {custom.name} returned {dataset!r:.60}, which has no "
             "rows to read. Return an iterable, or an object with __len__ and __getitem__."
         )
-    rows = (
-        dataset
-        if hasattr(dataset, "__iter__")
-        else (dataset[index] for index in range(len(dataset)))
-    )
     for index, row in enumerate(rows):
         yield f"{custom.path}:{custom.name}, row {index}", row
 

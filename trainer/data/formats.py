@@ -130,18 +130,15 @@ def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
 
 
 def _rows_of_batch(batch: Any) -> list[Any]:
+    """Return the rows, with a ValueError instead of a row that cannot be read."""
     try:
         rows: list[Any] = batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is not UTF-8, or an invalid time
-        rows = [_row_or_problem(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    except (ValueError, OverflowError) as err:  # text that is not UTF-8, or an invalid time
+        if batch.num_rows == 1:
+            return [ValueError(f"not readable: {err}")]
+        singles = (batch.slice(index, 1) for index in range(batch.num_rows))
+        rows = [row for single in singles for row in _rows_of_batch(single)]
     return rows
-
-
-def _row_or_problem(single: Any) -> Any:
-    try:
-        return single.to_pylist()[0]
-    except (ValueError, OverflowError) as err:
-        return ValueError(f"not readable: {err}")
 
 
 def csv_rows(path: Path, check_columns: CheckColumns) -> Placed:

@@ -65,6 +65,10 @@ class LMRow:
         """Return the first `max_length` tokens."""
         return LMRow(self.ids[:max_length], self.in_loss[:max_length])
 
+    def from_token(self, start: int) -> LMRow:
+        """Return the row with the tokens before `start` taken out of the loss."""
+        return LMRow(self.ids, self.in_loss & (np.arange(len(self.ids)) >= start))
+
 
 class EncodedRow(NamedTuple):
     """One row of a file as a recipe encodes it: one or more token sequences, and numbers."""
@@ -98,26 +102,6 @@ def encode_rows(
         rows = first_rows(rows_of_files(names, key), limit, key)
         return good_rows(rows, lambda where, row: encode(row, tokenizer), on_bad_row)
 
-    settings = {"rows": kind, "on_bad_row": on_bad_row, "eos_token_id": tokenizer.eos_token_id}
-    entry_key = cache_key(names, tokenizer, **settings) if limit is None else None
-    entry = None if entry_key is None else _cached(entry_key, read)
-    if entry is not None:
-        return list(_rows_of(entry)), entry.summary["num_bad"]
-    encoded = list(read())
-    rows = [row for row in encoded if row is not None]
-    return rows, len(encoded) - len(rows)
-
-
-def _cached(key: str, read: Callable[[], Iterator[EncodedRow | None]]) -> Entry | None:
-    """Return the cache entry of the rows, or None if they cannot be cached."""
-    import pyarrow as pa
-
-    columns = {
-        "ids": pa.list_(pa.list_(pa.int64())),
-        "in_loss": pa.list_(pa.list_(pa.uint8())),
-        "numbers": pa.list_(pa.float64()),
-    }
-
     def cells() -> Iterator[dict[str, Any] | None]:
         for row in read():
             yield row and {
@@ -126,7 +110,22 @@ def _cached(key: str, read: Callable[[], Iterator[EncodedRow | None]]) -> Entry 
                 "numbers": list(row.numbers),
             }
 
-    return cached_rows("rows", key, columns, cells)
+    settings = {"rows": kind, "on_bad_row": on_bad_row, "eos_token_id": tokenizer.eos_token_id}
+    entry_key = cache_key(names, tokenizer, **settings) if limit is None else None
+    if entry_key is not None:
+        import pyarrow as pa
+
+        columns = {
+            "ids": pa.list_(pa.list_(pa.int64())),
+            "in_loss": pa.list_(pa.list_(pa.uint8())),
+            "numbers": pa.list_(pa.float64()),
+        }
+        entry = cached_rows("rows", entry_key, columns, cells)
+        if entry is not None:
+            return list(_rows_of(entry)), entry.summary["num_bad"]
+    encoded = list(read())
+    rows = [row for row in encoded if row is not None]
+    return rows, len(encoded) - len(rows)
 
 
 def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
@@ -235,7 +234,19 @@ def _encode(row: Row, tokenizer: Any) -> EncodedRow:
 def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     """Return tokens and loss mask of a row; a ValueError says what is wrong with it."""
     row = readable(row)
-    encoded = ENCODERS[check_lm_row(row)](row, tokenizer)
+    column = check_lm_row(row)
+    if column == "messages":
+        encoded = _encode_chat(row, tokenizer)
+    elif column == "text":
+        ids = _with_end(tokenizer(row["text"])["input_ids"], tokenizer)
+        encoded = LMRow(ids, np.ones(len(ids), dtype=np.bool_))
+    else:
+        prompt = encode_prompt(row["prompt"], tokenizer)
+        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+        if row.get("finish_reason") != LENGTH_LIMIT:
+            response = _with_end(response, tokenizer)
+        ids = np.concatenate([prompt, np.array(response, dtype=np.int64)])
+        encoded = LMRow(ids, np.arange(len(ids)) >= len(prompt))
     if not teaches([encoded]):
         raise ValueError("the row has no token in the loss")
     return encoded
@@ -277,20 +288,6 @@ def _check_chat(messages: Any) -> None:
         text = content.strip() if isinstance(content, str) else content
         if message["role"] == "assistant" and not (text or message.get("tool_calls")):
             raise ValueError(f"message {number} of 'messages' is an empty assistant message")
-
-
-def _encode_text(row: Row, tokenizer: Any) -> LMRow:
-    ids = _with_end(tokenizer(row["text"])["input_ids"], tokenizer)
-    return LMRow(ids, np.ones(len(ids), dtype=np.bool_))
-
-
-def _encode_response(row: Row, tokenizer: Any) -> LMRow:
-    prompt = encode_prompt(row["prompt"], tokenizer)
-    response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-    if row.get("finish_reason") != LENGTH_LIMIT:
-        response = _with_end(response, tokenizer)
-    ids = np.concatenate([prompt, np.array(response, dtype=np.int64)])
-    return LMRow(ids, np.arange(len(ids)) >= len(prompt))
 
 
 def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
@@ -349,14 +346,6 @@ def _with_end(ids: list[int], tokenizer: Any) -> NDArray[np.int64]:
     eos = tokenizer.eos_token_id
     has_end = eos is None or (ids and ids[-1] == eos)
     return np.array(ids if has_end else [*ids, eos], dtype=np.int64)
-
-
-ENCODERS: dict[str, Callable[[Row, Any], LMRow]] = {
-    "messages": _encode_chat,
-    "response": _encode_response,
-    "text": _encode_text,
-}
-"""Maps the column with the tokens in the loss to the function that encodes the row."""
 
 
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

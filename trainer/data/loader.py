@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -32,15 +32,16 @@ Positions = np.ndarray[Any, Any]
 
 def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[int], Positions]:
     """Return a function that maps an epoch to its prompts' positions; it caches the last epoch."""
-    if config.sampler is None:
-        return lru_cache(maxsize=1)(partial(_default_order, config.shuffle, seed, num_prompts))
-
     name = f"data.sampler={config.sampler}"
-    sampler = load_object(config.sampler, "data.sampler")
-    check_call(sampler, name, CallSignature(by_name=("num_prompts", "epoch", "seed")))
+    sampler: Any = None
+    if config.sampler is not None:
+        sampler = load_object(config.sampler, "data.sampler")
+        check_call(sampler, name, CallSignature(by_name=("num_prompts", "epoch", "seed")))
 
     @lru_cache(maxsize=1)
     def order(epoch: int) -> Positions:
+        if sampler is None:
+            return shuffled(num_prompts, seed, epoch) if config.shuffle else np.arange(num_prompts)
         positions = np.asarray(sampler(num_prompts=num_prompts, epoch=epoch, seed=seed))
         is_whole = positions.shape == (num_prompts,) and np.issubdtype(positions.dtype, np.integer)
         if not is_whole or positions.min() < 0 or positions.max() >= num_prompts:
@@ -53,10 +54,9 @@ def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[in
     return order
 
 
-def _default_order(shuffles: bool, seed: int, num_prompts: int, epoch: int) -> Positions:
-    if not shuffles:
-        return np.arange(num_prompts)
-    return np.random.default_rng([seed, epoch]).permutation(num_prompts)
+def shuffled(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the positions of the rows in the order of an epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 OTHER_ROWS = (
@@ -123,7 +123,8 @@ class RowLoader(Generic[R]):
     def take(self, count: int) -> DataProto:
         """Return the next `count` rows as a batch; the uids contain the epoch."""
         places = [divmod(self._num_taken + number, len(self.rows)) for number in range(count)]
-        orders = {epoch: self._order(epoch) for epoch, _ in places}
+        epochs = {epoch for epoch, _ in places}
+        orders = {epoch: shuffled(len(self.rows), self._seed, epoch) for epoch in epochs}
         chosen = [(int(orders[epoch][place]), epoch) for epoch, place in places]
         self._num_taken += count
 
@@ -138,9 +139,6 @@ class RowLoader(Generic[R]):
     def epoch(self) -> int:
         """The epoch of the row that was taken last; the first epoch is 0."""
         return max(self._num_taken - 1, 0) // len(self.rows)
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position. A resume needs only this and the config's seed."""

@@ -78,7 +78,12 @@ def read_pairs(
     than `max_length` tokens are cut at their end; a pair is then dropped if a side has no response
     left, or if both sides are equal. A log line reports these numbers.
     """
-    encoded, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row, limit)
+
+    def encode(row: Row, tokenizer: Any) -> EncodedRow:
+        pair = encode_pair(row, tokenizer)
+        return EncodedRow([pair.chosen, pair.rejected], [pair.margin])
+
+    encoded, num_bad = encode_rows(key, files, "pairs", encode, tokenizer, on_bad_row, limit)
     why = "a response is empty, or both sides are equal"
     rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, why)
     if not rows:
@@ -90,17 +95,15 @@ def read_pairs(
     return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]
 
 
-def _encode(row: Row, tokenizer: Any) -> EncodedRow:
-    pair = encode_pair(row, tokenizer)
-    return EncodedRow([pair.chosen, pair.rejected], [pair.margin])
-
-
 def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     """Return the tokens of both sides of a row; a ValueError says what is wrong with it."""
     check_pair(row)
     chosen, rejected = (_encode_side(row, side, tokenizer) for side in ("chosen", "rejected"))
     if row.get("prompt") is None:
-        chosen, rejected = _after_common_beginning(chosen, rejected)
+        shortest = min(len(chosen.ids), len(rejected.ids))
+        differs = (chosen.ids[:shortest] != rejected.ids[:shortest]).nonzero()[0]
+        common = int(differs[0]) if len(differs) else shortest - 1
+        chosen, rejected = chosen.from_token(common), rejected.from_token(common)
     if np.array_equal(chosen.ids, rejected.ids):
         raise ValueError("'chosen' and 'rejected' are equal after tokenization")
     for name, side in (("chosen", chosen), ("rejected", rejected)):
@@ -131,10 +134,9 @@ def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
     """Return one side of a row; if the row has a prompt, only what follows it is in the loss."""
     reply, prompt = row[side], row.get("prompt")
     try:
-        if prompt is not None:
-            finish_reason = row.get(f"{side}_finish_reason")
-            return encode_reply(prompt, reply, tokenizer, finish_reason)
-        return encode_lm_row(_lm_row(prompt, reply), tokenizer)
+        if prompt is None:
+            return encode_lm_row(_lm_row(prompt, reply), tokenizer)
+        return encode_reply(prompt, reply, tokenizer, row.get(f"{side}_finish_reason"))
     except ValueError as problem:
         raise ValueError(f"{side!r}: {problem}") from problem
 
@@ -144,8 +146,7 @@ def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = N
     encoded = encode_lm_row(_lm_row(prompt, reply, finish_reason), tokenizer)
     if isinstance(reply, str):
         return encoded
-    start = len(encode_prompt(prompt, tokenizer))
-    return LMRow(encoded.ids, encoded.in_loss & (np.arange(len(encoded.ids)) >= start))
+    return encoded.from_token(len(encode_prompt(prompt, tokenizer)))
 
 
 def _lm_row(prompt: Any, reply: Any, finish_reason: Any = None) -> Row:
@@ -159,17 +160,6 @@ def _lm_row(prompt: Any, reply: Any, finish_reason: Any = None) -> Row:
             "the response must be a text, unless prompt and response are both lists of messages"
         )
     return {"messages": [*prompt, *reply]}
-
-
-def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRow]:
-    """Take the common beginning of both sides out of the loss."""
-    shortest = min(len(chosen.ids), len(rejected.ids))
-    differs = (chosen.ids[:shortest] != rejected.ids[:shortest]).nonzero()[0]
-    common = int(differs[0]) if len(differs) else shortest - 1
-    sides = []
-    for side in (chosen, rejected):
-        sides.append(LMRow(side.ids, side.in_loss & (np.arange(len(side.ids)) >= common)))
-    return sides[0], sides[1]
 
 
 def _margin(row: Row) -> float:
@@ -231,9 +221,7 @@ def read_labeled(
     than `max_length` tokens are cut at their end; a row that is left without a response is dropped.
     A log line reports these numbers.
     """
-    rows, num_bad = encode_rows(
-        key, files, "labeled", _encode_labeled_row, tokenizer, on_bad_row, limit
-    )
+    rows, num_bad = encode_rows(key, files, "labeled", encode_labeled, tokenizer, on_bad_row, limit)
     responses = [
         EncodedRow([side], [label])
         for row in rows
@@ -261,27 +249,20 @@ def read_labeled(
     together = [number for group in groups.values() for number in group]
     shift = max(map(len, groups.values())) if len(groups) > 1 else 1
     others = dict(zip(together, np.roll(together, -shift).tolist(), strict=True))
-    result = []
-    for number, (response, label) in enumerate(labeled):
-        other, _ = labeled[others[number]]
-        mismatched = _spliced(response, other, max_length)
-        result.append(LabeledRow(response, mismatched, label))
-    return result
+    return [
+        LabeledRow(response, _spliced(response, labeled[others[number]][0], max_length), label)
+        for number, (response, label) in enumerate(labeled)
+    ]
 
 
-def _encode_labeled_row(row: Row, tokenizer: Any) -> EncodedRow:
-    responses, labels = zip(*encode_labeled(row, tokenizer), strict=True)
-    return EncodedRow(responses, labels)
-
-
-def encode_labeled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
+def encode_labeled(row: Row, tokenizer: Any) -> EncodedRow:
     """Return the responses of a row with their labels; a ValueError says what is wrong."""
     column = check_labeled(row)
     if column is None:
         pair = encode_pair(row, tokenizer)
-        return [(pair.chosen, True), (pair.rejected, False)]
+        return EncodedRow([pair.chosen, pair.rejected], [True, False])
     response = encode_reply(row["prompt"], row[column], tokenizer, row.get("finish_reason"))
-    return [(response, LABELS[str(row["label"]).lower()])]
+    return EncodedRow([response], [LABELS[str(row["label"]).lower()]])
 
 
 def check_labeled(row: Row) -> str | None:

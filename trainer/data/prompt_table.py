@@ -41,6 +41,7 @@ from trainer.data.files import (
     rows_of_prompts,
 )
 from trainer.data.prompt_tokens import encode_prompt, readable
+from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,10 @@ def cached_rows(
         return entry
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_old(cache)
+        for old in cache.iterdir():
+            with suppress(OSError):  # another run removes it as well
+                if time.time() - old.stat().st_mtime > FORGOTTEN_AFTER_S:
+                    shutil.rmtree(old)
         unfinished = Path(tempfile.mkdtemp(dir=cache, prefix="unfinished_"))
         try:
             num_bad = _write(unfinished / ROWS, columns, read())
@@ -155,13 +159,6 @@ def _open(folder: Path) -> Entry | None:
     return Entry(folder, table, summary)
 
 
-def _remove_old(cache: Path) -> None:
-    for entry in cache.iterdir():
-        with suppress(OSError):  # another run removes it as well
-            if time.time() - entry.stat().st_mtime > FORGOTTEN_AFTER_S:
-                shutil.rmtree(entry)
-
-
 def cache_folder(kind: str) -> Path:
     """Return `$XDG_CACHE_HOME/verl_like/<kind>`, by default in ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -187,8 +184,6 @@ Encoded = tuple[Row, NDArray[np.int64]]
 """A row and the tokens of its prompt."""
 Read = Callable[[], Iterator[Encoded | None]]
 """Yields the rows of the files, and None for a bad row."""
-CheckLength = Callable[[str, int], None]
-"""(place of a prompt, number of its tokens): raises an error if it is too long."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +232,6 @@ def read_prompts(
     setting: str,
     tokenizer: Any,
     needs_rules: bool,
-    check: CheckLength,
     limit: int | None = None,
 ) -> PromptTable:
     """Return the valid rows of the files that `data.<setting>` names."""
@@ -245,7 +239,7 @@ def read_prompts(
     def encode(where: str, row: Row) -> Encoded:
         row = prompt_row(row, config.prompt_key, needs_rules)
         tokens = encode_prompt(row[config.prompt_key], tokenizer)
-        check(where, len(tokens))
+        check_length_of(where, len(tokens), config)
         return row, tokens
 
     def read() -> Iterator[Encoded | None]:
@@ -262,8 +256,19 @@ def read_prompts(
         return prompts_in_memory(read, config.prompt_key)
     if len(table.lengths):
         longest = int(np.argmax(table.lengths))
-        check(f"data.{setting}, row {longest}", int(table.lengths[longest]))
+        check_length_of(f"data.{setting}, row {longest}", int(table.lengths[longest]), config)
     return table
+
+
+def check_length_of(where: str, num_tokens: int, config: DataConfig) -> None:
+    """Raise an error for a prompt that is too long, unless such prompts are dropped or cut."""
+    stays = config.truncation != "error" or config.filter_overlong_prompts
+    if num_tokens > config.max_prompt_length and not stays:
+        raise ConfigError(
+            f"{where}: the prompt has {num_tokens} tokens, but data.max_prompt_length="
+            f"{config.max_prompt_length}. Raise this limit, or set "
+            "data.filter_overlong_prompts=true, or data.truncation=left|right."
+        )
 
 
 def prompts_in_memory(read: Read, prompt_key: str) -> PromptTable:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,9 +74,7 @@ class PromptSet:
     ) -> None:
         """Read, tokenize and filter the files that the key `setting` of `config` names."""
         self._config, self._tokenizer = config, tokenizer
-        self._table = read_prompts(
-            config, setting, tokenizer, needs_rules, self._check_length, limit
-        )
+        self._table = read_prompts(config, setting, tokenizer, needs_rules, limit)
         self.num_bad, lengths = self._table.num_bad, self._table.lengths
         fits = lengths <= config.max_prompt_length
         self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
@@ -125,7 +123,16 @@ class PromptSet:
     @cached_property
     def digest(self) -> str:
         """Hash of the prompts in order, with data_source, reward_model and `columns` of each."""
-        return self._table.remembered(f"digest of rows: {self._cut}", self._digest_of_rows)
+        names = ("data_source", "reward_model", *self.columns)
+
+        def compute() -> str:
+            numbered = ((number, self._table.row(number)) for number in self.rows.tolist())
+            return digest_of_rows(
+                (self._tokens(number), {name: row.get(name) for name in names})
+                for number, row in numbered
+            )
+
+        return self._table.remembered(f"digest of rows: {self._cut}", compute)
 
     @property
     def _cut(self) -> tuple[Any, ...]:
@@ -133,28 +140,9 @@ class PromptSet:
         config = self._config
         return config.max_prompt_length, config.truncation, config.filter_overlong_prompts
 
-    def _digest_of_rows(self) -> str:
-        names = ("data_source", "reward_model", *self.columns)
-        numbered = ((number, self._table.row(number)) for number in self.rows.tolist())
-        return digest_of_rows(
-            (self._tokens(number), {name: row.get(name) for name in names})
-            for number, row in numbered
-        )
-
     def first_of_each_source(self) -> list[int]:
         """Return the row number of the first row of each data source."""
         return list(self._table.first_of_sources(self.rows).values())
-
-    def _check_length(self, where: str, num_tokens: int) -> None:
-        """Raise an error for a prompt that is too long, unless such prompts are dropped or cut."""
-        config = self._config
-        stays = config.truncation != "error" or config.filter_overlong_prompts
-        if num_tokens > config.max_prompt_length and not stays:
-            raise ConfigError(
-                f"{where}: the prompt has {num_tokens} tokens, but data.max_prompt_length="
-                f"{config.max_prompt_length}. Raise this limit, or set "
-                "data.filter_overlong_prompts=true, or data.truncation=left|right."
-            )
 
     def _tokens(self, number: int) -> np.ndarray[Any, Any]:
         """Return the tokens of a prompt, cut to `data.max_prompt_length`."""
@@ -200,18 +188,6 @@ class PromptSet:
         )
 
 
-class PromptRun(Protocol):
-    """Interface of the configuration that a loader reads."""
-
-    @property
-    def data(self) -> DataConfig:
-        """The section `data` of the configuration."""
-
-    @property
-    def trainer(self) -> TrainerConfig:
-        """The length of the run, and its seed."""
-
-
 class PromptLoader:
     """An endless, resumable source of prompt batches, epoch after epoch.
 
@@ -220,7 +196,7 @@ class PromptLoader:
 
     def __init__(
         self,
-        config: PromptRun,
+        config: Any,
         tokenizer: Any,
         needs_rules: bool = True,
         steps_per_batch: int = 1,
@@ -232,24 +208,23 @@ class PromptLoader:
         """
         self._steps_per_batch = steps_per_batch
         self._config: DataConfig = config.data
-        self._trainer = config.trainer
+        self._trainer: TrainerConfig = config.trainer
         limit = row_limit(config)
         self.prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules, limit)
         self.num_left_over = len(self.prompts) % self._config.train_batch_size
         self._num_taken = 0
         self._order = epoch_order(config.data, self._trainer.seed, len(self.prompts))
+        self._sets = [self.prompts]
         self.validation: PromptSet | None = None
         """The prompts of `data.val_files`, if there are any."""
         if config.data.val_files:
             self.validation = PromptSet(config.data, "val_files", tokenizer, needs_rules, limit)
-        self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
+            self._sets.append(self.validation)
         if not len(self):
             number, size = len(self.prompts), self._config.train_batch_size
-            other = (
-                f"lower this key to {number}"
-                if number
-                else "correct the rows, or raise data.max_prompt_length"
-            )
+            other = f"lower this key to {number}"
+            if number == 0:
+                other = "correct the rows, or raise data.max_prompt_length"
             raise ConfigError(
                 f"{self.prompts.story}. A batch of data.train_batch_size={size} needs more than "
                 f"the remaining {number}. Add prompts, or {other}."
