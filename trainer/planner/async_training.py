@@ -7,7 +7,7 @@ simulated from the seconds of its phases (`trainer.planner.simulate`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainer.async_training.config import AsyncConfig
@@ -47,17 +47,10 @@ class AsyncPlacement(PlannedPlacement):
         """Roles and GPUs of the trainer and of each generator."""
         trainer, generator = self.pools
         generators = self.setup.num_generators
-        engines = (
-            f"{generators} generators on {generator.gpus} each"
-            if generators > 1
-            else f"generator on {generator.gpus}"
-        )
+        engines = f"generator on {generator.gpus}"
+        if generators > 1:
+            engines = f"{generators} generators on {generator.gpus} each"
         return f"{' + '.join(trainer.roles)} on {trainer.gpus} | {engines}"
-
-    @property
-    def partition(self) -> Hashable:
-        """The number of training GPUs and the number of generators."""
-        return self.pools[0].gpus, self.setup.num_generators
 
     def limit(self, stages: Sequence[str]) -> str:
         """Return the main limit of the run's speed, as `bottleneck` names it."""

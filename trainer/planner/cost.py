@@ -162,6 +162,8 @@ class StepRows:
     prompt: float
     responses: Sequence[float]
     """Lengths of responses that are equally likely, the longest last."""
+    longest: int = 0
+    """Tokens of the longest row that is possible."""
     mini_batches: int = 1
     epochs: int = 1
     waits: float = 0.0

@@ -85,10 +85,6 @@ class Job(ABC):
         """Return the samples of a call of the role."""
 
     @abstractmethod
-    def longest(self) -> int:
-        """Return the tokens of the longest row."""
-
-    @abstractmethod
     def pass_tokens(self, config: Any, model: RoleModelSpec) -> int:
         """Return the tokens of a pass of this model."""
 
@@ -287,7 +283,7 @@ class Job(ABC):
         if not self.axes_are_tried(role):
             return []
         rows, axes = self.rows(role), self._sizes_of_axis(role, "tp")
-        if self.longest() > LONG or rows.samples < rows.mini_batches * num_gpus:
+        if rows.longest > LONG or rows.samples < rows.mini_batches * num_gpus:
             axes += self._sizes_of_axis(role, "sp")
         if self.costs[role].in_experts:
             axes += self._sizes_of_axis(role, "ep")
@@ -357,16 +353,10 @@ def sizes_of(num_gpus: int, per_node: int) -> list[int]:
     Of more than eight nodes, only 2^k and 3 x 2^k nodes and all nodes are tried.
     """
     nodes = num_gpus // per_node
-    of_nodes = [n for n in range(1, nodes + 1) if nodes <= 8 or n == nodes or _has_few_factors(n)]
+    few_factors = {factor << power for factor in (1, 3) for power in range(nodes.bit_length())}
+    of_nodes = [n for n in range(1, nodes + 1) if nodes <= 8 or n == nodes or n in few_factors]
     in_node = [n for n in (1, 2, 4, 8, 16) if n <= min(num_gpus, per_node)]
     return sorted({*in_node, min(num_gpus, per_node), *(per_node * n for n in of_nodes)})
-
-
-def _has_few_factors(number: int) -> bool:
-    """Return whether a size is a power of two, or three times a power of two."""
-    while number % 2 == 0:
-        number //= 2
-    return number in (1, 3)
 
 
 def pool_key(name: str, gpus: int, per_node: int) -> str:

@@ -18,12 +18,7 @@ from trainer.ppo.dataflow import step_nodes
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
-from workers.config import (
-    ActorRolloutRefConfig,
-    is_actors_module,
-    model_rewards,
-    tokens_per_pass,
-)
+from workers.config import ActorRolloutRefConfig, is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
 from workers.training.role_model import RoleModelSpec
 
@@ -98,14 +93,11 @@ class PPOJob(Job):
             prompts=prompts,
             prompt=self.mean_prompt,
             responses=self.responses,
+            longest=config.data.max_prompt_length + config.data.max_response_length,
             waits=self.waits,
             mini_batches=-(-prompts // mini),
             epochs=epochs,
         )
-
-    def longest(self) -> int:
-        """Return the tokens of the longest row."""
-        return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     def pass_tokens(self, config: PPOConfig, model: RoleModelSpec) -> int:
         """Return the tokens of a pass of this model."""
@@ -116,7 +108,7 @@ class PPOJob(Job):
         if not self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             return []
         section = "critic" if role == "critic" else "actor_rollout_ref.actor"
-        now, width = self.pass_tokens(self.config, self.models[role]), self.longest()
+        now, width = self.pass_tokens(self.config, self.models[role]), self.rows(role).longest
         sizes = {max(width, now // 4), width} - {now}
         return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
 
@@ -199,7 +191,7 @@ class PPOJob(Job):
 
         The seconds are None if the KV cache cannot hold the longest row.
         """
-        rollout, width, num_bytes = policy.rollout, self.longest(), gpus.device.bytes
+        rollout, width, num_bytes = policy.rollout, rows.longest, gpus.device.bytes
         memory = rollout_memory(policy, width, role, "", "cuda", num_bytes, ranks_of_actor=None)
         memory = replace(memory, sleeps=may_rest(self.config, "cuda"))
         tp, at_once = rollout.tensor_model_parallel_size, rollout.max_num_seqs

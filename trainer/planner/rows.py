@@ -11,12 +11,7 @@ from trainer.memory import model_memory, role_models
 from trainer.planner.cost import StepRows
 from trainer.planner.job import Job, Keys
 from trainer.rows.config import RowConfig
-from trainer.rows.preflight import (
-    largest_pass,
-    longest_row,
-    preflight,
-    role_memories,
-)
+from trainer.rows.preflight import largest_pass, longest_row, preflight, role_memories
 from workers.memory import RoleMemory
 from workers.parallel.sharding import dims_of
 from workers.training.role_model import RoleModelSpec
@@ -52,17 +47,19 @@ class RowsJob(Job):
     def rows(self, role: str) -> StepRows:
         """Return the rows of a step."""
         samples = self.config.data.train_batch_size * self.config.num_sides
-        return StepRows(samples=samples, prompts=0, prompt=0.0, responses=self.lengths)
-
-    def longest(self) -> int:
-        """Return the tokens of the longest row."""
-        return longest_row(self.config)
+        return StepRows(
+            samples=samples,
+            prompts=0,
+            prompt=0.0,
+            responses=self.lengths,
+            longest=longest_row(self.config),
+        )
 
     def pass_tokens(self, config: RowConfig, model: RoleModelSpec) -> int:
         """Return the tokens of a pass of this model."""
         if config.data.use_dynamic_bsz:
             return config.data.max_token_len_per_gpu
-        return config.data.micro_batch_size_per_gpu * self.config.num_sides * self.longest()
+        return config.data.micro_batch_size_per_gpu * self.config.num_sides * longest_row(self.config)
 
     def smaller_passes(self, role: str) -> list[Keys]:
         """Return keys that make the passes of a trained model smaller, to try."""
@@ -71,7 +68,7 @@ class RowsJob(Job):
             items = data.micro_batch_size_per_gpu
             sizes = {max(items // 4, 1), 1} - {items}
             return [{"data.micro_batch_size_per_gpu": size} for size in sizes]
-        tokens, fewest = data.max_token_len_per_gpu, self.config.num_sides * self.longest()
+        tokens, fewest = data.max_token_len_per_gpu, self.config.num_sides * longest_row(self.config)
         sizes = {max(tokens // 4, fewest), fewest} - {tokens}
         return [{"data.max_token_len_per_gpu": size} for size in sizes]
 

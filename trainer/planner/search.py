@@ -9,7 +9,7 @@ and a step takes the sum of its stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -61,11 +61,9 @@ class PoolLayout:
     @cached_property
     def seconds(self) -> Seconds:
         """Seconds of every stage: the roles take turns."""
-        total = (
-            sum(stage) for stage in zip(*(layout.seconds for layout in self.layouts), strict=True)
-        )
+        stages = zip(*(layout.seconds for layout in self.layouts), strict=True)
         saved = self.saved or (0.0,) * len(self.layouts[0].seconds)
-        return tuple(float(a - b) for a, b in zip(total, saved, strict=True))
+        return tuple(float(sum(a) - b) for a, b in zip(stages, saved, strict=True))
 
     @cached_property
     def bytes(self) -> float:
@@ -106,11 +104,6 @@ class PlannedPlacement:
     def summary(self) -> str:
         """Roles and GPUs of every pool in words."""
         return " | ".join(f"{' + '.join(pool.roles)} on {pool.gpus}" for pool in self.pools)
-
-    @property
-    def partition(self) -> Hashable:
-        """Groups of roles that share GPUs."""
-        return frozenset(tuple(pool.roles) for pool in self.pools)
 
     def limit(self, stages: Sequence[str]) -> str:
         """Describe the longest stage, and the roles that it waits for."""
@@ -154,14 +147,13 @@ def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[L
     chosen = [min(choices, key=lambda layout: layout.total) for choices in layouts]
     while bytes_missing := missing(chosen):
         best, best_rate = None, 0.0
-        for number, layout in (
-            (n, layout) for n, choices in enumerate(layouts) for layout in choices
-        ):
-            changed = [*chosen[:number], layout, *chosen[number + 1 :]]
-            seconds = max(layout.total - chosen[number].total, 1e-6)
-            rate = (bytes_missing - missing(changed)) / seconds
-            if rate > best_rate:
-                best, best_rate = changed, rate
+        for number, choices in enumerate(layouts):
+            for layout in choices:
+                changed = [*chosen[:number], layout, *chosen[number + 1 :]]
+                seconds = max(layout.total - chosen[number].total, 1e-6)
+                rate = (bytes_missing - missing(changed)) / seconds
+                if rate > best_rate:
+                    best, best_rate = changed, rate
         if best is None:
             return None
         chosen = best

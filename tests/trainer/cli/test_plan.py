@@ -58,7 +58,8 @@ def test_a_run_accepts_a_plan_and_counts_its_bytes(
 ) -> None:
     lora = plan.job_of([*GPUS, *settings, "actor_rollout_ref.model.lora_rank=32"])
     for job, placements in (planned, (lora, lora.best(16))):
-        assert len({placement.partition for placement in placements}) == len(placements) <= 15
+        partitions = {frozenset(tuple(pool.roles) for pool in p.pools) for p in placements}
+        assert len(partitions) == len(placements) <= 15
         best, _ = split_valid(job, placements)
         assert len(best) == SHOWN
         for placement in best:
