@@ -5,6 +5,7 @@ The fields of a body come from the JSON object, the query and the path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt
@@ -112,3 +113,9 @@ class SampleBody(Body):
     topk_prompt_logprobs: No = 0
     topk_sample_logprobs: No = 0
     prompt_alt_tokens_k: No = 0
+
+
+def page(name: str, items: Sequence[Any], limit: int, offset: int) -> JsonObject:
+    """Return one page of a list under `name`, and the cursor of that page."""
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return {name: items[offset : offset + limit], "cursor": cursor}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.run_folder.folder import write_marker
-from trainer.serve.bodies import JsonObject
+from trainer.serve.bodies import JsonObject, Natural, Ttl, page
 from trainer.serve.pending import RequestError
 from verl_like.files import read_json_object, replace_folder, write_whole
 
@@ -113,11 +113,6 @@ class ServedCheckpoints:
         metadata = {**self.metadata(path), **changes}
         write_whole(self.place(path) / "checkpoint.json", json.dumps(metadata))
 
-    def delete(self, path: SavedPath) -> None:
-        """Remove a checkpoint."""
-        self.metadata(path)
-        shutil.rmtree(self.place(path))
-
     def delete_expired(self) -> None:
         """Delete expired checkpoints."""
         for file in self.folder.glob("*/*/*/checkpoint.json"):
@@ -130,10 +125,18 @@ class ServedCheckpoints:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "run.json", json.dumps(metadata))
 
-    def describe_runs(self) -> list[JsonObject]:
-        """Return the training runs in the protocol's form, most recently saved first."""
+
+class CheckpointHandlers:
+    """List and describe checkpoints, and change or delete them."""
+
+    def __init__(self, checkpoints: ServedCheckpoints) -> None:
+        self.checkpoints, self.folder = checkpoints, checkpoints.folder
+
+    def list_runs(self, limit: Natural = 100, offset: Natural = 0) -> JsonObject:
+        """Return a page of the training runs, most recently saved first."""
         files = sorted(self.folder.glob("*/run.json"), key=lambda f: (-f.stat().st_mtime, str(f)))
-        return [self.describe_run(file.parent.name) for file in files]
+        runs = [self.describe_run(file.parent.name) for file in files]
+        return page("training_runs", runs, limit, offset)
 
     def describe_run(self, run: str) -> JsonObject:
         """Return a training run in the protocol's form."""
@@ -159,12 +162,45 @@ class ServedCheckpoints:
         checkpoints = []
         for file in self.folder.glob(f"{run or '*'}/*/*/checkpoint.json"):
             path = SavedPath(*file.parent.parts[-3:])
-            metadata = self.find(path)
+            metadata = self.checkpoints.find(path)
             if path.kind in KINDS and not path.name.endswith(".part") and metadata:
                 names = {"checkpoint_id": f"{path.kind}/{path.name}", "tinker_path": str(path)}
                 names["checkpoint_type"] = KINDS[path.kind]
                 checkpoints.append({"public": False, **metadata, **names})
         return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"], reverse=True)
+
+    def list_all(self, limit: Natural = 100, offset: Natural = 0) -> JsonObject:
+        """Return a page of all checkpoints."""
+        return page("checkpoints", self.describe_all(), limit, offset)
+
+    def list_of_run(self, run: str) -> JsonObject:
+        """Return the checkpoints of one run."""
+        self.describe_run(run)
+        return {"checkpoints": self.describe_all(run)}
+
+    def weights_info(self, tinker_path: str) -> JsonObject:
+        metadata = self.checkpoints.metadata(SavedPath.parse(tinker_path))
+        return {
+            "base_model": metadata["base_model"],
+            "is_lora": metadata["rank"] > 0,
+            "lora_rank": metadata["rank"] or None,
+            **{f"train_{p}": p not in metadata["frozen"] for p in ("mlp", "attn", "unembed")},
+        }
+
+    def delete(self, run: str, kind: str, name: str) -> None:
+        """Remove a checkpoint."""
+        path = SavedPath.of(run, kind, name)
+        self.checkpoints.metadata(path)
+        shutil.rmtree(self.checkpoints.place(path))
+
+    def publish(self, run: str, kind: str, name: str) -> None:
+        self.checkpoints.change(SavedPath.of(run, kind, name), public=True)
+
+    def unpublish(self, run: str, kind: str, name: str) -> None:
+        self.checkpoints.change(SavedPath.of(run, kind, name), public=False)
+
+    def set_ttl(self, run: str, kind: str, name: str, ttl_seconds: Ttl = None) -> None:
+        self.checkpoints.change(SavedPath.of(run, kind, name), expires_at=expiry(ttl_seconds))
 
 
 def expiry(ttl_seconds: int | None) -> str | None:

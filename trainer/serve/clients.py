@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainer.serve.bodies import JsonObject
+from trainer.serve.bodies import JsonObject, Natural, page
 from trainer.serve.pending import RequestError
 from trainer.serve.sampling import ServedSampler
 from trainer.serve.training_ops import ServedModel
@@ -55,6 +55,26 @@ class Sessions:
         session.last_request = time.monotonic()
         return session
 
+    def heartbeat(self, session_id: str) -> None:
+        """Note that the client is alive; raise status 410 if its session has ended."""
+        if session_id not in self.open:
+            raise RequestError("the session has ended. Create a new session.", 410)
+        self.find(session_id)
+
+    def describe(self, session_id: str) -> JsonObject:
+        """Return a session in the protocol's form."""
+        session = self.find(session_id)
+        return {
+            "training_run_ids": [*session.models],
+            "sampler_ids": [*session.samplers],
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
+
+    def list_all(self, limit: Natural = 100, offset: Natural = 0) -> JsonObject:
+        """Return a page of the ids of open sessions."""
+        return page("sessions", [*self.open], limit, offset)
+
     def of(self, name: str) -> ClientSession | None:
         """Return the open session whose id this name is or begins with, or None."""
         session_id = str(name).partition(":")[0]  # bytes in damaged protobuf
@@ -64,32 +84,19 @@ class Sessions:
         """Return a model in training."""
         session = self.of(model_id)
         if session is None or model_id not in session.models:
-            raise RequestError(
-                f"there is no open model {model_id!r}: its session ended, or it was never "
-                "created. Create it again.",
-                404,
-            )
+            raise _not_open("model", model_id)
         return session.models[model_id]
 
     def sampler(self, sampler_id: str) -> ServedSampler:
         """Return an open sampler."""
         session = self.of(sampler_id)
         if session is None or sampler_id not in session.samplers:
-            raise RequestError(
-                f"there is no open sampler {sampler_id!r}: its session ended, or it was never "
-                "created. Create it again.",
-                404,
-            )
+            raise _not_open("sampler", sampler_id)
         return session.samplers[sampler_id]
 
     def all_models(self) -> list[ServedModel]:
         """Return the models of all sessions."""
         return [opened for session in self.open.values() for opened in session.models.values()]
-
-    def sampled_states(self) -> set[str]:
-        """Return the states from which samplers of open sessions sample."""
-        sessions = self.open.values()
-        return {sampler.state for session in sessions for sampler in session.samplers.values()}
 
     def once(
         self, fields: JsonObject, content: bytes, answer: Callable[[], JsonObject]
@@ -115,3 +122,11 @@ class Sessions:
                 f"{name} {number} was already sent with different contents. Use each number once."
             )
         return earlier
+
+
+def _not_open(kind: str, name: str) -> RequestError:
+    return RequestError(
+        f"there is no open {kind} {name!r}: its session ended, or it was never created. Create it "
+        "again.",
+        404,
+    )

@@ -28,7 +28,7 @@ from trainer.ppo.prepare import worker_code
 from trainer.run_folder.folder import FolderLock
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import ServedCheckpoints
-from trainer.serve.pending import PendingResult
+from trainer.serve.pending import PendingResult, RequestError
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
 from trainer.serve.training_ops import TrainingOps
@@ -65,6 +65,15 @@ class WorkQueue:
         self._work: Jobs = queue.SimpleQueue()
         self._samples: Jobs = queue.SimpleQueue() if self.overlaps else self._work
         self._is_over = False
+
+    def role_of(self, name: str | None) -> str:
+        """Return the role that a client means by this name of a base model."""
+        if name in self.names:
+            return "actor"
+        if name is None or name not in self.ops.scorers:
+            names = ", ".join([self.base_model, *self.ops.scorers])
+            raise RequestError(f"this server has no model {name!r}; it has {names}.")
+        return name
 
     def work(self, pending: PendingResult, run: Callable[[], bytes | JsonObject]) -> None:
         """Queue a call for the main thread; `pending` gets its result."""
