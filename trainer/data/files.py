@@ -123,11 +123,7 @@ def with_rule_columns(row: Row) -> Row:
 
 
 def rows_of_prompts(
-    config: DataConfig,
-    setting: str,
-    tokenizer: Any,
-    needs_rules: bool,
-    limit: int | None = None,
+    config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool, limit: int | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) from the files, or from the user's class, that `data.<setting>` names."""
     value, key = getattr(config, setting), f"data.{setting}"

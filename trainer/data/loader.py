@@ -142,11 +142,7 @@ class RowLoader(Generic[R]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position. A resume needs only this and the config's seed."""
-        return {
-            "num_taken": self._num_taken,
-            "num_rows": len(self.rows),
-            "rows": self._digest,
-        }
+        return {"num_taken": self._num_taken, "num_rows": len(self.rows), "rows": self._digest}
 
     @cached_property
     def _digest(self) -> str:

@@ -228,11 +228,7 @@ class PromptTable:
 
 
 def read_prompts(
-    config: DataConfig,
-    setting: str,
-    tokenizer: Any,
-    needs_rules: bool,
-    limit: int | None = None,
+    config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool, limit: int | None = None
 ) -> PromptTable:
     """Return the valid rows of the files that `data.<setting>` names."""
 

@@ -195,11 +195,7 @@ class PromptLoader:
     """
 
     def __init__(
-        self,
-        config: Any,
-        tokenizer: Any,
-        needs_rules: bool = True,
-        steps_per_batch: int = 1,
+        self, config: Any, tokenizer: Any, needs_rules: bool = True, steps_per_batch: int = 1
     ) -> None:
         """Read, tokenize and filter `data.train_files` and, if there are any, `data.val_files`.
 

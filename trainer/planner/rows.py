@@ -59,7 +59,9 @@ class RowsJob(Job):
         """Return the tokens of a pass of this model."""
         if config.data.use_dynamic_bsz:
             return config.data.max_token_len_per_gpu
-        return config.data.micro_batch_size_per_gpu * self.config.num_sides * longest_row(self.config)
+        return (
+            config.data.micro_batch_size_per_gpu * self.config.num_sides * longest_row(self.config)
+        )
 
     def smaller_passes(self, role: str) -> list[Keys]:
         """Return keys that make the passes of a trained model smaller, to try."""
@@ -68,7 +70,10 @@ class RowsJob(Job):
             items = data.micro_batch_size_per_gpu
             sizes = {max(items // 4, 1), 1} - {items}
             return [{"data.micro_batch_size_per_gpu": size} for size in sizes]
-        tokens, fewest = data.max_token_len_per_gpu, self.config.num_sides * longest_row(self.config)
+        tokens, fewest = (
+            data.max_token_len_per_gpu,
+            self.config.num_sides * longest_row(self.config),
+        )
         sizes = {max(tokens // 4, fewest), fewest} - {tokens}
         return [{"data.max_token_len_per_gpu": size} for size in sizes]
 

@@ -35,13 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.run_folder.folder import (
-    MODEL,
-    committed,
-    drop_old,
-    named,
-    write_marker,
-)
+from trainer.run_folder.folder import MODEL, committed, drop_old, named, write_marker
 from trainer.run_folder.resume import LATEST, ResumePoint
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
@@ -206,17 +200,12 @@ class Checkpoints:
             yield
         except (OSError, CheckpointError) as error:
             shutil.rmtree(part, ignore_errors=True)
+            room = "0 MiB"
+            if self.folder.exists():  # a disk with free bytes may have no inode for another file
+                disk = os.statvfs(self.folder)
+                files = f" and {disk.f_favail} inodes" if disk.f_files else ""
+                room = f"{disk.f_bavail * disk.f_frsize / 2**20:.0f} MiB{files}"
             raise CheckpointError(
-                f"{name} was not written: {str(error).rstrip('.')}. {_room_in(self.folder)} "
-                f"are free in {self.folder}; its committed checkpoints: "
-                f"{named(committed(self.folder))}."
+                f"{name} was not written: {str(error).rstrip('.')}. {room} are free in "
+                f"{self.folder}; its committed checkpoints: {named(committed(self.folder))}."
             ) from error
-
-
-def _room_in(folder: Path) -> str:
-    """Describe the free space: a disk with free bytes may have no inode for another file."""
-    if not folder.exists():
-        return "0 MiB"
-    room = os.statvfs(folder)
-    files = f" and {room.f_favail} inodes" if room.f_files else ""
-    return f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB{files}"

@@ -42,11 +42,7 @@ KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """The KL to show: to the reference, or otherwise to the policy before the update."""
 ROUNDING = 1e-8
 """A KL of at most this size counts as 0."""
-WATCHED = {
-    "actor/entropy": "entropy",
-    "response_length/mean": "length",
-    "actor/pg_loss": "loss",
-}
+WATCHED = {"actor/entropy": "entropy", "response_length/mean": "length", "actor/pg_loss": "loss"}
 """Further metrics of a step -> their names on the console."""
 
 

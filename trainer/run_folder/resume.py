@@ -65,8 +65,7 @@ class ResumePoint:
         self.config = flat_config(config)
         self.damaged: dict[Path, str] = {}
         """Newer checkpoints of the folder that are damaged, and why."""
-        find = {"auto": self._auto, "disable": self._disable, "resume_path": self._resume_path}
-        self.start: Path | None = find[config.trainer.resume_mode]()
+        self.start: Path | None = self._find()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
 
     @cached_property
@@ -182,7 +181,12 @@ class ResumePoint:
         from its own folder. Damaged checkpoints are set aside.
         """
         for folder, why in self.damaged.items():
-            self._set_aside(folder, why)
+            if folder.is_dir():  # renamed, so that no resume uses it
+                aside = folder.with_name(folder.name + ".damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.replace(aside)
+                logger.warning("%s: renamed to %s; resuming from %s.", why, aside.name, self.start)
+                write_whole(self.folder / LATEST, str(self.start_step))
         for pattern in ("global_step_*.part", "global_step_*.old"):
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -199,18 +203,18 @@ class ResumePoint:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         _ = self.inputs  # computes the digests now, when the run reads the files
 
-    def _set_aside(self, folder: Path, why: str) -> None:
-        """Rename a damaged checkpoint so that no resume uses it."""
-        if not folder.is_dir():
-            return
-        aside = folder.with_name(folder.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.replace(aside)
-        logger.warning("%s: renamed to %s; resuming from %s.", why, aside.name, self.start)
-        write_whole(self.folder / LATEST, str(self.start_step))
-
-    def _auto(self) -> Path | None:
-        """Return the folder's newest undamaged checkpoint; reject one of another configuration."""
+    def _find(self) -> Path | None:
+        """Return the checkpoint of `trainer.resume_mode`; reject one of another configuration."""
+        if self.trainer.resume_mode == "resume_path":
+            return self._resume_path()
+        steps = committed(self.folder)
+        if steps and self.trainer.resume_mode == "disable":
+            raise CheckpointError(
+                f"trainer.resume_mode=disable, but {self.folder} holds checkpoints of steps "
+                f"{', '.join(map(str, steps))}. A later automatic resume would continue from one "
+                "of these old checkpoints. Choose another trainer.default_local_dir, remove them, "
+                "or set trainer.resume_mode=auto."
+            )
         newest = self._newest_whole()
         differing = [] if newest is None else self._differing(newest)
         if differing:
@@ -232,17 +236,6 @@ class ResumePoint:
                 f"no checkpoint in {self.folder} is intact: {'; '.join(self.damaged.values())}. "
                 f"Set another trainer.default_local_dir, or move {named(steps)} away to start in "
                 "this folder."
-            )
-        return None
-
-    def _disable(self) -> Path | None:
-        steps = committed(self.folder)
-        if steps:
-            raise CheckpointError(
-                f"trainer.resume_mode=disable, but {self.folder} holds checkpoints of steps "
-                f"{', '.join(map(str, steps))}. A later automatic resume would continue from one "
-                "of these old checkpoints. Choose another trainer.default_local_dir, remove them, "
-                "or set trainer.resume_mode=auto."
             )
         return None
 
@@ -379,8 +372,7 @@ def _add(path: Path, to: Any) -> None:
     to.update(f"{size}\0".encode())
     with path.open("rb") as file:
         if size <= WHOLE_BYTES:
-            while block := file.read(BLOCK_BYTES):
-                to.update(block)
+            hashlib.file_digest(file, lambda: to)
             return
         for number in range(NUM_BLOCKS):
             file.seek(number * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1))
