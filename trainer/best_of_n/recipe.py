@@ -166,11 +166,9 @@ def check(config: BestOfNConfig) -> None:
         )
     wanted = 2 if selection.format == "pairs" else selection.top_k
     if rollout.n < wanted:
-        reason = (
-            "a pair is made of two"
-            if selection.format == "pairs"
-            else f"selection.top_k={wanted} keeps more"
-        )
+        reason = f"selection.top_k={wanted} keeps more"
+        if selection.format == "pairs":
+            reason = "a pair is made of two"
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={rollout.n} samples per prompt are too few, because "
             f"{reason}. Set actor_rollout_ref.rollout.n to {wanted} or more."

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from trainer.config import compose
-from trainer.config.devices import GIB_OF_GPUS, devices_of
+from trainer.config.devices import GIB_OF_GPUS
 from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
 from trainer.launch import nominal_placement
@@ -202,11 +202,6 @@ class Job(ABC):
             return str(error)
         return None
 
-    def memory(self, placement: PlannedPlacement) -> tuple[list[RoleMemory], Any]:
-        """Return the memory of every role, and the devices that must hold it."""
-        config = self.configured(placement)
-        return self.memories(config), devices_of(config.trainer)
-
     def check(self) -> None:
         """Raise if the user places roles, or sets a tp, sp or pp that a model does not support."""
         placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACING]
@@ -256,7 +251,17 @@ class Job(ABC):
             seconds = dict.fromkeys(self.stages, 0.0)
             for stage, method in calls:
                 seconds[stage] += len(keys) * WORTH_A_KEY / len(calls)
-                seconds[stage] += self.call_seconds(config, role, method, model, gpus)
+                seconds[stage] += pass_seconds(
+                    self.costs[role],
+                    rows,
+                    dims,
+                    self.pass_tokens(config, model),
+                    gpus,
+                    trains=method.startswith("update_"),
+                    recomputes=recomputes(model.model, "cuda", can_recompute=True),
+                    offloads=model.sharding.param_offload,
+                    num_stages=num_chunks(model.sharding.pp_schedule),
+                )
             words = {key: str(value).lower() for key, value in keys.items()}
             yield Layout(role, tuple(seconds.values()), memory, words)
 
@@ -293,22 +298,6 @@ class Job(ABC):
 
     def _sizes_of_axis(self, role: str, axis: str, sizes: Sequence[int] = SIZES) -> list[Keys]:
         return [{f"{self.models[role].axes_key}.{axis}": size} for size in sizes]
-
-    def call_seconds(
-        self, config: Any, role: str, method: str, model: RoleModelSpec, gpus: Gpus
-    ) -> float:
-        """Return the seconds of one call of the role with this configuration."""
-        return pass_seconds(
-            self.costs[role],
-            self.rows(role),
-            dims_of(gpus.count, model.sharding),
-            self.pass_tokens(config, model),
-            gpus,
-            trains=method.startswith("update_"),
-            recomputes=recomputes(model.model, "cuda", can_recompute=True),
-            offloads=model.sharding.param_offload,
-            num_stages=num_chunks(model.sharding.pp_schedule),
-        )
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def _axes_error(self, role: str, dims: ParallelDims) -> ConfigError | None:

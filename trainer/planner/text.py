@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from trainer.config.devices import devices_of
 from trainer.memory import gib, memory_table
 from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
 from trainer.planner.job import Job, cluster_keys, layout_keys
@@ -48,7 +49,8 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     if more := rejected[SHOWN:]:
         shown.append(f"and {len(more)} more")
     first = best[0]
-    roles, devices = job.memory(first)
+    config = job.configured(first)
+    gpus = replace(devices_of(config.trainer), gpu=job.device.name)
     trained = next(role for role, model in job.models.items() if model.trains)
     samples = job.rows(trained).samples
     steps = job.config.trainer.total_training_steps
@@ -68,13 +70,12 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     no_files = NO_FILES in job.settings
     files = ", and your files instead of rows.parquet" if no_files else ""
     command = " \\\n    ".join([check, *map(shlex.quote, [*job.settings, *keys])])
-    gpus = replace(devices, gpu=job.device.name)
     parts = [
         f"{speed}\n"
         f"GPUs: {job.num_gpus:,} x {job.device.name}, {min(job.num_gpus, job.per_node)} per node\n"
         f"Step: {job.describe_rows}\n{_engine(job)}{ASSUMED}",
         "\n".join(_table(job, best, max_columns)),
-        memory_table(roles, gpus, max_columns, heading=f"Memory of {kind} 1"),
+        memory_table(job.memories(config), gpus, max_columns, heading=f"Memory of {kind} 1"),
         _listed(f"Slower than {kind} 1:", [*islice(slower, SHOWN)]),
         _listed(f"{kind.title()}s that a run rejects:", shown),
         f"Next: check a run with your settings and the keys of {kind} 1{files}:\n  {command}",
@@ -126,11 +127,9 @@ def fits_nowhere(job: Job) -> ConfigError:
     number = 2 * job.num_gpus
     while number <= MOST_GPUS and not job.best(number):
         number *= 2
-    way_out = (
-        f"{number:,} of these GPUs are enough"
-        if number <= MOST_GPUS
-        else f"{number // 2:,} of these GPUs are not enough either"
-    )
+    way_out = f"{number:,} of these GPUs are enough"
+    if number > MOST_GPUS:
+        way_out = f"{number // 2:,} of these GPUs are not enough either"
     trained = next(role_model for role_model in job.models.values() if role_model.trains)
     section, smaller = trained.key.removesuffix(".path"), ["larger GPUs", "shorter rows"]
     if trained.model.lora_rank == 0:

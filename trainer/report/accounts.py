@@ -31,11 +31,6 @@ def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
     return trained, left_out
 
 
-def count_sampled_tokens(lines: Iterable[Mapping[str, float]]) -> int:
-    """Return the tokens that the rollout sampled in these steps, by its own count."""
-    return sum(int(line.get(SAMPLED, 0)) for line in lines)
-
-
 def describe_tokens(
     sampled: int, trained: int, left_out: Mapping[str, int], queued: int = 0
 ) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from verl_like.files import parse_json
 
@@ -49,6 +48,10 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
             if e["ph"] != "X":  # names of pools and lanes
                 continue
             lane, args = lanes[e["pid"], e["tid"]], e.get("args", {})
+            details = ""
+            if "num_answers" in args:  # of environments
+                busy_ms = 1000 * args["busy_s"]
+                details = f", {args['num_answers']} answers in {busy_ms:.1f} ms in total"
             call = TracedCall(
                 pool=pools[e["pid"]],
                 lane=lane["name"],
@@ -58,19 +61,13 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
                 end=(e["ts"] + e["dur"]) / 1e6,
                 step=int(args.get("step", 0)),
                 stage=str(args.get("stage", "")),
-                details=_of_environments(args),
+                details=details,
             )
             calls.append(call)
         return sorted(calls, key=lambda call: call.start), list(trace["otherData"]["stages"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         notes.append(f"{path.name} is incomplete, or not written by a run, and is left out.")
     return [], []
-
-
-def _of_environments(args: Mapping[str, Any]) -> str:
-    if "num_answers" not in args:
-        return ""
-    return f", {args['num_answers']} answers in {1000 * args['busy_s']:.1f} ms in total"
 
 
 def last_steps(calls: Sequence[TracedCall], count: int) -> list[TracedCall]:
@@ -85,28 +82,22 @@ def without_pauses(calls: Sequence[TracedCall]) -> tuple[list[TracedCall], list[
 
     A pause may be a validation, a checkpoint or a restart, or a driver that waits.
     """
-    steps = sorted({call.step for call in calls})
-    spans = {step: _span([call for call in calls if call.step == step]) for step in steps}
-    lengths = [end - start for start, end in spans.values()]
-    shortest = LONGEST_PAUSE * sum(lengths) / max(len(lengths), 1)
+    steps: dict[int, list[TracedCall]] = {}
+    for call in sorted(calls, key=lambda call: call.step):
+        steps.setdefault(call.step, []).append(call)
+    spans = [(min(c.start for c in of), max(c.end for c in of)) for of in steps.values()]
+    shortest = LONGEST_PAUSE * sum(end - start for start, end in spans) / max(len(spans), 1)
 
     shifted: list[TracedCall] = []
     cuts: list[float] = []
-    shift = 0.0
-    latest = spans[steps[0]][0] if steps else 0.0
-    for step in steps:
-        start, end = spans[step]
+    shift, latest = 0.0, spans[0][0] if spans else 0.0
+    for (start, end), of_step in zip(spans, steps.values(), strict=True):
         if start - latest > shortest:
             shift += start - latest - shortest
             cuts.append(start - shift - shortest / 2)
-        of_step = [call for call in calls if call.step == step]
         shifted += [replace(c, start=c.start - shift, end=c.end - shift) for c in of_step]
         latest = max(latest, end)
     return sorted(shifted, key=lambda call: call.start), cuts
-
-
-def _span(calls: Sequence[TracedCall]) -> tuple[float, float]:
-    return min(call.start for call in calls), max(call.end for call in calls)
 
 
 def pools_at_work(calls: Sequence[TracedCall]) -> list[tuple[float, float, int]]:

@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
-from trainer.report.accounts import (
-    count_sampled_tokens,
-    describe_tokens,
-    seconds_by_role,
-    tokens_of,
-)
+from trainer.report.accounts import SAMPLED, describe_tokens, seconds_by_role, tokens_of
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import (
     FAILURE_FILE,
@@ -56,8 +51,11 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         if failure is None:
             note.unlink(missing_ok=True)
         else:
-            text = mask_text(_describe_failure(failure))
-            note.write_text(text, encoding="utf-8", errors="backslashreplace")
+            text = "".join(traceback.format_exception(failure))
+            if isinstance(failure, KeyboardInterrupt):
+                is_signal = str(failure).startswith(STOPPED)
+                text = f"{failure}.\n" if is_signal else f"{STOPPED}Ctrl-C.\n"
+            note.write_text(mask_text(text), encoding="utf-8", errors="backslashreplace")
         data = read_run(folder)
         width = terminal_width()
         for line in summary(data):
@@ -67,12 +65,6 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         logger.error("the report could not be written (%s). Try: verl-like report %s", err, folder)
     except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
         logger.exception("the report could not be written. Try: verl-like report %s", folder)
-
-
-def _describe_failure(failure: BaseException) -> str:
-    if isinstance(failure, KeyboardInterrupt):
-        return f"{failure}.\n" if str(failure).startswith(STOPPED) else f"{STOPPED}Ctrl-C.\n"
-    return "".join(traceback.format_exception(failure))
 
 
 def write_report(folder: str | Path) -> Path:
@@ -162,9 +154,8 @@ def _overview(data: RunData) -> list[tuple[str, str]]:
         entries.append(("samples verified by hash", f"{sum(proven):,.0f}"))
     trained, left_out = tokens_of(data.metrics)
     if trained or left_out:
-        entries.append(
-            ("tokens", describe_tokens(count_sampled_tokens(data.metrics), trained, left_out))
-        )
+        sampled = sum(int(line.get(SAMPLED, 0)) for line in data.metrics)
+        entries.append(("tokens", describe_tokens(sampled, trained, left_out)))
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
         entries.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))

@@ -100,35 +100,29 @@ def read_run(folder: str | Path) -> RunData:
     """Read the run in `folder`; if it is not a run folder, raise and name run folders in it."""
     folder = Path(folder)
     if not (folder / "metrics.jsonl").is_file() and not (folder / "timeline.json").is_file():
-        near = (
-            sorted(str(path.parent) for path in folder.glob("**/metrics.jsonl"))[:5]
-            if folder.is_dir()
-            else []
-        )
-        hint = (
-            f" Run folders in it: {', '.join(near)}."
-            if near
-            else " Use a run folder: the trainer.default_local_dir of a run."
-        )
-        reason = (
-            "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is not a folder"
-        )
-        raise ConfigError(f"{folder} {reason}.{hint}")
+        hint = " Use a run folder: the trainer.default_local_dir of a run."
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder.{hint}")
+        near = sorted(str(path.parent) for path in folder.glob("**/metrics.jsonl"))
+        if near:
+            hint = f" Run folders in it: {', '.join(near[:5])}."
+        raise ConfigError(f"{folder} has no metrics.jsonl and no timeline.json.{hint}")
 
     notes: list[str] = []
-    failure = folder / FAILURE_FILE
+    # the printed placement: a heading, then a row for each pool
+    placement = [line.strip() for line in _read_text(folder / "placement.txt").splitlines()]
     calls, stages = read_timeline(folder / "timeline.json", notes)
     return RunData(
         folder=folder,
         metrics=read_metrics(folder / "metrics.jsonl", notes),
         calls=calls,
         stages=stages,
-        placement=_read_placement(folder / "placement.txt"),
+        placement=[re.split(r"\s{2,}", line) for line in placement if line],
         samples=_read_samples(folder / "rollouts", notes),
         validated=_read_samples(folder / "validation", notes),
         starts=_read_starts(folder / "starts.jsonl", notes),
         config=_read_text(folder / "config.yaml"),
-        failure=_read_text(failure),
+        failure=_read_text(folder / FAILURE_FILE),
         notes=notes,
         ledger=read_ledger(folder, notes),
         by_turns=outcomes_by_turns(
@@ -186,29 +180,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_placement(path: Path) -> list[list[str]]:
-    """Return the printed placement's cells: a heading, then a row for each pool."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
-
-
 def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
     """Return samples of some steps, first and last included, with the best and worst of each."""
     samples = []
     for path in spread(_sample_files(folder), SAMPLED_STEPS):
         rows = _read_lines(path, notes)
-        rows = [
-            {**row, "score": row["score"] if _is_number(row.get("score")) else 0.0} for row in rows
-        ]
-        rows.sort(key=lambda row: float(row["score"]), reverse=True)
+        rows.sort(key=_score_of, reverse=True)
         has_turns = any("turns" in row for row in rows)
         for row in spread(rows, TRAJECTORIES_PER_STEP if has_turns else SAMPLES_PER_STEP):
             samples.append(
                 ShownSample(
                     step=int(path.stem),
-                    score=float(row["score"]),
+                    score=_score_of(row),
                     prompt=_shorten(row.get("input", "")),
                     response=_shorten(row.get("output", "")),
                     truth=_shorten(row.get("gts", "")),
@@ -217,6 +200,10 @@ def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
                 )
             )
     return samples
+
+
+def _score_of(row: Mapping[str, Any]) -> float:
+    return float(row["score"]) if _is_number(row.get("score")) else 0.0
 
 
 def _sample_files(folder: Path) -> list[Path]:

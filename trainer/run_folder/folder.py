@@ -262,11 +262,9 @@ def read_marker(folder: Path) -> dict[str, Any]:
         if of_name and int(of_name[1]) != marker["step"]:
             raise ValueError(f"its step is {marker['step']}, but its folder is {folder.name}")
     except FileNotFoundError as error:
-        problem = (
-            "it was never committed (no commit.json)"
-            if folder.is_dir()
-            else "there is no such folder"
-        )
+        problem = "there is no such folder"
+        if folder.is_dir():
+            problem = "it was never committed (no commit.json)"
         beside = named(committed(folder.parent))
         raise CheckpointError(
             f"{folder} is not a checkpoint: {problem}. Committed ones next to it: {beside}."

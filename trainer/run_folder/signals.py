@@ -90,16 +90,13 @@ class StopSignals:
             return
         if self._holds and not self.received:
             self.received = number
-            _say(
-                f"{signal.Signals(number).name}: the run stops after this step, and saves it if "
-                "checkpoints are enabled; a second signal stops it at once"
+            text = (
+                f"\n{signal.Signals(number).name}: the run stops after this step, and saves it if "
+                "checkpoints are enabled; a second signal stops it at once\n"
             )
+            # without Python's streams, which the signal may have interrupted
+            with suppress(OSError):  # a terminal that was closed
+                os.write(2, text.encode())
             return
         self._has_raised = True
         raise RunInterrupted(number, "at once")
-
-
-def _say(text: str) -> None:
-    """Write to stderr without Python's streams, which the signal may have interrupted."""
-    with suppress(OSError):  # a terminal that was closed
-        os.write(2, f"\n{text}\n".encode())

@@ -119,12 +119,6 @@ class ServedCheckpoints:
             if _is_over(read_json_object(file)):
                 shutil.rmtree(file.parent, ignore_errors=True)
 
-    def note_run(self, run: str, metadata: JsonObject) -> None:
-        """Write `run.json` of a training run."""
-        folder = self.folder / run
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "run.json", json.dumps(metadata))
-
 
 class CheckpointHandlers:
     """List and describe checkpoints, and change or delete them."""

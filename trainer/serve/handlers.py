@@ -16,7 +16,7 @@ from trainer.serve.checkpoints import SavedPath
 from trainer.serve.clients import Sessions
 from trainer.serve.pending import PendingResults, RequestError
 from trainer.serve.sampling import SampleRequest, ServedSampler
-from trainer.serve.training_ops import ServedModel, TrainingOps
+from trainer.serve.training_ops import ServedModel, TrainingOps, path_of_snapshot
 from trainer.serve.work_queue import WorkQueue
 from workers.training.optim import OptimStepSettings
 from workers.training.states import BASE
@@ -112,7 +112,7 @@ class TrainingHandlers:
         model = self.sessions.model(body.model_id)
         session = self.sessions.find(body.model_id.partition(":")[0])
         name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
-        path = self.work_queue.ops.spilled(model.name, name)
+        path = path_of_snapshot(model, name)
         answer = self.in_turn(model, body.seq_id, lambda: self.work_queue.ops.snapshot(model, name))
         session.samplers[name] = ServedSampler(name, name, model.role, path)
         return answer

@@ -199,9 +199,11 @@ class SamplingLoop:
 
     def pump(self, seconds: float) -> None:
         """Start requests, and let the rollout work for this many seconds, or until it is done."""
-        if self._is_gathering():
-            time.sleep(GATHER_S / 4)
-            return
+        if self._waiting and not self._running:
+            now, oldest, newest = time.monotonic(), self._waiting[0].since, self._waiting[-1].since
+            if now - newest < GATHER_S and now - oldest < LONGEST_GATHER_S:
+                time.sleep(GATHER_S / 4)  # further requests are likely to join the batch
+                return
         batch = self._next_batch()
         try:
             if batch:
@@ -217,13 +219,6 @@ class SamplingLoop:
                 self._client.take(seconds=seconds)
         except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
             self._fail_all(batch, error)
-
-    def _is_gathering(self) -> bool:
-        """Return True while further requests are likely to arrive and join the batch."""
-        if self._running or not self._waiting:
-            return False
-        now, oldest, newest = time.monotonic(), self._waiting[0].since, self._waiting[-1].since
-        return now - newest < GATHER_S and now - oldest < LONGEST_GATHER_S
 
     def _next_batch(self) -> list[SampleRequest]:
         """Take the waiting requests that may run now; all are of one kind."""

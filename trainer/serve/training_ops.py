@@ -6,6 +6,7 @@ thread named. So no request can see the weights, gradients or moments of another
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
+from verl_like.files import write_whole
 from workers.losses.token_sums import TokenSum
 from workers.roles.served import MASK, TrainsStates
 from workers.training.optim import OptimStepSettings
@@ -175,7 +177,8 @@ class TrainingOps:
         """Write a checkpoint of a model."""
         self._write(model, model.name, path, user_metadata=user_metadata, expires_at=expiry(ttl))
         metadata = model.metadata(self.trained[model.role].model.path)
-        self.checkpoints.note_run(model.name, {**metadata, "user_metadata": model.user_metadata})
+        run = json.dumps({**metadata, "user_metadata": model.user_metadata})
+        write_whole(self.checkpoints.folder / model.name / "run.json", run)
         return {"path": str(path)}
 
     def _write(self, model: ServedModel, state: str, path: SavedPath, **entries: Any) -> None:
@@ -231,13 +234,9 @@ class TrainingOps:
             model.snapshots.append(name)
             while len(model.snapshots) > most:
                 oldest = model.snapshots.pop(0)
-                self._write(model, oldest, self.spilled(model.name, oldest))
+                self._write(model, oldest, path_of_snapshot(model, oldest))
                 self.drop([oldest])
         return {"sampling_session_id": name}
-
-    def spilled(self, model: str, snapshot: str) -> SavedPath:
-        """Return the path of a snapshot on disk."""
-        return SavedPath(model, SPILLED, snapshot.rpartition(":")[2])
 
     def restore_state(self, state: str, path: SavedPath) -> None:
         """Load a sampler's state from its checkpoint unless it is in memory."""
@@ -284,3 +283,8 @@ class TrainingOps:
         values[scored.lengths.cumsum(0) - 1] = column.float()
         by_token: RaggedTensor = scored.with_values(values)
         return by_token
+
+
+def path_of_snapshot(model: ServedModel, name: str) -> SavedPath:
+    """Return the path of a snapshot that does not stay in memory."""
+    return SavedPath(model.name, SPILLED, name.rpartition(":")[2])

@@ -54,7 +54,7 @@ def planned(recipe: str, *arguments: str) -> tuple[Job, list[PlannedPlacement]]:
 
 def counts_the_bytes_of_its_run(job: Job, best: list[PlannedPlacement]) -> bool:
     for placement in best:
-        roles, _ = job.memory(placement)
+        roles = job.memories(job.configured(placement))
         planned = [pool.bytes for pool in placement.pools]
         if isinstance(placement, AsyncPlacement):
             planned += planned[1:] * (placement.setup.num_generators - 1)
