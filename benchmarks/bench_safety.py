@@ -216,7 +216,7 @@ def lower_quartile(values: Sequence[float]) -> float:
 
 def ms_of_lock(folder: Path) -> float:
     """Return the milliseconds for taking and releasing the lock of a run folder."""
-    from trainer.run_folder.folder import FolderLock
+    from trainer.run_folder.lock import FolderLock
 
     began = time.perf_counter()
     for _ in range(100):

@@ -32,7 +32,8 @@ from trainer.observers.active import active_observers, end_of_run
 from trainer.record import Run
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, restart_groups
-from trainer.run_folder.folder import MODEL, FolderLock, note_start, open_run_folder
+from trainer.run_folder.folder import MODEL, note_start, open_run_folder
+from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals

@@ -27,7 +27,8 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Metrics, Run
 from trainer.replay.saved_run import SavedRun
-from trainer.run_folder.folder import FolderLock, open_run_folder
+from trainer.run_folder.folder import open_run_folder
+from trainer.run_folder.lock import FolderLock
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError

@@ -25,22 +25,23 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.run_folder.folder import MODEL, committed, drop_old, named, write_marker
+from trainer.run_folder.folder import MODEL, committed, named, write_marker
 from trainer.run_folder.resume import LATEST, ResumePoint
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, VerlLikeError, WorkerError
-from verl_like.files import replace_folder, write_whole
+from verl_like.files import json_objects, replace_folder, write_whole
 from verl_like.process.random_state import save_random_state
 from workers.training.manifest import add_files
 
@@ -155,7 +156,12 @@ class Checkpoints:
             write_marker(part, step, self.resume.config, self.resume.inputs)
             replace_folder(part, folder)
             write_whole(self.folder / LATEST, str(step))
-            drop_old(self.folder, self.trainer.max_ckpt_to_keep)
+            steps = committed(self.folder)
+            for old in steps_to_drop(self.folder, steps, self.trainer.max_ckpt_to_keep):
+                # a half-deleted folder must never have a checkpoint's name
+                aside = self.folder / f"global_step_{old}.old"
+                (self.folder / f"global_step_{old}").replace(aside)
+                shutil.rmtree(aside, ignore_errors=True)
         self._committed.append(folder)
 
     def _hurry(self, is_wanted: bool) -> None:
@@ -209,3 +215,34 @@ class Checkpoints:
                 f"{name} was not written: {str(error).rstrip('.')}. {room} are free in "
                 f"{self.folder}; its committed checkpoints: {named(committed(self.folder))}."
             ) from error
+
+
+def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
+    """Return the steps of the checkpoints to delete, oldest first.
+
+    The newest `keep` checkpoints stay, and so does the one with the best validation score (of
+    equal scores, the latest).
+    """
+    if keep is None:
+        return []
+    # a long run has many other lines, which are not parsed
+    lines, _ = json_objects(folder / "metrics.jsonl", '"val')
+    scored = [(validation_score(line), line["step"]) for line in lines if line.get("step") in steps]
+    best = max(((score, step) for score, step in scored if score is not None), default=(0, None))[1]
+    return [step for step in steps[:-keep] if step != best]
+
+
+def validation_score(line: Mapping[str, Any]) -> float | None:
+    """Return one number for the validation in a line of metrics, or None; larger is better.
+
+    It is the mean of `val-core/...` without losses, or minus the mean loss if there are only
+    losses.
+    """
+    numbers = {name: x for name, x in line.items() if isinstance(x, int | float)}
+    losses = [x for name, x in numbers.items() if name.startswith("val") and name.endswith("loss")]
+    scored = [name for name in numbers if name.startswith("val-core/")]
+    scores = [numbers[name] for name in scored if not name.endswith("loss")]
+    if not scores and not losses:
+        return None
+    mean = sum(scores) / len(scores) if scores else -sum(losses) / len(losses)
+    return mean if math.isfinite(mean) else -math.inf

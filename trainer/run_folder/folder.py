@@ -1,7 +1,7 @@
 """The run folder (`trainer.default_local_dir`), and the files written when a run starts.
 
 <run folder>/
-  run.lock           the owner of the folder, while it runs (`FolderLock`)
+  run.lock           the owner of the folder, while it runs (trainer.run_folder.lock)
   config.yaml        the configuration, resolved            (`open_run_folder`)
   starts.jsonl       commands, hosts, package versions      (`note_start`)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
@@ -27,20 +27,12 @@ and read first. Reading it returns data of the expected form, or raises an error
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import logging
-import math
-import os
 import platform
 import re
 import shlex
-import shutil
 import socket
 import sys
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -54,13 +46,13 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from trainer.config.flat import config_hash, flat_config, flatten, in_yaml
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
+from trainer.run_folder.lock import FolderLock
 from verl_like.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from verl_like.files import (
     check_form,
     file_fault,
     fingerprint,
     json_line,
-    json_objects,
     make_private,
     read_json_object,
     write_whole,
@@ -79,73 +71,6 @@ PACKAGES = (
     "tensordict",
     "numpy",
 )
-logger = logging.getLogger(__name__)
-
-
-class FolderLock:
-    """A lock that allows one run at a time in a run folder: `run.lock`, which names the owner.
-
-        with FolderLock(folder) as lock:     # locks the folder if it exists
-            ...
-            lock.take()                      # once it exists
-
-    The operating system releases the lock when its process ends, however it ends, so a new run
-    takes over the folder of a killed run. If a file system has no locks, the run continues with a
-    warning.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder) / "run.lock"
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> FolderLock:
-        """Lock an existing folder; raise if another run uses it."""
-        if self.path.parent.is_dir():
-            self.take()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Release the lock; the empty file stays, because another run may be opening it."""
-        if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def take(self) -> None:
-        """Lock an existing folder, unless this object holds the lock already."""
-        if self._descriptor is not None:
-            return
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                logger.warning(
-                    "%s cannot be locked (%s). Do not start a second run in this folder.",
-                    self.path,
-                    error,
-                )
-                return
-            raise ConfigError(
-                f"trainer.default_local_dir={self.path.parent} is in use by {_owner(self.path)}. "
-                "Wait for that run, end it, or choose another folder."
-            ) from error
-
-        self._descriptor = descriptor
-        if os.fstat(descriptor).st_size:
-            logger.info("%s is a stale lock of %s; taking it over", self.path, _owner(self.path))
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-
-
-def _owner(path: Path) -> str:
-    try:
-        owner = read_json_object(path)
-        return f"process {owner['pid']} on {owner['host']}, a run since {owner['since']}"
-    except (OSError, ValueError, KeyError):
-        return "another run, which has just started or ended"
 
 
 def note_start(folder: Path) -> None:
@@ -309,43 +234,3 @@ def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str
         "versions": installed_versions(),
     }
     write_whole(part / MARKER, json.dumps(marker, indent=1))
-
-
-def drop_old(folder: Path, keep: int | None) -> None:
-    """Delete checkpoints of the run folder that are neither among the newest nor the best."""
-    for step in steps_to_drop(folder, committed(folder), keep):
-        checkpoint = folder / f"global_step_{step}"
-        old = checkpoint.with_name(checkpoint.name + ".old")
-        checkpoint.replace(old)  # a half-deleted folder must never have a checkpoint's name
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
-    """Return the steps of the checkpoints to delete, oldest first.
-
-    The newest `keep` checkpoints stay, and so does the one with the best validation score (of
-    equal scores, the latest).
-    """
-    if keep is None:
-        return []
-    # a long run has many other lines, which are not parsed
-    lines, _ = json_objects(folder / "metrics.jsonl", '"val')
-    scored = [(validation_score(line), line["step"]) for line in lines if line.get("step") in steps]
-    best = max(((score, step) for score, step in scored if score is not None), default=(0, None))[1]
-    return [step for step in steps[:-keep] if step != best]
-
-
-def validation_score(line: Mapping[str, Any]) -> float | None:
-    """Return one number for the validation in a line of metrics, or None; larger is better.
-
-    It is the mean of `val-core/...` without losses, or minus the mean loss if there are only
-    losses.
-    """
-    numbers = {name: x for name, x in line.items() if isinstance(x, int | float)}
-    losses = [x for name, x in numbers.items() if name.startswith("val") and name.endswith("loss")]
-    scored = [name for name in numbers if name.startswith("val-core/")]
-    scores = [numbers[name] for name in scored if not name.endswith("loss")]
-    if not scores and not losses:
-        return None
-    mean = sum(scores) / len(scores) if scores else -sum(losses) / len(losses)
-    return mean if math.isfinite(mean) else -math.inf

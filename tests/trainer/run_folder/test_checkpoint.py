@@ -13,7 +13,8 @@ import pytest
 
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, resume_from, saved
 from trainer.run_folder import checkpoint
-from trainer.run_folder.folder import committed, validation_score
+from trainer.run_folder.checkpoint import validation_score
+from trainer.run_folder.folder import committed
 from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
 from verl_like.errors import CheckpointError, ConfigError
 

@@ -15,7 +15,8 @@ from tests.trainer.run_folder.checkpoints import Role, checkpoints, composed, re
 from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
 from trainer.compare.tables import read_runs
 from trainer.report.page import write_report
-from trainer.run_folder.folder import committed, read_marker, steps_to_drop
+from trainer.run_folder.checkpoint import steps_to_drop
+from trainer.run_folder.folder import committed, read_marker
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import LATEST
 from trainer.run_folder.timeline import Timeline
