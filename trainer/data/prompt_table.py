@@ -69,14 +69,22 @@ class Entry(NamedTuple):
 
 def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | None:
     """Hash everything that the tokens depend on; return None if these files are not cached."""
+    import transformers
+
     paths = [Path(name) for name in files]
     if not all(path.is_file() for path in paths):
         return None  # on the Hub, or missing, which the reader reports
     if sum(path.stat().st_size for path in paths) < CACHED_FROM_BYTES:
         return None
-    tokens = tokenizer_fingerprint(tokenizer)
-    if tokens is None:
-        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None  # the state that determines the tokens cannot be serialized
+    tokens = {
+        "class": type(tokenizer).__qualname__,
+        "version": transformers.__version__,
+        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
+        "chat_template": tokenizer.chat_template,
+    }
     stats = [(str(path.resolve()), path.stat()) for path in paths]
     changed = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     depends_on = {"format": FORMAT, "files": changed, "tokenizer": tokens, **settings}
@@ -163,21 +171,6 @@ def cache_folder(kind: str) -> Path:
     """Return `$XDG_CACHE_HOME/verl_like/<kind>`, by default in ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "verl_like" / kind
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> dict[str, Any] | None:
-    """Return the tokenizer's state that determines tokens; None if it cannot be serialized."""
-    import transformers
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    return {
-        "class": type(tokenizer).__qualname__,
-        "version": transformers.__version__,
-        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
-        "chat_template": tokenizer.chat_template,
-    }
 
 
 Encoded = tuple[Row, NDArray[np.int64]]

@@ -119,6 +119,10 @@ class ServedCheckpoints:
             if _is_over(read_json_object(file)):
                 shutil.rmtree(file.parent, ignore_errors=True)
 
+    def note_run(self, run: str, metadata: JsonObject) -> None:
+        """Write `run.json` of a training run, whose folder has a checkpoint."""
+        write_whole(self.folder / run / "run.json", json.dumps(metadata))
+
 
 class CheckpointHandlers:
     """List and describe checkpoints, and change or delete them."""

@@ -6,7 +6,6 @@ thread named. So no request can see the weights, gradients or moments of another
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,6 @@ from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
 from workers.losses.token_sums import TokenSum
 from workers.roles.served import MASK, TrainsStates
 from workers.training.optim import OptimStepSettings
@@ -177,8 +175,7 @@ class TrainingOps:
         """Write a checkpoint of a model."""
         self._write(model, model.name, path, user_metadata=user_metadata, expires_at=expiry(ttl))
         metadata = model.metadata(self.trained[model.role].model.path)
-        run = json.dumps({**metadata, "user_metadata": model.user_metadata})
-        write_whole(self.checkpoints.folder / model.name / "run.json", run)
+        self.checkpoints.note_run(model.name, {**metadata, "user_metadata": model.user_metadata})
         return {"path": str(path)}
 
     def _write(self, model: ServedModel, state: str, path: SavedPath, **entries: Any) -> None:
