@@ -24,6 +24,7 @@ from trainer.planner.search import (
     Layout,
     PlannedPlacement,
     PoolLayout,
+    Seconds,
     allocate,
     fit_together,
     partitions,
@@ -156,17 +157,16 @@ class Job(ABC):
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def lay_out(self, roles: tuple[str, ...], num_gpus: int) -> PoolLayout | None:
         """Return the plan of these roles on a pool of this size; None if they do not fit."""
-        chosen = fit_together(self.device, self.layouts_together(roles, num_gpus))
-        saved = self.saved_together(roles, num_gpus)
+        layouts, saved = self.sharing(roles, num_gpus)
+        chosen = fit_together(self.device, layouts)
         return None if chosen is None else PoolLayout(num_gpus, chosen, saved)
 
-    def layouts_together(self, roles: tuple[str, ...], num_gpus: int) -> list[list[Layout]]:
-        """Return the worthwhile layouts of each of these roles, which share a pool."""
-        return [self.worthwhile(role, num_gpus) for role in roles]
+    def sharing(self, roles: tuple[str, ...], num_gpus: int) -> tuple[list[list[Layout]], Seconds]:
+        """Return the layouts of roles that share a pool, and the seconds per stage that it saves.
 
-    def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
-        """Return the seconds per stage that the roles save by sharing a pool."""
-        return ()
+        Each role has its worthwhile layouts.
+        """
+        return [self.worthwhile(role, num_gpus) for role in roles], ()
 
     def fits(self, layout: Layout) -> bool:
         """Return whether a GPU has room for the role by itself."""
@@ -223,11 +223,22 @@ class Job(ABC):
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
         """Return the layouts to try of a model on these GPUs, also those that do not fit.
 
-        Pipeline stages wait for each other, so `pp` is tried only if no other layout fits.
+        Axes are tried one at a time. Pipeline stages wait for each other, so `pp` is tried only if
+        no other layout fits.
         """
-        candidates = list(self._layouts(role, num_gpus, [{}, *self._axes(role, num_gpus)]))
-        may_have_stages = self.models[role].trains and self.axes_are_tried(role)
-        if may_have_stages and not any(map(self.fits, candidates)):
+        axes: list[Keys] = [{}]
+        has_axes = self.axes_are_tried(role)
+        if has_axes:
+            rows = self.rows(role)
+            axes += self._sizes_of_axis(role, "tp")
+            if rows.longest > LONG or rows.samples < rows.mini_batches * num_gpus:
+                axes += self._sizes_of_axis(role, "sp")
+            if self.costs[role].in_experts:
+                axes += self._sizes_of_axis(role, "ep")
+            if num_gpus > self.per_node:
+                axes += self._sizes_of_axis(role, "shard", [self.per_node])
+        candidates = list(self._layouts(role, num_gpus, axes))
+        if has_axes and self.models[role].trains and not any(map(self.fits, candidates)):
             candidates += self._layouts(role, num_gpus, self._sizes_of_axis(role, "pp"))
         return candidates
 
@@ -282,19 +293,6 @@ class Job(ABC):
         """Return whether the role's axes are searched."""
         model = self.models[role]
         return model.parallel is not None and not model.quantization
-
-    def _axes(self, role: str, num_gpus: int) -> list[Keys]:
-        """Return the keys of sizes of axes to try, one axis at a time."""
-        if not self.axes_are_tried(role):
-            return []
-        rows, axes = self.rows(role), self._sizes_of_axis(role, "tp")
-        if rows.longest > LONG or rows.samples < rows.mini_batches * num_gpus:
-            axes += self._sizes_of_axis(role, "sp")
-        if self.costs[role].in_experts:
-            axes += self._sizes_of_axis(role, "ep")
-        if num_gpus > self.per_node:
-            axes += self._sizes_of_axis(role, "shard", [self.per_node])
-        return axes
 
     def _sizes_of_axis(self, role: str, axis: str, sizes: Sequence[int] = SIZES) -> list[Keys]:
         return [{f"{self.models[role].axes_key}.{axis}": size} for size in sizes]

@@ -12,13 +12,13 @@ from trainer.config.devices import devices_of
 from trainer.memory import model_memory
 from trainer.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.planner.job import Job, Keys
-from trainer.planner.search import Layout
+from trainer.planner.search import Layout, Seconds
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import step_nodes
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
-from workers.config import ActorRolloutRefConfig, is_actors_module, model_rewards, tokens_per_pass
+from workers.config import is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
 from workers.training.role_model import RoleModelSpec
 
@@ -138,24 +138,24 @@ class PPOJob(Job):
             return [replace(layout, memory=m) for layout, m in zip(candidates, awake, strict=True)]
         return candidates
 
-    def layouts_together(self, roles: tuple[str, ...], num_gpus: int) -> list[list[Layout]]:
-        """Return the layouts; a reference that is the actor's module takes no memory."""
-        layouts = super().layouts_together(roles, num_gpus)
+    def sharing(self, roles: tuple[str, ...], num_gpus: int) -> tuple[list[list[Layout]], Seconds]:
+        """Return the layouts of roles that share a pool, and the seconds per stage that it saves.
+
+        A reference that is the actor's module takes no memory. If the engine shares the actor's
+        GPUs, a weight sync is faster.
+        """
+        layouts, saved = super().sharing(roles, num_gpus)
         if {"actor", "ref"} <= {*roles} and is_actors_module(self.config.actor_rollout_ref):
             number = roles.index("ref")
             layouts[number] = [
                 replace(layout, memory=RoleMemory("ref", "", layout.memory.types))
                 for layout in layouts[number]
             ]
-        return layouts
-
-    def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
-        """Return the seconds that a weight sync saves if the engine shares the actor's GPUs."""
-        if not {"actor", "rollout"} <= set(roles):
-            return ()
-        gpus, model = Gpus(self.device, num_gpus, self.per_node), self.costs["actor"]
-        apart, together = (sync_seconds(model, gpus, is_shared) for is_shared in (False, True))
-        return (0.0, 0.0, 0.0, apart - together)
+        if {"actor", "rollout"} <= {*roles}:
+            gpus, model = Gpus(self.device, num_gpus, self.per_node), self.costs["actor"]
+            apart, together = (sync_seconds(model, gpus, is_shared) for is_shared in (False, True))
+            saved = (0.0, 0.0, 0.0, apart - together)
+        return layouts, saved
 
     def engines(self, role: str, gpus: Gpus, rows: StepRows) -> Iterator[Layout]:
         """Yield layouts of engines for these rows, by GPUs per engine and fraction of memory."""
@@ -166,7 +166,8 @@ class PPOJob(Job):
         )
         tp_now, share_now = rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization
         is_vllm = rollout.name == "vllm"
-        sync = sync_seconds(self.costs["actor"], gpus, is_shared=False)
+        cost = self.costs["actor"]
+        sync = sync_seconds(cost, gpus, is_shared=False)
         config = hf_config_of(self.models["actor"].model).get_text_config()
         heads: int = config.num_attention_heads
         groups: int = getattr(config, "num_key_value_heads", None) or heads
@@ -178,22 +179,12 @@ class PPOJob(Job):
             if gpus.count % tp or tp > gpus.per_node or not heads_divide:
                 continue
             tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)
-            seconds, memory = self.decoding(role, replace(policy, rollout=tried), rows, gpus)
+            engine, num_bytes = replace(policy, rollout=tried), gpus.device.bytes
+            memory = rollout_memory(engine, rows.longest, role, "", "cuda", num_bytes, None)
+            memory = replace(memory, sleeps=may_rest(self.config, "cuda"))
+            at_once = rollout.max_num_seqs
+            seconds = decode_seconds(cost, rows, gpus, tp, memory.kv_cache, at_once)
             if seconds is not None:
                 values = {tp_key: (tp, tp_now), share_key: (share, share_now)}
                 keys = {key: str(new) for key, (new, old) in values.items() if new != old}
                 yield Layout(role, (seconds, 0.0, 0.0, sync), memory, keys)
-
-    def decoding(
-        self, role: str, policy: ActorRolloutRefConfig, rows: StepRows, gpus: Gpus
-    ) -> tuple[float | None, RoleMemory]:
-        """Return the seconds in which the engines generate these rows, and an engine's memory.
-
-        The seconds are None if the KV cache cannot hold the longest row.
-        """
-        rollout, width, num_bytes = policy.rollout, rows.longest, gpus.device.bytes
-        memory = rollout_memory(policy, width, role, "", "cuda", num_bytes, ranks_of_actor=None)
-        memory = replace(memory, sleeps=may_rest(self.config, "cuda"))
-        tp, at_once = rollout.tensor_model_parallel_size, rollout.max_num_seqs
-        cost = self.costs["actor"]
-        return decode_seconds(cost, rows, gpus, tp, memory.kv_cache, at_once), memory
