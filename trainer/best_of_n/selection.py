@@ -55,7 +55,8 @@ def select(
     """Return the selected rows of all prompts of a batch in order, and counts as metrics.
 
     A response without text is left out, because there is nothing to learn from it. So is a response
-    that was skipped because a reward failed.
+    that was skipped because a reward failed. Among equal texts, the response with the highest score
+    is selected.
     """
     rows: list[Row] = []
     names = ("num_prompts", "num_empty", "num_cut", "num_below_min_score", "num_equal")
@@ -72,7 +73,9 @@ def select(
         if good and good[0].score < least:
             counts["num_below_min_score"] += 1
         elif config.format == "sft":
-            for rank, sample in enumerate(best_samples(good, least, config.top_k), start=1):
+            first_of_text = {sample.text: sample for sample in reversed(good)}
+            best = [s for s in good if s.score >= least and first_of_text[s.text] is s]
+            for rank, sample in enumerate(best[: config.top_k], start=1):
                 chat: Row = {"prompt": prompt, "response": sample.text}
                 if sample.messages is not None:
                     chat = {"messages": sample.messages}
@@ -137,17 +140,6 @@ def samples_by_prompt(
 def _plain(value: Any) -> Any:
     """Return a value for JSON: nan, which a failed reward gives, becomes null."""
     return None if isinstance(value, float) and value != value else value
-
-
-def best_samples(samples: Sequence[ScoredSample], least: float, most: int) -> list[ScoredSample]:
-    """Return the first `most` samples with different texts and scores of at least `least`."""
-    first_of_text = {sample.text: sample for sample in reversed(samples)}
-    good = [
-        sample
-        for sample in samples
-        if sample.score >= least and first_of_text[sample.text] is sample
-    ]
-    return good[:most]
 
 
 def pair_row(prompt: Any, fields: Row, best: ScoredSample, worst: ScoredSample) -> Row:

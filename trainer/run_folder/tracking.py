@@ -295,15 +295,12 @@ class Tracking:
             return
         shows_rollouts = step & (step - 1) == 0 or step == self.total_steps
         for name in ("validation", "rollouts") if shows_rollouts else ("validation",):
-            if rows := some_samples(self.folder / name / f"{step}.jsonl"):
+            rows, _ = json_objects(self.folder / name / f"{step}.jsonl")
+            # the best, the worst and some others
+            some = spread(sorted(rows, key=lambda row: -float(row["score"])), MOST_SAMPLES)
+            if some:
                 for tracker in takers:
-                    tracker.write_samples(name, rows, step)
-
-
-def some_samples(path: Path) -> Rows:
-    """Return the best, the worst and some other samples of a step; none if there is no file."""
-    rows, _ = json_objects(path)
-    return spread(sorted(rows, key=lambda row: -float(row["score"])), MOST_SAMPLES)
+                    tracker.write_samples(name, some, step)
 
 
 @contextmanager
