@@ -58,12 +58,10 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu
         self.log_prob_budget = pass_budget(config, rows)
         self.routed = [ROUTED] if replays_routing(self.policy) else []
-        self.engine = self.engine_of(
-            self.role_model(config),
-            TrainEngine,
-            optim_config=self.config.optim,
-            grad_clip=self.config.grad_clip,
+        self.engine = TrainEngine(
+            self.role_model(config), optim_config=self.config.optim, grad_clip=self.config.grad_clip
         )
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "actor") -> RoleModelSpec:

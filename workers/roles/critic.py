@@ -62,12 +62,10 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.epochs = actor.ppo_epochs if critic.ppo_epochs is None else critic.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = value_budget(config)
-        self.engine = self.engine_of(
-            self.role_model(config),
-            TrainEngine,
-            optim_config=critic_optim(config),
-            grad_clip=critic.grad_clip,
+        self.engine = TrainEngine(
+            self.role_model(config), optim_config=critic_optim(config), grad_clip=critic.grad_clip
         )
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "critic") -> RoleModelSpec:
@@ -161,7 +159,8 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.budget = value_budget(config)
-        self.engine = self.engine_of(self.role_model(config), MovingAverageTrainEngine, decay=0.0)
+        self.engine = MovingAverageTrainEngine(self.role_model(config), decay=0.0)
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "critic_copy") -> RoleModelSpec:

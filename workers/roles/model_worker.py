@@ -33,7 +33,6 @@ from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import CONFIGURED, OptimStepSettings
-from workers.training.role_model import EngineT, RoleModelSpec
 
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -69,14 +68,6 @@ class ModelWorker(Worker):
     """Divisor of the logits."""
     routed: Sequence[str] = ()
     """Columns with the experts that the rollout chose for each token, if they are replayed."""
-
-    def engine_of(
-        self, model: RoleModelSpec, engine_class: Callable[..., EngineT], **settings: Any
-    ) -> EngineT:
-        """Return an engine of the role's model, and split the role's calls to match it."""
-        engine = engine_class(model, **settings)
-        self.split_calls_by(engine)
-        return engine
 
     def split_calls_by(self, engine: Any) -> None:
         """Split the role's later calls over the data-parallel ranks of this engine."""

@@ -94,9 +94,8 @@ class PreferenceReferenceWorker(ComputesReference):
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         super().__init__()
         self.budget = MicroBatchBudget.of(config.data)
-        self.engine = self.engine_of(
-            self.role_model(config), TrainEngine, reading=reading_of(config)
-        )
+        self.engine = TrainEngine(self.role_model(config), reading=reading_of(config))
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> RoleModelSpec:

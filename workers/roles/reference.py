@@ -43,9 +43,12 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         self.temperature = log_prob_temperature(policy.rollout)
         self.budget = pass_budget(config, self.config.log_prob_micro_batch_size_per_gpu)
         self.follows = self.config.update_every is not None
-        settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
-        engine_cls = MovingAverageTrainEngine if self.follows else TrainEngine
-        self.engine = self.engine_of(self.role_model(config), engine_cls, **settings)
+        model = self.role_model(config)
+        if self.follows:
+            self.engine = MovingAverageTrainEngine(model, decay=self.config.ema_decay)
+        else:
+            self.engine = TrainEngine(model)
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "ref") -> RoleModelSpec:

@@ -35,7 +35,8 @@ class RewardModelWorker(ModelWorker):
         self.policy_path = config.actor_rollout_ref.model.path
         rows = self.config.micro_batch_size_per_gpu
         self.budget = budget_of_actor(config) if rows is None else MicroBatchBudget(rows=rows)
-        self.engine = self.engine_of(self.role_model(config, self.role), ScoreTrainEngine)
+        self.engine = ScoreTrainEngine(self.role_model(config, self.role))
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str) -> RoleModelSpec:

@@ -42,13 +42,13 @@ class RowWorker(CheckpointMixin, ModelWorker):
         super().__init__()
         self.config = config
         self.budget = MicroBatchBudget.of(config.data)
-        self.engine = self.engine_of(
+        self.engine = TrainEngine(
             self.role_model(config),
-            TrainEngine,
             optim_config=config.optim,
             grad_clip=config.grad_clip,
             reading=self.reading(),
         )
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: RowWorkerConfig, role: str = "") -> RoleModelSpec:

@@ -24,7 +24,8 @@ class TeacherWorker(ModelWorker):
         policy = config.actor_rollout_ref
         self.temperature = log_prob_temperature(policy.rollout)
         self.budget = pass_budget(config, policy.rollout.log_prob_micro_batch_size_per_gpu)
-        self.engine = self.engine_of(self.role_model(config), TrainEngine)
+        self.engine = TrainEngine(self.role_model(config))
+        self.split_calls_by(self.engine)
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "teacher") -> RoleModelSpec:
