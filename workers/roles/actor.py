@@ -8,9 +8,6 @@ from verl_like.calls.result import CallMetrics, CallResult
 from verl_like.errors import BatchError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FSDPConfig, RolloutConfig, WorkersConfig, replays_routing, shuffle_seed
-from workers.config.conditions import policy_loss_of
-from workers.losses.correction import RolloutCorrection
-from workers.losses.registry import get_policy_loss
 from workers.models.precision import rollout_dtype
 from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
@@ -44,15 +41,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.policy = config.actor_rollout_ref
         self.config = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
-        correction = config.algorithm.rollout_correction
-        self.objective_settings = PolicySettings(
-            self.config,
-            get_policy_loss(policy_loss_of(config)),
-            RolloutCorrection.of(correction),
-            correction.bypass_mode,
-            self.temperature,
-            replays_routing(self.policy),
-        )
+        self.objective_settings = PolicySettings.of(config, self.temperature)
         self.ptx_loss = lm_loss(config.ptx.coef, "ptx_loss", is_balanced=False)
         self.budget = pass_budget(config, self.config.ppo_micro_batch_size_per_gpu)
         rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from verl_like.batch.protocol import DataProto
 from workers.columns import sampled_log_probs_column
-from workers.config import ActorConfig
+from workers.config import ActorConfig, WorkersConfig, replays_routing
+from workers.config.conditions import policy_loss_of
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import PolicyLoss, traits_of
+from workers.losses.registry import PolicyLoss, get_policy_loss, traits_of
 from workers.models.routing import COLUMN as ROUTED
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
@@ -38,7 +39,20 @@ class PolicySettings:
     bypasses: bool
     """True if the rollout's log-probs are the old log-probs."""
     temperature: float
-    replays_routing: bool = False
+    replays_routing: bool
+
+    @classmethod
+    def of(cls, config: WorkersConfig, temperature: float) -> PolicySettings:
+        """Read the settings, and look up the policy loss."""
+        policy, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
+        return cls(
+            policy.actor,
+            get_policy_loss(policy_loss_of(config)),
+            RolloutCorrection.of(correction),
+            correction.bypass_mode,
+            temperature,
+            replays_routing(policy),
+        )
 
     @property
     def chooses_tokens(self) -> bool:
