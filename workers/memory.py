@@ -152,29 +152,27 @@ class _Rank:
     """Estimates the memory of one rank of a training engine, from the shapes of its model."""
 
     def __init__(
-        self, role_model: RoleModelSpec, dims: ParallelDims, device_type: str, stage: StageOf | None
+        self, spec: RoleModelSpec, dims: ParallelDims, device_type: str, stage: StageOf | None
     ) -> None:
-        self.role_model, self.dims, self.device_type = role_model, dims, device_type
-        precision = precision_of(role_model.model, device_type)
+        self.spec, self.dims, self.device_type = spec, dims, device_type
+        precision = precision_of(spec.model, device_type)
         self.compute = precision.compute
-        self.weight_dtype = precision.weights if role_model.trains else precision.compute
-        self.shapes = model_shapes(role_model.model, role_model.head, self.compute, dims.tp, stage)
-        is_sharded = role_model.sharding.strategy not in ("ddp", "single")
+        self.weight_dtype = precision.weights if spec.trains else precision.compute
+        self.shapes = model_shapes(spec.model, spec.head, self.compute, dims.tp, stage)
+        is_sharded = spec.sharding.strategy not in ("ddp", "single")
         self.shards = dims.shard * dims.sp if is_sharded else 1
 
     def memory(self, role: str, pool: str, largest: LargestPass, copies: bool) -> RoleMemory:
         """Return the estimate for this rank; with `copies`, checkpoints are written from copies."""
-        trained = self.role_model.trains * self.shapes.num_trained * self.weight_dtype.itemsize
-        stored = (
-            self.shapes.weight_bytes(self.weight_dtype, self.role_model.quantization)
-            + self._averages()
-        )
+        trained = self.spec.trains * self.shapes.num_trained * self.weight_dtype.itemsize
+        stored = self.shapes.weight_bytes(self.weight_dtype, self.spec.quantization)
+        stored += self._averages()
         weights, moments = stored / self.shards, 2 * trained / self.shards
-        sharding, may_offload = self.role_model.sharding, self.device_type == "cuda"
+        sharding, may_offload = self.spec.sharding, self.device_type == "cuda"
         offloaded = sharding.param_offload * weights + sharding.optimizer_offload * moments
         gathered, activations = self._largest_moment(largest)
         copied = self._copied_for_checkpoints(trained) if copies else 0.0
-        names = [self.role_model.quantization or name_of(self.weight_dtype), name_of(self.compute)]
+        names = [self.spec.quantization or name_of(self.weight_dtype), name_of(self.compute)]
         return RoleMemory(
             role=role,
             pool=pool,
@@ -193,9 +191,9 @@ class _Rank:
 
         A frozen role has one only if its weights are not float32 themselves.
         """
-        if self.role_model.has_average and self.role_model.trains:
+        if self.spec.has_average and self.spec.trains:
             return self.shapes.num_trained * torch.float32.itemsize
-        if self.role_model.has_average and self.weight_dtype != torch.float32:
+        if self.spec.has_average and self.weight_dtype != torch.float32:
             return self.shapes.num_weights * torch.float32.itemsize
         return 0
 
@@ -204,17 +202,17 @@ class _Rank:
         model = self._averages() + (trained or self.shapes.weight_bytes(self.weight_dtype))
         saved = {"optimizer": 2 * trained, "model": model}
         writers = self.dims.per_stage if self.shards == self.dims.tp == 1 else self.shards
-        copied = sum(saved.get(name, 0) for name in self.role_model.saved) / writers
-        if "hf_model" in self.role_model.saved:  # on the first rank, in the folder's dtype
-            stored = getattr(hf_config_of(self.role_model.model), "dtype", None) or self.compute
-            full_model = model_shapes(self.role_model.model, self.role_model.head, self.compute)
+        copied = sum(saved.get(name, 0) for name in self.spec.saved) / writers
+        if "hf_model" in self.spec.saved:  # on the first rank, in the folder's dtype
+            stored = getattr(hf_config_of(self.spec.model), "dtype", None) or self.compute
+            full_model = model_shapes(self.spec.model, self.spec.head, self.compute)
             copied += full_model.num_weights * stored.itemsize
         return copied
 
     def _largest_moment(self, largest: LargestPass) -> tuple[float, float | None]:
         """Return the bytes of gathered weights and of activations when their sum is largest."""
-        passes = [(largest, self.role_model.trains)]
-        if self.role_model.trains and largest.without_gradients is not None:
+        passes = [(largest, self.spec.trains)]
+        if self.spec.trains and largest.without_gradients is not None:
             passes.append((largest.without_gradients, False))
         moments: list[tuple[float, float | None]] = []
         for size, trains in passes:
@@ -222,7 +220,7 @@ class _Rank:
             activations = self.shapes.reading_pass(size.tokens, head)
             if trains:
                 can_recompute = self.shapes.can_recompute
-                recomputed = recomputes(self.role_model.model, self.device_type, can_recompute)
+                recomputed = recomputes(self.spec.model, self.device_type, can_recompute)
                 activations = self.shapes.trained_pass(size.tokens, head, recomputed)
             moments += zip(self._whole(trains), activations or (None, None), strict=True)
         return max(moments, key=lambda moment: moment[0] + (moment[1] or 0))
@@ -248,7 +246,7 @@ class _Rank:
         of_layers = trains * min(2 * layer, shapes.num_trained)
         if is_one_unit(shapes.num_weights):
             numbers = [gathered + trains * min(gathered, shapes.num_trained)] * 2
-        elif self.role_model.sharding.strategy == "shard_grad_op":
+        elif self.spec.sharding.strategy == "shard_grad_op":
             numbers = [gathered + of_head, gathered + of_head + of_layers]
         else:
             numbers = [outside + layer + of_head, outside + 2 * layer + of_head + of_layers]
@@ -261,7 +259,7 @@ class _Rank:
         The gradient of the logits overwrites the logits. The gradient of the head's weight is
         separate from the accumulated gradient. If the rank gathers weights, `_whole` counts it.
         """
-        shapes, model = self.shapes, self.role_model.model
+        shapes, model = self.shapes, self.spec.model
         if shapes.outputs_per_read == 0:  # the head is on another stage
             return 0
         if shapes.outputs_per_read == 1:  # the head reads every token, in float32
@@ -278,7 +276,7 @@ class _Rank:
         logits = at_once * shapes.outputs_per_read
         # float32 buffers of the log-softmax: one for its output, one for the entropies of a trained
         # policy, one for the gradient, and one for the cast if logits are narrower
-        num_buffers = 1 + self.role_model.trains + trains + (shapes.compute_bytes < 4)
+        num_buffers = 1 + self.spec.trains + trains + (shapes.compute_bytes < 4)
         softmax = num_buffers * min(slice_bytes(self.device_type), 4 * logits)
         of_logits = logits * shapes.compute_bytes
         if not trains:
