@@ -259,6 +259,16 @@ def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
     return {name: batch.padded(name) for name in names}
 
 
+def read_column(batch: DataProto, name: str) -> Tensor:
+    """Return one column as a padded tensor, like `read_columns`."""
+    return read_columns(batch, name)[name]
+
+
+def sample_scores(batch: DataProto) -> Tensor:
+    """Return each sample's score, [rows]: the sum of its `token_level_scores`."""
+    return read_column(batch, "token_level_scores").sum(dim=-1)
+
+
 def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
     """Return a list of rows for each of these columns, without padding if all are ragged."""
     require(batch, *names)

@@ -17,7 +17,7 @@ from trainer.record import Metrics, Run
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import few
-from workers.columns import count_ones, read_columns
+from workers.columns import count_ones, read_column
 
 GENERATOR = "generator"
 """Column with the number of the generator that generated each sample."""
@@ -102,7 +102,7 @@ class Origins:
             f"async/staleness/{age}": float(count) for age, count in Counter(ages.tolist()).items()
         }
         if "value_version" in batch.columns:
-            value_ages = trained_by - read_columns(batch, "value_version")["value_version"]
+            value_ages = trained_by - read_column(batch, "value_version")
             metrics["async/value_staleness/max"] = float(value_ages.max())
         return metrics | {
             "async/staleness/mean": float(ages.float().mean()),
@@ -114,4 +114,4 @@ class Origins:
         return [row // size for row in range(len(batch))]
 
     def _versions(self, batch: DataProto) -> Any:
-        return read_columns(batch, "policy_version")["policy_version"]
+        return read_column(batch, "policy_version")

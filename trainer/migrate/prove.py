@@ -16,7 +16,7 @@ from trainer.check_loss.relations import Pairs, inside
 from trainer.check_loss.subject import Subject, match, subject_of
 from trainer.migrate.systems import composed
 from trainer.migrate.translation import Translation
-from trainer.ppo.compute_advantage import get_estimator
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.aggregate import AGGREGATIONS, agg_loss
@@ -85,7 +85,8 @@ def _policy(actor: ActorConfig) -> Subject:
 def _estimator(algorithm: Any) -> Subject:
     keys = {key: getattr(algorithm, key) for key in ("gamma", "lam", "norm_adv_by_std_in_grpo")}
     keys |= algorithm.args
-    return match(get_estimator(algorithm.adv_estimator), "ours", "estimator", keys)
+    estimator = ADVANTAGE_ESTIMATORS.look_up(algorithm.adv_estimator)
+    return match(estimator, "ours", "estimator", keys)
 
 
 def _preference(config: Any) -> Subject:

@@ -18,7 +18,6 @@ from trainer.ppo.compute_advantage import (
     GDPO_KEY,
     columns_read,
     compares_with_greedy,
-    get_estimator,
 )
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.ppo.roles import models_of, rollouts_of
@@ -199,7 +198,7 @@ def _reject_rewards(config: PPOConfig) -> None:
             )
 
     # the estimator must read the rewards that other keys change or name
-    reads = inspect.signature(get_estimator(name)).parameters
+    reads = inspect.signature(ADVANTAGE_ESTIMATORS.look_up(name)).parameters
     changes_rewards = {
         "use_kl_in_reward=true": algorithm.use_kl_in_reward,
         "running_norm=[rewards]": "rewards" in algorithm.running_norm,

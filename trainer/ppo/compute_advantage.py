@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, Estimator
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
@@ -49,15 +49,10 @@ WAYS_TO_ROLES = {
 """Advice that adds a role to the run; the end of a sentence."""
 
 
-def get_estimator(adv_estimator: str) -> Estimator:
-    """Return the advantage estimator of that name, or the user's at that dotted path."""
-    return ADVANTAGE_ESTIMATORS.look_up(adv_estimator)
-
-
 def columns_read(adv_estimator: str) -> tuple[str, ...]:
     """Return the columns of the batch that an estimator's parameters name."""
-    columns = []
-    for parameter in inspect.signature(get_estimator(adv_estimator)).parameters.values():
+    columns, estimator = [], ADVANTAGE_ESTIMATORS.look_up(adv_estimator)
+    for parameter in inspect.signature(estimator).parameters.values():
         if parameter.name == "index":
             columns.append("uid")
         elif parameter.name == "named_rewards":
@@ -113,7 +108,7 @@ def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> Data
 
 def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Add the advantages and returns of the configured estimator to the batch."""
-    estimator = get_estimator(algorithm.adv_estimator)
+    estimator = ADVANTAGE_ESTIMATORS.look_up(algorithm.adv_estimator)
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(estimator).parameters.items():
         if name == "index":

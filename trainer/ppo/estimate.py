@@ -28,7 +28,7 @@ from trainer.ppo.compute_advantage import advantages_of
 from trainer.ppo.config import KLControlConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places, masked_mean
-from workers.columns import read_columns, write_columns
+from workers.columns import read_column, read_columns, write_columns
 from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses import kl as kl_estimators
 
@@ -50,31 +50,28 @@ class Estimation:
         self.running_norm = RunningNorm(config.algorithm.running_norm)
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Add advantages and returns to the batch."""
-        batch, metrics = self.token_rewards(batch)
+        """Add token rewards, advantages and returns to the batch, as configured."""
+        algorithm, metrics = self.config.algorithm, Metrics()
+        if algorithm.score_clip is not None:
+            batch, metrics = clamp_scores(batch, algorithm.score_clip)
+        rewards, new_metrics = self.running_norm.scores(batch)
+        metrics |= new_metrics
+        if algorithm.use_kl_in_reward:
+            batch, new_metrics = apply_kl_penalty(
+                batch, self.kl_ctrl, algorithm.kl_penalty, rewards, algorithm.kl_penalty_per
+            )
+            metrics |= new_metrics
+        else:
+            batch = write_columns(batch, token_level_rewards=rewards)
+
         if not has_only_teacher(self.config):
-            batch = advantages_of(batch, self.config.algorithm)
+            batch = advantages_of(batch, algorithm)
             batch, new_metrics = self.running_norm.advantages(batch)
             metrics |= new_metrics
         if has_teacher(self.config):
             batch, new_metrics = distill(batch, self.config)
             metrics |= new_metrics
         return batch, metrics
-
-    def token_rewards(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Set the token rewards: the scores, clamped, normalized and minus the KL as configured."""
-        algorithm = self.config.algorithm
-        metrics: Metrics = {}
-        if algorithm.score_clip is not None:
-            batch, metrics = clamp_scores(batch, algorithm.score_clip)
-        scores, new_metrics = self.running_norm.scores(batch)
-        metrics |= new_metrics
-        if not algorithm.use_kl_in_reward:
-            return write_columns(batch, token_level_rewards=scores), metrics
-        batch, new_metrics = apply_kl_penalty(
-            batch, self.kl_ctrl, algorithm.kl_penalty, scores, algorithm.kl_penalty_per
-        )
-        return batch, metrics | new_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the KL coefficient and the running moments."""
@@ -111,7 +108,7 @@ class KLController:
 
 def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
     """Clamp each token's score to [-limit, limit]; also return the fraction of changed samples."""
-    scores = read_columns(batch, "token_level_scores")["token_level_scores"]
+    scores = read_column(batch, "token_level_scores")
     clamped = scores.clamp(-limit, limit)
     changed = (clamped != scores).any(dim=-1).double().mean().item()
     return write_columns(batch, token_level_scores=clamped), {"critic/score/clamped_ratio": changed}

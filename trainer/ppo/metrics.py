@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.run_folder.timeline import call_seconds
-from workers.columns import read_columns, token_counts
+from workers.columns import read_column, read_columns, token_counts
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -108,10 +108,9 @@ def _entropy(batch: DataProto, mask: Tensor) -> dict[str, float]:
     weights and nothing truncates the distribution (top_k, top_p, min_p).
     """
     if "entropys" in batch.columns:
-        return {"actor/entropy": _mean(read_columns(batch, "entropys")["entropys"][mask])}
+        return {"actor/entropy": _mean(read_column(batch, "entropys")[mask])}
     if "rollout_log_probs" in batch.columns:
-        drawn = read_columns(batch, "rollout_log_probs")["rollout_log_probs"][mask]
-        return {"actor/entropy": -_mean(drawn)}
+        return {"actor/entropy": -_mean(read_column(batch, "rollout_log_probs")[mask])}
     return {}
 
 

@@ -26,7 +26,7 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import get_seqlen_balanced_partitions
-from workers.columns import count_ones, read_columns, split_player_uid, write_columns
+from workers.columns import count_ones, sample_scores, split_player_uid, write_columns
 
 FILTERED = "algorithm.filter_groups"
 METRIC_KEY = "algorithm.filter_groups.metric"
@@ -114,7 +114,7 @@ def greedy_scores(
     responses, _ = rollouts.score(responses)
     if limit is not None:
         responses, _ = clamp_scores(responses, limit)
-    scores = read_columns(responses, "token_level_scores")["token_level_scores"].sum(dim=-1)
+    scores = sample_scores(responses)
     places = {uid: place for place, uid in enumerate(responses.non_tensor_batch["uid"])}
     return scores[[places[uid] for uid in samples.non_tensor_batch["uid"]]]
 
@@ -167,8 +167,12 @@ def balance_ranks(
     before = after = _tokens_of_ranks(lengths, num_ranks)
     if num_ranks > 1 and len(batch) % (num_ranks * num_mini_batches) == 0:
         order = balanced_order(lengths, num_ranks, num_mini_batches)
-        waits = [_slowest(rows, num_ranks, num_mini_batches) for rows in (lengths, lengths[order])]
-        if waits[1] < waits[0]:
+        shape = num_ranks, -1, num_mini_batches
+        # the tokens of each mini-batch's slowest rank, summed over mini-batches
+        wait, new_wait = (
+            rows.reshape(shape).sum(axis=1).max(axis=0).sum() for rows in (lengths, lengths[order])
+        )
+        if new_wait < wait:
             batch, after = batch.reorder(order), _tokens_of_ranks(lengths[order], num_ranks)
     return batch, {
         "global_seqlen/min": float(before.min()),
@@ -196,8 +200,3 @@ def _tokens_of_ranks(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the number of tokens that each rank gets when dispatch splits the rows."""
     size = -(-len(lengths) // num_ranks)
     return np.asarray([lengths[rank * size : (rank + 1) * size].sum() for rank in range(num_ranks)])
-
-
-def _slowest(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> int:
-    """Return the tokens of the slowest rank of each mini-batch, summed over mini-batches."""
-    return int(lengths.reshape(num_ranks, -1, num_mini_batches).sum(axis=1).max(axis=0).sum())

@@ -12,7 +12,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import Scoring
 from trainer.ppo.update import columns_of_correction
 from verl_like.batch.protocol import DataProto
-from workers.columns import read_columns
+from workers.columns import read_column, read_columns
 from workers.config.conditions import has_teacher
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss, traits_of
@@ -27,12 +27,6 @@ def readings(scorings: Sequence[Scoring], config: PPOConfig, in_update: bool) ->
     if config.algorithm.rollout_correction.bypass_mode or in_update:
         return [scoring for scoring in scorings if scoring.column != "old_log_probs"]
     return list(scorings)
-
-
-def requested_columns(scoring: Scoring, config: PPOConfig) -> dict[str, bool]:
-    """Return the arguments that make the call write optional columns that the estimator reads."""
-    wanted = columns_read(config.algorithm.adv_estimator)
-    return {name: True for name in scoring.writes[1:] if name in wanted}
 
 
 def update_computes_old_log_probs(config: PPOConfig, step: int) -> bool:
@@ -72,8 +66,7 @@ def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: i
     """
     if not update_computes_old_log_probs(config, step):
         return False
-    versions = read_columns(batch, "policy_version")["policy_version"]
-    return bool((versions == version).all())
+    return bool((read_column(batch, "policy_version") == version).all())
 
 
 def measures_reference(config: PPOConfig, step: int) -> bool:

@@ -22,7 +22,7 @@ from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
 from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo import prepare, score, validate
-from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
+from trainer.ppo.compute_advantage import check_columns, columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overlaps, overridden_stages
 from trainer.ppo.estimate import Estimation
@@ -171,9 +171,10 @@ class PPOTrainer(Trainer):
         has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
         is_current = policy_is_current(batch, config, step, self.weights.version)
+        wanted = columns_read(config.algorithm.adv_estimator)
         for reading in score.readings(self.scorings, config, is_current):
             if reading.role in groups and reading.column not in batch.columns:
-                settings = score.requested_columns(reading, config)
+                settings = {name: True for name in reading.writes[1:] if name in wanted}
                 calls.append(self.call(reading.role, reading.method, batch, **settings))
         batch, metrics = join_results(batch, gather(*calls))
 

@@ -37,7 +37,14 @@ from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import arguments_for
-from workers.columns import read_columns, require, sampled_log_probs_column, write_columns
+from workers.columns import (
+    read_column,
+    read_columns,
+    require,
+    sample_scores,
+    sampled_log_probs_column,
+    write_columns,
+)
 from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import get_policy_loss, traits_of
@@ -110,7 +117,7 @@ def without_skipped(batch: DataProto) -> DataProto:
 
 
 def _without(batch: DataProto, left_out: Tensor) -> DataProto:
-    mask = read_columns(batch, "response_mask")["response_mask"]
+    mask = read_column(batch, "response_mask")
     return write_columns(batch.select(), response_mask=mask.masked_fill(left_out[:, None], 0))
 
 
@@ -122,7 +129,7 @@ def resample_by_score(
     If all weights are zero, or all are equal, every row is drawn once.
     """
     order = in_order_of_names(batch)
-    scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)[order]
+    scores = sample_scores(batch)[order]
     weights = filtration_weights(scores, config.reweight_method, config.weight_pow)
     rows = draw_rows(weights, random.Random(f"pf_ppo {seed} {step}").random())
 
@@ -138,7 +145,7 @@ def in_order_of_names(batch: DataProto) -> Tensor:
     """Return row indices by uid and sample index, an order independent of the number of ranks."""
     require(batch, "uid", "sample_index")
     uids = batch.non_tensor_batch["uid"].astype(str)
-    index = read_columns(batch, "sample_index")["sample_index"].numpy()
+    index = read_column(batch, "sample_index").numpy()
     return torch.from_numpy(np.lexsort((index, uids)))
 
 

@@ -20,7 +20,7 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import EXTRA, concat_rows, repeat_prompts
 from trainer.rollouts.turns import played_metrics
 from verl_like.batch.protocol import DataProto
-from workers.columns import count_ones, read_columns
+from workers.columns import count_ones, sample_scores
 from workers.rewards.outcome import VOTE
 
 BEST_KNOWN = ("mean", "maj", "best")
@@ -76,8 +76,7 @@ def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
 
     A number that a sample lacks counts as 0, for example because its reward function failed.
     """
-    scores = read_columns(samples, "token_level_scores")["token_level_scores"]
-    variables: dict[str, Any] = {"reward": scores.sum(-1).double().numpy()[rows]}
+    variables: dict[str, Any] = {"reward": sample_scores(samples).double().numpy()[rows]}
     for name, column in samples.non_tensor_batch.items():
         if not name.startswith(EXTRA):
             continue
@@ -143,7 +142,7 @@ def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> 
     metrics[f"std@{num_samples}"] = float(values.std())
     powers = (2**exponent for exponent in range(1, num_samples.bit_length()))
     for n in sorted({num_samples, *(power for power in powers if power < num_samples)}):
-        draws = _draws(num_samples, n, 1000, seed)
+        draws = _draws(num_samples, n, seed)
         results = {"best": values[draws].max(axis=1), "worst": values[draws].min(axis=1)}
         if votes is not None:
             ballots = votes[draws]
@@ -156,11 +155,9 @@ def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> 
 
 
 @lru_cache(maxsize=16)
-def _draws(num_items: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
-    """Return item indices [n_bootstrap, subset_size], drawn with verl's random stream.
+def _draws(num_items: int, subset_size: int, seed: int) -> np.ndarray:
+    """Return item indices [1000, subset_size], drawn with verl's random stream.
 
     numpy's global random state is not changed.
     """
-    return np.random.RandomState(seed).choice(
-        num_items, size=(n_bootstrap, subset_size), replace=True
-    )
+    return np.random.RandomState(seed).choice(num_items, size=(1000, subset_size), replace=True)

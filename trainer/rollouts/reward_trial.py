@@ -18,7 +18,7 @@ from trainer.data.prompts import PromptSet
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RewardError, few
-from workers.columns import read_columns
+from workers.columns import sample_scores
 from workers.rewards.outcome import NO_REWARD
 from workers.rewards.weighted import Rewards
 
@@ -66,7 +66,7 @@ def try_rewards(
             "the reward function failed for every row of the trial, with the row's ground truth "
             f"as response ({len(batch)} in all). The cause is printed above."
         )
-    scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
+    scores = sample_scores(scored)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
     beside = f"; the reward also returns {', '.join(names)}" if names else ""
     labels = [part.config.label.removeprefix("the ") for part in functions if part.config.path]

@@ -21,7 +21,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import CallResult
 from verl_like.errors import LostSamplesError
 from workers.agents.players import ROW_COLUMNS
-from workers.columns import read_columns, rm_column, select_reads
+from workers.columns import read_column, rm_column, select_reads
 from workers.config import has_environment, model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
@@ -51,25 +51,23 @@ class Rollouts:
         self.trainer, self.run = trainer, trainer.run
         self.config: Any = trainer.config
         self.tokenizer, self.rewards = tokenizer, rewards
-        self._send_weights, self._ask = send_weights, ask or self._ask_group
-        self._model_role = model_role
+        self._send_weights, self._ask, self._model_role = send_weights, ask, model_role
 
     def generate(self, batch: DataProto, **settings: Any) -> DataProto:
-        """Return the prompt rows with one response each; `settings` override the batch's own."""
-        prompts = self.prompt_columns(batch, "rollout")
-        prompts.meta_info = prompts.meta_info | settings
-        samples = self._ask(prompts)
-        self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")
-        return with_responses(batch, samples)
-
-    def _ask_group(self, prompts: DataProto) -> DataProto:
-        """Let the rollout generate the samples of these rows.
+        """Return the prompt rows with one response each; `settings` override the batch's own.
 
         If the rollout loses a process meanwhile and can be replaced, unfinished samples of that
         process are generated again from their prompts.
         """
-        replace = self._replace if self.run.can_replace("rollout") else None
-        return RolloutClient(self.run.groups["rollout"]).generate(prompts, replace)
+        prompts = self.prompt_columns(batch, "rollout")
+        prompts.meta_info = prompts.meta_info | settings
+        if self._ask is None:
+            replace = self._replace if self.run.can_replace("rollout") else None
+            samples = RolloutClient(self.run.groups["rollout"]).generate(prompts, replace)
+        else:
+            samples = self._ask(prompts)
+        self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")
+        return with_responses(batch, samples)
 
     def _replace(self, error: LostSamplesError, submission: Submission) -> Any:
         """Replace a lost group, send it the current weights, and return it."""
@@ -131,8 +129,7 @@ class ScoresInBatch:
     """A future of a reward model's scores that the batch already contains."""
 
     def __init__(self, batch: DataProto, role: str) -> None:
-        self._role, column = role, rm_column(role)
-        self._scores = read_columns(batch, column)[column]
+        self._role, self._scores = role, read_column(batch, rm_column(role))
 
     def __str__(self) -> str:
         """Name the role in error messages."""

@@ -20,7 +20,13 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import PLAYERS, player_uid, read_columns, token_rows
+from workers.columns import (
+    PLAYERS,
+    player_uid,
+    read_column,
+    sample_scores,
+    token_rows,
+)
 from workers.rewards.manager import decode_responses, decode_rows
 
 EXTRA = "reward_extra/"
@@ -87,7 +93,6 @@ def write_samples(
 
 def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     """Map the name of each field to its values, one per row."""
-    read = read_columns(batch, "token_level_scores", "sample_index")
     columns = batch.non_tensor_batch
     # samples of one uid share a prompt, unless the environment adds to each prompt differently
     rows, masks = token_rows(batch, "prompts", "attention_mask")
@@ -100,16 +105,16 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
     fields = {
         "uid": columns["uid"].tolist(),
-        "sample": read["sample_index"].tolist(),
+        "sample": read_column(batch, "sample_index").tolist(),
         "data_source": columns["data_source"].tolist(),
         "input": [texts[uid] for uid in uids],
         "output": decode_responses(batch, tokenizer),
         "gts": [rule["ground_truth"] for rule in columns["reward_model"]],
-        "score": read["token_level_scores"].sum(-1).tolist(),
+        "score": sample_scores(batch).tolist(),
     }
     fields |= turn_fields(batch, tokenizer)
     if "policy_version" in batch.columns:
-        fields["weight_version"] = read_columns(batch, "policy_version")["policy_version"].tolist()
+        fields["weight_version"] = read_column(batch, "policy_version").tolist()
     for name, column in columns.items():
         if name.startswith(EXTRA):
             values = [None if isinstance(v, float) and v != v else v for v in column.tolist()]
@@ -157,7 +162,7 @@ def read_named_reward(batch: DataProto, name: str, key: str) -> Tensor:
     `key` is the configuration key that contains the name.
     """
     if name == SCORE:
-        return read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)
+        return sample_scores(batch)
 
     columns = batch.non_tensor_batch
     if EXTRA + name not in columns:

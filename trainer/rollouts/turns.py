@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_like.batch.protocol import DataProto
 from workers.agents.chat import Message, with_observation
-from workers.columns import read_columns, token_rows
+from workers.columns import sample_scores, token_rows
 from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
 
@@ -85,7 +85,7 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
     infos = batch.non_tensor_batch.get(TRAJECTORY)
     if infos is None:
         return {}
-    scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(-1).tolist()
+    scores = sample_scores(batch).tolist()
     good = [score > 0 and not info["problem"] for score, info in zip(scores, infos, strict=True)]
     names = ("agents/num_turns", "agents/num_call", "agents/ended")
     every = trajectory_metrics(infos.tolist())
