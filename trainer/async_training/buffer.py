@@ -34,7 +34,6 @@ from trainer.loop import EndOfSamples
 from trainer.observers.sample_log import (
     IN_FLIGHT,
     QUEUED,
-    TAKEN,
     SampleLog,
     tokens_by_sample,
     tokens_given_up,
@@ -377,7 +376,7 @@ class ExperienceBuffer:
             self._look_again()
         for chunk in batch.selected:
             self.chunks.ready.remove(chunk)
-            self.log.move(chunk.names, TAKEN)
+            self.log.take(chunk.names)
         self._num_taken += bool(batch.selected)
         return batch.selected
 

@@ -114,48 +114,43 @@ class Generator:
 
     def _submit(self) -> None:
         """Submit chunks if the queue has room; wait for room only if nothing is running."""
-        begun: list[SampleChunk] = []
-        while len(begun) < self._num_at_once:
-            waits = not (self._running or begun)
+        submissions: dict[Submission, SampleChunk] = {}
+        while len(submissions) < self._num_at_once:
+            waits = not (self._running or submissions)
             chunk = self._buffer.begin(self._number, self._weights, waits)
             if chunk is None:
                 break
-            begun.append(chunk)
-        submissions = {self._submission_of(chunk): chunk for chunk in begun}
+            assert chunk.rows is not None, "a chunk has rows until it is finished"
+            rows = chunk.rows
+            if not chunk.is_validation:
+                rows = self._trainer.rollouts.prompt_columns(rows, self._role)
+                rows.meta_info = rows.meta_info | {"attempt": chunk.attempt}
+            submissions[Submission(rows)] = chunk
         self._running |= submissions
         for _, of_one_attempt in groupby(submissions, lambda submission: submission.rows.meta_info):
             self._client.submit(*of_one_attempt)
 
-    def _submission_of(self, chunk: SampleChunk) -> Submission:
-        assert chunk.rows is not None, "a chunk has rows until it is finished"
-        rows = chunk.rows
-        if not chunk.is_validation:
-            rows = self._trainer.rollouts.prompt_columns(rows, self._role)
-            rows.meta_info = rows.meta_info | {"attempt": chunk.attempt}
-        return Submission(rows)
-
     def _take(self) -> None:
-        """Generate for one take, and put finished chunks into the queue."""
+        """Generate for one take, and put finished chunks into the queue.
+
+        With `score_on=generator`, score their samples first.
+        """
         with self._activity.busy("generate"):
             finished = self._client.take(self._max_tokens, self._take_s)
         for submission in finished:
-            chunk = self._running[submission]
-            self._finish(chunk, submission)
-            if not self._buffer.is_closed:
-                self._buffer.put(chunk)
+            chunk, buffer = self._running[submission], self._buffer
+            chunk.samples = submission.samples()
+            if not chunk.is_validation:
+                assert chunk.rows is not None, "a chunk has rows until it is finished"
+                chunk.samples = with_responses(chunk.rows, chunk.samples)
+                if (kinds := self._trainer.config.score_roles) and not buffer.is_closed:
+                    roles = {kind: role_on(kind, self._number) for kind in kinds}
+                    with self._activity.busy("score"):
+                        scored = score_samples(self._groups, roles, chunk.samples)
+                    chunk.samples, chunk.metrics = scored
+            if not buffer.is_closed:
+                buffer.put(chunk)
             del self._running[submission]
-
-    def _finish(self, chunk: SampleChunk, submission: Submission) -> None:
-        """Store the samples in the chunk and, with `score_on=generator`, score them."""
-        chunk.samples = submission.samples()
-        if chunk.is_validation:
-            return
-        assert chunk.rows is not None, "a chunk has rows until it is finished"
-        chunk.samples = with_responses(chunk.rows, chunk.samples)
-        if (kinds := self._trainer.config.score_roles) and not self._buffer.is_closed:
-            roles = {kind: role_on(kind, self._number) for kind in kinds}
-            with self._activity.busy("score"):
-                chunk.samples, chunk.metrics = score_samples(self._groups, roles, chunk.samples)
 
     def _replace(self, error: WorkerDiedError) -> None:
         """Hand back the chunks of a group that lost a process, and restart the group if allowed.

@@ -24,12 +24,12 @@ from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer
 from trainer.async_training.chunks import Rounds
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.generator import MADE_BY_GENERATORS, Generator
+from trainer.async_training.generator import Generator
 from trainer.async_training.origins import Origins
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
 from trainer.loop import StopRequested, Trainer
-from trainer.record import Call, Run
+from trainer.record import Run
 from trainer.report.accounts import describe_log
 from trainer.restarts import LOOK_AGAIN_S, wait_for_room
 from verl_like.batch.protocol import DataProto
@@ -67,7 +67,7 @@ class Generators:
             Generator(number, trainer, self.buffer, self.weights, losses, self.activity)
             for number in range(config.async_training.generators)
         ]
-        self._validation_began = 0.0
+        self.validation_began = 0.0
         """The time (`time.time`) at which generators last paused for a validation."""
 
     def start(self) -> None:
@@ -75,14 +75,14 @@ class Generators:
         for generator in self._threads:
             generator.start()
 
-    # --------------------------------------------------------------------- validation and calls
+    # ------------------------------------------------------------------------------- validation
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside the block, let generators generate only for a validation."""
         self.start()
         with self.buffer.paused(PAUSE_S):
-            self._validation_began = time.time()
+            self.validation_began = time.time()
             yield
 
     def validate(self, prompts: DataProto) -> DataProto:
@@ -95,14 +95,6 @@ class Generators:
 
     def _validators(self) -> list[int]:
         return self.config.validators(self.buffer.generators)
-
-    def stage_of(self, call: Call, ended_in: str) -> str:
-        """Return `gen` for generators' calls outside of a validation, `ended_in` for all others."""
-        roles = self.config.generator_roles
-        if call["method"] not in MADE_BY_GENERATORS or call["role"] not in roles:
-            return ended_in
-        is_validation = ended_in == "testing" and call["start"] >= self._validation_began
-        return ended_in if is_validation else "gen"
 
     # ------------------------------------------------------------------- checks, state, the end
 

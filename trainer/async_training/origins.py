@@ -66,13 +66,6 @@ class Origins:
             error.add_note(f"step {run.step} {known if self._uids else 'has no samples yet'}")
             raise
 
-    def rows_by_generator(self, batch: DataProto) -> dict[int, list[int]]:
-        """Map each generator to the row numbers of its samples."""
-        rows: dict[int, list[int]] = {}
-        for row, generator in enumerate(batch.non_tensor_batch[GENERATOR].tolist()):
-            rows.setdefault(generator, []).append(row)
-        return dict(sorted(rows.items()))
-
     def sample_stats(self, batch: DataProto) -> dict[SampleKey, dict[str, int]]:
         """Return the trainer rank, version and staleness of each sample, for the sample log."""
         trained_by = self._weights.version

@@ -12,10 +12,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from trainer.async_training.checks import check_engines, check_start
 from trainer.async_training.config import AsyncConfig
+from trainer.async_training.generator import MADE_BY_GENERATORS
 from trainer.async_training.generators import Generators
-from trainer.async_training.origins import Origins
+from trainer.async_training.origins import GENERATOR, Origins
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.topology import ANY_RANK, generator_role
 from trainer.ppo.config import PPOConfig
@@ -86,8 +89,10 @@ class AsyncTrainer(PPOTrainer):
         demand = self.rounds.demand(self.global_step, self.total_steps, samples_of, attempt)
         batch = self.origins.batch_of(self.buffer.take(demand))
         if has_environment(self.config):
-            for generator, rows in self.origins.rows_by_generator(batch).items():
-                self.rollouts.note_environments(batch[rows], generator_role(generator), "gen")
+            generators = batch.non_tensor_batch[GENERATOR]
+            for generator in np.unique(generators).tolist():
+                rows = batch[generators == generator]
+                self.rollouts.note_environments(rows, generator_role(generator), "gen")
         self.call_hook("on_generated", batch)
         return batch
 
@@ -119,7 +124,11 @@ class AsyncTrainer(PPOTrainer):
 
     def stage_of(self, call: Call, ended_in: str) -> str:
         """Return `gen` for generators' calls outside of a validation, `ended_in` for all others."""
-        return self.generators.stage_of(call, ended_in)
+        roles = self.config.generator_roles
+        if call["method"] not in MADE_BY_GENERATORS or call["role"] not in roles:
+            return ended_in
+        is_validation = call["start"] >= self.generators.validation_began
+        return "testing" if ended_in == "testing" and is_validation else "gen"
 
     @classmethod
     def describe(

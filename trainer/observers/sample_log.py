@@ -51,7 +51,7 @@ class Account:
 @dataclass
 class _Open:
     account: int
-    state: str = TAKEN
+    state: str = IN_FLIGHT
     tokens: int = 0
     """Tokens that may still be trained on."""
 
@@ -69,7 +69,7 @@ class SampleLog:
         """Maps a reason to the number of sampled tokens that are not trained on."""
         self._open: dict[SampleKey, _Open] = {}
 
-    def begin(self, account: int, samples: Iterable[SampleKey], state: str = IN_FLIGHT) -> None:
+    def begin(self, account: int, samples: Iterable[SampleKey]) -> None:
         """Record under this account that these samples are being generated."""
         for sample in samples:
             if sample in self._open:
@@ -77,7 +77,7 @@ class SampleLog:
                     f"sample {_name(sample)} is already {self._open[sample].state}, but is "
                     f"generated again (by generator {account}, or in step {account})."
                 )
-            self._open[sample] = _Open(account, state)
+            self._open[sample] = _Open(account)
             self.accounts[account].generated += 1
 
     def receive(self, tokens: Mapping[SampleKey, int], given_up: Mapping[str, int]) -> None:
@@ -88,19 +88,20 @@ class SampleLog:
         self.sampled_tokens += sum(tokens.values()) + sum(given_up.values())
         self.leave_out(given_up)
 
-    def move(self, samples: Iterable[SampleKey], state: str) -> None:
-        """Set the state of these samples."""
+    def take(self, samples: Iterable[SampleKey]) -> None:
+        """Record that the trainer's current step has these samples."""
         for sample in samples:
-            self._open[sample].state = state
+            self._open[sample].state = TAKEN
 
     def leave(
         self, reason: str, tokens: Mapping[SampleKey, int], among: Iterable[SampleKey]
-    ) -> int:
-        """Reduce the samples `among` to these token counts; return how many tokens were left out.
+    ) -> tuple[int, list[SampleKey]]:
+        """Reduce the samples `among` to these token counts.
 
         A sample with no remaining tokens is dropped, for the reason `EMPTY` if it had none before.
+        Return the number of tokens that were left out, and the samples that have tokens.
         """
-        num_left_out = 0
+        num_left_out, remaining = 0, []
         for sample in among:
             entry, num = self._open[sample], tokens.get(sample, 0)
             if num > entry.tokens:
@@ -110,10 +111,12 @@ class SampleLog:
                 )
             self.leave_out({reason: entry.tokens - num})
             num_left_out += entry.tokens - num
-            if not num:
+            if num:
+                entry.tokens = num
+                remaining.append(sample)
+            else:
                 self._close(sample).dropped[reason if entry.tokens else EMPTY] += 1
-            entry.tokens = num
-        return num_left_out
+        return num_left_out, remaining
 
     def train(
         self,
@@ -160,21 +163,13 @@ class SampleLog:
             self.drop([s for s, entry in self._open.items() if entry.account == number], reason)
             late.trained, late.dropped = 0, Counter({reason: late.generated})
 
-    def open(self, state: str = TAKEN, account: int | None = None) -> list[SampleKey]:
-        """Return the open samples in that state, of one account or of all."""
-        return [
-            sample
-            for sample, entry in self._open.items()
-            if entry.state == state and account in (None, entry.account)
-        ]
+    def open(self, state: str) -> list[SampleKey]:
+        """Return the open samples in that state."""
+        return [sample for sample, entry in self._open.items() if entry.state == state]
 
     def tokens(self, samples: Iterable[SampleKey]) -> dict[SampleKey, int]:
         """Return the number of remaining tokens of each of these open samples."""
         return {sample: self._tokens(sample) for sample in samples}
-
-    def known(self, samples: Iterable[SampleKey]) -> list[SampleKey]:
-        """Return only those samples that are open."""
-        return [sample for sample in samples if sample in self._open]
 
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
         """Raise if samples or tokens do not add up, or if `there` has other open uids."""
@@ -304,7 +299,7 @@ class SampleWatch:
         if self._generators_log is None:
             self.log.begin(trainer.global_step, tokens)
             self.log.receive(tokens, given_up)
-            self.log.move(tokens, TAKEN)
+            self.log.take(tokens)
         self._samples |= dict.fromkeys(tokens)
         self._sampled += sum(tokens.values()) + sum(given_up.values())
         self._left_out.update(given_up)
@@ -381,8 +376,9 @@ class SampleWatch:
         self._clear()
 
     def _leave(self, reason: str, tokens: dict[SampleKey, int]) -> None:
-        self._left_out[reason] += self.log.leave(reason, tokens, self._samples)
-        self._samples = dict.fromkeys(self.log.known(self._samples))
+        num_left_out, remaining = self.log.leave(reason, tokens, self._samples)
+        self._left_out[reason] += num_left_out
+        self._samples = dict.fromkeys(remaining)
 
     def _clear(self) -> None:
         self._sampled = self._trained = 0
