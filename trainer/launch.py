@@ -198,18 +198,17 @@ class Attempts:
         self.config = self._restarts.resuming(self.config)
         if self._groups is None or self._trainer is None:
             return
+        has_cluster = True
+        if self.config.trainer.backend == "ray":
+            from verl_like.backends.ray.cluster import leave_if_broken
+
+            has_cluster = not leave_if_broken()
         roles = self._trainer.replaceable_roles()
-        if self._has_lost_its_cluster() or not restart_groups(
+        survives = has_cluster and restart_groups(
             self._groups, roles, self._restarts, self._failed_at
-        ):
+        )
+        if not survives:
             self.close()
-
-    def _has_lost_its_cluster(self) -> bool:
-        if self.config.trainer.backend != "ray":
-            return False
-        from verl_like.backends.ray.cluster import leave_if_broken
-
-        return leave_if_broken()
 
     def close(self) -> None:
         """End every process."""

@@ -374,16 +374,13 @@ class Loop:
             metrics = trainer.step()
         concurrent, labels = trainer.concurrent_stages, trainer.call_labels
         metrics |= call_timings(record.calls, record.timing, concurrent, labels)
-        metrics |= self._validate(is_last=self._is_last(metrics))
+        # the run ends with this step, as far as metrics before a validation say
+        targets = record.config.trainer.stop_at
+        known = {name: targets[name] for name in targets if name in metrics}
+        reached = bool(describe_reached_target(metrics, known))
+        metrics |= self._validate(is_last=reached or record.step == trainer.total_steps)
         trainer.call_hook("on_step_end", metrics)
         return metrics
-
-    def _is_last(self, metrics: Metrics) -> bool:
-        """Return whether the run ends with this step, as far as metrics before a validation say."""
-        targets = self.record.config.trainer.stop_at
-        known = {name: targets[name] for name in targets if name in metrics}
-        reached = describe_reached_target(metrics, known)
-        return bool(reached) or self.record.step == self.trainer.total_steps
 
     def _validate(self, is_last: bool) -> Metrics:
         """Return the metrics of a validation, if one is due after this step."""

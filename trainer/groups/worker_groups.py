@@ -156,16 +156,12 @@ class WorkerGroups:
         self._classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
         require_shared_folder(config, self.placement)
         self._starter = PoolStarter(config, self.placement)
-        one_by_one: list[Callable[[], None]] = []
-        at_once: list[Callable[[], None]] = []
-        for plan in self.placement.pools.values():
-            starts = at_once if self._starter.has_own_processes(plan) else one_by_one
-            starts.append(partial(self._start, plan))
-
+        plans = list(self.placement.pools.values())
+        inline = [plan for plan in plans if not self._starter.has_own_processes(plan)]
         try:
-            for start in one_by_one:
-                start()
-            side_by_side(at_once)
+            for plan in inline:
+                self._start(plan)
+            side_by_side([partial(self._start, plan) for plan in plans if plan not in inline])
         except BaseException:
             self.shutdown()
             raise

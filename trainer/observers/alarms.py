@@ -67,17 +67,12 @@ class Alarms:
         texts = []
         for rule in self.rules:
             for kind, text in rule(metrics, self._first):
-                if self._is_due(kind, step):
+                due, wait = self._next.get(kind, (step, FIRST_REPEAT))
+                if step >= due:
+                    self._next[kind] = step + wait, 2 * wait
                     texts.append(f"alarm in step {step}: {text}")
                     logger.warning("%s", texts[-1])
         return texts
-
-    def _is_due(self, kind: str, step: int) -> bool:
-        at, wait = self._next.get(kind, (step, FIRST_REPEAT))
-        if step < at:
-            return False
-        self._next[kind] = step + wait, 2 * wait
-        return True
 
 
 def skipped_updates(

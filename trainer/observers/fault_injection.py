@@ -121,7 +121,13 @@ class FaultInjection:
 
     def _kill(self, groups: WorkerGroups, step: int, rng: Random) -> None:
         """Kill a worker process of a randomly chosen pool, but never the driver."""
-        role, rank = rng.choice(rng.choice(_pools_to_kill_in(groups)))
+        by_pool: dict[int, list[tuple[str, int]]] = {}
+        for role in groups:
+            transport = groups[role].transport
+            if transport.process_key not in by_pool:
+                ranks = range(transport.world_size) if transport.can_kill else ()
+                by_pool[transport.process_key] = [(role, rank) for rank in ranks]
+        role, rank = rng.choice(rng.choice([ranks for ranks in by_pool.values() if ranks]))
         transport = groups[role].transport
         self.note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
         transport.kill(rank)
@@ -135,14 +141,3 @@ class FaultInjection:
     def _write(self, line: dict[str, Any]) -> None:
         with (self._folder / FAULTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json_line(line))
-
-
-def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
-    """Return, for every pool, the (role, rank) of its worker processes on all machines."""
-    by_pool: dict[int, list[tuple[str, int]]] = {}
-    for role in groups:
-        transport = groups[role].transport
-        if transport.process_key not in by_pool:
-            ranks = range(transport.world_size) if transport.can_kill else ()
-            by_pool[transport.process_key] = [(role, rank) for rank in ranks]
-    return [processes for processes in by_pool.values() if processes]

@@ -54,13 +54,19 @@ def try_rewards(
     functions = [part for part in rewards.parts if part.config.kind == "function"]
     if not functions or any(part.config.kind == "remote" for part in rewards.parts):
         return None, []
-    batch = synthetic_responses(prompts, _rows_to_try(prompts), tokenizer, width)
+    first = prompts.first_of_each_source()
+    rest = [row for row in prompts.rows[: 2 * MOST_ROWS].tolist() if row not in first]
+    batch = synthetic_responses(prompts, [*first, *rest][:MOST_ROWS], tokenizer, width)
 
     zeros = torch.zeros(batch.column("response_mask").shape)
     no_model = SimpleNamespace(get=lambda timeout: DataProto.from_dict({"rm_scores": zeros}))
 
     scored, metrics = rewards.launch(batch, lambda reward: no_model, normalize=False).get()
-    num_failed = _num_failed(metrics)
+    # the number of samples that the worst reward could not score
+    counts = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
+    of_all = counts.pop("reward/num_failed", 0.0)
+    of_rules = of_all - sum(counts.values())  # rules have no count of their own
+    num_failed = max(*counts.values(), of_rules, 0.0)
     if num_failed >= len(batch):
         raise RewardError(
             "the reward function failed for every row of the trial, with the row's ground truth "
@@ -95,14 +101,6 @@ def _describe_scores(least: float, most: float, labels: list[str]) -> str:
     )
 
 
-def _num_failed(metrics: dict[str, float]) -> float:
-    """Return the number of samples that the worst reward could not score."""
-    counts = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
-    of_all = counts.pop("reward/num_failed", 0.0)
-    of_rules = of_all - sum(counts.values())  # rules have no count of their own
-    return max(*counts.values(), of_rules, 0.0)
-
-
 def synthetic_responses(
     prompts: PromptSet, rows: list[int], tokenizer: Any, width: int
 ) -> DataProto:
@@ -118,10 +116,3 @@ def synthetic_responses(
         responses[row, : len(ids)] = torch.tensor(ids)
         mask[row, : len(ids)] = 1
     return batch.union(DataProto.from_dict({"responses": responses, "response_mask": mask}))
-
-
-def _rows_to_try(prompts: PromptSet) -> list[int]:
-    """Return one row of every data source, and further rows up to `MOST_ROWS`."""
-    first = prompts.first_of_each_source()
-    rest = [row for row in prompts.rows[: 2 * MOST_ROWS].tolist() if row not in first]
-    return [*first, *rest][:MOST_ROWS]
