@@ -15,7 +15,7 @@ import torch
 from tests.integration.runs import POLICY_ALONE, overrides, with_experts
 from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
-from trainer.ppo import stages
+from trainer.ppo import update
 from trainer.ppo.stages import PPOTrainer
 from trainer.ppo.update import add_chosen_tokens
 from trainer.rollouts.samples import EXTRA
@@ -59,7 +59,7 @@ class Recorder:
             method = name.partition(".")[2]
             patch.setattr(cls, method, self.recording_result(name, getattr(cls, method)))
         patch.setattr(PPOTrainer, "generate", self.recording_argument(PPOTrainer.generate))
-        patch.setattr(stages, "add_chosen_tokens", self.recording_samples)
+        patch.setattr(update, "add_chosen_tokens", self.recording_samples)
 
     def recording_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

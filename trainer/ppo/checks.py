@@ -14,11 +14,7 @@ from typing import Any
 from trainer.config.checks import check_ranks
 from trainer.config.devices import devices_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.compute_advantage import (
-    GDPO_KEY,
-    columns_read,
-    compares_with_greedy,
-)
+from trainer.ppo.compute_advantage import GDPO_KEY, columns_read, compares_with_greedy
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.ppo.roles import models_of, rollouts_of
 from trainer.ppo.sample import METRIC_KEY

@@ -21,7 +21,7 @@ from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
 from trainer.observers.alarms import ALARM_RULES
-from trainer.ppo import prepare, score, validate
+from trainer.ppo import prepare, sample, score, sync, update, validate
 from trainer.ppo.compute_advantage import check_columns, columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overlaps, overridden_stages
@@ -29,20 +29,7 @@ from trainer.ppo.estimate import Estimation
 from trainer.ppo.memory import engine_rests, plan_text
 from trainer.ppo.metrics import compute_data_metrics, speed
 from trainer.ppo.roles import scorings_of
-from trainer.ppo.sample import FILTERED, balance_ranks, collect_groups, greedy_scores, number_rows
-from trainer.ppo.score import policy_is_current
 from trainer.ppo.sizes import batch_line, batch_table
-from trainer.ppo.sync import PolicyWeights, RolloutWeights, averaged_weights, update_reference
-from trainer.ppo.update import (
-    EntropyController,
-    add_chosen_tokens,
-    columns_of_correction,
-    correct_rollout,
-    resample_by_score,
-    rows_per_update,
-    without_skipped,
-    without_truncated,
-)
 from trainer.record import Metrics, Run
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
 from trainer.rollouts.samples import repeat_prompts
@@ -89,14 +76,14 @@ class PPOTrainer(Trainer):
     ) -> None:
         """Store the inputs; models are loaded when the loop starts."""
         super().__init__(run)
-        weights = RolloutWeights(self.config, self.groups)
-        self.weights: PolicyWeights = weights
+        weights = sync.RolloutWeights(self.config, self.groups)
+        self.weights: sync.PolicyWeights = weights
         self.rollouts = Rollouts(self, tokenizer, rewards, send_weights=weights.send_again)
         self.loader, self.prompts = loader, iter(loader)
         self.ptx = ptx
         self.scorings = scorings_of(self.config)
         self.estimation = Estimation(self.config)
-        self.entropy_ctrl = EntropyController(self.config.actor_rollout_ref.actor)
+        self.entropy_ctrl = update.EntropyController(self.config.actor_rollout_ref.actor)
 
     def step(self) -> Metrics:
         """Sample, score, estimate advantages, update, and sync weights."""
@@ -115,10 +102,10 @@ class PPOTrainer(Trainer):
         filtered, metrics = self.config.algorithm.filter_groups, dict[str, float]()
         if filtered.enable:
             size = self.config.data.train_batch_size
-            batch, metrics = collect_groups(
+            batch, metrics = sample.collect_groups(
                 lambda attempt: self.rollouts.score(self.sample_prompts(attempt)), size, filtered
             )
-            self.call_hook("on_filter", FILTERED, batch)
+            self.call_hook("on_filter", sample.FILTERED, batch)
         else:
             batch = self.sample_prompts()
         batch, balanced = self.balance(batch)
@@ -137,7 +124,7 @@ class PPOTrainer(Trainer):
         batch = self.rollouts.generate(repeat_prompts(prompts, num_samples), attempt=attempt)
         if compares_with_greedy(self.config.algorithm.adv_estimator):
             limit = self.config.algorithm.score_clip
-            baselines = greedy_scores(self.rollouts, prompts, batch, limit)
+            baselines = sample.greedy_scores(self.rollouts, prompts, batch, limit)
             batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
         return batch
 
@@ -153,7 +140,8 @@ class PPOTrainer(Trainer):
         sizes = mini, critic.ppo_mini_batch_size or mini
         num_mini_batches = math.lcm(*(max(num_prompts // size, 1) for size in sizes))
         num_ranks = len(self.groups["actor"].update_actor.collecting_ranks())
-        return balance_ranks(number_rows(batch, self.config), num_ranks, num_mini_batches)
+        batch = sample.number_rows(batch, self.config)
+        return sample.balance_ranks(batch, num_ranks, num_mini_batches)
 
     # ----------------------------------------------------------------------------- 2. score
 
@@ -170,7 +158,7 @@ class PPOTrainer(Trainer):
 
         has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
-        is_current = policy_is_current(batch, config, step, self.weights.version)
+        is_current = score.policy_is_current(batch, config, step, self.weights.version)
         wanted = columns_read(config.algorithm.adv_estimator)
         for reading in score.readings(self.scorings, config, is_current):
             if reading.role in groups and reading.column not in batch.columns:
@@ -199,29 +187,30 @@ class PPOTrainer(Trainer):
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
         metrics: Metrics = {}
         if algorithm.mask_truncated:
-            batch, metrics = without_truncated(batch)
+            batch, metrics = update.without_truncated(batch)
             self.call_hook("on_filter", "algorithm.mask_truncated", batch)
-        batch = without_skipped(batch)
+        batch = update.without_skipped(batch)
         self.call_hook("on_filter", "on_failure=skip", batch)
-        if columns_of_correction(algorithm.rollout_correction):
-            batch, corrected = correct_rollout(batch, algorithm.rollout_correction)
+        if update.columns_of_correction(algorithm.rollout_correction):
+            batch, corrected = update.correct_rollout(batch, algorithm.rollout_correction)
             metrics |= corrected
             self.call_hook("on_filter", "algorithm.rollout_correction", batch)
         if algorithm.use_pf_ppo:
-            batch, resampled = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
+            seed = config.trainer.seed
+            batch, resampled = update.resample_by_score(batch, algorithm.pf_ppo, seed, step)
             batch, _ = self.balance(batch)
             metrics |= resampled
             self.call_hook("on_filter", "algorithm.use_pf_ppo", batch)
-        batch = add_chosen_tokens(batch, config, step)
+        batch = update.add_chosen_tokens(batch, config, step)
 
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
         if step > config.trainer.critic_warmup:
-            is_current = policy_is_current(batch, config, step, self.weights.version)
+            is_current = score.policy_is_current(batch, config, step, self.weights.version)
             on_policy = is_current and "old_log_probs" not in batch.columns
             settings = {"on_policy": on_policy, **self.entropy_ctrl.state_dict()}
-            num_rows = rows_per_update(config, num_prompts)
+            num_rows = update.rows_per_update(config, num_prompts)
             ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]
             calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
         try:
@@ -237,7 +226,7 @@ class PPOTrainer(Trainer):
     def sync(self) -> Metrics:
         """Send the actor's weights to the rollout, and to a reference that follows the actor."""
         synced = self.weights.send_next()
-        return synced | update_reference(self.config, self.groups, self.global_step)
+        return synced | sync.update_reference(self.config, self.groups, self.global_step)
 
     # --------------------------------------------------------------------------- validation
 
@@ -250,8 +239,8 @@ class PPOTrainer(Trainer):
         """Sample all of `data.val_files`, write the samples to the run folder; return metrics."""
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
-        actor, sync = self.config.actor_rollout_ref.actor, self.weights.send_next
-        with averaged_weights(actor, self.groups["actor"], sync):
+        actor, send = self.config.actor_rollout_ref.actor, self.weights.send_next
+        with sync.averaged_weights(actor, self.groups["actor"], send):
             samples = validate.sample_all(prompts, self.rollouts)
         self.rollouts.write("validation", samples)
         return validate.name_metrics(samples)

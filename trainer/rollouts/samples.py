@@ -20,13 +20,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import (
-    PLAYERS,
-    player_uid,
-    read_column,
-    sample_scores,
-    token_rows,
-)
+from workers.columns import PLAYERS, player_uid, read_column, sample_scores, token_rows
 from workers.rewards.manager import decode_responses, decode_rows
 
 EXTRA = "reward_extra/"

@@ -13,17 +13,7 @@ from trainer.data.files import check_files, row_limit
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.record import Run
-from trainer.rollouts.preflight import (
-    check_environment,
-    check_model,
-    check_promptless_rows,
-    check_reward_files,
-    check_reward_models,
-    check_rollout,
-    note_players,
-    sampling_code,
-    with_full_paths,
-)
+from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles
 from trainer.run_folder.metrics import headline
@@ -51,7 +41,7 @@ class SamplingOnlyTrainer(Trainer):
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
         """Return the worker classes, the rollout engine and the environments."""
-        return [*super().worker_code(config), *sampling_code(config)]
+        return [*super().worker_code(config), *preflight.sampling_code(config)]
 
     def replaceable_roles(self) -> frozenset[str]:
         """Return the rollout and the reward models."""
@@ -60,16 +50,16 @@ class SamplingOnlyTrainer(Trainer):
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """Check the inputs; return tokenizer, rewards and prompts."""
-        check_promptless_rows(config)
+        preflight.check_promptless_rows(config)
         check_files(config.data, [cls.prompt_files])
-        check_reward_files(config)
+        preflight.check_reward_files(config)
         path = config.actor_rollout_ref.model.path
-        check_model(config, "actor_rollout_ref.model.path", path)
-        check_reward_models(config)
-        check_rollout(config)
+        preflight.check_model(config, "actor_rollout_ref.model.path", path)
+        preflight.check_reward_models(config)
+        preflight.check_rollout(config)
         tokenizer = load_tokenizer(path)
         set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-        kinds = check_environment(config, tokenizer, cls.no_tools_reason)
+        kinds = preflight.check_environment(config, tokenizer, cls.no_tools_reason)
         prompts = PromptSet(
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
         )
@@ -79,7 +69,7 @@ class SamplingOnlyTrainer(Trainer):
                 way_out = "Fix the malformed rows, which data.on_bad_row=skip leaves out."
             raise ConfigError(f"{prompts.story}: no prompt is left. {way_out}")
         logger.info("%s", prompts.story)
-        note_players(kinds, prompts)
+        preflight.note_players(kinds, prompts)
 
         rewards = make_rewards(config, tokenizer, prompts)
         at_end.enter_context(closing(rewards))
@@ -87,7 +77,7 @@ class SamplingOnlyTrainer(Trainer):
         return tokenizer, rewards, prompts
 
     headline = staticmethod(headline)
-    resolve_config = staticmethod(with_full_paths)
+    resolve_config = staticmethod(preflight.with_full_paths)
 
     @classmethod
     def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
