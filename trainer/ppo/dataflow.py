@@ -11,15 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from trainer.ppo import score
 from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import declaring_class, scorings_of
-from trainer.ppo.score import (
-    measures_reference,
-    readings,
-    update_can_compute_old_log_probs,
-    update_computes_old_log_probs,
-)
 from trainer.ppo.update import columns_of_correction
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
@@ -107,20 +102,10 @@ class Graph:
 
     def add_readings(self, stage: str) -> None:
         """Add the calls of this stage that score samples, except rewards."""
-        in_update = update_computes_old_log_probs(self.config, step=1)
-        for scoring in readings(scorings_of(self.config), self.config, in_update):
+        in_update = score.update_computes_old_log_probs(self.config, step=1)
+        for scoring in score.readings(scorings_of(self.config), self.config, in_update):
             if scoring.stage == stage:
                 self.on_role(stage, scoring.role, scoring.method, *scoring.writes)
-
-    def add_rewards(self, stage: str) -> None:
-        """Add the rewards, and the reward models that they read."""
-        reads = ["responses"]
-        for role in model_rewards(self.config):
-            by_generators = self.config.reads_in(role) == "gen"
-            column = rm_column(role)
-            self.on_role("gen" if by_generators else stage, role, "compute_rm_score", column)
-            reads.append(column)
-        self.on_driver(stage, "rewards", reads, "token_level_scores")
 
 
 def step_nodes(config: PPOConfig) -> list[CallNode]:
@@ -134,7 +119,12 @@ def step_nodes(config: PPOConfig) -> list[CallNode]:
         graph.on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
     graph.add_readings("gen")
 
-    graph.add_rewards("gen" if algorithm.filter_groups.enable else "score")
+    reads, stage = ["responses"], "gen" if algorithm.filter_groups.enable else "score"
+    for role in model_rewards(config):
+        by_generators, column = config.reads_in(role) == "gen", rm_column(role)
+        graph.on_role("gen" if by_generators else stage, role, "compute_rm_score", column)
+        reads.append(column)
+    graph.on_driver(stage, "rewards", reads, "token_level_scores")
     graph.add_readings("score")
     of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
     graph.on_driver("adv", "token rewards", ("token_level_scores", *of_kl), "token_level_rewards")
@@ -143,13 +133,13 @@ def step_nodes(config: PPOConfig) -> list[CallNode]:
         estimator = algorithm.adv_estimator
         graph.on_driver("adv", estimator, columns_read(estimator), *estimated)
     if has_teacher(config):
-        reads = ("old_log_probs", "teacher_log_prob", *estimated)
-        graph.on_driver("adv", "distillation", reads, "advantages", "returns")
+        teacher_reads = ("old_log_probs", "teacher_log_prob", *estimated)
+        graph.on_driver("adv", "distillation", teacher_reads, "advantages", "returns")
 
     corrected = columns_of_correction(algorithm.rollout_correction)
     if corrected:
-        reads = ("old_log_probs", "rollout_log_probs")
-        graph.on_driver("update", "rollout correction", reads, *corrected)
+        log_probs = ("old_log_probs", "rollout_log_probs")
+        graph.on_driver("update", "rollout correction", log_probs, *corrected)
     graph.on_role("update", "critic", "update_critic", "critic weights")
     graph.on_role("update", "actor", "update_actor", "actor weights")
     graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
@@ -264,9 +254,9 @@ def describe(
         between = ", then " if title == INLINE else "\n    ‖ "
         lines += [f"  {stage}: {between.join(chains)}" for stage, chains in stages.items()]
 
-    if update_can_compute_old_log_probs(config):
+    if score.update_can_compute_old_log_probs(config):
         lines.append(REUSE_NOTICE)
-        if measures_reference(config, step=1):
+        if score.measures_reference(config, step=1):
             lines.append(STEP_1_NOTICE)
     if config.algorithm.rollout_correction.bypass_mode:
         lines.append(BYPASS_NOTICE)

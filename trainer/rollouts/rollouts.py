@@ -129,11 +129,7 @@ class ScoresInBatch:
     """A future of a reward model's scores that the batch already contains."""
 
     def __init__(self, batch: DataProto, role: str) -> None:
-        self._role, self._scores = role, read_column(batch, rm_column(role))
-
-    def __str__(self) -> str:
-        """Name the role in error messages."""
-        return f"scores of {self._role}"
+        self._scores = read_column(batch, rm_column(role))
 
     def done(self) -> bool:
         return True
