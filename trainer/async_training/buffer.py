@@ -80,11 +80,10 @@ class ExperienceBuffer:
         self._sampler = BATCH_SAMPLERS.look_up(config.async_training.sampler)()
         self.chunks = Chunks(config, loader)
         self._activity, self._check_trainers = activity, check_trainers
-        lock = threading.RLock()
-        self.log = SampleLog(lock)
-        self._changed = threading.Condition(lock)
+        self.log = SampleLog()
+        self._changed = threading.Condition(self.log.lock)
         """The condition on which the trainer waits."""
-        self._has_turn = threading.Condition(lock)
+        self._has_turn = threading.Condition(self.log.lock)
         """The condition on which generators wait.
 
         A finished chunk makes no room, so it does not wake generators.

@@ -134,6 +134,9 @@ class AsyncConfig(PPOConfig):
     """A run that generates and trains at the same time."""
 
     pool_keys = "async_training.generators, async_training.trainers or resource_pool_spec"
+    generates_while_training = True
+    """True if a rollout generates while the trainer trains."""
+
     async_training: AsyncSettings = config_field(factory=AsyncSettings)
     """Generators, trainers, and the buffer between them."""
     trainer: AsyncTrainerConfig = config_field(factory=AsyncTrainerConfig)
@@ -146,11 +149,6 @@ class AsyncConfig(PPOConfig):
         return frozenset(
             pools[generator_role(generator)] for generator in range(self.async_training.generators)
         )
-
-    @property
-    def generates_while_training(self) -> bool:
-        """True if a rollout generates while the trainer trains."""
-        return True
 
     @property
     def takes_weights_at_once(self) -> bool:

@@ -14,9 +14,9 @@ account of a run with injected faults.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,8 @@ class _Open:
 class SampleLog:
     """The state of every sample. Threads that share the log must hold its lock."""
 
-    def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
-        self.lock = nullcontext() if lock is None else lock
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.accounts: dict[int, Account] = defaultdict(Account)
         self.counts: dict[str, Counter[int]] = defaultdict(Counter)
         """Maps a property of trained samples, such as the rank, to (value -> number of samples)."""
