@@ -164,7 +164,7 @@ class Chunks:
         """
         while True:
             for chunk in self.waiting:
-                if chunk.rank == ANY_RANK or generator in self._topology.generators_of(chunk.rank):
+                if chunk.rank == ANY_RANK or generator in self._topology.generators_of[chunk.rank]:
                     return chunk
             if self.has_ended:
                 return None

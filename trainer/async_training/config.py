@@ -184,7 +184,7 @@ class AsyncConfig(PPOConfig):
             ANY_RANK
         ]:
             return 1
-        return len(self.topology.trainers_of(generator))
+        return len(self.topology.trainers_of[generator])
 
     @property
     def score_roles(self) -> dict[str, str]:

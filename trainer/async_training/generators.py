@@ -221,4 +221,4 @@ class LostGenerators:
         self._gone.add(generator)
         topology = self._config.topology
         ranks = range(topology.trainers)
-        return [rank for rank in ranks if self._gone >= set(topology.generators_of(rank))]
+        return [rank for rank in ranks if self._gone >= set(topology.generators_of[rank])]

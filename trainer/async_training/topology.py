@@ -97,20 +97,14 @@ class Topology:
         return topology
 
     @cached_property
-    def _receivers(self) -> dict[int, list[int]]:
+    def trainers_of(self) -> dict[int, list[int]]:
+        """Map each generator to the trainer ranks that get its samples."""
         return by_first(self.experience)
 
     @cached_property
-    def _senders(self) -> dict[int, list[int]]:
+    def generators_of(self) -> dict[int, list[int]]:
+        """Map each trainer rank to the generators whose samples it gets."""
         return by_first((trainer, generator) for generator, trainer in self.experience)
-
-    def trainers_of(self, generator: int) -> list[int]:
-        """Return the trainer ranks that get this generator's samples."""
-        return self._receivers.get(generator, [])
-
-    def generators_of(self, trainer: int) -> list[int]:
-        """Return the generators whose samples this trainer rank gets."""
-        return self._senders.get(trainer, [])
 
     @property
     def routed_ranks(self) -> list[int]:
@@ -124,12 +118,12 @@ class Topology:
 
     def generators_for(self, rank: int) -> list[int]:
         """Return the generators that generate for one of `routed_ranks`."""
-        return list(range(self.generators)) if rank == ANY_RANK else self.generators_of(rank)
+        return list(range(self.generators)) if rank == ANY_RANK else self.generators_of[rank]
 
     @property
     def lopsided(self) -> str:
         """Describe ranks that have more generators than others; "" if there are none."""
-        part = [1 / len(self.trainers_of(generator)) for generator in range(self.generators)]
+        part = [1 / len(self.trainers_of[generator]) for generator in range(self.generators)]
         ranks = self.routed_ranks
         shares = {r: sum(part[generator] for generator in self.generators_for(r)) for r in ranks}
         most, least = max(shares, key=lambda r: shares[r]), min(shares, key=lambda r: shares[r])
@@ -171,7 +165,7 @@ class Topology:
         """Return the table of routes, no wider than `width` columns."""
         rows = [("sender", "role or rank", "pool", "samples to", "weights to")]
         for generator, (role, pool) in enumerate(self.roles().items()):
-            to = _named("trainer", self.trainers_of(generator))
+            to = _named("trainer", self.trainers_of[generator])
             rows.append((f"generator {generator}", role, pool, to, "-"))
         for trainer in range(self.trainers):
             to = _named("generator", self.weight_receivers(trainer))
@@ -182,7 +176,7 @@ class Topology:
         """Check that each generator has receivers and one sender, and each trainer gets samples."""
         senders_of = by_first((generator, str(trainer)) for trainer, generator in self.weights)
         for generator in range(self.generators):
-            if not self.trainers_of(generator):
+            if generator not in self.trainers_of:
                 raise ConfigError(
                     f"async_training.sample_routes: generator {generator} sends its samples to no "
                     f"trainer. Add [{generator},{generator % self.trainers}]."
@@ -196,7 +190,7 @@ class Topology:
                     f"[{generator % self.trainers},{generator}]."
                 )
         for trainer in range(self.trainers):
-            if not self.generators_of(trainer):
+            if trainer not in self.generators_of:
                 raise ConfigError(
                     f"async_training.sample_routes: trainer {trainer} gets no samples, and "
                     "the other trainers would wait for it. Add "

@@ -38,8 +38,8 @@ def test_explicit_routes_of_samples_or_weights_replace_their_defaults() -> None:
         3, 2, sample_routes=[[2, 0], [0, 0], [1, 1]], weight_routes=[[1, 0], [1, 1], [1, 2]]
     )
     assert topology.experience == ((0, 0), (1, 1), (2, 0))
-    assert topology.generators_of(0) == [0, 2]
-    assert topology.trainers_of(1) == [1]
+    assert topology.generators_of[0] == [0, 2]
+    assert topology.trainers_of[1] == [1]
     assert [topology.weight_sender(generator) for generator in range(3)] == [1, 1, 1]
     assert topology.weight_receivers(0) == []
     assert Topology.of(3, 2, sample_routes=[[0, 0], [1, 1], [2, 0]]).weights == (
