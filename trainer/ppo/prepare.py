@@ -17,18 +17,7 @@ from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import rows_of
 from trainer.ppo.update import make_ptx_loader
-from trainer.rollouts.preflight import (
-    check_environment,
-    check_model,
-    check_promptless_rows,
-    check_reward_files,
-    check_reward_models,
-    check_rollout,
-    check_row_columns,
-    note_players,
-    sampling_code,
-    with_full_paths,
-)
+from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from workers.config import critic_optim, replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
@@ -43,21 +32,21 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
     The cluster starts in the background, because importing transformers takes about as long.
     """
-    check_promptless_rows(config)
+    preflight.check_promptless_rows(config)
     check_files(config.data)
-    check_reward_files(config)
-    preflight(config)
+    preflight.check_reward_files(config)
+    check_models(config)
     begin_cluster(config, at_end)
     # workers inherit this; a progress bar per rank and weight file would hide the run's own output
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-    kinds = check_environment(config, tokenizer)
+    kinds = preflight.check_environment(config, tokenizer)
     check_players(config, kinds.values())
     loader = PromptLoader(config, tokenizer, scores_by_rule(config), config.steps_per_batch)
-    check_row_columns(kinds, loader.prompts.columns)
-    note_players(kinds, loader.prompts, loader.validation)
+    preflight.check_row_columns(kinds, loader.prompts.columns)
+    preflight.note_players(kinds, loader.prompts, loader.validation)
     rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))
     reject_wrong_results(rewards, loader.prompts, tokenizer, config.data.max_response_length)
@@ -72,12 +61,12 @@ def worker_code(config: PPOConfig) -> list[str]:
     code = [*config.role_workers.values(), actor.policy_loss.loss_mode]
     for optim in (actor.optim, critic_optim(config)):
         code += [optim.optimizer, optim.lr_scheduler_type]
-    return [*code, *sampling_code(config)]
+    return [*code, *preflight.sampling_code(config)]
 
 
 def resolve_config(config: Any) -> Any:
     """Return the configuration with absolute paths of environments, and passes that fit."""
-    return fit_passes(with_full_paths(config), devices_of(config.trainer))
+    return fit_passes(preflight.with_full_paths(config), devices_of(config.trainer))
 
 
 def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
@@ -95,13 +84,13 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     return [count, *lines]
 
 
-def preflight(config: PPOConfig) -> None:
+def check_models(config: PPOConfig) -> None:
     """Reject models, parallel layouts, engines and quantizations that cannot work in this run."""
     policy, models = config.actor_rollout_ref, models_of(config)
     for role, model in models.items():
         if model.head == "score":
             continue  # checked by check_reward_models
-        check_model(config, model.key, model.model.path)
+        preflight.check_model(config, model.key, model.model.path)
         check_axes_of(config, role, model)
         if model.trains:
             check_adapter(model.model, model.head)
@@ -128,8 +117,8 @@ def preflight(config: PPOConfig) -> None:
 
         check_notes_routing(policy.rollout)
         routing.check_routers(meta_model(policy.model, "token"))
-    check_reward_models(config)
-    check_rollout(config)
+    preflight.check_reward_models(config)
+    preflight.check_rollout(config)
 
     sections: dict[str, tuple[str, str, Any]] = {}
     for model in models.values():

@@ -13,7 +13,7 @@ from trainer.cli.check import explain
 from trainer.config.devices import Devices
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes, largest_pass, plan_text, role_memories
-from trainer.ppo.prepare import preflight
+from trainer.ppo.prepare import check_models
 from trainer.ppo.recipe import load_config
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
@@ -268,9 +268,9 @@ def test_reward_models_use_the_token_budget_of_the_actor(
 def test_offloading_is_rejected_on_cpus(model: Path, setting: str, named: str) -> None:
     more = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=native", *NO_VLLM]
     off = "actor_rollout_ref.ref.fsdp_config.param_offload=null"
-    preflight(script_config(model, *more, off))
+    check_models(script_config(model, *more, off))
     with pytest.raises(ConfigError, match=f"{named}.*this run is on CPUs"):
-        preflight(script_config(model, *more, off, setting))
+        check_models(script_config(model, *more, off, setting))
 
 
 def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:

@@ -13,7 +13,7 @@ from tests.trainer.ppo.judge_role import ConfigWithJudge, JudgeWorker
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.dataflow import describe, step_nodes
 from trainer.ppo.memory import role_memories
-from trainer.ppo.prepare import preflight
+from trainer.ppo.prepare import check_models
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
 from verl_like.errors import ConfigError
@@ -82,4 +82,4 @@ def test_a_step_calls_the_role_and_the_role_can_be_replaced(tiny_dir: Path, tmp_
 def test_a_missing_model_folder_is_named_by_its_key(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_with_judge(tiny_dir, tmp_path, "judge.path=nowhere")
     with pytest.raises(ConfigError, match="judge.path"):
-        preflight(config)
+        check_models(config)

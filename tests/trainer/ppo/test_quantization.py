@@ -15,7 +15,7 @@ from trainer import load_config, run
 from trainer.cli.check import explain
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
-from trainer.ppo.prepare import preflight
+from trainer.ppo.prepare import check_models
 from trainer.ppo.recipe import needs_correction
 from trainer.ppo.score import reference_drift
 from verl_like.batch.protocol import DataProto
@@ -192,4 +192,4 @@ def test_models_without_linear_layers_fail(settings: tuple[str, ...], tmp_path: 
     model.save_pretrained(tmp_path)
     config = load(*settings, f"actor_rollout_ref.model.path={tmp_path}", "algorithm=grpo")
     with pytest.raises(ConfigError, match="int8: a model of type 'gpt2' has no linear layers"):
-        preflight(config)
+        check_models(config)
