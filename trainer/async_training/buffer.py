@@ -31,13 +31,7 @@ from trainer.async_training.samplers import (
     num_samples_of,
 )
 from trainer.loop import EndOfSamples
-from trainer.observers.sample_log import (
-    IN_FLIGHT,
-    QUEUED,
-    SampleLog,
-    tokens_by_sample,
-    tokens_given_up,
-)
+from trainer.observers import sample_log
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
@@ -80,7 +74,7 @@ class ExperienceBuffer:
         self._sampler = BATCH_SAMPLERS.look_up(config.async_training.sampler)()
         self.chunks = Chunks(config, loader)
         self._activity, self._check_trainers = activity, check_trainers
-        self.log = SampleLog()
+        self.log = sample_log.SampleLog()
         self._changed = threading.Condition(self.log.lock)
         """The condition on which the trainer waits."""
         self._has_turn = threading.Condition(self.log.lock)
@@ -148,8 +142,8 @@ class ExperienceBuffer:
         With `on_buffer_full=evict_oldest`, a full buffer drops its oldest chunk.
         """
         assert chunk.samples is not None, "a finished chunk has samples"
-        tokens = tokens_by_sample(chunk.samples)
-        given_up = tokens_given_up(chunk.samples)
+        tokens = sample_log.tokens_by_sample(chunk.samples)
+        given_up = sample_log.tokens_given_up(chunk.samples)
         with self._changed:
             del self.chunks.in_flight[chunk.number]
             chunk.rows = None
@@ -215,7 +209,7 @@ class ExperienceBuffer:
         with self._changed:
             queued = [uid for chunk in self.chunks.ready for uid in chunk.uids]
             in_flight = [uid for chunk in self.chunks.in_flight.values() for uid in chunk.uids]
-            self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
+            self.log.check({sample_log.QUEUED: queued, sample_log.IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
         """Announce weights of this version, which generators load as soon as they may."""
@@ -280,7 +274,7 @@ class ExperienceBuffer:
             self.chunks.ready = [chunk for chunk in queued if chunk.samples is not None]
             for chunk in self.chunks.ready:
                 assert chunk.samples is not None, "a queued chunk has samples"
-                self.log.restore(chunk.generator, tokens_by_sample(chunk.samples))
+                self.log.restore(chunk.generator, sample_log.tokens_by_sample(chunk.samples))
 
     def close(self) -> None:
         """Stop handing out chunks, so that generators' threads end."""

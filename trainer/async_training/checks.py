@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.async_training.config import (
-    GENERATOR_SETTINGS,
-    ROLLOUT,
-    AsyncConfig,
-    samples_per_batch,
-)
+from trainer.async_training.config import GENERATOR_SETTINGS, ROLLOUT, AsyncConfig
 from trainer.async_training.topology import TRAINER_POOL, generator_role
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import notice_of, unused_reason
@@ -122,7 +117,7 @@ def check_run(config: AsyncConfig) -> list[str]:
 def _check_generators(config: AsyncConfig) -> list[str]:
     """Check the buffer, the generators' settings and engines, and the roles that score there."""
     async_training, topology = config.async_training, config.topology
-    num_samples = samples_per_batch(config)
+    num_samples = config.samples_per_batch
     limit, age = async_training.max_inflight_samples, async_training.drop_older_than
     if limit is not None and limit < num_samples:
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
+from trainer.async_training.config import AsyncConfig, open_at_once
 from trainer.async_training.samplers import BufferView, SampleChunk, num_samples_of
 from trainer.async_training.topology import ANY_RANK, by_first
 from trainer.rollouts.samples import repeat_prompts
@@ -146,7 +146,7 @@ class Chunks:
         """Maps the number of a chunk to the chunk, while a generator generates it."""
         self.ready: list[SampleChunk] = []
         """The queued chunks, in the order in which they arrived."""
-        self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
+        self._samples_per_version = config.async_training.update_steps * config.samples_per_batch
         self._limit = open_at_once(config)
         self._evicts = config.async_training.on_buffer_full == "evict_oldest"
         self._batches: dict[int, DataProto] = {}

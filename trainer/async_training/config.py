@@ -173,6 +173,11 @@ class AsyncConfig(PPOConfig):
         return self.async_training.train_epochs
 
     @property
+    def samples_per_batch(self) -> int:
+        """Number of samples per step."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
     def chunk_size(self) -> int:
         """Number of prompts per chunk: as configured, or the batch divided by the generators."""
         prompts = self.async_training.prompts_per_call
@@ -250,15 +255,10 @@ class AsyncConfig(PPOConfig):
         return [generator for generator in generators if self.rollout_of(generator) == first]
 
 
-def samples_per_batch(config: AsyncConfig) -> int:
-    """Return the number of samples per step."""
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-
-
 def open_at_once(config: AsyncConfig) -> int:
     """Return the maximum number of samples that may be queued or in generation."""
     async_training = config.async_training
     num_batches = (async_training.max_staleness + 1) * async_training.update_steps
     return min(
-        async_training.max_inflight_samples or sys.maxsize, num_batches * samples_per_batch(config)
+        async_training.max_inflight_samples or sys.maxsize, num_batches * config.samples_per_batch
     )

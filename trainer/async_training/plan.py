@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
+from trainer.async_training.config import AsyncConfig, open_at_once
 
 AGES = {0: "samples are of the newest version", 1: "samples are at most 1 version old"}
 MOMENTS = {"between_batches": "between two calls", "immediate": "in the middle of a call"}
@@ -28,7 +28,7 @@ def plan_lines(
         f"Batch: {batch:,} prompts in {_count(batch // config.chunk_size, 'call')} of "
         f"{_count(config.chunk_size, 'prompt')}; each call goes to one generator{together}",
         f"Staleness: {age} in an update, and generators pause when a new sample would exceed this",
-        f"Samples: {queued} ({num_open / samples_per_batch(config):.3g} batches)",
+        f"Samples: {queued} ({num_open / config.samples_per_batch:.3g} batches)",
         f"Weight sync: after every {rounds}, and a generator loads new weights "
         f"{MOMENTS[async_training.weight_update]}",
     ]

@@ -118,12 +118,8 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
             arguments[name] = named_rewards(batch, algorithm.gdpo_reward_keys)
         elif name == "whiten":
             arguments[name] = "advantages" not in algorithm.running_norm
-        elif name == "truncated" and algorithm.bootstrap_truncated:
-            require(batch, "finish_reason")  # names rows cut by the length limit
-            reasons = batch.non_tensor_batch["finish_reason"]
-            arguments[name] = torch.tensor([reason == LENGTH_LIMIT for reason in reasons])
         elif name == "truncated":
-            arguments[name] = None
+            arguments[name] = truncated_rows(batch) if algorithm.bootstrap_truncated else None
         elif name in SETTINGS:
             arguments[name] = getattr(algorithm, SETTINGS[name])
         elif is_required(parameter):
@@ -133,6 +129,13 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     arguments |= algorithm.args
     advantages, returns = estimator(**arguments)
     return write_columns(batch, advantages=advantages, returns=returns)
+
+
+def truncated_rows(batch: DataProto) -> Tensor:
+    """Return a mask of the samples that were cut at the length limit, [rows]."""
+    require(batch, "finish_reason")
+    reasons = batch.non_tensor_batch["finish_reason"]
+    return torch.tensor([reason == LENGTH_LIMIT for reason in reasons], dtype=torch.bool)
 
 
 def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:

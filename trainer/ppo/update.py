@@ -34,6 +34,7 @@ from torch import Tensor
 from trainer.data.files import row_limit
 from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
+from trainer.ppo.compute_advantage import truncated_rows
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import arguments_for
@@ -49,7 +50,6 @@ from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import get_policy_loss, traits_of
 from workers.rewards.weighted import SKIPPED
-from workers.rollout.sample import LENGTH_LIMIT
 
 logger = logging.getLogger(__name__)
 LARGEST_ERROR = 1.0
@@ -93,9 +93,7 @@ def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
     The other columns are shared with the argument. Mini-batches count tokens and rows by that mask,
     so the losses average over the remaining samples.
     """
-    require(batch, "finish_reason")
-    reasons = batch.non_tensor_batch["finish_reason"]
-    truncated = torch.tensor([reason == LENGTH_LIMIT for reason in reasons], dtype=torch.bool)
+    truncated = truncated_rows(batch)
     if truncated.all():
         logger.warning(
             "all %d samples of this step were truncated at the length limit, and "
