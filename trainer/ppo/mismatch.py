@@ -7,7 +7,6 @@ every step that computes old log-probs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.devices import devices_of
@@ -27,49 +26,42 @@ def largest_gap(batch: DataProto) -> float:
     return float(gaps.masked_fill(columns["response_mask"] == 0, 0.0).max())
 
 
-@dataclass(frozen=True)
-class GapMeasurements:
-    """The measurements of `diagnose_rollout_gap`."""
-
-    gap: float
-    """Largest log-prob gap with the run's sampling settings."""
-    plain_gap: float
-    """The same gap without top-k, top-p, min-p, bias and minimum length."""
-    stale: bool
-    """True if the rollout's weights differ from the actor's."""
-    quantization: str | None
-    """The engine's configured quantization."""
-    dtype: str
-    """The narrower of the compute dtypes of rollout and actor."""
-
-
-def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
+def explain_gap(
+    *, gap: float, plain_gap: float, stale: bool, quantization: str | None, dtype: str
+) -> tuple[str, str]:
     """Return the first cause that explains the measurements, as (name, sentence).
 
     The causes, in this order: staleness, none, sampling semantics, quantization, dtype, unknown.
+
+    Args:
+        gap: largest log-prob gap with the run's sampling settings.
+        plain_gap: the same gap without top-k, top-p, min-p, bias and minimum length.
+        stale: True if the rollout's weights differ from the actor's.
+        quantization: the engine's configured quantization.
+        dtype: the narrower of the compute dtypes of rollout and actor.
     """
-    gap, rounding = measured.gap, TOLERANCES["float32"]
-    is_cut = gap > 10 * max(measured.plain_gap, rounding)
-    is_narrow = measured.dtype != "float32" and gap <= TOLERANCES.get(measured.dtype, rounding)
+    rounding = TOLERANCES["float32"]
+    is_cut = gap > 10 * max(plain_gap, rounding)
+    is_narrow = dtype != "float32" and gap <= TOLERANCES.get(dtype, rounding)
     causes = (
         (
             "staleness",
-            measured.stale,
+            stale,
             "the rollout and the actor have different weights: sync before generating",
         ),
         ("none", gap <= rounding, "rounding of float32"),
         (
             "sampling semantics",
             is_cut,
-            f"it is {measured.plain_gap:.3g} without truncation, so the engine does not report "
+            f"it is {plain_gap:.3g} without truncation, so the engine does not report "
             "log-probs of the whole distribution at this temperature",
         ),
-        ("quantization", measured.quantization, f"quantization={measured.quantization} rounds"),
-        ("dtype", is_narrow, f"rounding of {measured.dtype}; float32 would close it"),
+        ("quantization", quantization, f"quantization={quantization} rounds"),
+        ("dtype", is_narrow, f"rounding of {dtype}; float32 would close it"),
         (
             "unknown",
             True,
-            f"with equal weights, in {measured.dtype}, with and without truncation: the two "
+            f"with equal weights, in {dtype}, with and without truncation: the two "
             "forward passes differ (attention, positions, or an engine's own model code)",
         ),
     )
@@ -100,12 +92,10 @@ def diagnose_rollout_gap(trainer: Any, prompts: DataProto) -> tuple[str, str]:
     device = devices_of(trainer.config.trainer).type
     types = (precision_of(policy.model, device).compute, rollout_dtype(policy, device))
     return explain_gap(
-        GapMeasurements(
-            gap=gaps[0],
-            plain_gap=gaps[1],
-            stale=actor != rollout,
-            quantization=policy.rollout.quantization
-            or policy.rollout.engine_kwargs.get("quantization"),
-            dtype=name_of(min(types, key=lambda dtype: dtype.itemsize)),
-        )
+        gap=gaps[0],
+        plain_gap=gaps[1],
+        stale=actor != rollout,
+        quantization=policy.rollout.quantization
+        or policy.rollout.engine_kwargs.get("quantization"),
+        dtype=name_of(min(types, key=lambda dtype: dtype.itemsize)),
     )

@@ -1,14 +1,12 @@
 """The mismatch gauge against plain numpy, and the verdicts of the self-test."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import PPOTrainer, load_config, run
-from trainer.ppo.mismatch import GapMeasurements, diagnose_rollout_gap, explain_gap
+from trainer.ppo.mismatch import diagnose_rollout_gap, explain_gap
 from workers.losses import blocks
 from workers.losses.mismatch import MismatchGauge
 
@@ -84,7 +82,13 @@ def test_the_block_size_changes_no_metric(monkeypatch):
     assert metrics_of(columns()) == pytest.approx(whole)
 
 
-FINE = GapMeasurements(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None, dtype="float32")
+FINE = {
+    "gap": 1e-6,
+    "plain_gap": 1e-6,
+    "stale": False,
+    "quantization": None,
+    "dtype": "float32",
+}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ FINE = GapMeasurements(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None,
     ],
 )
 def test_a_gap_is_explained_by_its_cause(changes, cause):
-    assert explain_gap(dataclasses.replace(FINE, **changes))[0] == cause
+    assert explain_gap(**FINE | changes)[0] == cause
 
 
 class Probe(PPOTrainer):
