@@ -265,11 +265,6 @@ def config_field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def free_field(default: Any = MISSING, **rules: Any) -> Any:
-    """Return a `config_field` whose key a resumed run is free to change."""
-    return config_field(default, may_change_on_resume=True, **rules)
-
-
 def rules_of(field: dataclasses.Field[Any]) -> KeyRules:
     """Return the rules that `config_field` attached to a field; a plain field has none."""
     rules: KeyRules = field.metadata.get("rules", NO_RULES)

@@ -12,7 +12,7 @@ from trainer.async_training.topology import ANY_RANK, Topology, generator_role, 
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from trainer.ppo.sizes import CRITIC_COPY
-from verl_like.config_key import ReadWhen, Section, changed, config_field, free_field
+from verl_like.config_key import ReadWhen, Section, changed, config_field
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
@@ -105,13 +105,17 @@ class AsyncSettings(Section):
     """Batches to train on per weight version."""
     train_epochs: int = config_field(1, above=0)
     """Passes over the batches of a weight version, reshuffled from the second pass on."""
-    on_generator_failure: str = free_field("fail", choices=("fail", "continue", "restart"))
+    on_generator_failure: str = config_field(
+        "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
+    )
     """If a generator dies, end the run, give its prompts to the others, or restart it."""
-    on_resume: str = free_field("regenerate", choices=("regenerate", "restore"), read_when=SAVES)
+    on_resume: str = config_field(
+        "regenerate", choices=("regenerate", "restore"), read_when=SAVES, may_change_on_resume=True
+    )
     """Generate queued samples again after a resume, or store them in the checkpoint."""
-    warn_after_idle_s: float = free_field(120.0, above=0)
+    warn_after_idle_s: float = config_field(120.0, above=0, may_change_on_resume=True)
     """Seconds without a batch after which a warning is logged."""
-    log_syncs: bool = free_field(False)
+    log_syncs: bool = config_field(False, may_change_on_resume=True)
     """Log weight deliveries to `syncs.jsonl`."""
 
 

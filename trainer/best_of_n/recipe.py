@@ -28,7 +28,7 @@ from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from trainer.ppo.verl import translate
-from verl_like.config_key import Section, changed, config_field, free_field, when
+from verl_like.config_key import Section, changed, config_field, when
 from verl_like.errors import ConfigError
 from workers.config import (
     ModelConfig,
@@ -83,7 +83,9 @@ class SelectionConfig(Section):
     """Samples that the length limit cut (`finish_reason` is length). `keep`: keep them, without an
     end in the loss; `drop`: drop and count them.
     """
-    file: str = free_field("", allows="a .parquet or .jsonl file, written when the run ends")
+    file: str = config_field(
+        "", allows="a .parquet or .jsonl file, written when the run ends", may_change_on_resume=True
+    )
     """Output file; empty: `selected.jsonl` in the run folder."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from verl_like.calls.diagnose import Deadlines
-from verl_like.config_key import ReadWhen, Section, config_field, free_field, unless, when
+from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import CallSignature, check_call, check_method
@@ -229,32 +229,45 @@ class RunConfig(Section):
 
     trainer: TrainerConfig = config_field(factory=TrainerConfig)
     """Length, devices, checkpoints and logging of the run."""
-    ray: RayConfig = free_field(factory=RayConfig, read_when=ON_RAY)
+    ray: RayConfig = config_field(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
     """The Ray cluster to start or join, and its runtime environment."""
-    timeouts: dict[str, float] = free_field(
-        factory=Deadlines.settings, allows="seconds above 0, each"
+    timeouts: dict[str, float] = config_field(
+        factory=Deadlines.settings,
+        allows="seconds above 0, each",
+        may_change_on_resume=True,
     )
     """Timeouts in seconds: `connect_s` for joining Ray, `placement_s` for placing a pool,
     `start_s` for starting processes, `rendezvous_s` for opening a process group, `call_s` for a
     call, `collective_s` for a collective of GPUs. A repeated call times out after ten times its
     usual duration, but not before `min_call_s`. Waits longer than `warn_s` are logged.
     """
-    resource_pool_spec: dict[str, list[int]] = free_field(
-        factory=dict, allows="{pool: [processes on each node]}, or [] for an even share"
+    resource_pool_spec: dict[str, list[int]] = config_field(
+        factory=dict,
+        allows="{pool: [processes on each node]}, or [] for an even share",
+        may_change_on_resume=True,
     )
     """Pools, with their processes per node."""
-    role_mapping: dict[str, str] = free_field(factory=dict, allows="role: pool")
+    role_mapping: dict[str, str] = config_field(
+        factory=dict, allows="role: pool", may_change_on_resume=True
+    )
     """Pool of each role; `actor_rollout` is actor and rollout in one process."""
     role_workers: dict[str, str] = config_field(factory=dict, allows="role: dotted path")
     """Worker class of each role."""
-    cpus_per_process: float | None = free_field(None, above=0, read_when=ON_RAY)
+    cpus_per_process: float | None = config_field(
+        None, above=0, read_when=ON_RAY, may_change_on_resume=True
+    )
     """CPUs per worker process; null: min(1, CPUs / processes)."""
-    pool_resources: dict[str, PoolResources] = free_field(
-        factory=dict, allows="{pool: {device, cpus, gpus, resources}}", read_when=SEVERAL_POOLS
+    pool_resources: dict[str, PoolResources] = config_field(
+        factory=dict,
+        allows="{pool: {device, cpus, gpus, resources}}",
+        read_when=SEVERAL_POOLS,
+        may_change_on_resume=True,
     )
     """Device, CPUs and GPUs of each process of a pool, if they differ from the defaults."""
 
-    faults: dict[str, Any] = free_field(factory=dict, options=FaultsConfig)
+    faults: dict[str, Any] = config_field(
+        factory=dict, options=FaultsConfig, may_change_on_resume=True
+    )
     """Faults to inject, as a test of recovery."""
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import TrainerConfig
-from verl_like.config_key import ReadWhen, Section, config_field, free_field, when
+from verl_like.config_key import ReadWhen, Section, config_field, when
 from workers.config import UserCodeConfig
 from workers.config.conditions import VALIDATION_IS_ON
 
@@ -35,8 +35,11 @@ class DataConfig(Section):
     """Files in verl's schema (Parquet, JSONL, CSV), data sets of the Hugging Face Hub, or, if the
     environment makes its prompts, the number of prompts per epoch.
     """
-    val_files: Any = free_field(
-        "", allows="a file, a list, or a number", read_when=VALIDATION_IS_ON
+    val_files: Any = config_field(
+        "",
+        allows="a file, a list, or a number",
+        read_when=VALIDATION_IS_ON,
+        may_change_on_resume=True,
     )
     """Validation data, like `train_files`; an empty value disables validation."""
     custom_cls: UserCodeConfig = config_field(factory=UserCodeConfig)
@@ -45,8 +48,11 @@ class DataConfig(Section):
     """Column of the prompts."""
     train_batch_size: int = config_field(1024, above=0)
     """Prompts per step."""
-    total_prompts: int | None = free_field(
-        None, above=0, hint="or null for a run of steps or epochs"
+    total_prompts: int | None = config_field(
+        None,
+        above=0,
+        hint="or null for a run of steps or epochs",
+        may_change_on_resume=True,
     )
     """Prompts of the whole run; null: as many as its steps or epochs need."""
     max_prompt_length: int = config_field(512, above=0)

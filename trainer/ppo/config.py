@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.schema import NAME_A_FOLDER, FaultsConfig, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
-from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, free_field, when
+from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, when
 from workers.config import KL_ESTIMATORS, RolloutCorrectionConfig, WorkersConfig
 from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 from workers.config.environment import HAS_ENVIRONMENT
@@ -195,7 +195,9 @@ class PPOConfig(RunConfig, WorkersConfig):
     """How rewards become advantages, and the KL in the reward."""
     trainer: PPOTrainerConfig = config_field(factory=PPOTrainerConfig)
     """Length, devices, checkpoints and logging of the run."""
-    faults: dict[str, Any] = free_field(factory=dict, options=PPOFaultsConfig)
+    faults: dict[str, Any] = config_field(
+        factory=dict, options=PPOFaultsConfig, may_change_on_resume=True
+    )
     """Faults to inject, as a test of recovery."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import ReadWhen, Section, config_field, free_field
+from verl_like.config_key import ReadWhen, Section, config_field
 from verl_like.process.sandbox import Sandbox
 
 
@@ -53,7 +53,9 @@ class EnvironmentConfig(Section):
         None, allows="the name of a format, or FILE.py:FUNCTION"
     )
     """Format of tool calls, or your parser; null: the format that the chat template implies."""
-    request_settings: str = free_field("serve", choices=("serve", "override", "reject"))
+    request_settings: str = config_field(
+        "serve", choices=("serve", "override", "reject"), may_change_on_resume=True
+    )
     """Sampling settings in an agent's requests. `serve`: use the supported ones; `override`: use
     the run's; `reject`: reject those that differ from the run's.
     """
@@ -74,15 +76,17 @@ class EnvironmentConfig(Section):
     """How a turn reads the older turns. `sampled`: as the sampled tokens; `retokenized`: as the
     chat template renders them, tokenized again.
     """
-    step_timeout_s: float = free_field(30.0, above=0)
+    step_timeout_s: float = config_field(30.0, above=0, may_change_on_resume=True)
     """Timeout of an environment's reply, in seconds."""
-    trajectory_timeout_s: float = free_field(600.0, above=0)
+    trajectory_timeout_s: float = config_field(600.0, above=0, may_change_on_resume=True)
     """Timeout of a whole trajectory, in seconds."""
-    retries: int = free_field(2, at_least=0)
+    retries: int = config_field(2, at_least=0, may_change_on_resume=True)
     """Maximum restarts of a trajectory whose environment failed."""
-    reward_on_failure: float | None = free_field(None, allows="a number")
+    reward_on_failure: float | None = config_field(
+        None, allows="a number", may_change_on_resume=True
+    )
     """Reward of trajectories that fail after a turn; null leaves them out of the update."""
-    max_failed_fraction: float = free_field(0.5, at_least=0, at_most=1)
+    max_failed_fraction: float = config_field(0.5, at_least=0, at_most=1, may_change_on_resume=True)
     """Fraction of failed trajectories in a batch above which the run ends."""
-    sandbox: dict[str, Any] = free_field(factory=dict, options=Sandbox)
+    sandbox: dict[str, Any] = config_field(factory=dict, options=Sandbox, may_change_on_resume=True)
     """Sandbox of the environments: limits of memory, CPU time, files, processes and network."""

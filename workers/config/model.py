@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import (
-    ReadWhen,
-    Section,
-    config_field,
-    entry_takes,
-    free_field,
-    unless,
-    when,
-)
+from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, unless, when
 from workers.config.conditions import SAVES, is_bare_config
 
 STRATEGIES: dict[str, tuple[str, bool]] = {
@@ -86,7 +78,12 @@ def schedule_takes(name: str) -> ReadWhen:
 class ShardedConfig(Section):
     """How a trained model is distributed over ranks."""
 
-    strategy: str = free_field("fsdp", choices=tuple(STRATEGIES), elsewhere=STRATEGIES_ELSEWHERE)
+    strategy: str = config_field(
+        "fsdp",
+        choices=tuple(STRATEGIES),
+        elsewhere=STRATEGIES_ELSEWHERE,
+        may_change_on_resume=True,
+    )
     """How the model is distributed over ranks. `single`, `ddp`: whole on every rank;
     `shard_grad_op`: ZeRO-2; `fsdp`: ZeRO-3; `+offload`: in host memory between calls.
     `fsdp_offload` means `fsdp+offload`.
@@ -189,12 +186,12 @@ class ParallelConfig(Section):
 
 def role_axes() -> Any:
     """Return a field for the role's parallel axes, which override the section `parallel`."""
-    return free_field(factory=dict, options=ParallelConfig)
+    return config_field(factory=dict, options=ParallelConfig, may_change_on_resume=True)
 
 
 def role_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
     """Return a field for the role's sharding settings, which add to `strategy`."""
-    return free_field(factory=dict, options=options)
+    return config_field(factory=dict, options=options, may_change_on_resume=True)
 
 
 @dataclass(kw_only=True)
@@ -231,21 +228,24 @@ class ModelConfig(Section):
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = config_field(None, allows="a number", read_when=HAS_NO_WEIGHTS)
     """Seed of random weights, if the folder has no weights; null rejects such a folder."""
-    enable_gradient_checkpointing: bool | None = free_field(None)
+    enable_gradient_checkpointing: bool | None = config_field(None, may_change_on_resume=True)
     """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
-    attn_implementation: str = free_field(
+    attn_implementation: str = config_field(
         "auto",
         choices=ATTENTIONS,
+        may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
     """Attention kernel. `auto`: for 16-bit passes on GPUs, the newest installed FlashAttention, or
     torch's; otherwise sdpa (eager if sdpa is wrong for the model).
     """
-    use_remove_padding: bool = free_field(True)
+    use_remove_padding: bool = config_field(True, may_change_on_resume=True)
     """Pack rows without padding if the model supports it."""
-    share_prefixes: bool = free_field(True, verl="actor_rollout_ref.actor.use_prefix_grouper")
+    share_prefixes: bool = config_field(
+        True, may_change_on_resume=True, verl="actor_rollout_ref.actor.use_prefix_grouper"
+    )
     """Compute a prefix only once if several rows of a pass share it, such as a prompt."""
-    use_fused_kernels: bool = free_field(True)
+    use_fused_kernels: bool = config_field(True, may_change_on_resume=True)
     """Compute large logits in chunks, to save memory."""
     dtype: str = config_field(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
@@ -253,9 +253,9 @@ class ModelConfig(Section):
     """Dtype of weights and optimizer state. bfloat16 rounds small updates away."""
     compute_dtype: str | None = config_field(None, choices=DTYPES)
     """Dtype of the forward and backward passes; null: bfloat16 on GPUs, otherwise `dtype`."""
-    compile: str = free_field("auto", choices=COMPILES)
+    compile: str = config_field("auto", choices=COMPILES, may_change_on_resume=True)
     """Compile layers with torch.compile; `auto`: only on GPUs."""
-    fp8_linear: bool = free_field(False)
+    fp8_linear: bool = config_field(False, may_change_on_resume=True)
     """Train linear layers in float8 (Ada, Hopper and newer)."""
     lora_rank: int = config_field(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
@@ -271,8 +271,11 @@ class ModelConfig(Section):
 class CheckpointConfig(Section):
     """What a role saves in a checkpoint."""
 
-    save_contents: list[str] = free_field(
-        factory=lambda: ["model", "optimizer", "extra"], choices=SAVE_CONTENTS, read_when=SAVES
+    save_contents: list[str] = config_field(
+        factory=lambda: ["model", "optimizer", "extra"],
+        choices=SAVE_CONTENTS,
+        read_when=SAVES,
+        may_change_on_resume=True,
     )
     """Contents of a checkpoint. A resume needs `model`, and to continue with the same numbers also
     `optimizer` and `extra` (the random state). `hf_model` is a Hugging Face folder.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import ReadWhen, Section, config_field, free_field, unless, when
+from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from workers.config.conditions import (
     REWARDS_TEACH,
     SPLIT_BY_SAMPLES,
@@ -147,14 +147,19 @@ class ActorConfig(ShardedConfig):
     times as many samples, taken from all prompts. Must divide `data.train_batch_size`; by default,
     the largest divisor up to 64.
     """
-    ppo_micro_batch_size_per_gpu: int = free_field(8, above=0, read_when=SPLIT_BY_SAMPLES)
+    ppo_micro_batch_size_per_gpu: int = config_field(
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
+    )
     """Samples per micro-batch and rank."""
-    use_dynamic_bsz: bool = free_field(True)
+    use_dynamic_bsz: bool = config_field(True, may_change_on_resume=True)
     """Limit micro-batches by tokens instead of samples. Setting `ppo_micro_batch_size_per_gpu` or
     `log_prob_micro_batch_size_per_gpu` turns this off.
     """
-    ppo_max_token_len_per_gpu: int | None = free_field(
-        None, allows="at least prompt and response", read_when=SPLIT_BY_TOKENS
+    ppo_max_token_len_per_gpu: int | None = config_field(
+        None,
+        allows="at least prompt and response",
+        read_when=SPLIT_BY_TOKENS,
+        may_change_on_resume=True,
     )
     """Tokens per micro-batch and rank; null: as many as fit in memory, at most 16,384 (or one row,
     if it is longer).
@@ -244,7 +249,9 @@ class RefConfig(FrozenModelConfig):
     It is frozen unless `update_every` is set.
     """
 
-    log_prob_micro_batch_size_per_gpu: int = free_field(8, above=0, read_when=SPLIT_BY_SAMPLES)
+    log_prob_micro_batch_size_per_gpu: int = config_field(
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
+    )
     """Samples per forward pass and rank."""
     model: RefModelConfig = config_field(factory=RefModelConfig)
     """The weights of the reference."""
@@ -317,7 +324,7 @@ class CriticModelConfig(Section):
 
     path: str = config_field("", allows="a folder or a name")
     """Folder or hub name of a language model or a reward model; by default the actor's."""
-    enable_gradient_checkpointing: bool | None = free_field(None)
+    enable_gradient_checkpointing: bool | None = config_field(None, may_change_on_resume=True)
     """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
     lora_rank: int = config_field(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
@@ -339,10 +346,15 @@ class CriticConfig(ShardedConfig):
         None, allows="a divisor of `data.train_batch_size`"
     )
     """Size of the critic's mini-batches in prompts; null: the actor's."""
-    ppo_micro_batch_size_per_gpu: int = free_field(8, above=0, read_when=SPLIT_BY_SAMPLES)
+    ppo_micro_batch_size_per_gpu: int = config_field(
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
+    )
     """Samples per micro-batch and rank."""
-    ppo_max_token_len_per_gpu: int | None = free_field(
-        None, allows="at least prompt and response", read_when=SPLIT_BY_TOKENS
+    ppo_max_token_len_per_gpu: int | None = config_field(
+        None,
+        allows="at least prompt and response",
+        read_when=SPLIT_BY_TOKENS,
+        may_change_on_resume=True,
     )
     """Tokens per micro-batch and rank; null: the actor's."""
     ppo_epochs: int | None = config_field(None, above=0, hint="or null for the actor's")

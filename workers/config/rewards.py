@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import ReadWhen, Section, config_field, free_field, unless, when
+from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from verl_like.process.sandbox import Sandbox
 from workers.config.conditions import NO_REWARD_LIST, has_no_reward
 from workers.config.model import QUANTIZATIONS
@@ -75,7 +75,9 @@ class RewardModelConfig(Section):
     """Folder or hub name of a sequence classifier."""
     quantization: str | None = config_field(None, choices=QUANTIZATIONS, read_when=when("enable"))
     """`int8`: store linear weights as int8, unsharded on each rank; null disables quantization."""
-    micro_batch_size_per_gpu: int | None = free_field(None, above=0, read_when=when("enable"))
+    micro_batch_size_per_gpu: int | None = config_field(
+        None, above=0, read_when=when("enable"), may_change_on_resume=True
+    )
     """Samples per forward pass and rank; null: passes as large as the actor's."""
 
 
@@ -202,9 +204,13 @@ class ScoringConfig(Section):
         factory=OverlongPenaltyConfig, verl="reward_model.reward_kwargs.overlong_buffer_cfg"
     )
     """Penalty on long responses (DAPO)."""
-    max_failed_fraction: float = free_field(0.5, at_least=0, at_most=1, read_when=MAY_FAIL)
+    max_failed_fraction: float = config_field(
+        0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
+    )
     """Fraction of failed samples in a batch above which the run ends."""
-    trust_programs: bool = free_field(False, read_when=MAY_FAIL)
+    trust_programs: bool = config_field(False, read_when=MAY_FAIL, may_change_on_resume=True)
     """Accept asserts of any form as tests of programs, which can then forge their scores."""
-    sandbox: dict[str, Any] = free_field(factory=dict, options=Sandbox, read_when=HAS_FUNCTION)
+    sandbox: dict[str, Any] = config_field(
+        factory=dict, options=Sandbox, read_when=HAS_FUNCTION, may_change_on_resume=True
+    )
     """Sandbox of the reward functions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import ReadWhen, Section, config_field, free_field, unless, when
+from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import Registry
 from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
@@ -113,9 +113,13 @@ class RolloutConfig(Section):
     """Sample from the most likely tokens with this total probability (nucleus sampling)."""
     do_sample: bool = config_field(True)
     """Sample; false: decode greedily."""
-    max_num_seqs: int = free_field(256, above=0, read_when=ENGINE_IS_NOT_HF)
+    max_num_seqs: int = config_field(
+        256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True
+    )
     """Samples that a rank decodes together; with vLLM on GPUs, the default is 1024."""
-    kv_cache_gib: float = free_field(4.0, above=0, read_when=CACHE_IS_OURS)
+    kv_cache_gib: float = config_field(
+        4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True
+    )
     """GiB of KV cache per rank, for native and for vllm on CPUs (rounded to whole GiB). Native may
     store as much again between the turns of trajectories.
     """
@@ -132,18 +136,23 @@ class RolloutConfig(Section):
         allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",
     )
     """Further sampling settings. Validation uses only the stop settings."""
-    update_weights_bucket_megabytes: float = free_field(16.0, above=0, read_when=ROLLOUT_IS_APART)
+    update_weights_bucket_megabytes: float = config_field(
+        16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
+    )
     """Size in MiB of the buckets in which weights are sent; on GPUs the default is 512."""
-    weight_sync: str = free_field("full", choices=WEIGHT_SYNCS, read_when=ROLLOUT_IS_APART)
+    weight_sync: str = config_field(
+        "full", choices=WEIGHT_SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
+    )
     """`full`: send all weights; `changed`: send only the numbers that changed (each side keeps a
     copy of the weights in host memory).
     """
     merge_lora: bool = config_field(False, read_when=VLLM_TAKES_ADAPTERS)
     """Send merged weights of a LoRA policy; false: vLLM loads the base model and gets adapters."""
-    server_urls: list[str] = free_field(
+    server_urls: list[str] = config_field(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",
         read_when=ENGINE_IS_VLLM,
+        may_change_on_resume=True,
     )
     """Running vLLM servers to use; empty: engines in the rollout's processes."""
     engine_kwargs: dict[str, Any] = config_field(
@@ -152,14 +161,23 @@ class RolloutConfig(Section):
         read_when=VLLM_IS_OURS,
     )
     """Further arguments for vLLM's `LLM` class."""
-    tensor_model_parallel_size: int = free_field(1, above=0, read_when=VLLM_IS_OURS)
+    tensor_model_parallel_size: int = config_field(
+        1, above=0, read_when=VLLM_IS_OURS, may_change_on_resume=True
+    )
     """Ranks per vLLM engine; must divide the ranks of the rollout's pool."""
-    gpu_memory_utilization: float = free_field(0.5, above=0, at_most=1, read_when=VLLM_IS_OURS)
+    gpu_memory_utilization: float = config_field(
+        0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
+    )
     """Fraction of a GPU's memory that vLLM uses; on CPUs, see `kv_cache_gib`."""
-    log_prob_micro_batch_size_per_gpu: int = free_field(8, above=0, read_when=SPLIT_BY_SAMPLES)
+    log_prob_micro_batch_size_per_gpu: int = config_field(
+        8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
+    )
     """Samples per forward pass and rank when the old log-probs, or a teacher's, are computed."""
-    val_kwargs: dict[str, Any] = free_field(
-        factory=dict, options=ValidationSamplingConfig, read_when=VALIDATES
+    val_kwargs: dict[str, Any] = config_field(
+        factory=dict,
+        options=ValidationSamplingConfig,
+        read_when=VALIDATES,
+        may_change_on_resume=True,
     )
     """Sampling in validation; by default greedy, one sample per prompt."""
 

@@ -6,15 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import (
-    ReadWhen,
-    Section,
-    config_field,
-    entry_takes,
-    free_field,
-    unless,
-    when,
-)
+from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, unless, when
 from verl_like.registry import registry_of
 from workers.config.conditions import VALIDATION_IS_ON
 from workers.config.model import (
@@ -39,7 +31,9 @@ class RowDataConfig(Section):
         "", allows="a file, or a list", required="set a file of rows, or a list of files"
     )
     """Parquet, JSONL or CSV files of the recipe's rows."""
-    val_files: Any = free_field("", allows="a file, or a list", read_when=VALIDATION_IS_ON)
+    val_files: Any = config_field(
+        "", allows="a file, or a list", read_when=VALIDATION_IS_ON, may_change_on_resume=True
+    )
     """Validation files; an empty value disables validation."""
     train_batch_size: int = config_field(64, above=0)
     """Rows per optimizer step, over all ranks."""
@@ -47,13 +41,18 @@ class RowDataConfig(Section):
     """Length in tokens to which rows are truncated; null: the model's positions, at most 1,024."""
     on_bad_row: str = config_field("error", choices=("error", "skip"))
     """Invalid rows. `error`: stop the run; `skip`: leave them out and count them."""
-    use_dynamic_bsz: bool = free_field(True)
+    use_dynamic_bsz: bool = config_field(True, may_change_on_resume=True)
     """Limit micro-batches by tokens instead of rows."""
-    max_token_len_per_gpu: int = free_field(
-        16384, allows="max_length, or more", read_when=when("use_dynamic_bsz")
+    max_token_len_per_gpu: int = config_field(
+        16384,
+        allows="max_length, or more",
+        read_when=when("use_dynamic_bsz"),
+        may_change_on_resume=True,
     )
     """Tokens per micro-batch and rank; with padding, if rows are not packed."""
-    micro_batch_size_per_gpu: int = free_field(8, above=0, read_when=when("use_dynamic_bsz", False))
+    micro_batch_size_per_gpu: int = config_field(
+        8, above=0, read_when=when("use_dynamic_bsz", False), may_change_on_resume=True
+    )
     """Rows per micro-batch and rank."""
 
 
