@@ -99,6 +99,11 @@ class Prediction:
     staleness: Counter[int]
     """Versions between generation and update -> number of chunks."""
 
+    def share(self, role: str, state: str) -> float:
+        """Return the mean fraction of time in `state` over roles whose names begin with `role`."""
+        shares = [states[state] for name, states in self.shares.items() if name.startswith(role)]
+        return sum(shares) / len(shares)
+
 
 class _Generator:
     """A simulated generator, and its total times so far."""

@@ -227,8 +227,9 @@ def test_quitting_the_debugger_ends_the_command(
         raise BdbQuit
 
     monkeypatch.setattr(sys, "breakpointhook", quit_at_once)
+    monkeypatch.setattr(sys, "argv", ["verl-like", "replay", str(whole), "--step=3", "--break"])
     with pytest.raises(SystemExit, match="left from the debugger: nothing was compared"):
-        main._run("replay", [str(whole), "--step=3", "--break"])
+        main.main()
 
 
 def test_a_replay_keeps_the_number_of_processes(tmp_path: Path, tiny_dir: Path) -> None:
