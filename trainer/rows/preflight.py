@@ -31,10 +31,13 @@ def preflight(config: RowConfig) -> None:
 
     Also reject shardings and adapters that do not fit the model, and offloading on CPUs.
     """
-    trained = config.model
-    check_offload(config.trainer, {"model": (trained.strategy, "model", trained.fsdp_config)})
+    models, sections = role_models(config), {}
+    for model in models.values():
+        section = model.key.removesuffix(".path").removesuffix(".model")
+        sections[section] = (model.strategy if model.trains else "", section, model.fsdp)
+    check_offload(config.trainer, sections)
     longest = longest_row(config)
-    for role, model in role_models(config).items():
+    for role, model in models.items():
         path = model.model.path
         check_ranks(config, role, model.sharding)
         if config.trainer.simulate is None:

@@ -48,3 +48,16 @@ def test_a_reference_of_fewer_positions_is_named(tmp_path: Path) -> None:
         ConfigError, match=r"up to 64 tokens, but ref\.model\.path=.* has 32 positions"
     ):
         preflight(config)
+
+
+@pytest.mark.parametrize("section", ["model", "ref"])
+def test_offloading_on_cpus_is_rejected_for_every_model(section: str, tmp_path: Path) -> None:
+    for name in ("model", "ref"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}", encoding="utf-8")
+        (tmp_path / name / "model.safetensors").touch()
+    settings = [f"model.path={tmp_path}/model", f"ref.model.path={tmp_path}/ref"]
+    settings += ["data.train_files=rows.jsonl", f"{section}.fsdp_config.param_offload=true"]
+    config = load_config(settings, DPO)
+    with pytest.raises(ConfigError, match=f"^{section}.fsdp_config.param_offload=true: .*CPUs"):
+        preflight(config)
