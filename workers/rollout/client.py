@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -158,10 +159,14 @@ class RolloutClient:
         complete = [number for number, rows in self.submissions.items() if not rows.missing]
         return [self.submissions.pop(number) for number in complete]
 
+    @cached_property
+    def _ranks_of_engine(self) -> int:
+        num_engines = len(self.group.generate_sequences.collecting_ranks())
+        return int(self.group.world_size) // num_engines
+
     def _ask(self, method: str, rank: int, *args: Any) -> WorkerFuture:
         """Call the first rank of an engine; the engine's other ranks follow."""
-        num_engines = len(self.group.generate_sequences.collecting_ranks())
-        others = range(rank + 1, rank + self.group.world_size // num_engines)
+        others = range(rank + 1, rank + self._ranks_of_engine)
         self._following += [self.group.follow.remote_on(other) for other in others]
         call: WorkerFuture = getattr(self.group, method).remote_on(rank, *args)
         return call
