@@ -52,9 +52,9 @@ class Whole:
     """A layer that every rank computes completely; the base class of the other styles."""
 
     weight: Placement = Replicate()
-    """How the layer's `weight` is split."""
+    """Placement of the layer's `weight`."""
     others: Placement = Replicate()
-    """How its other parameters are split."""
+    """Placement of the layer's other parameters."""
     partial = False
     """True if the weights' gradients on a rank are partial and must be summed."""
 

@@ -304,14 +304,14 @@ class WeightedScores:
     ) -> None:
         """Add the columns of one reward to `extras`, and its metrics to `metrics`."""
         name, several = part.config.name, len(self._rewards.parts) > 1
-        own = f"{name}/" if several and name != "function" else ""
+        prefix = f"{name}/" if several and name != "function" else ""
         counts = {
             key: metrics.get(key, 0.0) + term.metrics[key] for key in COUNTS if key in term.metrics
         }
         for key, value in term.metrics.items():
-            metrics[key.replace("reward/", f"reward/{own}", 1)] = value
+            metrics[key.replace("reward/", f"reward/{prefix}", 1)] = value
         metrics |= counts
-        extras |= {f"reward_extra/{own}{key}": column for key, column in term.extras.items()}
+        extras |= {f"reward_extra/{prefix}{key}": column for key, column in term.extras.items()}
         if several or name != "function":  # the score of a single function is critic/score/mean
             sums = term.scores.sum(dim=-1)
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()

@@ -320,9 +320,9 @@ def leave_if_broken() -> bool:
         daemons = [processes[0].process for kind, processes in _own_processes() if kind in DAEMONS]
         is_broken = any(daemon.poll() is not None for daemon in daemons)
         if not is_broken:
-            asked = within(RELEASE_S, ray.nodes, "asking Ray's nodes")
-            has_answer = asked.done() and asked.exception() is None
-            is_broken = not has_answer or not any(node["Alive"] for node in asked.result())
+            nodes = within(RELEASE_S, ray.nodes, "asking Ray's nodes")
+            has_answer = nodes.done() and nodes.exception() is None
+            is_broken = not has_answer or not any(node["Alive"] for node in nodes.result())
         if is_broken:
             _leave()
     return not ray.is_initialized()
