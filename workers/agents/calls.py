@@ -43,12 +43,6 @@ class Form:
     mark: str = ""
     """If a chat template contains this string, it uses this format; by default the opening."""
 
-    def blocks(self, text: str) -> list[re.Match[str]]:
-        """Return the calls in a text."""
-        opening = re.escape(self.opening)
-        closing = re.escape(self.closing) + "|" if self.closing else ""
-        return [*re.finditer(rf"{opening}(.*?)(?:{closing}(?={opening})|\Z)", text, re.DOTALL)]
-
 
 FORMS = {
     "hermes": Form("<tool_call>", "</tool_call>"),
@@ -76,6 +70,10 @@ THOUGHTS = {
     "<|channel|>analysis": "<|end|><|start|>assistant",
 }
 """The strings around reasoning, in which calls are ignored."""
+OPENED = re.compile(
+    "|".join(rf"{re.escape(a)}.*?(?:{re.escape(b)}|\Z)" for a, b in THOUGHTS.items()), re.DOTALL
+)
+"""Matches reasoning with its opening."""
 IS_LIKE_A_CALL = re.compile(
     r"<[^<>\s]*(?:tool|function)[_▁]?calls?\b|<(?:function|invoke)\b|\"(?:arguments|parameters)\"\s*:",
     re.IGNORECASE,
@@ -95,12 +93,19 @@ NAME_AND_JSON = re.compile(
     re.DOTALL,
 )
 """Matches a name, separators, and JSON arguments."""
-FUNCTION = re.compile(r'<function=([^<>]*)>|\A\s*name="([^"<>]*)"\s*>')
-PARAMETER = re.compile(
-    r'<(?:｜DSML｜)?parameter(?:=|\s+name=")([^<>"]*)[^<>]*>|<arg_key>([^<]*)</arg_key>\s*<arg_value>'
+TAG = re.compile(
+    r'<function=(?P<function>[^<>]*)>|\A\s*name="(?P<invoked>[^"<>]*)"\s*>'
+    r'|<(?:｜DSML｜)?parameter(?:=|\s+name=")(?P<parameter>[^<>"]*)[^<>]*>'
+    r"|<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"
+    r"|</(?:(?:｜DSML｜)?parameter|arg_value)>(?P<is_last>(?=\s*(?:\Z|</function>|<function=|"
+    r"<(?:｜DSML｜)?parameter[=\s]|<arg_key>)))?"
 )
-VALUE = re.compile(r"(.*)</(?:(?:｜DSML｜)?parameter|arg_value)>", re.DOTALL)
-"""Matches the value of an argument, up to the last closing tag before the next argument."""
+"""Matches the tags of a call whose arguments stand between tags: its name, and around its values.
+
+A closing tag has a group `is_last` if the text after it continues the call.
+"""
+MOST_ENDS = 1000
+"""Maximum number of closing tags of a text that are tried as the end of a call."""
 GEMMA = re.compile(rf'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|([{{,]\s*)({NAME})\s*:', re.DOTALL)
 """Matches strings in Gemma's quotes, and keys without quotes."""
 
@@ -117,15 +122,18 @@ def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
     is used. A text that consists only of JSON or Python calls needs no opening. If all formats are
     allowed, the text may also end with JSON calls, or contain them in a code block.
     """
-    seen = _without_thoughts(text)
-    for name, form in FORMS.items():
-        if (not forms or name in forms) and (blocks := form.blocks(seen)):
-            calls = [call for block in blocks for call in _read(block[1].strip(), name)]
-            begins = [0, *(block.end() for block in blocks)]
-            ends = [*(block.start() for block in blocks), len(text)]
+    thought = OPENED.match(text.lstrip())
+    calls, rest = _bare(text.lstrip()[thought.end() if thought else 0 :].strip(), is_whole=True)
+    if calls:  # an argument may contain any tag
+        return calls, rest
+    for name in FORMS:
+        if (not forms or name in forms) and (blocks := _blocks(text, name)):
+            begins = [0, *(end for _, end, _ in blocks)]
+            ends = [*(begin for begin, _, _ in blocks), len(text)]
             rest = "".join(text[begin:end] for begin, end in zip(begins, ends, strict=True))
+            calls = [call for _, _, calls in blocks for call in calls]
             return calls, AROUND_CALLS.sub("", rest).strip()
-    return _bare(seen.strip(), is_whole=bool(forms))
+    return _bare(_without_thoughts(text).strip(), is_whole=bool(forms))
 
 
 def call_like(text: str) -> str:
@@ -139,11 +147,48 @@ def of_user(function: Callable[[str], Sequence[Mapping[str, Any]]]) -> Parser:
     return lambda text: ([_of_object(call) for call in function(text)], "")
 
 
+def _blocks(text: str, name: str) -> list[tuple[int, int, list[ToolCall]]]:
+    """Return begin, end and calls of every block of a format, outside the reasoning of a text.
+
+    A tag in the value of an argument is text: a block ends at the first tag with which its calls
+    can be read, or at the first tag if there is none.
+    """
+    form = FORMS[name]
+    tags = [form.opening, *THOUGHTS, *THOUGHTS.values()]
+    starts = re.compile("|".join(map(re.escape, tags)))
+    closings = [form.closing] if form.closing else []
+    closed = "|".join(map(re.escape, [*closings, *THOUGHTS.values()]))
+    ends = re.compile(rf"{closed}|(?={re.escape(form.opening)})|\Z")
+    blocks: list[tuple[int, int, list[ToolCall]]] = []
+    at, num_tried = 0, 0
+    while start := starts.search(text, at):
+        at = start.end()
+        if start[0] in THOUGHTS:
+            _, closing, rest = text[at:].partition(THOUGHTS[start[0]])
+            at = len(text) - len(rest)
+            continue
+        if start[0] != form.opening:  # the end of reasoning that the prompt has opened
+            blocks.clear()
+            continue
+        tried: list[tuple[re.Match[str], list[ToolCall]]] = []
+        for end in ends.finditer(text, at):
+            tried.append((end, _read(text[at : end.start()].strip(), name)))
+            num_tried += 1
+            if num_tried > MOST_ENDS or not any(call.problem for call in tried[-1][1]):
+                break
+        end, calls = tried[0] if any(call.problem for call in tried[-1][1]) else tried[-1]
+        at = end.end()
+        if end[0] in THOUGHTS.values():
+            blocks.clear()
+        else:
+            blocks.append((start.start(), at, calls))
+    return blocks
+
+
 def _without_thoughts(text: str) -> str:
     """Replace the reasoning in a text with spaces; the prompt may already have opened it."""
-    for opening, closing in THOUGHTS.items():
-        pattern = rf"{re.escape(opening)}.*?(?:{re.escape(closing)}|\Z)"
-        text = re.sub(pattern, lambda thought: " " * len(thought[0]), text, flags=re.DOTALL)
+    text = OPENED.sub(lambda thought: " " * len(thought[0]), text)
+    for closing in THOUGHTS.values():
         thought, closed, rest = text.rpartition(closing)
         text = " " * len(thought + closed) + rest
     return text
@@ -181,12 +226,8 @@ def _read(text: str, form: str) -> list[ToolCall]:
     if form == "harmony":  # between name and arguments are the message's channel and type
         header, _, arguments = text.partition("<|message|>")
         text = re.split(r"[^\w.-]", header, maxsplit=1)[0] + arguments.strip()
-    is_json = text.startswith(("{", "["))  # strings in JSON may contain tags
-    if not is_json and (functions := _segments(FUNCTION, text)):
-        return [_with_texts(name[1] or name[2] or "", inner) for name, inner in functions]
-    name = text.partition("<arg_key>")[0].strip()
-    if re.fullmatch(NAME, name):
-        return [_with_texts(name, text)]
+    if re.match(rf'<|name="|{NAME}\s*(?:<arg_key>|\Z)', text) and (calls := _tagged(text)):
+        return calls
     if match := NAME_AND_JSON.fullmatch(text):
         return [_with_arguments(match[1], match[2].strip().removesuffix("```"))]
     if re.match(rf"\[?\s*{NAME}\(", text):
@@ -241,20 +282,34 @@ class _JsonWords(ast.NodeTransformer):
         return ast.Constant(words[node.id]) if node.id in words else node
 
 
-def _with_texts(name: str, text: str) -> ToolCall:
-    texts = {}
-    for key, value in _segments(PARAMETER, text):
-        closed = VALUE.match(value)
-        value = closed[1] if closed else value
-        texts[key[1] or key[2] or ""] = value.removeprefix("\n").removesuffix("\n")
-    return ToolCall(name.strip(), texts, has_texts=True)
+def _tagged(text: str) -> list[ToolCall]:
+    """Parse calls whose arguments stand between tags.
 
-
-def _segments(pattern: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
-    """Return every match, with the text between it and the next match."""
-    matches = [*pattern.finditer(text)]
-    ends = [*(match.start() for match in matches), len(text)][1:]
-    return [(match, text[match.end() : end]) for match, end in zip(matches, ends, strict=True)]
+    Tags in a value are text if each opening tag among them has its closing tag.
+    """
+    name = text.partition("<arg_key>")[0].strip()
+    calls: list[tuple[str, dict[str, str]]] = [(name, {})] if re.fullmatch(NAME, name) else []
+    key, begin, depth = "", 0, 0
+    for tag in TAG.finditer(text):
+        names = tag.groupdict()
+        name, opened = names["function"] or names["invoked"], names["parameter"] or names["key"]
+        if opened is not None:
+            key, begin = (key, begin) if depth else (opened, tag.end())
+            depth += 1
+        elif name is not None:
+            calls += [] if depth else [(name.strip(), {})]
+        elif depth > 1 or depth and names["is_last"] is not None:
+            depth -= 1
+            if not depth and calls:
+                value = text[begin : tag.start()]
+                calls[-1][1][key] = value.removeprefix("\n").removesuffix("\n")
+    problems = [""] * len(calls)
+    if depth and calls:
+        problems[-1] = f"its argument {key!r:.80} has no end"
+    return [
+        ToolCall(name, texts, problem, has_texts=True)
+        for (name, texts), problem in zip(calls, problems, strict=True)
+    ]
 
 
 def _as_json(part: re.Match[str]) -> str:

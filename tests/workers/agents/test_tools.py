@@ -283,6 +283,88 @@ def test_tags_in_a_json_argument_are_text() -> None:
     assert (parsed.name, parsed.arguments) == ("f", values)
 
 
+IN_VALUES = {
+    "qwen": "<tool_call>\n<function=f>\n<parameter=text>\n{}\n</parameter>\n<parameter=b>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">{}</parameter>\n'
+    '<parameter name="b">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    "glm": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>{}</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter '
+    'name="text" string="true">{}</｜DSML｜parameter>\n<｜DSML｜parameter name="b" '
+    'string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "hermes": '<tool_call>\n{{"name": "f", "arguments": {{"text": {!j}, "b": "3"}}}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS]f[ARGS]{{"text": {!j}, "b": "3"}}',
+    "kimi": '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{{"text": {!j}, "b": "3"}}'
+    "<|tool_call_end|>",
+    "harmony": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    '{{"text": {!j}, "b": "3"}}<|call|>',
+    "gemma": '<|tool_call>call:f{{text:<|"|>{}<|"|>,b:<|"|>3<|"|>}}<tool_call|>',
+    "olmo": '<function_calls>\nf(text={!j}, b="3")\n</function_calls>',
+    "lfm2": '<|tool_call_start|>[f(text={!j}, b="3")]<|tool_call_end|>',
+    "llama": '{{"name": "f", "parameters": {{"text": {!j}, "b": "3"}}}}',
+}
+"""A call as models write it; `{!j}` is a value in JSON's quotes."""
+QWEN_IN_A_VALUE = IN_VALUES["qwen"].format("x")
+
+
+@pytest.mark.parametrize("model", IN_VALUES)
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a </think> b",
+        "a <think> b",
+        "<think>a</think>",
+        "a [/THINK] <|END_THINKING|> <channel|> b",
+        "a </tool_call> b",
+        "</tool_call>",
+        "a <tool_call> b",
+        "a </function> b",
+        "a </invoke></｜DSML｜invoke><|tool_call_end|><|call|><tool_call|></function_calls> b",
+        "a <function=g> b",
+        "a [TOOL_CALLS] b <|tool_call_begin|> <|tool_call>call: <function_calls>",
+        "a </parameter> b </arg_value> c </｜DSML｜parameter> d",
+        f"like {QWEN_IN_A_VALUE} here",
+        f"</think>{QWEN_IN_A_VALUE}" * 2,
+    ],
+)
+def test_tags_in_a_value_do_not_end_it(model: str, value: str) -> None:
+    form = IN_VALUES[model]
+    text = form.replace("{!j}", "{}").format(json.dumps(value) if "{!j}" in form else value)
+    forms = [model] if model in FORMS else [] if model == "llama" else ["hermes"]
+    for before in ("", "<think>maybe</think>", "maybe</think>\n\n"):
+        for turn in (before + text, before + text + text):
+            if model == "llama" and (before == "maybe</think>\n\n" or turn.count(text) > 1):
+                continue  # its calls have no opening
+            calls, _ = parse(turn, forms)
+            expected = [("f", {"text": value, "b": "3"}, "")] * turn.count(text)
+            assert [(call.name, call.arguments, call.problem) for call in calls] == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call><function=f><parameter=text>a </tool_call> b",
+        "<tool_call><function=f><parameter=text>a",
+        "<tool_call><function=f><parameter=text>a <parameter=b> </tool_call> b</parameter>"
+        "</function></tool_call>",
+        "<tool_call>f<arg_key>text</arg_key><arg_value>a </tool_call> b",
+    ],
+)
+def test_a_value_without_an_end_is_an_error(text: str) -> None:
+    ((call,), _) = parse(text)
+    assert call.problem == "its argument 'text' has no end"
+
+
+def test_a_tag_in_reasoning_does_not_hide_the_call_after_it() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    other = "<tool_call><function=add><parameter=a>2</parameter></function></tool_call>"
+    for thought in ("I use <tool_call> now.", '<tool_call>{"a": "', "<tool_call><function=add>"):
+        assert results_of(f"{thought}</think>\n{call}") == [("3", False)], thought
+        assert results_of(f"<think>{thought}</think>\n{other}") == [("3", False)], thought
+    assert results_of(f"<tool_call><function=add><parameter=a> no</think>{other}") == [("3", False)]
+
+
 def test_calls_in_reasoning_are_ignored() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
     assert results_of(f"<think>{call}</think>") == results_of(f"{call}</think>done") == []
