@@ -61,11 +61,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_folder(part: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name.
+    """Rename a finished folder, `NAME.part`, to its final name.
 
-    An older folder of that name is moved to `<name>.old`, and removed after the rename.
+    An older folder of that name is moved to `NAME.old`, and removed after the rename.
     """
-    old = folder.with_name(folder.name + ".old")
+    old = part.with_suffix(".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.replace(old)

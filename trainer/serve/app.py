@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import inspect
-import time
+import logging
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +30,8 @@ from trainer.serve.rows import loss_of, read_datums
 from trainer.serve.wire import PROTOBUF, parse
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import VerlLikeError
-from workers.training.states import BASE
 
+logger = logging.getLogger(__name__)
 HOLD_S = 30.0
 """Maximum seconds that a poll waits for a result; the SDK's own timeout is 45 s."""
 GAP_S = 120.0
@@ -156,14 +156,19 @@ class Api:
 
     async def janitor(self) -> None:
         """Repeatedly end silent sessions, fail requests after a gap, delete expired checkpoints."""
+        reported: set[str] = set()
         while True:
             await asyncio.sleep(CLEANUP_S)
-            for opened in self.sessions.all_models():
-                opened.turns.give_up(GAP_S)
-            oldest = time.monotonic() - SILENT_S
-            for session in [s for s in self.sessions.open.values() if s.last_request < oldest]:
-                self._end(session)
-            await asyncio.to_thread(self.work_queue.checkpoints.delete_expired)
+            try:
+                for opened in self.sessions.all_models():
+                    opened.turns.give_up(GAP_S)
+                for session in self.sessions.silent_for(SILENT_S):
+                    self.training.end_session(session)
+                await asyncio.to_thread(self.work_queue.checkpoints.delete_expired)
+            except Exception as error:  # noqa: BLE001 - the next round may succeed
+                if repr(error) not in reported:
+                    logger.warning("The cleanup failed, and will be repeated: %r", error)
+                reported.add(repr(error))
 
     # ------------------------------------------------------------------ clients and sessions
 
@@ -190,15 +195,7 @@ class Api:
 
     def finish(self, session_id: str) -> None:
         if session_id in self.sessions.open:
-            self._end(self.sessions.open[session_id])
-
-    def _end(self, session: ClientSession) -> None:
-        del self.sessions.open[session.session_id]
-        self.pending_results.end_session(session.session_id)
-        states = {*session.models, *(sampler.state for sampler in session.samplers.values())}
-        sessions = self.sessions.open.values()
-        sampled = {sampler.state for other in sessions for sampler in other.samplers.values()}
-        self.work_queue.drop(states - sampled - {BASE})
+            self.training.end_session(self.sessions.open[session_id])
 
     async def forward_backward(self, request: Request) -> Response:
         """Handle training passes and forward-only passes, the only requests in protobuf."""
@@ -256,9 +253,5 @@ def body_of(handler: Handler) -> type[b.Body]:
 
 async def _rejection(request: Request, error: Exception) -> Response:
     """Return the response to a rejected request."""
-    text = f"{error}"
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        text = f"{where}={str(first['input'])[:80]!r}: {first['msg']}"
+    text = b.fault_of(error) if isinstance(error, ValidationError) else f"{error}"
     return JSONResponse({"detail": text}, getattr(error, "status", 400))

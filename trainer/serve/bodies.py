@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 JsonObject = dict[str, Any]
 Metadata = dict[str, Any] | None
@@ -119,3 +127,10 @@ def page(name: str, items: Sequence[Any], limit: int, offset: int) -> JsonObject
     """Return one page of a list under `name`, and the cursor of that page."""
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return {name: items[offset : offset + limit], "cursor": cursor}
+
+
+def fault_of(error: ValidationError) -> str:
+    """Return the first fault of an object: the place, the value, and the reason."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"])) or "the body"
+    return f"{where}={str(first['input'])[:80]!r}: {first['msg']}"

@@ -11,23 +11,31 @@ restarted server reads these files.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import AfterValidator, ConfigDict, ValidationError
 
 from trainer.run_folder.folder import write_marker
-from trainer.serve.bodies import JsonObject, Natural, Ttl, page
+from trainer.serve.bodies import Body, JsonObject, Natural, Ttl, fault_of, page
 from trainer.serve.pending import RequestError
-from verl_like.files import read_json_object, replace_folder, write_whole
+from verl_like.errors import CheckpointError
+from verl_like.files import replace_folder, write_whole
 
+logger = logging.getLogger(__name__)
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """Maps a folder in a run's folder to the protocol's type of its checkpoints."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
+"""Names that clients can choose. Work folders begin with a dot: `.NAME.part` and `.NAME.old`."""
+SPILLED = "snapshots"
+"""Folder of a run for snapshots that do not stay in memory."""
 
 
 class SavedPath(NamedTuple):
@@ -64,11 +72,56 @@ class SavedPath(NamedTuple):
         return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
 
 
+def _with_zone(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("it has no time zone")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_with_zone)]
+
+
+class SavedRun(Body):
+    """The contents of `run.json`."""
+
+    model_config = ConfigDict(extra="allow")
+    base_model: str
+    role: str = "actor"  # checkpoints of the first servers have no role
+    rank: Natural
+    frozen: list[str]
+
+    @classmethod
+    def read(cls, file: Path) -> Self | None:
+        """Return the contents of a file, None if there is none; reject a damaged one."""
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise CheckpointError(f"{file} is damaged: {fault_of(error)}. Delete it.") from error
+
+
+class SavedCheckpoint(SavedRun):
+    """The contents of `checkpoint.json`."""
+
+    num_steps: Natural
+    time: Time
+    expires_at: Time | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if the checkpoint has expired."""
+        ends = self.expires_at
+        return ends is not None and datetime.fromisoformat(ends) < datetime.now(UTC)
+
+
 class ServedCheckpoints:
     """The checkpoints below one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._damaged: set[Path] = set()
+        """Damaged files that were reported."""
 
     def place(self, path: SavedPath) -> Path:
         """Return the run folder of a checkpoint."""
@@ -80,7 +133,7 @@ class ServedCheckpoints:
     ) -> Iterator[Path]:
         """Context in which a checkpoint is written to the returned folder, replacing an old one."""
         place = self.place(path)
-        part = place.with_name(f"{place.name}.part")
+        part = place.with_name(f".{place.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         inside = part / f"global_step_{step}"
         try:
@@ -96,10 +149,8 @@ class ServedCheckpoints:
 
     def find(self, path: SavedPath) -> JsonObject | None:
         """Return `checkpoint.json`; None if the checkpoint does not exist or has expired."""
-        file = self.place(path) / "checkpoint.json"
-        metadata: JsonObject = read_json_object(file) if file.is_file() else {}
-        # checkpoints of the first servers have no role
-        return {"role": "actor", **metadata} if metadata and not _is_over(metadata) else None
+        saved = SavedCheckpoint.read(self.place(path) / "checkpoint.json")
+        return None if saved is None or saved.is_over else saved.model_dump()
 
     def metadata(self, path: SavedPath) -> JsonObject:
         """Return `checkpoint.json`; raise status 404 if there is no such checkpoint."""
@@ -114,10 +165,29 @@ class ServedCheckpoints:
         write_whole(self.place(path) / "checkpoint.json", json.dumps(metadata))
 
     def delete_expired(self) -> None:
-        """Delete expired checkpoints."""
+        """Delete expired checkpoints, and report damaged ones once."""
         for file in self.folder.glob("*/*/*/checkpoint.json"):
-            if _is_over(read_json_object(file)):
-                shutil.rmtree(file.parent, ignore_errors=True)
+            try:
+                saved = SavedCheckpoint.read(file)
+            except CheckpointError as error:
+                if file not in self._damaged:
+                    logger.warning("%s", error)
+                self._damaged.add(file)
+            else:
+                if saved is not None and saved.is_over:
+                    shutil.rmtree(file.parent, ignore_errors=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed server left: unfinished and replaced checkpoints, and snapshots."""
+        runs = self.folder.glob
+        for work in [*runs("*:train:*/*/.*.part"), *runs("*:train:*/*/.*.old")]:
+            place = work.with_name(work.stem[1:])
+            if work.suffix == ".old" and not place.exists():
+                work.rename(place)  # the server was killed between the two renames
+            else:
+                shutil.rmtree(work)
+        for snapshots in runs(f"*:train:*/{SPILLED}"):
+            shutil.rmtree(snapshots)
 
     def note_run(self, run: str, metadata: JsonObject) -> None:
         """Write `run.json` of a training run, whose folder has a checkpoint."""
@@ -139,9 +209,10 @@ class CheckpointHandlers:
     def describe_run(self, run: str) -> JsonObject:
         """Return a training run in the protocol's form."""
         file = self.folder / run / "run.json"
-        if not NAME.fullmatch(run) or not file.is_file():
+        saved = SavedRun.read(file) if NAME.fullmatch(run) else None
+        if saved is None:
             raise RequestError(f"there is no training run {run!r}.", 404)
-        metadata = read_json_object(file)
+        metadata = saved.model_dump()
         last = {saved["checkpoint_type"]: saved for saved in reversed(self.describe_all(run))}
         return {
             **metadata,
@@ -160,8 +231,11 @@ class CheckpointHandlers:
         checkpoints = []
         for file in self.folder.glob(f"{run or '*'}/*/*/checkpoint.json"):
             path = SavedPath(*file.parent.parts[-3:])
-            metadata = self.checkpoints.find(path)
-            if path.kind in KINDS and not path.name.endswith(".part") and metadata:
+            try:
+                metadata = self.checkpoints.find(path)
+            except CheckpointError:  # the janitor reports it
+                continue
+            if path.kind in KINDS and NAME.fullmatch(path.name) and metadata:
                 names = {"checkpoint_id": f"{path.kind}/{path.name}", "tinker_path": str(path)}
                 names["checkpoint_type"] = KINDS[path.kind]
                 checkpoints.append({"public": False, **metadata, **names})
@@ -187,9 +261,10 @@ class CheckpointHandlers:
 
     def delete(self, run: str, kind: str, name: str) -> None:
         """Remove a checkpoint."""
-        path = SavedPath.of(run, kind, name)
-        self.checkpoints.metadata(path)
-        shutil.rmtree(self.checkpoints.place(path))
+        place = self.checkpoints.place(SavedPath.of(run, kind, name))
+        if not (place / "checkpoint.json").is_file():
+            raise RequestError(f"there is no checkpoint {run}/{kind}/{name}.", 404)
+        shutil.rmtree(place)
 
     def publish(self, run: str, kind: str, name: str) -> None:
         self.checkpoints.change(SavedPath.of(run, kind, name), public=True)
@@ -206,8 +281,3 @@ def expiry(ttl_seconds: int | None) -> str | None:
     if ttl_seconds is None:
         return None
     return (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
-
-
-def _is_over(metadata: JsonObject) -> bool:
-    expires_at = metadata.get("expires_at")
-    return expires_at is not None and datetime.fromisoformat(expires_at) < datetime.now(UTC)

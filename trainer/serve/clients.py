@@ -75,6 +75,11 @@ class Sessions:
         """Return a page of the ids of open sessions."""
         return page("sessions", [*self.open], limit, offset)
 
+    def silent_for(self, seconds: float) -> list[ClientSession]:
+        """Return the sessions without a request for this long."""
+        latest = time.monotonic() - seconds
+        return [session for session in self.open.values() if session.last_request <= latest]
+
     def of(self, name: str) -> ClientSession | None:
         """Return the open session whose id this name is or begins with, or None."""
         session_id = str(name).partition(":")[0]  # bytes in damaged protobuf

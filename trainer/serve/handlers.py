@@ -13,13 +13,17 @@ from pydantic import PositiveInt
 from trainer.serve import bodies as b
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SavedPath
-from trainer.serve.clients import Sessions
+from trainer.serve.clients import ClientSession, Sessions
 from trainer.serve.pending import PendingResults, RequestError
 from trainer.serve.sampling import SampleRequest, ServedSampler
 from trainer.serve.training_ops import ServedModel, TrainingOps, path_of_snapshot
 from trainer.serve.work_queue import WorkQueue
 from workers.training.optim import OptimStepSettings
 from workers.training.states import BASE
+
+ABANDONED_S = 120.0
+"""A session without a request for this long gives its place to another; the SDK sends a heartbeat
+every 10 s."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,43 @@ class TrainingHandlers:
         """Open a model in a session; `work` creates its state."""
         check_rank(self.work_queue.ops, model.rank, model.role)
         session = self.sessions.find(session_id)
-        is_taken = any(opened.role == model.role for opened in self.sessions.all_models())
-        if model.rank == 0 and is_taken:
-            raise RequestError(
-                f"this server trains all weights of the {model.role}, for one model at a time, "
-                "and a model is open. Try again when the session of that model has ended."
-            )
+        if model.rank == 0:
+            self._free_place(model.role)
+
+        def opened() -> JsonObject:
+            try:
+                return work()
+            except Exception:
+                model.is_open = False
+                raise
+
         session.models[model.name] = model
         pending = self.pending_results.new(session_id)
-        self.work_queue.work(pending, work)
+        self.work_queue.work(pending, opened)
         return {"request_id": pending.request_id}
+
+    def _free_place(self, role: str) -> None:
+        """End abandoned sessions that train all weights of a role; raise if one is in use."""
+        for session in [*self.sessions.open.values()]:
+            if not any(model.role == role and model.is_open for model in session.models.values()):
+                continue
+            if session not in self.sessions.silent_for(ABANDONED_S):
+                raise RequestError(
+                    f"this server trains all weights of the {role}, for one model at a time, and a "
+                    "model is open. Try again when the session of that model has ended: such a "
+                    f"session ends when it has sent no heartbeat for {ABANDONED_S:g} s and another "
+                    "client wants its place."
+                )
+            self.end_session(session)
+
+    def end_session(self, session: ClientSession) -> None:
+        """Close a session, and drop its models and samplers."""
+        del self.sessions.open[session.session_id]
+        self.pending_results.end_session(session.session_id)
+        states = {*session.models, *(sampler.state for sampler in session.samplers.values())}
+        sessions = self.sessions.open.values()
+        sampled = {sampler.state for other in sessions for sampler in other.samplers.values()}
+        self.work_queue.drop(states - sampled - {BASE})
 
     def get_info(self, model_id: str) -> JsonObject:
         model = self.sessions.model(model_id)

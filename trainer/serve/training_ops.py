@@ -19,7 +19,7 @@ import torch
 from trainer.config.flat import flat_config
 from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import JsonObject
-from trainer.serve.checkpoints import SavedPath, ServedCheckpoints, expiry
+from trainer.serve.checkpoints import SPILLED, SavedPath, ServedCheckpoints, expiry
 from trainer.serve.pending import Turns
 from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
 from trainer.serve.wire import Array, training_output
@@ -34,8 +34,6 @@ from workers.weights.sync import sync_weights
 
 ADAPTERS_IN_MEMORY, MODELS_IN_MEMORY = 16, 2
 """How many frozen snapshots of a model stay in memory: of adapters, of whole models."""
-SPILLED = "snapshots"
-"""Folder of a run for snapshots that do not stay in memory."""
 
 
 @dataclass
@@ -49,6 +47,8 @@ class ServedModel:
     frozen: Sequence[str] = ()
     user_metadata: JsonObject | None = None
     num_steps: int = 0
+    is_open: bool = True
+    """False if it could not be created or loaded."""
     failure: str = ""
     """Error of a `forward_backward` since the last optimizer step; the next step fails with it."""
     snapshots: list[str] = field(default_factory=list)

@@ -59,6 +59,7 @@ class WorkQueue:
         self.limits = Limits(vocabulary, data.max_prompt_length, data.max_response_length)
         self.eos = tuple(stop_tokens(tokenizer, path))
         self.checkpoints = ServedCheckpoints(Path(config.trainer.default_local_dir))
+        self.checkpoints.remove_leftovers()
         self.ops = TrainingOps(config, groups, self.checkpoints)
         self.sampling = SamplingLoop(self.ops, tokenizer.pad_token_id)
         self.overlaps = not self.ops.rollout.shares_processes_with(self.ops.actor)
