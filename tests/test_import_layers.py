@@ -49,7 +49,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("__init__", "extend"),
     ],
     "workers": [
-        ("columns", "config", "cpu"),
+        ("chats", "columns", "config", "cpu"),
         ("parallel",),
         ("losses", "models", "rewards"),
         ("weights",),

@@ -40,7 +40,6 @@ from trainer.data.files import (
 )
 from trainer.data.prompt_table import Entry, cache_key, cached_rows
 from trainer.data.prompt_tokens import (
-    OF_A_TEMPLATE,
     check_length,
     check_messages,
     encode_prompt,
@@ -50,6 +49,7 @@ from trainer.data.prompt_tokens import (
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
+from workers.chats import TEMPLATE_ERRORS, render_chat, text_of
 from workers.models.folder import generation_eos
 from workers.rollout.sample import LENGTH_LIMIT
 
@@ -284,9 +284,8 @@ def _check_chat(messages: Any) -> None:
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("'messages' has no message of the assistant")
     for number, message in enumerate(messages):
-        content = message["content"]
-        text = content.strip() if isinstance(content, str) else content
-        if message["role"] == "assistant" and not (text or message.get("tool_calls")):
+        is_empty = not text_of(message["content"]).strip()
+        if message["role"] == "assistant" and is_empty and not message.get("tool_calls"):
             raise ValueError(f"message {number} of 'messages' is an empty assistant message")
 
 
@@ -302,14 +301,18 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
 
     if isinstance(template, str) and GENERATION_MARKER.search(template):
         try:
-            encoded = tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            encoded = render_chat(
+                tokenizer,
+                messages,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
             )
             return LMRow(
                 np.array(encoded["input_ids"], dtype=np.int64),
                 np.array(encoded["assistant_masks"], dtype=np.bool_),
             )
-        except (TemplateError, *OF_A_TEMPLATE) as error:
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
             raise ValueError(f"the chat template rejects it: {error}") from error
     text = written(messages, tokenizer)
     spans = _assistant_spans(messages, tokenizer, text)

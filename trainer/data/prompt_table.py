@@ -51,7 +51,7 @@ ROWS_PER_BLOCK = 1000
 """Rows in memory while an entry is written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
 """A new entry removes entries of its kind that no run has opened for this long."""
-FORMAT = 5
+FORMAT = 6
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 
 

@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.chats import TEMPLATE_ERRORS, render_chat, text_of
+
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character: JSON can contain it, but UTF-8 and tokenizers cannot represent it."""
-OF_A_TEMPLATE = (
-    *(TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError, MemoryError),
-)
-"""Errors that a template's code may raise for unexpected messages."""
 LONGEST_TEXT = 4 * 2**20
 """Maximum number of characters of a text: a million tokens or more, tokenized in seconds."""
 
@@ -48,10 +45,10 @@ def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) 
     from jinja2 import TemplateError
 
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+        text: str = render_chat(
+            tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False
         )
-    except (TemplateError, *OF_A_TEMPLATE) as error:
+    except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise ValueError(f"the chat template rejects it: {error}") from error
     check_length(text)
     return text
@@ -83,10 +80,7 @@ def check_messages(column: str, messages: Any) -> None:
         content = message["content"]
         if content is None and not message.get("tool_calls"):
             raise ValueError(f"the content of message {number} is null")
-        if isinstance(content, bool | int | float):
-            raise ValueError(f"the content of message {number} is {content!r}, not a text")
-        if isinstance(content, str):
-            check_length(content)
+        check_length(text_of(content, f"message {number}"))
         if not isinstance(message["role"], str):
             raise ValueError(f"message {number} has the invalid role {message['role']!r:.40}")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from workers.agents.calls import forms_of, parse
 from workers.agents.template import ChatTemplate, Message, with_calls
+from workers.chats import text_of
 
 
 class TurnRenderer:
@@ -116,6 +117,7 @@ def with_observation(prompt: Any, text: str | None) -> list[Message]:
         return messages
     if messages and messages[-1]["role"] == "user":
         last = messages[-1]
-        joined = f"{last['content']}\n{text}" if last["content"] else text
+        before = text_of(last["content"])
+        joined = f"{before}\n{text}" if before else text
         return [*messages[:-1], {**last, "content": joined}]
     return [*messages, {"role": "user", "content": text}]

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.chats import text_of
+
 Body = dict[str, Any]
 
 
@@ -26,14 +28,6 @@ class Dialect:
     answer: Callable[[Body], Body]
     events: Callable[[Body], list[Body]]
     """Returns the events of a stream with this response."""
-
-
-def _text(parts: Any) -> str:
-    """Return a message's content as text; a part without text, such as an image, becomes [type]."""
-    if isinstance(parts, str):
-        return parts
-    texts = [part.get("text", f"[{part['type']}]") for part in parts or ()]
-    return "".join(texts)
 
 
 def _for_templates(messages: Sequence[Body]) -> list[Body]:
@@ -84,7 +78,7 @@ def _from_messages(body: Body) -> Body:
     translated = ("system", "messages", "tools", "tool_choice", "stop_sequences")
     chat = {name: value for name, value in body.items() if name not in translated}
     chat.pop("context_management", None)
-    system = _text(body.get("system"))
+    system = text_of(body.get("system"))
     messages: list[Body] = [{"role": "system", "content": system}] if system else []
     for message in body.get("messages") or ():
         messages += _from_message(message)
@@ -107,14 +101,14 @@ def _from_message(message: Mapping[str, Any]) -> list[Body]:
     for block in content:
         if block["type"] == "tool_result":
             answer = {"role": "tool", "tool_call_id": block["tool_use_id"]}
-            results.append({**answer, "content": _text(block.get("content"))})
+            results.append({**answer, "content": text_of(block.get("content"))})
         elif block["type"] == "tool_use":
             calls.append(_call(block["id"], block["name"], block["input"]))
         elif not block["type"].endswith("thinking"):
             texts.append(block)
     if results and not texts:
         return results
-    return [*results, {"role": message["role"], "content": _text(texts), "tool_calls": calls}]
+    return [*results, {"role": message["role"], "content": text_of(texts), "tool_calls": calls}]
 
 
 def _message(completion: Body) -> Body:
@@ -177,7 +171,7 @@ def _from_responses(body: Body) -> Body:
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item["role"], "content": _text(item["content"])})
+            messages.append({"role": item["role"], "content": text_of(item["content"])})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -185,7 +179,7 @@ def _from_responses(body: Body) -> Body:
             calls.append(_call(item["call_id"], item["name"], item["arguments"]))
         elif kind == "function_call_output":
             answer = {"role": "tool", "tool_call_id": item["call_id"]}
-            messages.append({**answer, "content": _text(item["output"])})
+            messages.append({**answer, "content": text_of(item["output"])})
         elif kind != "reasoning":
             raise ValueError(f"input of the type {kind!r} is not supported")
     chat["messages"] = _for_templates(messages)

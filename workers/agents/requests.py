@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workers.agents.tools import describe_type, fits
+from workers.chats import text_of
 
 if TYPE_CHECKING:
     from workers.rollout.base import SamplingParams
@@ -221,7 +222,11 @@ def read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
         )
     if not fits(calls, OBJECTS):
         raise RejectedRequest(f"tool_calls={calls!r:.80} is not a list of calls", "messages")
-    message: dict[str, Any] = {"role": ROLES[role], "content": _text_of(raw.get("content"))}
+    try:
+        content = text_of(raw.get("content"))
+    except ValueError as error:
+        raise RejectedRequest(str(error), "messages") from error
+    message: dict[str, Any] = {"role": ROLES[role], "content": content}
     if calls:
         message["tool_calls"] = [_read_call(call) for call in calls]
     if message["role"] == "tool":
@@ -231,14 +236,6 @@ def read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
         name = raw.get("name") or (names[-1] if names else None)
         message |= {"tool_call_id": str(number)} | ({"name": str(name)} if name else {})
     return message
-
-
-def _text_of(content: Any) -> str:
-    parts = [{"type": "text", "text": content or ""}] if not isinstance(content, list) else content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RejectedRequest(f"content is not a text: {content!r:.80}", "messages")
-    return "".join(map(str, texts))
 
 
 def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS
+from workers.chats import TEMPLATE_ERRORS, render_chat
 
 PLACEHOLDER = "\u241f"
 """Placeholder for a sampled turn in chats that are rendered to find the text around it."""
@@ -72,13 +73,14 @@ class ChatTemplate:
 
         tools = self._tools or None
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+            text: str = render_chat(
+                self._tokenizer,
+                messages,
                 tools=tools,
                 add_generation_prompt=begins,
                 tokenize=False,
             )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} rejects a chat "
                 f"with the roles {', '.join(str(m['role']) for m in messages)}: {error}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.chats import text_of
 from workers.config import RewardConfig
 from workers.rewards.call import Sample
 from workers.rewards.outcome import Outcome, read_outcome
@@ -105,7 +106,7 @@ def prompt_text(sample: Sample) -> str:
     prompt = sample.get("raw_prompt", "")
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(str(message["content"]) for message in prompt)
+    return "\n".join(text_of(message["content"]) for message in prompt)
 
 
 def as_json(content: Any) -> bytes:

@@ -74,6 +74,15 @@ def corrupt_page(folder: Path) -> Path:
     return path
 
 
+def table_with_an_image(folder: Path) -> Path:
+    """Write a parquet file of chats with parts, whose absent keys are None."""
+    path, text = folder / "p.parquet", {"type": "text", "text": "a"}
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    table = {"prompt": [chat([text]), chat([image]), chat([text])]}
+    pq.write_table(pa.table(table), path)
+    return path
+
+
 KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "no UTF-8": (second(b'{"prompt": "\xff"}'), "p.jsonl, line 2: not UTF-8.*need a JSON", 2),
     "half a line": (second(b'{"prompt": '), "line 2: not JSON .Expecting value at character 1", 2),
@@ -91,8 +100,28 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
         2,
     ),
     "a template's own error": (
-        second(make_row(chat([7]))),
+        second(make_row([{**chat(None)[0], "tool_calls": [7]}])),
         "line 2: the chat template rejects it",
+        2,
+    ),
+    "an image": (
+        second(make_row(chat("look") + chat([{"type": "text", "text": "a"}, {"type": "image"}]))),
+        "p.jsonl, line 2: part 1 of message 1 has the type 'image'; only text is read",
+        2,
+    ),
+    "an image in a table": (
+        table_with_an_image,
+        "p.parquet, row 1: part 0 of message 0 has the type 'image_url'; only text is read",
+        2,
+    ),
+    "a part that is no object": (
+        second(make_row(chat(["a"]))),
+        "line 2: part 0 of message 0 is 'a', not an object with a type",
+        2,
+    ),
+    "a content that is an object": (
+        second(make_row(chat({"text": "a"}))),
+        "line 2: the content of message 0 is {'text': 'a'}, not a text",
         2,
     ),
     "a number": (second(make_row(7)), "line 2: 'prompt' is 7, neither a text nor messages", 2),
@@ -163,7 +192,7 @@ def test_a_table_with_two_columns_of_one_name_is_rejected(suffix: str, tmp_path:
         list(rows_of_files([str(path)], "data.train_files"))
 
 
-@pytest.mark.parametrize("kind", ["null content", "a corrupt page", "zero"])
+@pytest.mark.parametrize("kind", ["null content", "a corrupt page", "zero", "an image in a table"])
 def test_recipes_on_rows_report_the_same_errors(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.chat_template = TEMPLATE

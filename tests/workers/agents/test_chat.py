@@ -37,6 +37,11 @@ ONLY_AFTER_CALLS = CHATML.replace(
 WITHOUT_RESULTS = CHATML.replace(
     "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
 )
+PARTS = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+ONLY_PARTS = CHATML.replace(
+    "{{ m.content }}", "{% for c in m.content if c.type == 'text' %}{{ c.text }}{% endfor %}"
+)
+"""Leaves out contents that are texts, as the templates of some vision models do."""
 TOOL = {"type": "function", "function": {"name": "add", "description": "x", "parameters": {}}}
 
 
@@ -69,6 +74,17 @@ def test_a_row_of_turns_has_the_ids_of_the_whole_chat(role: str, tools: Any) -> 
         )
         messages += [{"role": "assistant", "content": "a guess"}, observed]
     assert row == whole(tokenizer, messages, tools)
+
+
+@pytest.mark.parametrize("template", [CHATML, ONLY_PARTS])
+def test_a_prompt_of_parts_is_rendered_as_its_text(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    chat = TurnRenderer(tokenizer, [TOOL], [tokenizer.eos_token_id])
+    in_parts = chat.prompt([{"role": "user", "content": PARTS}])
+    expected = whole(tokenizer_with(CHATML), [{"role": "user", "content": "a b"}], [TOOL])
+    assert in_parts == expected
+    between = chat.between(tokenizer.eos_token_id, [{"role": "user", "content": "no"}])
+    assert tokenizer.decode(between) == "\n<user>no<eos>\n<assistant>"
 
 
 @pytest.fixture(params=SHAPES)
@@ -235,6 +251,7 @@ def test_a_template_of_no_known_form_writes_a_result_after_a_call() -> None:
         ([{"role": "system", "content": "s"}], "go", [("system", "s"), ("user", "go")]),
         ([{"role": "user", "content": "q"}], "go", [("user", "q\ngo")]),
         ([{"role": "user", "content": ""}], "go", [("user", "go")]),
+        ([{"role": "user", "content": PARTS}], "go", [("user", "a b\ngo")]),
     ],
 )
 def test_the_first_observation_ends_the_prompt(

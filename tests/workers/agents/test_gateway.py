@@ -466,7 +466,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (CHAT, message(tool_calls=[5]), 400, "tool_calls=[5] is not a list of calls"),
         (CHAT, {**message(), "temperature": "hot"}, 400, "temperature='hot' must be number"),
         (CHAT, "[" * 100_000, 400, "the body is not"),
-        (CHAT, message(content=[{"type": "image_url"}]), 400, "content is not a text"),
+        (CHAT, message(content=[{"type": "image_url"}]), 400, "'image_url'; only text is"),
         (CHAT, message(tool_calls=[{"function": {"name": "a"}}]), 400, "is not a call of a tool"),
         (CHAT, {**message(), "n": 0}, 400, "n=0 is less than 1"),
         (CHAT, {**message(), "tools": [{"name": "add"}]}, 400, "tools are functions"),

@@ -170,6 +170,9 @@ def test_a_judges_number_for_the_template_is_the_score(ask: Any, serve: Any) -> 
     )
     outcomes = scorer.score([sample("a"), sample("b")])
     assert sorted(seen) == [("judge-1", "Say it.|a"), ("judge-1", "Say it.|b")]
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": "Say it."}]}]
+    scorer.score([sample("c") | {"raw_prompt": in_parts}])
+    assert seen[-1] == ("judge-1", "Say it.|c")
     assert outcomes[0] == (7.5, {}, None)
     assert outcomes[1] == (None, {}, "the judge's reply has no number: 'I cannot say.'")
 

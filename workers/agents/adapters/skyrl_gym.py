@@ -13,6 +13,7 @@ from typing import Any
 from workers.agents.adapters import check_id, imported
 from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
 from workers.agents.load_environment import in_full, object_at
+from workers.chats import text_of
 
 
 class SkyRLGym(EnvironmentAdapter):
@@ -61,5 +62,5 @@ class SkyRLGym(EnvironmentAdapter):
             )
         if output["done"]:
             return TrajectoryEnd(output["reward"])
-        texts = [message["content"] for message in output["observations"]]
+        texts = [text_of(message["content"]) for message in output["observations"]]
         return Observation("\n".join(texts), output["reward"])
