@@ -48,7 +48,8 @@ def shard(
     dominates their time. The unit of the rest is used at the beginning and the end of a pass, so it
     stays gathered until `reshard` or the last backward pass. Gradients are summed, not averaged. If
     no token of a rank reaches a weight (such as an expert's), its gradient there is zero; otherwise
-    the collectives of the ranks would not match. (torch 2.11 does not support this.)
+    the collectives of the ranks would not match. (torch 2.11 does not support this.) A
+    `GradientWatch` removes the zeros of a weight that no rank reached.
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
     one_unit = is_one_unit(num_elements)
@@ -136,24 +137,83 @@ def reshard(module: Any) -> None:
             child.reshard()
 
 
-def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of unsharded weights over `group`, in buckets; missing gradients are zero.
+class GradientWatch:
+    """Tells which weights of a sharded module backward passes reach, and drops other gradients.
 
-    A weight that no token of a rank reaches, such as an expert's, gets a gradient of zero. The
-    collectives of the ranks then match, and the optimizer treats the weight equally on all of them.
+    FSDP makes gradients of zero for the others, and an optimizer would decay those weights.
+
+    Example:
+
+        watch = GradientWatch(module)       # the module has its weights
+        watch.begin()
+        ...                                 # the passes of a mini-batch
+        watch.drop_unreached(group)
     """
+
+    def __init__(self, module: Any) -> None:
+        """Hook the weights; collective, because it gathers each unit once."""
+        self.module = module
+        self.reached: set[str] = set()
+        self.without_gradient: list[str] = []
+        sharded = dict(module.named_parameters())
+        for unit in [child for child in module.modules() if isinstance(child, FSDPModule)]:
+            unit.unshard()
+            for name, weight in module.named_parameters():
+                if weight is not sharded[name] and weight.requires_grad:
+                    weight.register_post_accumulate_grad_hook(partial(self._note, name))
+            unit.reshard()
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self.reached.add(name)
+
+    def begin(self) -> None:
+        """Start to watch the passes of a mini-batch."""
+        self.reached.clear()
+        named = self.module.named_parameters()
+        self.without_gradient = [
+            name for name, weight in named if weight.requires_grad and weight.grad is None
+        ]
+
+    def drop_unreached(self, group: dist.ProcessGroup | None) -> None:
+        """Drop gradients that none of the passes of any rank of `group` contributed to."""
+        weights = [self.module.get_parameter(name) for name in self.without_gradient]
+        here = [name in self.reached for name in self.without_gradient]
+        for weight, is_reached in zip(weights, _anywhere(here, weights, group), strict=True):
+            if not is_reached:
+                weight.grad = None
+
+
+def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of unsharded weights over `group`, in buckets.
+
+    A weight that only some ranks reach, such as an expert's, counts as zero on the others, so that
+    the collectives match. A weight that no rank reaches stays without a gradient.
+    """
+    if group is None:
+        return
     gradients = []
-    for parameter in parameters:
+    here = [parameter.grad is not None for parameter in parameters]
+    is_reached = _anywhere(here, parameters, group)
+    for parameter in itertools.compress(parameters, is_reached):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local_part(parameter.grad))
-    if group is None:
-        return
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
         for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(total)
+
+
+def _anywhere(
+    here: list[bool], weights: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> list[bool]:
+    """Return for each weight whether it is true on any rank; all ranks have the same weights."""
+    if group is None or not here:
+        return here
+    flags = torch.tensor(here, dtype=torch.int32, device=weights[0].device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def full_tensor(parameter: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from workers.models.causal_lm import empty_model
 from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
 from workers.models.support.proof import Support
-from workers.parallel.fsdp import shard
+from workers.parallel.fsdp import GradientWatch, shard
 from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import dims_of
 from workers.training.attention import describe
@@ -69,6 +69,8 @@ def build_model(model: Model, worker: Worker) -> None:
         cast = model.precision.cast
         model.is_one_unit = shard(model.module, mesh, cast, strategy, efsdp_mesh)
     load_weights(model.module, model.model_config, model.head, model.device, model.whole_module)
+    if model.is_sharded and model.settings.trains:
+        model.gradient_watch = GradientWatch(model.module)
 
     # the row layout of passes, and the attention kernel
     config, size = model.model_config, head_size(model.module.config)

@@ -150,7 +150,11 @@ class TrainEngine(Model):
             for part in self.parts:
                 loss = part.extend_loss(self, self.reading, batches, loss)
             set_training_mode(self.module)
+            if self.gradient_watch is not None:
+                self.gradient_watch.begin()
             totals = self.add_gradients(batch, batches, loss, pass_outputs)
+            if self.gradient_watch is not None:
+                self.gradient_watch.drop_unreached(self.groups.loss)
         except BaseException:
             # gradients of an incomplete mini-batch must not reach an optimizer step
             self.optimizer.zero_grad(set_to_none=True)
@@ -245,8 +249,9 @@ class TrainEngine(Model):
     def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> dict[str, float]:
         """Clip the accumulated gradients, take an optimizer step, and clear them.
 
-        If the norm is not finite, the gradients are cleared without a step. Returns `grad_norm`,
-        `lr`, and `skipped_steps`, 1 if the step was skipped.
+        A weight without a gradient, because it is frozen or no pass reached it, does not change and
+        has no moments. If the norm is not finite, the gradients are cleared without a step. Returns
+        `grad_norm`, `lr`, and `skipped_steps`, 1 if the step was skipped.
         """
         assert self.optimizer is not None, "optim_step: this engine is frozen"
         if not self.has_gradients:

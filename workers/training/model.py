@@ -26,7 +26,7 @@ from workers.models.precision import Precision
 from workers.models.state import named_state, persistent_buffers
 from workers.models.support.proof import Support
 from workers.parallel.dims import ParallelDims
-from workers.parallel.fsdp import full_tensor, reshard, tensor_on_first
+from workers.parallel.fsdp import GradientWatch, full_tensor, reshard, tensor_on_first
 from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
 from workers.training.attention import VarlenKernel, packed_rows
@@ -104,6 +104,8 @@ class Model:
     is_sharded: bool
     is_one_unit = False
     """True if FSDP2 gathers the whole module together."""
+    gradient_watch: GradientWatch | None = None
+    """Drops the gradients of weights that no pass reached, if FSDP2 makes them."""
     cast: torch.dtype | None = None
     """Dtype to which a pass casts the weights; None if FSDP casts them or no cast is needed."""
     kernel: VarlenKernel | None = None
