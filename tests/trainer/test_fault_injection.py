@@ -21,8 +21,8 @@ from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, SampleLogError
 
 STEPS, PROMPTS = 10, 2
-OF_ASYNC_RUNS = ("async/", "training/weights_changed_fraction")
-"""Prefixes of metrics that PPO does not have."""
+OF_ASYNC_RUNS = "async/"
+"""Prefix of metrics that PPO does not have."""
 
 
 OWN_PROCESS = ("placement=standalone", "trainer.n_gpus_per_node=2")

@@ -93,6 +93,29 @@ def skipped_updates(
             )
 
 
+LEAST_CHANGED = 0.005
+"""Below this fraction of changed weights, an alarm is raised."""
+LR_LEFT = 0.01
+"""Below this multiple of the largest learning rate, the schedule explains small changes."""
+
+
+def unchanged_weights(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
+    """Report updates of any trained role that changed (almost) no weight."""
+    for name, fraction in metrics.items():
+        role, _, metric = name.rpartition("/")
+        if metric != "weights_changed_fraction" or metrics.get(f"{role}/skipped_steps", 0) > 0:
+            continue
+        lr = metrics[f"{role}/lr"]
+        largest = first[f"{role}/lr"] = max(lr, first.get(f"{role}/lr", 0.0))
+        if fraction < LEAST_CHANGED and lr > LR_LEFT * largest:
+            yield (
+                name,
+                f"an update of the {role} changed {fraction:.2%} of its weights at a learning rate "
+                f"of {lr:g}. Either the gradient is zero, for example because all advantages are, "
+                "or the learning rate is too small for the dtype of the weights.",
+            )
+
+
 ENTROPY_GROWN = 3.0
 """Above this multiple of the first entropy, an alarm is raised: the policy becomes random."""
 FAR_FROM_REFERENCE = (
@@ -154,4 +177,4 @@ def distances(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
             yield name, f"{name} is {value:.3g}: {story}"
 
 
-ALARM_RULES = (skipped, entropy, distances)
+ALARM_RULES = (skipped, unchanged_weights, entropy, distances)

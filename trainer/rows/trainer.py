@@ -19,7 +19,7 @@ from trainer.data.files import check_files
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
 from trainer.loop import Trainer
-from trainer.observers.alarms import AlarmRule, skipped_updates
+from trainer.observers.alarms import AlarmRule, skipped_updates, unchanged_weights
 from trainer.record import Metrics, Run
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import longest_row, plan_text, preflight
@@ -44,7 +44,7 @@ class RowTrainer(Trainer, Generic[R]):
     config: RowConfig
     role: ClassVar[str]
     stages: ClassVar[Sequence[str]] = ("data", "update")
-    alarm_rules: ClassVar[Sequence[AlarmRule]] = (skipped_updates,)
+    alarm_rules: ClassVar[Sequence[AlarmRule]] = (skipped_updates, unchanged_weights)
 
     def __init__(self, run: Run, loader: RowLoader[R], validation: Sequence[R] = ()) -> None:
         super().__init__(run)

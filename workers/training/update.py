@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from verl_like.errors import BatchError
+from workers.training.changes import WeightSample
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, Rows, count_mini_batches, mini_batch
 from workers.training.optim import OptimStepSettings
@@ -43,7 +44,8 @@ def update(
 
     With a seed, the samples are reshuffled for every epoch. Each step also adds the gradient of its
     part of each of the `extra_batches`, which have their own losses. The metrics are means over the
-    steps that were not skipped, or over all steps if all were skipped.
+    steps that were not skipped, or over all steps if all were skipped. `weights_changed_fraction`
+    compares the weights before and after the update.
     """
     columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
     rows = engine.take(data, columns)
@@ -55,6 +57,7 @@ def update(
     group, device = engine.groups.data, engine.device
     steps: list[Metrics] = []
     with engine.running(engine.optimizer):
+        sample = WeightSample(engine)
         for number, (order, index) in enumerate(places):
             batch = mini_batch(order, index, count, group, device)
             metrics = forward_backward_with_retry(engine, batch, budget, loss)
@@ -62,11 +65,13 @@ def update(
                 share = mini_batch(other, number, len(places), group, device)
                 metrics |= engine.forward_backward(share, budget, other_loss)
             steps.append(metrics | engine.optim_step(OptimStepSettings(ends_update=False)))
+        changed_fraction = sample.changed_fraction()
 
     taken = [step for step in steps if not step["skipped_steps"]]
     counted = taken or steps
     result = {name: sum(step[name] for step in counted) / len(counted) for name in counted[0]}
     result["lr"] = engine.scheduler.lr
+    result["weights_changed_fraction"] = changed_fraction
     result["skipped_steps"] = float(len(steps) - len(taken))
     engine.scheduler.step()
     return result

@@ -42,15 +42,10 @@ SentTensors = dict[str, tuple[list[Any], Tensor]]
 
 @dataclass(frozen=True)
 class PublishReport:
-    """The result of publishing on one rank; has default values on ranks that do not send.
-
-    `changed_share` is the fraction of tensors that differ from the previous version; None for the
-    first version, and if the same version is published again.
-    """
+    """The result of publishing on one rank; has default values on ranks that do not send."""
 
     num_bytes: int = 0
     hash_s: float = 0.0
-    changed_share: float | None = None
 
 
 class _SendingEngine(Protocol):
@@ -362,11 +357,7 @@ class Snapshots:
         bucket_mb: float,
         merging: dict[str, Any] | None = None,
     ) -> PublishReport:
-        """Copy the weights as `version`, which becomes the newest.
-
-        In the report, the fraction of changed tensors is None for the first version, and if the
-        same version is published again.
-        """
+        """Copy the weights as `version`, which becomes the newest."""
         before = self.newest
         with self._lock:
             is_read = any(self._previous in pair for pair in self.by_address.values())
@@ -376,11 +367,7 @@ class Snapshots:
         with self._lock:
             self._previous, self.newest = before or self._empty(), snapshot
         num_bytes = sum(bucket.num_bytes for bucket in snapshot.buckets)
-        share = None
-        if before is not None and before.version != version:
-            old, new = before.manifest(), snapshot.manifest()
-            share = sum(new[name] != old.get(name) for name in new) / max(1, len(new))
-        return PublishReport(num_bytes, snapshot.watch.seconds, share)
+        return PublishReport(num_bytes, snapshot.watch.seconds)
 
     def hold(self, version: int | None, address: str) -> Snapshot:
         """Reserve the newest snapshot, which must have this version unless that is None.

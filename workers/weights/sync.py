@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec
 
 from verl_like.calls.future import gather
@@ -84,16 +84,10 @@ def publish_weights(
             f"of the actor's ranks, 0 to {actor_group.world_size - 1}."
         )
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders), bucket_mb)
-    figures = {
+    return {
         "timing_s/publish_weights": time.perf_counter() - start,
         "perf/published_mib": max(report.num_bytes for report in reports) / 2**20,
     }
-    shares = [report.changed_share for report in reports if report.changed_share is not None]
-    if shares:
-        figures["training/weights_changed_fraction"] = min(shares)
-        if min(shares) == 0:
-            _warn_of_unchanged_weights()
-    return figures
 
 
 @_retry_if_rejected
@@ -189,14 +183,3 @@ def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
         kind = WeightsRejectedError if was_voted else WeightSyncError
         problems = "; ".join(error.rstrip(".") for error in errors)
         raise kind(f"version {version} was not applied: {problems}.")
-
-
-@cache
-def _warn_of_unchanged_weights() -> None:
-    logger.warning(
-        "a new version of the weights equals the previous version bit for bit: no update in "
-        "between changed the weights that a rollout receives. This is expected during "
-        "trainer.critic_warmup. Otherwise check whether all advantages are zero, whether "
-        "actor_rollout_ref.actor.optim.lr is too small for the dtype of the rollout's weights "
-        "(actor_rollout_ref.rollout.dtype), and whether all weights are frozen."
-    )

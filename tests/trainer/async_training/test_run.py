@@ -40,7 +40,7 @@ def shared_numbers(folder: Path) -> list[dict[str, float]]:
 
     Without the version's number: PPO gives one to the averaged weights of a validation, too.
     """
-    others = ("async/", "training/weights_changed_fraction", "training/weight_version")
+    others = ("async/", "training/weight_version")
     return [
         {name: value for name, value in line.items() if not name.startswith(others)}
         for line in numbers(folder)

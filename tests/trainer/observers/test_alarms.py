@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from trainer.observers.alarms import Alarms, AlarmTexts, skipped_updates
+from trainer.observers.alarms import (
+    Alarms,
+    AlarmTexts,
+    skipped_updates,
+    unchanged_weights,
+)
 from trainer.sft.step import SFTTrainer
 
 
@@ -45,7 +50,7 @@ def test_a_repeated_step_does_not_repeat_its_alarm() -> None:
 
 
 def test_a_recipe_on_rows_reports_skipped_updates() -> None:
-    assert SFTTrainer.alarm_rules == (skipped_updates,)
+    assert SFTTrainer.alarm_rules == (skipped_updates, unchanged_weights)
     (text,) = Alarms(SFTTrainer.alarm_rules).check({"sft/skipped_steps": 2.0, "sft/loss": 1.0}, 3)
     assert "the sft skipped 2 of its updates" in text
     assert text.endswith(

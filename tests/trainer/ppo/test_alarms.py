@@ -59,3 +59,14 @@ def test_entropy_is_compared_with_its_first_value() -> None:
     assert "0.09 (initially 2): the policy repeats one response" in gone
     (grown,) = alarms.check({"actor/entropy": 6.1}, 5)
     assert "becomes random" in grown
+
+
+def test_an_update_that_changes_almost_nothing_raises_an_alarm() -> None:
+    name = "actor/weights_changed_fraction"
+    alarms = Alarms(ALARM_RULES)
+    assert alarms.check({name: 0.9, "actor/lr": 1e-6}, 1) == []
+    assert alarms.check({name: 0.0, "actor/lr": 1e-6, "actor/skipped_steps": 1.0}, 2) != []
+    assert alarms.check({name: 0.0, "actor/lr": 0.0}, 3) == []
+    assert alarms.check({name: 0.001, "actor/lr": 1e-9}, 4) == []  # the end of a schedule
+    (text,) = alarms.check({name: 0.001, "actor/lr": 1e-6}, 5)
+    assert "changed 0.10% of its weights at a learning rate of 1e-06" in text

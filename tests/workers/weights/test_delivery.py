@@ -23,7 +23,7 @@ from tests.workers.stand_ins import (
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
-from workers.weights import channel, sync
+from workers.weights import channel
 from workers.weights.channel import SyncReport
 from workers.weights.checksum import checksum_of
 from workers.weights.receiver import WeightReceiver
@@ -95,24 +95,6 @@ def test_a_delivery_succeeds_after_a_rejected_one(actor: Group, rollout: Group) 
     publish_weights(actor, 2)
     deliver_weights(actor, rollout, 2)
     assert versions(rollout) == [2, 2]
-
-
-def test_the_share_of_changed_tensors_is_a_metric_and_zero_warns_once(
-    actor: Group, caplog: pytest.LogCaptureFixture
-) -> None:
-    share = "training/weights_changed_fraction"
-    sync._warn_of_unchanged_weights.cache_clear()
-    assert share not in publish_weights(actor, 0)
-    assert share not in publish_weights(actor, 0)
-    assert not caplog.messages
-    assert publish_weights(actor, 1)[share] == publish_weights(actor, 2)[share] == 0.0
-    assert [text[:49] for text in caplog.messages] == [
-        "a new version of the weights equals the previous "
-    ]
-    with torch.no_grad():
-        actor.workers[0].engine.module.scale += 1
-    num_tensors = len(list(actor.workers[0].engine.module.named_parameters()))
-    assert publish_weights(actor, 3)[share] == pytest.approx(1 / num_tensors)
 
 
 # ------------------------------------------------------------------------------------- snapshots
