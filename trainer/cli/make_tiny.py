@@ -46,7 +46,8 @@ SUM_PATTERN = r"#+| ?(?:\w+|\W)"
 CHARACTERS = string.ascii_lowercase + string.digits + " .,?!#-\n"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}{% endfor %}"
+    "{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}"
+    "{{ eos_token if message.role == 'assistant' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

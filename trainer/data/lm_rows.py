@@ -23,12 +23,14 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer.data.dropped import DroppedCharacters
 from trainer.data.files import (
     NoColumn,
     Row,
@@ -97,10 +99,17 @@ def encode_rows(
     otherwise it stops the run.
     """
     names = names_of(files)
+    dropped = DroppedCharacters(tokenizer)
+
+    def encode_and_note(where: str, row: Row) -> EncodedRow:
+        encoded = encode(row, tokenizer)
+        dropped.note(row)
+        return encoded
 
     def read() -> Iterator[EncodedRow | None]:
+        dropped.counts.clear()
         rows = first_rows(rows_of_files(names, key), limit, key)
-        return good_rows(rows, lambda where, row: encode(row, tokenizer), on_bad_row)
+        return good_rows(rows, encode_and_note, on_bad_row)
 
     def cells() -> Iterator[dict[str, Any] | None]:
         for row in read():
@@ -121,9 +130,11 @@ def encode_rows(
             "numbers": pa.list_(pa.float64()),
         }
         entry = cached_rows("rows", entry_key, columns, cells)
+        dropped.warn(key)
         if entry is not None:
             return list(_rows_of(entry)), entry.summary["num_bad"]
     encoded = list(read())
+    dropped.warn(key)
     rows = [row for row in encoded if row is not None]
     return rows, len(encoded) - len(rows)
 
@@ -214,6 +225,7 @@ def read_lm_rows(
     encoded, num_bad = encode_rows(
         key, files, "language model", _encode, tokenizer, on_bad_row, limit
     )
+    warn_of_no_ends(key, [row.sides[0] for row in encoded], tokenizer)
     if loss_on_all:
         sides = [row.sides[0] for row in encoded]
         encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
@@ -225,6 +237,27 @@ def read_lm_rows(
         )
     logger.info("%s", story)
     return [row.sides[0] for row in rows]
+
+
+def warn_of_no_ends(key: str, rows: Sequence[LMRow], tokenizer: Any) -> None:
+    """Warn if most rows have no stop token in the loss."""
+    stops = [id for id in [tokenizer.eos_token_id] if id is not None]
+    if Path(tokenizer.name_or_path).is_dir():
+        stops = stop_tokens(tokenizer, tokenizer.name_or_path)
+    num_without = sum(not np.isin(row.ids[row.in_loss], stops).any() for row in rows)
+    if stops and 2 * num_without > len(rows):
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens([*dict.fromkeys(stops)])))
+        logger.warning(
+            "%s: %d of %d rows have none of the model's stop tokens (%s) in the loss, so the model "
+            "does not learn to end a response. Let the chat template of %s write "
+            "{{ eos_token }} after an assistant's message (within its {%% generation %%} markers, "
+            "if it has any).",
+            key,
+            num_without,
+            len(rows),
+            names,
+            tokenizer.name_or_path,
+        )
 
 
 def _encode(row: Row, tokenizer: Any) -> EncodedRow:

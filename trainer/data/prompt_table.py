@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.config import DataConfig
+from trainer.data.dropped import DroppedCharacters
 from trainer.data.files import (
     Row,
     extra_columns,
@@ -225,13 +226,17 @@ def read_prompts(
 ) -> PromptTable:
     """Return the valid rows of the files that `data.<setting>` names."""
 
+    dropped = DroppedCharacters(tokenizer)
+
     def encode(where: str, row: Row) -> Encoded:
         row = prompt_row(row, config.prompt_key, needs_rules)
         tokens = encode_prompt(row[config.prompt_key], tokenizer)
+        dropped.note(row, (config.prompt_key,))
         check_length_of(where, len(tokens), config)
         return row, tokens
 
     def read() -> Iterator[Encoded | None]:
+        dropped.counts.clear()
         rows = rows_of_prompts(config, setting, tokenizer, needs_rules, limit)
         return good_rows(rows, encode, config.on_bad_row)
 
@@ -242,7 +247,10 @@ def read_prompts(
         key = cache_key(names, tokenizer, prompt_key=config.prompt_key, **settings)
     table = None if key is None else cached_prompts(key, read, config.prompt_key)
     if table is None:
-        return prompts_in_memory(read, config.prompt_key)
+        table = prompts_in_memory(read, config.prompt_key)
+        dropped.warn(f"data.{setting}")
+        return table
+    dropped.warn(f"data.{setting}")
     if len(table.lengths):
         longest = int(np.argmax(table.lengths))
         check_length_of(f"data.{setting}, row {longest}", int(table.lengths[longest]), config)

@@ -70,10 +70,25 @@ def test_only_the_response_to_a_prompt_is_in_the_loss(tokenizer: Any) -> None:
 def test_only_the_assistant_s_turns_of_a_chat_are_in_the_loss(tokenizer: Any) -> None:
     assert runs_of_text({"messages": CHAT}, tokenizer) == [
         (False, "<bos><user>say a<assistant>"),
-        (True, "aaa"),
+        (True, "aaa<eos>"),
         (False, "<user>again<assistant>"),
-        (True, "ab"),
+        (True, "ab<eos>"),
     ]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "with generation markers"])
+def test_a_template_that_does_not_end_the_assistant_s_turn_is_reported(
+    tokenizer: Any, tmp_path: Path, template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path / "chats.jsonl", {"messages": CHAT}, {"messages": CHAT[:2]})
+    read_lm_rows("data.train_files", file, tokenizer, 64)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    tokenizer.chat_template = template
+    read_lm_rows("data.train_files", file, tokenizer, 64)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith("data.train_files: 2 of 2 rows have none of the model's stop tokens")
+    assert "('<eos>', '<eos>')" not in warning
+    assert "{{ eos_token }} after an assistant's message (within its {% generation %}" in warning
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "with generation markers"])
