@@ -120,6 +120,7 @@ class ModelCost:
     num_layers: int
     hidden_size: int
     attention_width: int
+    """Query values per token, over all heads of all layers."""
     key_value_numbers: int
     in_experts: float = 0.0
     """Weights of routed experts."""
@@ -228,7 +229,7 @@ def pass_seconds(
     `num_stages` counts the stages on each rank of a pipeline.
     """
     times = rows.epochs if trains else 1
-    attention = 2 * model.num_layers * model.attention_width * rows.pairs
+    attention = 2 * model.attention_width * rows.pairs
     forward = 2 * (model.active * rows.tokens + attention)
     operations = times * rows.samples * forward * (1 + trains * (2 + recomputes))
     compute = operations / (gpus.count * gpus.device.flops * FLOPS_REACHED)
@@ -254,7 +255,8 @@ def pass_seconds(
     if dims.tp > 1:
         visible += 4 * states * model.hidden_size * (1 - 1 / dims.tp) / gpus.rate(dims.tp)
     if dims.sp > 1:
-        visible += 4 * states * model.attention_width / dims.sp / gpus.rate(dims.sp, dims.tp)
+        width = model.attention_width / model.num_layers
+        visible += 4 * states * width / dims.sp / gpus.rate(dims.sp, dims.tp)
     if dims.ep > 1:  # a token goes to every expert of its choice and comes back
         sent = 2 * model.choices * states * model.hidden_size * (1 - 1 / dims.ep)
         visible += sent / gpus.rate(dims.ep)

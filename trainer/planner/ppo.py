@@ -20,6 +20,7 @@ from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
 from workers.config import is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
+from workers.models.attention import heads_of, layer_configs
 from workers.training.role_model import RoleModelSpec
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -169,13 +170,15 @@ class PPOJob(Job):
         cost = self.costs["actor"]
         sync = sync_seconds(cost, gpus, is_shared=False)
         config = hf_config_of(self.models["actor"].model).get_text_config()
-        heads: int = config.num_attention_heads
-        groups: int = getattr(config, "num_key_value_heads", None) or heads
+        heads = {heads_of(layer)[:2] for layer in layer_configs(config)}
         for tp, share in product(
             {tp_now, *ENGINE_SIZES} if is_vllm and tp_key not in self.keys else {tp_now},
             {share_now, *UTILIZATIONS} if is_vllm and share_key not in self.keys else {share_now},
         ):
-            heads_divide = heads % tp == 0 and max(groups, tp) % min(groups, tp) == 0
+            heads_divide = all(
+                queries % tp == 0 and max(groups, tp) % min(groups, tp) == 0
+                for queries, groups in heads
+            )
             if gpus.count % tp or tp > gpus.per_node or not heads_divide:
                 continue
             tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)

@@ -69,19 +69,29 @@ def soft_cap(hf_config: Any) -> float | None:
     return cap
 
 
+def layer_configs(hf_config: Any) -> list[Any]:
+    """Return the config of every layer; the layers of Gemma 4 have unlike heads."""
+    text = hf_config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return [*text.per_layer_config]
+    return [text] * text.num_hidden_layers
+
+
 def head_size(hf_config: Any) -> int:
     """Return the larger of a head's query and value sizes; 64 if the config has no heads."""
     text = hf_config.get_text_config()
     parts = (getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
     if latent := sum(parts):
         return max(latent, getattr(text, "v_head_dim", None) or 0)
-    heads = getattr(text, "num_attention_heads", None) or 0
-    size: int = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 64)
-    return size
+    heads = getattr(text, "num_attention_heads", None)
+    return max(heads_of(layer)[2] for layer in layer_configs(text)) if heads else 64
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
-    """Return (query heads, key-value heads, head size); without attention, there are 0 heads."""
+    """Return (query heads, key-value heads, head size) of a layer (`layer_configs`).
+
+    Without attention, there are 0 heads.
+    """
     heads: int = getattr(config, "num_attention_heads", None) or 0
     size: int = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     return heads, getattr(config, "num_key_value_heads", None) or heads, size

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workers.config import ModelConfig
-from workers.models.attention import heads_of
+from workers.models.attention import heads_of, layer_configs
 from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
@@ -264,7 +264,7 @@ def _whole(model: _Described, compute: torch.dtype, tp: int) -> ModelShapes:
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         outputs_per_read=-(-text.vocab_size // tp) if model.head == "token" else 1,
-        key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
+        key_value_numbers=sum(sum(cached_widths(layer)) for layer in layer_configs(text)),
         trains_head=weights.trains_head,
         can_recompute=weights.module.supports_gradient_checkpointing,
         compute_bytes=compute.itemsize,
@@ -278,7 +278,7 @@ _traces: dict[tuple[str, str, torch.dtype], PassTrace | None] = {}
 def cached_widths(config: Any) -> tuple[int, int]:
     """Return how many numbers a layer caches per token, for keys and for values.
 
-    `config` is that of a text model. Latent attention caches the compressed input of keys and
+    `config` is that of a layer. Latent attention caches the compressed input of keys and
     values, and the rotary part of the keys, which all heads share.
     """
     if getattr(config, "kv_lora_rank", None):

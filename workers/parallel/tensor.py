@@ -507,9 +507,14 @@ def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
     config = module.config.get_text_config()
     divisible: dict[str, int] = {}
     if any("att" in path and layer.style is ColumnLinear for path, layer in layers.items()):
-        heads = config.num_attention_heads
-        divisible["attention heads"] = heads
-        divisible["key-value heads"] = getattr(config, "num_key_value_heads", None) or heads
+        differ = getattr(config, "is_heterogeneous", False)
+        configs = config.per_layer_config if differ else [config]
+        heads = [layer.num_attention_heads for layer in configs]
+        groups = [getattr(layer, "num_key_value_heads", None) for layer in configs]
+        divisible["attention heads"] = math.gcd(*heads)
+        divisible["key-value heads"] = math.gcd(
+            *(a or b for a, b in zip(groups, heads, strict=True))
+        )
     words = {id(_body(module).get_input_embeddings()), id(module.get_output_embeddings())}
     for layer, name, weight, placement in _split_weights(module, layers):
         if id(layer) not in words:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from verl_like.process.machine import memory_gib
-from workers.models.attention import heads_of
+from workers.models.attention import heads_of, layer_configs
 from workers.models.causal_lm import body_of
 from workers.training.microbatch import Rows, all_reduce
 from workers.training.packing import needed_lengths, split_segments
@@ -114,7 +114,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
             share = expert_share(config) if ".experts." in name else 1.0
             per_token += _factor(weight, trains) * weight.numel() * share
     per_read = _factor(head.weight, trains) * head.weight.numel()
-    per_pair = (12 if trains else 4) * config.num_hidden_layers * attention_width(config)
+    per_pair = (12 if trains else 4) * attention_width(config)
 
     pairs = lengths.square().sum()
     return float(per_token * num_tokens + per_read * reads.values.sum() + per_pair * pairs)
@@ -134,9 +134,9 @@ def expert_share(config: Any) -> float:
 
 
 def attention_width(config: Any) -> int:
-    """Number of query values per token in a layer, over all heads."""
-    heads, _, size = heads_of(config)
-    return heads * size
+    """Number of query values per token, over all heads of all layers."""
+    heads = [heads_of(layer) for layer in layer_configs(config)]
+    return sum(count * size for count, _, size in heads)
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:

@@ -26,7 +26,7 @@ from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
 
 H100 = DEVICES["H100"]
-MODEL = ModelCost(8e9, 7.5e9, 32, 4096, 4096, 2 * 32 * 1024)
+MODEL = ModelCost(8e9, 7.5e9, 32, 4096, 32 * 4096, 2 * 32 * 1024)
 ROWS = StepRows(1024, 1024, 500, [500] * 2)
 
 

@@ -110,6 +110,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), {"global_head_dim": 16}),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
@@ -180,6 +181,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral+jitter": ("mixtral", {"router_jitter_noise": 0.1}),
+    "gemma4_text+heads": (  # its layers have unlike heads, as those of all published Gemma 4
+        "gemma4_text",
+        {
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": POSITIONS,
+        },
+    ),
     "phi3+partial": ("phi3", {"partial_rotary_factor": 0.5}),
 }
 """Case -> its model type and fields that differ from that type's defaults."""
@@ -210,6 +221,8 @@ def _shrunk(default: dict[str, Any]) -> dict[str, Any]:
     """Return the fields with a size here, including those of sections."""
     small: dict[str, Any] = {}
     for name, value in default.items():
+        if name == "per_layer_config":
+            continue  # its class derives it from sizes such as `global_head_dim`
         if isinstance(value, dict) and name.endswith("_config"):
             small[name] = {**_shrunk(value)}
             if "model_type" in value:

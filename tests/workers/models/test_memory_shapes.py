@@ -23,6 +23,7 @@ from workers.cpu import linear as cpu_linear
 from workers.cpu.allocator import keep_freed_memory
 from workers.memory import LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
+from workers.models.attention import layer_configs
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
 from workers.models.state import local_shard
 from workers.parallel import sharding
@@ -134,16 +135,19 @@ def test_weights_and_passes_of_7b_equal_those_of_the_meta_device(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen3", "falcon", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+    "case",
+    [
+        *("llama", "qwen3", "falcon", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        "gemma4_text+heads",
+    ],
 )
 def test_keys_and_values_have_the_widths_of_transformers_cache(case: str) -> None:
     model = build_tiny(tiny_model_config(case))
     cache = DynamicCache()
     with torch.no_grad():
         model(torch.arange(6, 16)[None], past_key_values=cache, use_cache=True)
-    widths = cached_widths(model.config.get_text_config())
-    cached = {(layer.keys.numel(), layer.values.numel()) for layer in cache.layers}
-    assert {sum(numbers) for numbers in cached} == {10 * sum(widths)}
+    for layer, config in zip(cache.layers, layer_configs(model.config), strict=True):
+        assert layer.keys.numel() + layer.values.numel() == 10 * sum(cached_widths(config))
 
 
 def test_an_update_uses_the_memory_of_the_shapes(small: Path, worker: ActorWorker) -> None:

@@ -21,7 +21,7 @@ from tests.workers.models.walk import (
 RESULTS: dict[str, list[str] | None] = json.loads((ROOT / "docs/data/models.json").read_text())
 FAST = (
     "llama qwen2+window mixtral+jitter phi3+longrope gemma2 gpt2 bloom deepseek_v3 llama4_text "
-    "gpt_oss"
+    "gpt_oss gemma4_text+heads"
 ).split()
 UNKNOWN = {"blt": "reads bytes through three models; its configuration has no layers of its own"}
 """Case -> why it is not walked."""

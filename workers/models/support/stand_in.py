@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,6 +167,7 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
             fields[name] = _small_id(value)
     if with_widths:
         _shrink_widths(fields)
+        _shrink_layers(fields, config.to_dict())
     else:
         for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
             if isinstance(fields.get(name), int):
@@ -235,6 +237,14 @@ def _shrink_widths(fields: dict[str, Any]) -> None:
         fields["mamba_d_ssm"] = inner
     if fields.get("model_type") == "mamba2":
         fields["head_dim"] = inner // 4
+
+
+def _shrink_layers(fields: dict[str, Any], whole: Mapping[str, Any]) -> None:
+    """Shrink the widths that single layers have, and keep their ratio to the model's width."""
+    for widths in (fields.get("per_layer_config") or {}).values():
+        for name, value in widths.items():
+            if name in SIZE_OF or name == "num_key_value_heads":
+                widths[name] = max(1, fields[name] * value // whole[name])
 
 
 def _parts(rope: Any) -> list[dict[str, Any]]:

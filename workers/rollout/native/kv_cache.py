@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from verl_like.errors import RolloutError
-from workers.models.attention import heads_of
+from workers.models.attention import heads_of, layer_configs
 from workers.models.memory_shapes import cached_widths
 from workers.rollout.sample import States
 
@@ -63,9 +63,13 @@ def min_window(config: Any) -> int:
     On Intel CPUs, MKL uses other kernels if there are fewer keys than the head size, or no more
     keys than query heads that share them, and the results then differ in the last bits.
     """
-    heads, groups, size = heads_of(config)
-    sharing = heads // groups
-    return whole_blocks(max(-(-MIN_MULTIPLICATIONS // (sharing * size)), size, sharing + 1))
+    columns = 0
+    for layer in layer_configs(config):
+        heads, groups, size = heads_of(layer)
+        sharing = heads // groups
+        needed = max(-(-MIN_MULTIPLICATIONS // (sharing * size)), size, sharing + 1)
+        columns = max(columns, needed)
+    return whole_blocks(columns)
 
 
 def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
@@ -85,8 +89,8 @@ def slots_that_fit(
     config: Any, width: int, dtype: torch.dtype, limit_gib: float, least: int
 ) -> int:
     """Return the number of slots in `limit_gib` GiB; raise if it is less than `least`."""
-    keys, values = cached_widths(config)
-    per_token = (config.num_hidden_layers + 1) * (keys + values)  # `resize` copies one layer
+    widths = [sum(cached_widths(layer)) for layer in layer_configs(config)]
+    per_token = sum(widths) + max(widths)  # `resize` copies one layer
     slot_bytes = per_token * width * dtype.itemsize
     fit = int(limit_gib * 2**30 / slot_bytes)
     if fit < least:
