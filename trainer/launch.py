@@ -321,6 +321,10 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
             f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
             "processes only on this machine. Set trainer.nnodes=1 or trainer.backend=ray."
         )
+    if config.trainer.backend == "ray" and config.ray.runtime_env:
+        from verl_like.backends.ray.runtime_env import check_runtime_env
+
+        check_runtime_env(config.ray.runtime_env, runs_here=joined_cluster(config) is None)
     lines = [describe_devices(config)]
     for role in config.role_workers:
         worker_class(config, role)

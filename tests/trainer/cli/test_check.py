@@ -149,6 +149,12 @@ def test_a_run_is_checked_for_gpus_of_another_machine(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_python_that_starts_no_worker_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = overrides(tiny_dir, tmp_path / "run", *TWO_POOLS)
+    with pytest.raises(SystemExit, match="runtime_env.py_executable=uv run --nowhere: this Python"):
+        main([*settings, "ray.runtime_env={py_executable: uv run --nowhere}"])
+
+
 def test_an_error_about_data_comes_after_only_the_memory(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
