@@ -17,12 +17,14 @@ Prints every training that a shell script would start as a verl-like command:
                        a command: no sandbox is needed
 
 The script runs in a sandbox where nothing trains. The shell handles variables,
-loops and files, and arguments after the script go to the script. Below each
-command, migrate lists what happened to each flag: renamed, built in, or not
-supported (with an alternative). Defaults that differ between the two systems
-are set explicitly. A command is rejected if leaving out one of its flags would
-change the experiment. With --prove as the last argument, it also compares loss
-and estimator with verl's or TRL's own functions on small batches.
+loops and files, and arguments after the script go to the script. Comments below
+each command list what happened to each flag: renamed, built in, or not
+supported (with an alternative). A comment above it begins with "incomplete:" if
+it needs something else. Defaults that differ between the two systems are set
+explicitly. You can save the output as a script. A command is rejected if leaving
+out one of its flags would change the experiment. With --prove as the last
+argument, it also compares loss and estimator with verl's or TRL's own functions
+on small batches.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import sys
 from collections.abc import Sequence
 
 from trainer.migrate.systems import migrate
+from trainer.migrate.translation import commented
 from verl_like.terminal import terminal_width
 
 
@@ -52,4 +55,4 @@ def main(arguments: Sequence[str]) -> None:
         from trainer.migrate.prove import prove
 
         for done in translations:
-            print(f"\n{prove(system, done)}", flush=True)
+            print(f"\n{commented(prove(system, done))}", flush=True)

@@ -69,7 +69,7 @@ def _rewards(flags: GivenFlags) -> None:
     if urls.endswith(".py"):
         settings = {"reward.function.path": urls, "reward.function.name": "compute_score"}
         flags.becomes("remote_rm_url", settings)
-        flags.done.absent.append(
+        flags.done.incomplete.append(
             "reward_func(queries, prompts, labels): rename it to compute_score, with the "
             "parameters solution_strs, raw_prompts, ground_truths; it returns a list"
         )

@@ -43,6 +43,10 @@ from verl_like.process.supervisor import (
 
 CONTINUATION = re.compile(r"\\[ \t]+(?:#[^\n]*)?(?:\n|\Z)")
 """A backslash before blanks or a comment at the end of a line, where bash ends the command."""
+NUMBERED = re.compile(r"[ \t]*(\d+)[ \t]+(?=\S)")
+"""The number of a line, before the line."""
+SENTENCE = re.compile(r"(?:\b[A-Za-z]+,? ){6}|[\u3400-\u9fff]{6}")
+"""Six words or Chinese characters in a row."""
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 MARKED = re.compile("\2[$](\\w+)\3")
 """Pattern of the value that the script sees for a variable that stays `$NAME`; it marks the `$`."""
@@ -66,7 +70,8 @@ PASS_THE_COMMAND = (
 def record(source: str, arguments: Sequence[str] = ()) -> Recording:
     """Return the commands that a script, or its text, runs in this folder with these arguments."""
     folder, raw = os.getcwd(), source_text(source)
-    text, name = CONTINUATION.sub("\\\n", raw), "command.sh"
+    listing = without_line_numbers(raw)
+    text, name = CONTINUATION.sub("\\\n", listing), "command.sh"
     if raw is not source:
         path = os.path.abspath(source)
         name = os.path.relpath(path, folder) if Path(path).is_relative_to(folder) else path
@@ -103,6 +108,7 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         printed=MARKED_BY_BASH.sub(r"\1\2", MARKED.sub(r"$\1", answer.printed)),
         variables=sorted(set(variables)),
         unset=sorted({*others, *read} - {*variables, *os.environ}),
+        num_numbered=0 if listing == raw else len(raw.splitlines()),
     )
 
 
@@ -113,6 +119,26 @@ def source_text(source: str) -> str:
     if Path(source).suffix and not re.search(r"\s", source.strip()):
         raise ConfigError(f"there is no file {source}. Use a script, or a command in quotes.")
     return source
+
+
+def without_line_numbers(text: str) -> str:
+    """Return the text of a listing without line numbers, if a page shows one before each line.
+
+    The first line may have none.
+    """
+    lines = text.strip().splitlines()
+    matches = [NUMBERED.match(line) for line in lines]
+    numbers = [int(match[1]) if match else 1 for match in matches]
+    if len(lines) < 2 or numbers != [*range(1, len(lines) + 1)]:
+        return text
+    pairs = zip(lines, matches, strict=True)
+    return "\n".join(line[match.end() if match else 0 :] for line, match in pairs)
+
+
+def is_page(text: str) -> bool:
+    """Return whether a text without a training has sentences outside of comments, as a page has."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    return not text.startswith("#!") and len(SENTENCE.findall("\n".join(lines))) >= 3
 
 
 def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -194,6 +220,8 @@ class Recording:
     """Variables that stay `$NAME` in the translation."""
     unset: Sequence[str] = ()
     """Other variables that the script reads and does not set."""
+    num_numbered: int = 0
+    """Lines of the text, if they began with their numbers."""
 
 
 def main(pipe: Connection) -> None:

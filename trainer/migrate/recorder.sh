@@ -16,7 +16,9 @@ run_inner() {
     record "$@"
     shift
     while (($#)); do
-        if [[ -f $VERL_LIKE_RECORDER/programs/${1##*/} || ${1##*/} == @(bash|sh) ]]; then
+        if [[ $1 == --@(extra|group|package|with) ]]; then
+            shift  # uv's extra `vllm` is no program
+        elif [[ -f $VERL_LIKE_RECORDER/programs/${1##*/} || ${1##*/} == @(bash|sh) ]]; then
             local inner=${1##*/}
             shift
             "$inner" "$@"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,15 @@ from trainer.migrate.flags import (
     last_name,
     num_processes,
 )
-from trainer.migrate.recorder import LAUNCHERS, SECRET, Command, Recording, record, source_text
+from trainer.migrate.recorder import (
+    LAUNCHERS,
+    SECRET,
+    Command,
+    Recording,
+    is_page,
+    record,
+    source_text,
+)
 from trainer.migrate.translation import Translation
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -84,16 +93,24 @@ class System:
     """Returns None for a command that does not train."""
     read_text: Callable[[str], Translation | None] = lambda _: None
     """Returns None for a text that is a shell script."""
+    has_rules: bool = False
+    """True if a command needs no reward, because rows name built-in rules."""
 
 
 COATI = System("train_prompts", translate_coati)
 OTHER_NAMES = "coati", "chatgpt"
 SYSTEMS: Mapping[str, System] = {
-    "verl": System("main_ppo", verl.translate),
+    "verl": System("main_ppo", verl.translate, has_rules=True),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),
     "trl": System("grpo, sft, reward, dpo, kto", trl.translate, trl.read_yaml),
     **dict.fromkeys(("colossalchat", *OTHER_NAMES), COATI),
 }
+SCORED = {"reward.function.path", "reward.list", "reward.model.enable"}
+"""Settings that name a reward."""
+NO_REWARD = (
+    "the command names no reward. Add reward.function.path=FILE.py with a function compute_score, "
+    "or `reward.list` for several."
+)
 RECIPES: Mapping[str, Recipe[Any]] = {
     **{"ppo": PPO, "async": ASYNC, "sft": SFT},
     **{"reward-model": REWARD_MODEL, "dpo": DPO},
@@ -128,7 +145,7 @@ def migrate(
     recording = Recording([Command(list(source))], ENDED_WELL, "")
     if isinstance(source, str):
         if done := reader.read_text(source_text(source)):
-            return [_finished(done)]
+            return [_finished(done, reader)]
         recording = record(source, arguments)
 
     translations: dict[str, Translation] = {}
@@ -140,12 +157,17 @@ def migrate(
         try:
             if done := reader.translate(command):
                 _add_context(done, command, recording)
-                translations.setdefault(_finished(done).command(), done)
+                translations.setdefault(_finished(done, reader).command(), done)
         except ConfigError as err:
-            rejections.append(f"{shlex.join(command.words)[:80]} ...: {err}")
+            rejections.append(f"{_shortened(command)}: {err}")
     if translations and not rejections:
         return list(translations.values())
     problem = "\n\n".join(dict.fromkeys(rejections)) or _no_training(reader, recording)
+    if not rejections and isinstance(source, str) and is_page(source_text(source)):
+        raise ConfigError(
+            "this is a page of prose, not a script. Copy the training command from it into a file, "
+            "or pass the command itself in quotes."
+        )
     if not rejections and isinstance(source, str):
         problem += "\nPut the script's arguments after it: verl-like migrate SYSTEM SCRIPT 8 ..."
     if recording.unset:
@@ -162,6 +184,10 @@ def _add_context(done: Translation, command: Command, recording: Recording) -> N
     for name, value in sorted(command.environment.items()):
         shown = "..." if SECRET.search(name) else shlex.quote(value)
         done.environment.append(f"{name}={shown}")
+    if recording.num_numbered:
+        done.notices.append(
+            f"the line numbers of the page (up to {recording.num_numbered}) are left out"
+        )
     if recording.ending != ENDED_WELL:
         done.notices.append(f"the script {recording.ending}: it may train more than this")
     done.notices += [
@@ -174,7 +200,7 @@ def _add_context(done: Translation, command: Command, recording: Recording) -> N
 
 def _no_training(reader: System, recording: Recording) -> str:
     """Describe a script, or a command, that does not train."""
-    ran = [shlex.join(command.words)[:100] for command in recording.commands]
+    ran = [_shortened(command) for command in recording.commands]
     words = (
         f"there is no command of {reader.trains}; the commands are: "
         f"{'; '.join(ran[-5:]) or 'none'}."
@@ -186,22 +212,33 @@ def _no_training(reader: System, recording: Recording) -> str:
     return words
 
 
+def _shortened(command: Command) -> str:
+    """Return the first words of a command."""
+    return textwrap.shorten(shlex.join(command.words), 100, placeholder=" ...")
+
+
 def _is_a_rest(command: Command) -> bool:
     """Return whether a command has settings but no program, as after a missing backslash."""
     return command.words[0].startswith("--") or verl.is_setting(command.words[0])
 
 
-def _finished(done: Translation) -> Translation:
+def _finished(done: Translation, system: System) -> Translation:
     """Drop unread settings; reject a different experiment or an invalid configuration."""
     if done.rejected:
         lines = "\n  ".join(done.rejected)
-        raise ConfigError(f"these settings cannot be translated:\n  {lines}")
+        raise ConfigError(
+            "these settings cannot be translated; without them the training would be another "
+            f"one:\n  {lines}"
+        )
     try:
         config = composed(done)
     except ConfigError as error:
         raise ConfigError(
             f"the translated command is incomplete or invalid: {error}\n\n{done.report(None)}"
         ) from error
+    samples, scored = done.program in ("ppo", "async"), SCORED & done.settings.keys()
+    if samples and not scored and not system.has_rules:
+        done.incomplete.append(NO_REWARD)
     for setting in list(done.settings):
         key = setting.removeprefix("+")
         of_placement = key.startswith(("placement", "role_mapping.", "resource_pool_spec."))

@@ -42,6 +42,8 @@ class Translation:
     """`NAME=value` that the script sets for the run."""
     notices: list[str] = field(default_factory=list)
     """Notes on how the script ran."""
+    incomplete: list[str] = field(default_factory=list)
+    """What the user has to add before the command can run."""
     variables: Collection[str] = ()
     """Shell variables that stay variables in the command; any other `$` is literal."""
     original: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +83,10 @@ class Translation:
         return " \\\n    ".join([f"verl-like {self.program}", *words])
 
     def report(self, width: int | None) -> str:
-        """Return the command, then the lists that are not empty, each with its title."""
+        """Return a script for bash: the command, then the lists that are not empty, as comments.
+
+        If the command needs an addition, the first line says so.
+        """
         defaults: dict[str, list[str]] = {}
         for key, flag in self.defaults.items():
             defaults.setdefault(flag, []).append(f"{key}={self.settings[key]}")
@@ -98,11 +103,12 @@ class Translation:
             "Notice": self.notices,
         }
         described = [
-            fit("\n".join([f"{title}:", *(f"  {line}" for line in lines)]), width)
+            commented("\n".join([f"{title}:", *(f"  {line}" for line in lines)]), width)
             for title, lines in paragraphs.items()
             if lines
         ]
-        return "\n\n".join([self.command(), *described])
+        missing = [commented(f"incomplete: {line}", width) for line in self.incomplete]
+        return "\n\n".join(["\n".join([*missing, self.command()]), *described])
 
     def _placed(self, settings: Mapping[str, Any]) -> dict[str, str]:
         placed = {}
@@ -111,6 +117,12 @@ class Translation:
             ours = self.places[start] + key.removeprefix(start) if start else key
             placed[ours] = as_setting(as_text(value))
         return placed
+
+
+def commented(text: str, width: int | None = None) -> str:
+    """Return the text as comments of bash, at most `width` wide if it is given."""
+    lines = fit(text, width and width - len("# ")).splitlines()
+    return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
 def shell_word(word: str, variables: Collection[str]) -> str:

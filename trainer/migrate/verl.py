@@ -138,7 +138,10 @@ def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) 
     """Translate one key."""
     outcome = translate_key(key, value, settings)
     if outcome is None:
-        done.rejected.append(f"{key}={value}: no such key is known here")
+        done.rejected.append(
+            f"{key}={value}: no such key is known here; remove it from the command if the training "
+            "is the same without it"
+        )
     elif outcome.nothing:
         done.always.append(f"{key}={value}: {outcome.nothing}")
     elif outcome.rejected:

@@ -133,7 +133,10 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     notices += _warm_up_by_share(translated)
     if rejected:
         lines = "\n  ".join(rejected)
-        raise ConfigError(f"these settings of verl cannot be translated; change them:\n  {lines}")
+        raise ConfigError(
+            "these settings of verl cannot be translated; change them, because without them the "
+            f"training would be another one:\n  {lines}"
+        )
     if notices:
         lines = "\n  ".join(sorted(notices))
         logger.warning("note: keys of verl that are ignored or renamed here:\n  %s", lines)
@@ -175,6 +178,9 @@ def translate_key(
     the command.
     """
     key = older(key)
+    table = tables()
+    if key in table.changes_nothing:
+        return KeyTranslation(nothing=table.changes_nothing[key])
     ours = renamed(key)
     if ours is not None:
         if ".megatron." in key and (why := _no_axis(ours, value, settings)):
@@ -186,7 +192,6 @@ def translate_key(
         of_a_rank = f"{key}_per_gpu"
         rows = _rows_of_one_rank(int(value), settings)
         return KeyTranslation(key=renamed(of_a_rank) or of_a_rank, value=str(rows))
-    table = tables()
     lays_out = bool(_first_match(key, table.lays_out))
     if name := _first_match(key, table.changes_nothing):
         return KeyTranslation(nothing=table.changes_nothing[name])

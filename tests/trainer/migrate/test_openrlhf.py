@@ -133,7 +133,7 @@ def test_the_command_describes_each_flag(
     assert printed.startswith("verl-like ppo \\\n")
     defaults = "Defaults of the other framework that differ"
     for title in ("Renamed", defaults, "Built-in behavior", "Not supported"):
-        assert f"\n{title}:\n" in printed
+        assert f"\n# {title}:\n" in printed
 
     monkeypatch.setattr("sys.argv", ["verl-like", "migrate", "openrlh", "--pretrain x"])
     with pytest.raises(SystemExit, match="no translation from 'openrlh'. Did you mean 'openrlhf'"):

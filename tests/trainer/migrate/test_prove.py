@@ -36,9 +36,9 @@ def test_the_command_prints_a_proof_below_the_translation(
     text = capsys.readouterr().out
     assert text.startswith("verl-like ppo")
     assert text.splitlines()[-3:] == [
-        "Proof:",
-        "  loss verl:vanilla: equal to 1e-6 on 24 batches",
-        "  estimator verl:grpo: equal to 1e-6 on 24 batches",
+        "# Proof:",
+        "#   loss verl:vanilla: equal to 1e-6 on 24 batches",
+        "#   estimator verl:grpo: equal to 1e-6 on 24 batches",
     ]
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
-from tests.trainer.migrate.words import composed, migrated
+import pytest
+
+from tests.trainer.migrate.words import composed, migrated, translated_whole
+from trainer.migrate.systems import migrate
+from verl_like.errors import ConfigError
 
 GRPO = """
 set -x
@@ -85,3 +89,33 @@ def test_the_example_of_split_placement_keeps_its_pools_and_passes() -> None:
     actor = config.actor_rollout_ref.actor
     assert (actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz) == (8, False)
     assert config.critic.ppo_micro_batch_size_per_gpu == 8
+
+
+UV = """
+RAY=(ray_kwargs.ray_init.runtime_env.py_executable="uv -v run --frozen --extra vllm")
+uv -v run --frozen --all-packages --extra vllm --extra fsdp python3 -m verl.trainer.main_ppo \\
+    data.train_files=x actor_rollout_ref.model.path=y "${RAY[@]}" $MORE
+"""
+
+
+def test_the_python_of_verl_s_workers_is_left_out() -> None:
+    done = migrated("verl", f"MORE=\n{UV}")
+    assert not any("runtime_env" in key for key in done.settings)
+    assert any("workers run in the driver's Python" in line for line in done.always)
+
+
+def test_an_error_names_the_whole_program_after_a_launcher() -> None:
+    with pytest.raises(ConfigError, match=r"(?m)^python3 -m verl\.trainer\.main_ppo data"):
+        migrate("verl", f"MORE=a.b=1\n{UV}")
+
+
+def test_only_a_command_without_a_reward_is_called_incomplete() -> None:
+    trl = "trl grpo --model_name_or_path m --dataset_name a/b"
+    for system, line in (("trl", trl), ("openrlhf", "--pretrain x --prompt_data y")):
+        first = translated_whole(system, line).report(None).splitlines()[0]
+        assert first.startswith("# incomplete: the command names no reward")
+    for system, line in (
+        ("trl", f"{trl} --reward_model_name_or_path r"),
+        ("verl", "main_ppo data.train_files=x actor_rollout_ref.model.path=y"),
+    ):
+        assert translated_whole(system, line).report(None).startswith("verl-like ppo")

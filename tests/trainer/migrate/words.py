@@ -1,13 +1,16 @@
 """Translations of one command, with and without the shell.
 
-Every returned command was pasted into bash, which passed exactly its words to the program.
+What `migrate` prints for every returned command was run as a script of bash, which started the
+program once, with exactly the command's words.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,12 +70,17 @@ def check_pasted(done: Translation) -> None:
 
 
 def pasted(done: Translation, environment: Mapping[str, str]) -> list[str]:
-    """Return the words that `verl-like` gets from the command."""
+    """Return the words that `verl-like` gets from the script that `migrate` prints."""
+    script = done.report(60)
+    subprocess.run(["bash", "-n", "-c", script], check=True)
     recorder = "verl-like() { printf '%s\\0' \"$@\"; }"
-    ran = subprocess.run(
-        ["bash", "-c", f"{recorder}\n{done.command()}"],
-        env={**environment, "ROW_TOKENS": "100"},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        ran = subprocess.run(
+            ["bash", "-c", f"{recorder}\n{script}"],
+            env={**environment, "ROW_TOKENS": "100"},
+            capture_output=True,
+            check=True,
+            cwd=folder,
+        )
+        assert (ran.stderr, os.listdir(folder)) == (b"", [])
     return ran.stdout.decode().split("\0")[:-1]
