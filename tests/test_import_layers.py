@@ -50,6 +50,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "workers": [
         ("chats", "columns", "config", "cpu"),
+        ("thoughts",),
         ("parallel",),
         ("losses", "models", "rewards"),
         ("weights",),

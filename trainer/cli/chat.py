@@ -43,6 +43,7 @@ from workers.agents.chat import TurnRenderer, with_observation
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec, in_full
 from workers.models.folder import is_on_hub, model_folder
+from workers.thoughts import ThoughtReader, split_thoughts
 
 Answer = dict[str, Any]
 STEP_S = 30.0
@@ -85,7 +86,10 @@ class Chat:
         """Print the model's reply to the conversation with this message, and return it."""
         self.messages.append({"role": "user", "content": text})
         tokens = self.generate(self._inputs(text))
-        reply: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        reader = ThoughtReader.of(self.tokenizer)
+        reply = reader.text_of(tokens)
+        if reader.hides:
+            reply = split_thoughts(reply, reader.is_open)[1]
         self.messages.append({"role": "assistant", "content": reply})
         return reply
 
@@ -97,7 +101,8 @@ class Chat:
         import torch
         from transformers import TextStreamer
 
-        words = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        hides = ThoughtReader.of(self.tokenizer).hides
+        words = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=not hides)
         inputs = inputs.to(self.model.device)
         with torch.inference_mode():
             tokens = self.model.generate(
@@ -256,7 +261,7 @@ class ChatTrajectory:
             self._ids += sampled_ids
             last = sampled_ids[-1] if sampled_ids[-1] in self._stops else None
             text = self._renderer.text_of(sampled_ids if last is None else sampled_ids[:-1])
-        self._host.say(0, text)
+        self._host.say(0, text, **self._renderer.thoughts.details)
         answer = _next_answer(self._host)
         if "messages" in answer:
             self._observe(last, answer)

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from workers.thoughts import THOUGHTS
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -62,14 +64,6 @@ FORMS = {
     "internlm": Form("<|action_start|><|plugin|>", "<|action_end|>", mark="<|action_start|>"),
 }
 """The formats by name, for `environment.tool_call_parser`."""
-THOUGHTS = {
-    "<think>": "</think>",
-    "[THINK]": "[/THINK]",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "<|channel>thought": "<channel|>",
-    "<|channel|>analysis": "<|end|><|start|>assistant",
-}
-"""The strings around reasoning, in which calls are ignored."""
 OPENED = re.compile(
     "|".join(rf"{re.escape(a)}.*?(?:{re.escape(b)}|\Z)" for a, b in THOUGHTS.items()), re.DOTALL
 )

@@ -20,30 +20,46 @@ from typing import Any
 from workers.agents.calls import forms_of, parse
 from workers.agents.template import ChatTemplate, Message, with_calls
 from workers.chats import text_of
+from workers.thoughts import REASONING, ThoughtReader, split_thoughts
 
 
 class TurnRenderer:
     """Renders prompts and observations with the chat template of a tokenizer."""
 
     def __init__(
-        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], stop_ids: Sequence[int]
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]],
+        stop_ids: Sequence[int],
+        keeps_reasoning: bool = True,
     ) -> None:
-        """Reject a tokenizer whose template is missing or does not render turns or tools."""
+        """Reject a tokenizer whose template is missing or does not render turns or tools.
+
+        With `keeps_reasoning`, the template gets the reasoning of older turns.
+        """
         self._tokenizer, self._has_tools = tokenizer, bool(tools)
+        self._keeps_reasoning = keeps_reasoning
         self.template = ChatTemplate(tokenizer, tools, stop_ids)
+        self.thoughts = ThoughtReader.of(tokenizer)
         self._by_tools: dict[str, TurnRenderer] = {}
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
         """Return a renderer for chats with these tools."""
         written = json.dumps(tools, sort_keys=True)
         if written not in self._by_tools:
-            renderer = TurnRenderer(self._tokenizer, tools, tuple(self.template.stops))
+            stops = tuple(self.template.stops)
+            renderer = TurnRenderer(self._tokenizer, tools, stops, self._keeps_reasoning)
             self._by_tools = {**self._by_tools, written: renderer}
         return self._by_tools[written]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Decode sampled ids; if there are tools, keep special tokens, which may enclose calls."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._has_tools)
+        """Decode sampled ids; if there are tools, keep special tokens, which may enclose calls.
+
+        Special tokens around reasoning are kept in any case.
+        """
+        if not self._has_tools:
+            return self.thoughts.text_of(ids)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -62,6 +78,7 @@ class TurnRenderer:
 
         The second value is True if it does not, so that the ids of the whole chat are returned.
         """
+        messages = [self._for_history(message) for message in messages]
         text, read = self.template.written(self.template.safe(messages)), ""
         if before:
             read = self._tokenizer.decode(before)
@@ -86,11 +103,23 @@ class TurnRenderer:
         text = self._tokenizer.decode(sampled_ids if last is None else sampled_ids[:-1])
         observations = self.template.safe(observations)
         calls, rest = parse(text, forms_of(self.template.text))
-        if not calls or not self.template.are_behind_calls(observations):
-            return [{"role": "assistant", "content": text}, *observations]
-        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-        turn, *observations = with_calls(observations, functions)
-        return [{**turn, "content": rest, "sampled": text}, *observations]
+        is_behind = bool(calls) and self.template.are_behind_calls(observations)
+        turn: Message = {"role": "assistant", "content": text}
+        if is_behind:
+            functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+            turn, *observations = with_calls(observations, functions)
+            turn = {**turn, "content": rest, "sampled": text}
+        if self.thoughts.hides:  # its template writes reasoning in other places than the answer
+            reasoning, content = split_thoughts(str(turn["content"]), self.thoughts.is_open)
+            named = {REASONING: reasoning} if reasoning else {}
+            turn = self._for_history({**turn, "content": content, **named, "sampled": text})
+        return [turn, *observations]
+
+    def _for_history(self, message: Message) -> Message:
+        """Return a message as the template gets it: with or without its reasoning."""
+        if self._keeps_reasoning or REASONING not in message:
+            return message
+        return {name: value for name, value in message.items() if name != REASONING}
 
     def rewritten(
         self, read: Sequence[Message], turn: Sequence[Message], last: int | None

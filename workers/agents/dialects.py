@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.chats import text_of
+from workers.thoughts import REASONING
 
 Body = dict[str, Any]
 
@@ -98,6 +99,7 @@ def _from_message(message: Mapping[str, Any]) -> list[Body]:
     if isinstance(content, str):
         return [{"role": message["role"], "content": content}]
     results, texts, calls = [], [], []
+    thoughts = [block["thinking"] for block in content if block["type"] == "thinking"]
     for block in content:
         if block["type"] == "tool_result":
             answer = {"role": "tool", "tool_call_id": block["tool_use_id"]}
@@ -108,13 +110,18 @@ def _from_message(message: Mapping[str, Any]) -> list[Body]:
             texts.append(block)
     if results and not texts:
         return results
-    return [*results, {"role": message["role"], "content": text_of(texts), "tool_calls": calls}]
+    turn = {"role": message["role"], "content": text_of(texts), "tool_calls": calls}
+    return [*results, turn | ({REASONING: "\n\n".join(thoughts)} if thoughts else {})]
 
 
 def _message(completion: Body) -> Body:
     (choice, *_), usage = completion["choices"], completion["usage"]
     message = choice["message"]
-    content = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    content: list[Body] = []
+    if reasoning := message.get(REASONING):
+        content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+    if message["content"]:
+        content.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
         function = call["function"]
         arguments = json.loads(function["arguments"])
@@ -142,6 +149,9 @@ def _message_events(answer: Body) -> list[Body]:
         if block["type"] == "text":
             empty: Body = {"text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            empty = {"thinking": ""}
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
         else:
             arguments = json.dumps(block["input"])
             empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
@@ -168,6 +178,7 @@ def _from_responses(body: Body) -> Body:
     messages: list[Body] = [{"role": "system", "content": system}] if system else []
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
+    thoughts: list[str] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
@@ -180,8 +191,14 @@ def _from_responses(body: Body) -> Body:
         elif kind == "function_call_output":
             answer = {"role": "tool", "tool_call_id": item["call_id"]}
             messages.append({**answer, "content": text_of(item["output"])})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            thoughts += [part["text"] for part in item.get("content") or ()]
+            continue
+        else:
             raise ValueError(f"input of the type {kind!r} is not supported")
+        if thoughts and messages[-1]["role"] == "assistant":
+            messages[-1][REASONING] = "\n\n".join(thoughts)
+        thoughts = []
     chat["messages"] = _for_templates(messages)
     # tools of other types are left out: OpenAI's servers run them
     tools = [tool for tool in body.get("tools") or () if tool["type"] == "function"]
@@ -200,6 +217,10 @@ def _response(completion: Body) -> Body:
     message, is_cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls", ())
     output: list[Body] = []
+    if reasoning := message.get(REASONING):
+        content = [{"type": "reasoning_text", "text": reasoning}]
+        item = {"type": "reasoning", "id": f"rs_{completion['id']}", "summary": []}
+        output.append({**item, "status": "completed", "content": content})
     if message["content"] or not calls:
         part: Body = {"type": "output_text", "text": message["content"] or "", "annotations": []}
         item = {"type": "message", "id": f"msg_{completion['id']}", "role": "assistant"}
@@ -241,7 +262,7 @@ def _response_events(answer: Body) -> list[Body]:
     ]
     for index, item in enumerate(answer["output"]):
         is_text = item["type"] == "message"
-        empty: Body = {"content": []} if is_text else {"arguments": ""}
+        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         of_item = {"output_index": index}
         added = {**item, **empty, "status": "in_progress"}
         events.append({"type": "response.output_item.added", **of_item, "item": added})
@@ -260,6 +281,13 @@ def _response_events(answer: Body) -> list[Body]:
                 },
                 {"type": "response.output_text.done", **place, **text},
                 {"type": "response.content_part.done", **place, "part": part},
+            ]
+        elif item["type"] == "reasoning":
+            kind, (part,) = "response.reasoning_text", item["content"]
+            place["content_index"] = 0
+            events += [
+                {"type": f"{kind}.delta", **place, "delta": part["text"]},
+                {"type": f"{kind}.done", **place, "text": part["text"]},
             ]
         else:
             kind = "response.function_call_arguments"

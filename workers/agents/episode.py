@@ -26,6 +26,7 @@ from workers.agents.environment import (
 )
 from workers.agents.load_environment import Loaded
 from workers.agents.tools import answer_call, waited
+from workers.thoughts import split_thoughts
 
 if TYPE_CHECKING:
     from workers.agents.gateway import AgentEpisode
@@ -130,10 +131,14 @@ class Episode:
         self._silent -= {*replies}
         return {"players": replies}
 
-    def step(self, text: str, player: str = "") -> dict[str, Any]:
+    def step(
+        self, text: str, player: str = "", hides_thoughts: bool = False, is_open: bool = False
+    ) -> dict[str, Any]:
         """Return the reply to this text: messages or the trajectory's end, and the text's reward.
 
-        With several players, return such replies by player.
+        With several players, return such replies by player. With `hides_thoughts`, special tokens
+        enclose reasoning, which the environment does not get; with `is_open`, the prompt has its
+        opening.
         """
         calls = self._loaded.parse(text)[0] if self._tools else []
         if calls:
@@ -146,11 +151,13 @@ class Episode:
             counts = {"calls": len(calls), "errors": errors}
             observation = {"messages": messages, "reward": 0.0, **counts}
             return {"players": {player: observation}} if player else observation
+        unread_call = call_like(text) if self._tools else ""
+        if hides_thoughts:
+            text = split_thoughts(text, is_open)[1]
         if player:
             self._speaking.discard(player)
             self._waiting.add(player)
             return self._of_players("step", waited(self._env.step(text, player)), self._read)
-        unread_call = call_like(text) if self._tools else ""
         if self._loaded.has_step:
             answer = self._read(waited(self._env.step(text)))
         else:  # as in TRL

@@ -57,6 +57,7 @@ from workers.agents.requests import (
     stop_strings,
 )
 from workers.agents.tools import Tool, waited
+from workers.thoughts import REASONING, split_thoughts
 
 COUNT_TOKENS, BYTES_PER_TOKEN = "v1/messages/count_tokens", 4
 OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
@@ -215,6 +216,8 @@ class Conversation:
         self._history: list[dict[str, Any]] = []
         self._histories: dict[str, list[dict[str, Any]]] = {}
         """By name of a completion: the messages up to it, including it."""
+        self._reasoning: dict[str, str] = {}
+        """By a completion's content and calls: its reasoning, which clients need not send back."""
         self._tools: list[dict[str, Any]] = []
         self._num_turns = 0
         self._calls: dict[str, Any] = {}
@@ -285,7 +288,10 @@ class Conversation:
         name = f"{self._name}-{turn}"
         if request.is_chat:
             message = answer["message"] = self._message(answer, request, turn)
-            self._history = [*request.messages, read_message(message, [])]
+            read = read_message(message, [])
+            self._history = [*request.messages, read]
+            if REASONING in read:
+                self._reasoning[repr(_spoken([read]))] = read[REASONING]
             self._histories[name] = self._history
         return name, answer
 
@@ -297,9 +303,13 @@ class Conversation:
             and self._tools == request.tools
             and _spoken(messages[:read]) == _spoken(self._history)
         )
+        known = [self._reasoning.get(repr(_spoken([message]))) for message in messages]
         fields = {
             "extends": extends,
-            "chat": messages,
+            "chat": [
+                {**message, REASONING: reasoning} if reasoning else message
+                for message, reasoning in zip(messages, known, strict=True)
+            ],
             "ids": request.ids,
             "tools": request.tools,
             "max_tokens": request.max_tokens,
@@ -313,20 +323,24 @@ class Conversation:
         return {name: value for name, value in calls.items() if value}
 
     def _message(self, answer: Mapping[str, Any], request: Request, turn: int) -> dict[str, Any]:
-        """Return the sampled text as a message, with its tool calls parsed.
+        """Return the sampled text as a message, with its reasoning apart and its calls parsed.
 
-        If a call is faulty, the whole text stays content.
+        If a call is faulty, it stays content.
         """
         text: str = answer["text"]
-        served = answer.get("served", {})
+        served, is_open = answer.get("served", {}), bool(answer.get("is_open"))
         for stop in stop_strings(served):
             text = text.partition(stop)[0]
         tools = [] if served.get("tool_choice") == "none" else request.tools
         calls, rest = self._session.parser(text) if tools else ([], text)
         if tools and not calls:
             self._calls = {"call_like": call_like(text)}
+        reasoning, content = split_thoughts(text, is_open)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if not calls or any(call.problem for call in calls):
-            return {"role": "assistant", "content": text}
+            return message | ({REASONING: reasoning} if reasoning else {})
+        if rest:  # an argument may contain any tag
+            reasoning, content = split_thoughts(rest)
         schemas = {
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
         }
@@ -339,7 +353,9 @@ class Conversation:
             for number, call in enumerate(calls)
         ]
         self._calls = {"calls": len(calls)}
-        return {"role": "assistant", "content": rest or None, "tool_calls": written}
+        message |= {"content": content if rest else None, "tool_calls": written}
+        message["content"] = message["content"] or None
+        return message | ({REASONING: reasoning} if reasoning else {})
 
 
 def _number(reward: Any) -> float:

@@ -94,7 +94,9 @@ class Players:
         if self._loop is None or not self.num_running:
             kinds = self._host.kinds
             tools = kinds[""].tools if "" in kinds else []
-            chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
+            chat = TurnRenderer(
+                self._tokenizer, tools, sampling.stop_token_ids, self._config.history_reasoning
+            )
             is_recorded = RECORDED in data.non_tensor_batch
             host = RecordedHost(kinds) if is_recorded else self._host
             self._kinds = host.kinds

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.agents.tools import describe_type, fits
 from workers.chats import text_of
+from workers.thoughts import REASONING
 
 if TYPE_CHECKING:
     from workers.rollout.base import SamplingParams
@@ -227,6 +228,9 @@ def read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
     except ValueError as error:
         raise RejectedRequest(str(error), "messages") from error
     message: dict[str, Any] = {"role": ROLES[role], "content": content}
+    reasoning = raw.get(REASONING) or raw.get("reasoning")
+    if message["role"] == "assistant" and isinstance(reasoning, str):
+        message[REASONING] = reasoning
     if calls:
         message["tool_calls"] = [_read_call(call) for call in calls]
     if message["role"] == "tool":

@@ -18,6 +18,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS
 from workers.chats import TEMPLATE_ERRORS, render_chat
+from workers.thoughts import REASONING
 
 PLACEHOLDER = "\u241f"
 """Placeholder for a sampled turn in chats that are rendered to find the text around it."""
@@ -75,7 +76,7 @@ class ChatTemplate:
         try:
             text: str = render_chat(
                 self._tokenizer,
-                messages,
+                [_with_thinking(message) for message in messages],
                 tools=tools,
                 add_generation_prompt=begins,
                 tokenize=False,
@@ -200,6 +201,11 @@ class ChatTemplate:
                 "text of the assistant's messages. Use a template that writes them unchanged."
             )
         return base.partition(PLACEHOLDER)[2]
+
+
+def _with_thinking(message: Message) -> Message:
+    """Return a message whose reasoning also has the name that the template of gpt-oss reads."""
+    return {**message, "thinking": message[REASONING]} if REASONING in message else message
 
 
 def with_calls(

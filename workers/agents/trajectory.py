@@ -398,6 +398,7 @@ class Trajectory:
         else:
             renderer = self.setting.chat.with_tools(self.request["tools"])
             details = self._details(self.request, len(sampled_ids))
+        details |= renderer.thoughts.details
         text, player = renderer.text_of(ids), self.start.player
         self.setting.host.say(self.environment_id, text, player, delay_s, **details)
 

@@ -76,6 +76,10 @@ class EnvironmentConfig(Section):
     """How a turn reads the older turns. `sampled`: as the sampled tokens; `retokenized`: as the
     chat template renders them, tokenized again.
     """
+    history_reasoning: bool = config_field(True)
+    """Give the chat template the reasoning of older turns, which it writes or drops, if it renders
+    them again; false: leave it out.
+    """
     step_timeout_s: float = config_field(30.0, above=0, may_change_on_resume=True)
     """Timeout of an environment's reply, in seconds."""
     trajectory_timeout_s: float = config_field(600.0, above=0, may_change_on_resume=True)

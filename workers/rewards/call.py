@@ -28,6 +28,11 @@ SAMPLE_FIELDS = {
     "num_tokens": "tokens of the response",
 }
 """By parameter of a reward function: its value. Plural names get lists over the whole batch."""
+SPLIT_FIELDS = {
+    "content": "the response without its reasoning",
+    "reasoning_content": "the reasoning of the response, or an empty text",
+}
+"""By parameter: its value, unless the rows have a column of this name."""
 TRUTH = "ground_truth"
 SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
 """By alternative name of a parameter: the field that it gets."""
@@ -99,7 +104,9 @@ class RewardCall:
                 f"{called} returns a {returned}, but it is called on one sample. "
                 "Return a number, or score a batch with the parameter responses or solution_strs."
             )
-        fills = {column: column for column in columns} | convention
+        plural = "s" if convention is FIELDS_OF_BATCH else ""
+        split = {f"{name}{plural}": name for name in SPLIT_FIELDS}
+        fills = split | {column: column for column in columns} | convention
         if not has_truth:
             fills = {name: entry for name, entry in fills.items() if entry != TRUTH}
         for parameter in parameters.values():
@@ -109,7 +116,7 @@ class RewardCall:
         names = {*parameters}
         if takes_rest and takes_batches:  # `**kwargs` gets an entry once, by its long name
             duplicates = SHORT_PLURALS if convention is FIELDS_OF_BATCH else ()
-            names |= fills.keys() - duplicates
+            names |= fills.keys() - duplicates - (split.keys() - {*columns})
         fields = {name: fills[name] for name in fills if name in names}
         return cls(function, fields, kwargs, takes_batches, takes_rest)
 

@@ -29,6 +29,7 @@ from workers.rewards.failures import Failures, group_by_kind
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
 from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
+from workers.thoughts import REASONING, ThoughtReader, split_thoughts
 
 RESPONSE_TEXT = "response_text"
 """Column with the responses as text, which several rewards and the sample log read."""
@@ -144,9 +145,12 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
     """Return what a reward function can read of each row."""
     columns = batch.non_tensor_batch
     rows = range(len(batch))
+    reader = ThoughtReader.of(tokenizer)
+    texts = decode_responses(batch, tokenizer)
+    split = [split_thoughts(text, reader.is_open) for text in texts]
     fields = {
         "data_source": columns["data_source"],
-        "solution_str": decode_responses(batch, tokenizer),
+        "solution_str": [content for _, content in split] if reader.hides else texts,
         "ground_truth": [rule["ground_truth"] for rule in columns["reward_model"]],
         "extra_info": columns["extra_info"],
         "raw_prompt": columns.get("raw_prompt", [""] * len(batch)),
@@ -156,8 +160,8 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
     others: Iterable[Mapping[str, Any]] = columns.get("row_columns", [{}] * len(batch))
     values = zip(*fields.values(), strict=True)
     return [
-        {**other, **dict(zip(fields, row, strict=True))}
-        for other, row in zip(others, values, strict=True)
+        {"content": content, REASONING: reasoning, **other, **dict(zip(fields, row, strict=True))}
+        for (reasoning, content), other, row in zip(split, others, values, strict=True)
     ]
 
 
@@ -174,16 +178,18 @@ def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
 
 
 def decode_rows(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
-    """Decode rows of ids, without special tokens.
+    """Decode rows of ids, without special tokens except those around reasoning.
 
     The tokenizer's `batch_decode` inspects every id in Python, which takes twice as long as
     decoding. So fast tokenizers are called directly, with all rows at once.
     """
     from transformers import PreTrainedTokenizerFast
 
+    reader = ThoughtReader.of(tokenizer)
     is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and (
         type(tokenizer)._decode is PreTrainedTokenizerFast._decode
     )
-    if not is_plain or tokenizer.clean_up_tokenization_spaces:
-        return list(tokenizer.batch_decode(rows, skip_special_tokens=True))
-    return list(tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=True))
+    decode = tokenizer.batch_decode
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        decode = tokenizer.backend_tokenizer.decode_batch
+    return [reader.cleaned(text) for text in decode(rows, skip_special_tokens=not reader.hides)]

@@ -43,7 +43,13 @@ def test_retokenized_turns_are_trained(tiny_dir: Path, tmp_path: Path) -> None:
     jinja = tmp_path / "tiny" / "model" / "chat_template.jinja"
     jinja.write_text(jinja.read_text().replace("eos_token", "''"))
     template = "environment.history_tokens=retokenized"
-    play(tmp_path / "tiny", tmp_path / "run", f"environment={GAMES}:Count", template, "trainer.seed=3")
+    play(
+        tmp_path / "tiny",
+        tmp_path / "run",
+        f"environment={GAMES}:Count",
+        template,
+        "trainer.seed=3",
+    )
     (line,) = lines(tmp_path / "run")
     assert line["agents/num_segments/mean"] > 1.0
     assert line["training/num_hash_matched_samples"] == 8

@@ -411,3 +411,10 @@ class Stalls(Environment):
         seen = Observation("a")
         replies = [{}, {"red": seen}, {"black": Observation("a", 1.0)}, seen, {"white": "a"}]
         return replies[self.number]
+
+
+class Echo(Environment):
+    """Repeats the policy's text."""
+
+    def step(self, text: str) -> Observation:
+        return Observation(text)

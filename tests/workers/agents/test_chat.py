@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -259,3 +260,45 @@ def test_the_first_observation_ends_the_prompt(
 ) -> None:
     messages = with_observation(prompt, text)
     assert [(message["role"], message["content"]) for message in messages] == expected
+
+
+ASKED: Any = [{"role": "user", "content": "no"}]
+THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("keeps_reasoning", [True, False])
+def test_the_template_gets_the_reasoning_of_older_turns(keeps_reasoning: bool) -> None:
+    tokenizer = tokenizer_of(replace(SHAPES["chatml"], template=THINKS))
+    chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id], keeps_reasoning)
+    turn = {"role": "assistant", "content": "no", "reasoning_content": "hm"}
+    text = tokenizer.decode(chat.after([], [*ASKED, turn, *ASKED])[0])
+    assert ("<think>hm</think>no" in text) == keeps_reasoning
+    assert "no<|im_end|>" in text
+
+
+def test_a_turn_of_channels_is_written_again_by_its_template() -> None:
+    """The template of gpt-oss rejects channels in a content, and reads `thinking`."""
+    shape = SHAPES["gptoss"]
+    template = shape.template.replace(
+        "{{ '<|channel|>final",
+        "{% if m.thinking %}{{ '<|channel|>analysis<|message|>' + m.thinking + '<|end|><|start|>"
+        "assistant' }}{% endif %}{{ '<|channel|>final",
+    )
+    tokenizer = tokenizer_of(replace(shape, template=template))
+    sampled = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a"
+    )
+    stop = tokenizer.convert_tokens_to_ids("<|return|>")
+    ids = [*tokenizer(sampled, add_special_tokens=False)["input_ids"], stop]
+    for keeps_reasoning in (True, False):
+        chat = TurnRenderer(tokenizer, [], [stop], keeps_reasoning)
+        turn = chat.turn(ids, stop, ASKED)
+        assert turn[0]["content"] == "a"
+        text = chat.rewritten(ASKED, turn, stop)
+        assert text is not None
+        assert ("analysis<|message|>hm" in text) == keeps_reasoning

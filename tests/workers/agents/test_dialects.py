@@ -128,6 +128,54 @@ def test_messages_have_texts_calls_and_results(session: AgentSession, exchange: 
     assert last["stop_reason"] == "end_turn"
 
 
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+def test_messages_have_thinking_blocks(session: AgentSession, exchange: Exchange) -> None:  # noqa: F811
+    def post(messages: list[Any], **more: Any) -> Any:
+        body: Any = {**BODY, "tools": TOOLS, "messages": messages, **more}
+        return httpx.post(url(session, "v1/messages"), json=body, timeout=30)
+
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    _, first = exchange(THOUGHT + CALL, lambda: post(messages).json())
+    assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
+    assert (first["content"][0]["thinking"], first["content"][1]["text"]) == ("hm", "so")
+
+    call = first["content"][-1]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "2"}
+    messages += [
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    event, answer = exchange(f"{THOUGHT}two", lambda: post(messages, stream=True).text)
+    assert event["request"]["extends"]
+    assert event["request"]["chat"][1]["reasoning_content"] == "hm"
+    assert '"type": "thinking_delta", "thinking": "hm"' in answer
+    assert '"type": "text_delta", "text": "two"' in answer
+
+
+def test_responses_have_reasoning_items(responses: Any, exchange: Exchange) -> None:  # noqa: F811
+    items: list[Any] = [{"role": "user", "content": "go"}]
+    create = responses.create
+    _, first = exchange(f"{THOUGHT}four", lambda: create(input=items, model="any"))
+    reasoning, message = first.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "hm")
+    assert (message.type, first.output_text) == ("message", "four")
+
+    items += [*(item.to_dict() for item in first.output), {"role": "user", "content": "and"}]
+
+    def stream() -> Any:
+        with responses.stream(model="any", input=items) as events:
+            kinds = [event.type for event in events]
+            return kinds, events.get_final_response()
+
+    event, (kinds, last) = exchange("hm</think>five", stream, is_open=True)
+    assert event["request"]["extends"]
+    assert event["request"]["chat"][1]["reasoning_content"] == "hm"
+    assert {"response.reasoning_text.delta", "response.output_text.delta"} <= {*kinds}
+    assert last.output_text == "five"
+
+
 def roles_and_texts(event: dict[str, Any]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in event["messages"]]
 

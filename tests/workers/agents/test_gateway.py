@@ -371,6 +371,33 @@ def test_tool_calls_are_parsed_and_their_results_are_observed(
     assert not event["request"]["extends"]  # without its tools, it has another prompt
 
 
+def test_reasoning_is_told_apart_and_stays_in_the_history(
+    session: AgentSession, exchange: Exchange
+) -> None:
+    create = create_of(session)
+    harmony = (
+        "<|channel|>analysis<|message|>two plus two is four<|end|><|start|>assistant"
+        "<|channel|>final<|message|>4"
+    )
+    _, reply = exchange(harmony, lambda: create(model="any", messages=ASK))
+    message = reply.choices[0].message
+    assert (message.content, message.reasoning_content) == ("4", "two plus two is four")
+
+    # most clients send back only the content
+    messages = [*ASK, {"role": "assistant", "content": "4"}, *ASK]
+    event, _ = exchange("5", lambda: create(model="any", messages=messages))
+    assert event["request"]["extends"]
+    assert event["request"]["chat"][1]["reasoning_content"] == "two plus two is four"
+    call = (
+        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant to=functions.add"
+        '<|channel|>commentary json<|message|>{"a": 2}'
+    )
+    _, reply = exchange(call, lambda: create(model="any", messages=ASK, tools=[ADD]))
+    message = reply.choices[0].message
+    assert (message.content, message.reasoning_content) == (None, "I add.")
+    assert message.tool_calls[0].function.name == "add"
+
+
 ADD_CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
 
 

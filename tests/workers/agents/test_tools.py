@@ -401,6 +401,21 @@ def test_a_users_parser_reads_the_calls(tmp_path: Any) -> None:
         EnvironmentSpec(tool_call_parser=["hermess"]).load()
 
 
+HARMONY = "<|channel|>analysis<|message|>two plus two<|end|><|start|>assistant"
+
+
+def test_an_environment_gets_no_reasoning_that_special_tokens_enclose() -> None:
+    spec = EnvironmentSpec("tests.workers.agents.games:Echo", tools=[f"{HERE}:add"])
+    episode = Episode(spec.load(), (0, 1))
+    episode.reset({})
+    call = f'{HARMONY} to=functions.add<|channel|>commentary json<|message|>{{"a": 1}}'
+    (answer,) = episode.step(call, hides_thoughts=True)["messages"]
+    assert (answer["role"], answer["name"]) == ("tool", "add")
+    final = f"{HARMONY}<|channel|>final<|message|>4"
+    assert episode.step(final, hides_thoughts=True)["messages"][0]["content"] == "4"
+    assert episode.step("<think>a</think>4")["messages"][0]["content"] == "<think>a</think>4"
+
+
 def test_no_text_raises() -> None:
     parts = ['{"name": "add"', '"arguments"', ":", "{", "}", "[", '"a"', "<tool_call>", "1" * 5000]
     parts += ["</tool_call>", "\ud800", "\\u0000", ",", "null", "[" * 3000, "\n", "true", "1e999"]
