@@ -27,6 +27,7 @@ from verl_like.process.system_calls import (
     KEEPS_TO_ITSELF,
     MACHINE,
     METADATA,
+    OTHER_SOCKETS,
     PR_SET_NO_NEW_PRIVS,
     deny,
     drop_capabilities,
@@ -127,10 +128,12 @@ def reject_nested_run() -> None:
 
 
 def isolate_network(way_out: str = "") -> None:
-    """Leave this process no network except its own loopback interface.
+    """Leave this process no network except its own loopback interface, and no Unix sockets.
 
-    Raise if the machine does not allow a network namespace; the error ends with `way_out`.
+    Pairs of sockets (`multiprocessing.Pipe`) remain. Raise if the machine does not allow a network
+    namespace; the error ends with `way_out`.
     """
+    deny(OTHER_SOCKETS)
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):

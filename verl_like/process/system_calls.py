@@ -13,7 +13,7 @@ import errno
 import platform
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MACHINE = (
     "acct adjtimex clock_adjtime clock_settime delete_module finit_module init_module ioperm iopl "
@@ -27,14 +27,16 @@ METADATA = (
 ).split()
 """Calls that change a file without writing to it, which Landlock does not cover."""
 KEEPS_TO_ITSELF = (
-    "add_key bpf chroot fsconfig fsmount fsopen fspick io_uring_enter io_uring_register "
-    "io_uring_setup keyctl memfd_create memfd_secret mount mount_setattr move_mount msgget "
-    "name_to_handle_at open_by_handle_at open_tree perf_event_open pidfd_getfd pivot_root "
-    "process_vm_readv process_vm_writev ptrace quotactl quotactl_fd request_key "
-    "sched_setaffinity sched_setattr sched_setparam sched_setscheduler semget setns setpriority "
-    "shmget syslog umount2 unshare userfaultfd"
+    "add_key bpf chroot fcntl fsconfig fsmount fsopen fspick io_uring_enter io_uring_register "
+    "io_uring_setup ioctl ioprio_set keyctl memfd_create memfd_secret mount mount_setattr "
+    "move_mount msgget name_to_handle_at open_by_handle_at open_tree perf_event_open pidfd_getfd "
+    "pivot_root prlimit64 process_vm_readv process_vm_writev ptrace quotactl quotactl_fd "
+    "request_key sched_setaffinity sched_setattr sched_setparam sched_setscheduler semget setns "
+    "setpriority shmget syslog umount2 unshare userfaultfd"
 ).split()
 """Calls that reach other processes, or memory that outlives the process or is not counted."""
+OTHER_SOCKETS = "io_uring_setup socket socketpair".split()
+"""Calls that reach sockets which no network namespace separates, such as Docker's Unix socket."""
 SIGNALS = "kill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo tgkill tkill".split()
 PROCESSES = "clone clone3 fork vfork".split()
 """Calls that start processes; threads stay possible."""
@@ -43,23 +45,24 @@ _TABLE = """
 acct 163 89, add_key 248 217, adjtimex 159 171, bpf 321 280, chmod 90 -, chown 92 -,
 chroot 161 51, clock_adjtime 305 266, clock_settime 227 112, clone 56 220, clone3 435 435,
 delete_module 176 106, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, fchown 93 55,
-fchownat 260 54, finit_module 313 273, fork 57 -, fremovexattr 199 16, fsconfig 431 431,
-fsetxattr 190 7, fsmount 432 432, fsopen 430 430, fspick 433 433, futimesat 261 -,
-init_module 175 105, io_uring_enter 426 426, io_uring_register 427 427, io_uring_setup 425 425,
-ioperm 173 -, iopl 172 -, kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219,
-kill 62 129, lchown 94 -, lremovexattr 198 15, lsetxattr 189 6, memfd_create 319 279,
-memfd_secret 447 447, mknod 133 -, mknodat 259 33, mount 165 40, mount_setattr 442 442,
-move_mount 429 429, msgget 68 186, name_to_handle_at 303 264, open_by_handle_at 304 265,
-open_tree 428 428, perf_event_open 298 241, pidfd_getfd 438 438, pidfd_send_signal 424 424,
-pivot_root 155 41, process_vm_readv 310 270, process_vm_writev 311 271, ptrace 101 117,
-quotactl 179 60, quotactl_fd 443 443, reboot 169 142, removexattr 197 14, removexattrat 466 466,
+fchownat 260 54, fcntl 72 25, finit_module 313 273, fork 57 -, fremovexattr 199 16,
+fsconfig 431 431, fsetxattr 190 7, fsmount 432 432, fsopen 430 430, fspick 433 433,
+futimesat 261 -, init_module 175 105, io_uring_enter 426 426, io_uring_register 427 427,
+io_uring_setup 425 425, ioctl 16 29, ioperm 173 -, iopl 172 -, ioprio_set 251 30,
+kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219, kill 62 129, lchown 94 -,
+lremovexattr 198 15, lsetxattr 189 6, memfd_create 319 279, memfd_secret 447 447, mknod 133 -,
+mknodat 259 33, mount 165 40, mount_setattr 442 442, move_mount 429 429, msgget 68 186,
+name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428, perf_event_open 298 241,
+pidfd_getfd 438 438, pidfd_send_signal 424 424, pivot_root 155 41, prlimit64 302 261,
+process_vm_readv 310 270, process_vm_writev 311 271, ptrace 101 117, quotactl 179 60,
+quotactl_fd 443 443, reboot 169 142, removexattr 197 14, removexattrat 466 466,
 request_key 249 218, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
 sched_setaffinity 203 122, sched_setattr 314 274, sched_setparam 142 118,
 sched_setscheduler 144 119, semget 64 190, setdomainname 171 162, sethostname 170 161,
 setns 308 268, setpriority 141 140, settimeofday 164 170, setxattr 188 5, setxattrat 463 463,
-shmget 29 194, swapoff 168 225, swapon 167 224, syslog 103 116, tgkill 234 131, tkill 200 130,
-umount2 166 39, unshare 272 97, userfaultfd 323 282, utime 132 -, utimensat 280 88, utimes 235 -,
-vfork 58 -
+shmget 29 194, socket 41 198, socketpair 53 199, swapoff 168 225, swapon 167 224, syslog 103 116,
+tgkill 234 131, tkill 200 130, umount2 166 39, unshare 272 97, userfaultfd 323 282, utime 132 -,
+utimensat 280 88, utimes 235 -, vfork 58 -
 """
 """Each call with its numbers on x86_64 and aarch64; a dash means that the machine lacks the
 call."""
@@ -74,6 +77,20 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06
 """Operations of the filter's language (classic BPF)."""
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x50000
 _CLONE_THREAD = 0x10000
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+_INET, _INET6, _NETLINK, _DATAGRAM = 2, 10, 16, 2
+_ONLY_WITH: dict[str, tuple[int, int, Sequence[int]]] = {
+    "fcntl": (1, _EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
+    "ioctl": (1, _EQUAL, (_FIOSETOWN, _SIOCSPGRP)),
+    "socketpair": (1, _ANY_BIT, (_DATAGRAM,)),  # it could send to, or connect to, another address
+}
+"""Calls that are denied only with some values: number of the argument, operation, values."""
+_EXCEPT_WITH: dict[str, tuple[int, int, Sequence[int]]] = {
+    "clone": (0, _ANY_BIT, (_CLONE_THREAD,)),
+    "prlimit64": (0, _EQUAL, (0,)),  # its own limits
+    "socket": (0, _EQUAL, (_INET, _INET6, _NETLINK)),
+}
+"""Calls that are allowed with some values: number of the argument, operation, values."""
 PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _PR_CAPBSET_DROP, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
@@ -111,9 +128,12 @@ def _filter(audit_number: int, numbers: dict[str, int], denied: list[str]) -> li
     filters: list[Instruction] = [(_LOAD, 4, 0, 0), (_EQUAL, audit_number, 1, 0), kill_it]
     filters += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0x40000000, 0, 1), kill_it]  # x32's calls
     for name in denied:
-        if name == "clone":  # with the flag for threads it is allowed
-            filters += [(_EQUAL, numbers[name], 0, 4), (_LOAD, 16, 0, 0)]
-            filters += [(_ANY_BIT, _CLONE_THREAD, 1, 0), deny_it, allow_it]
+        if name in _ONLY_WITH or name in _EXCEPT_WITH:
+            argument, operation, values = _ONLY_WITH.get(name) or _EXCEPT_WITH[name]
+            answers = [allow_it, deny_it] if name in _ONLY_WITH else [deny_it, allow_it]
+            tests = [(operation, v, len(values) - n, 0) for n, v in enumerate(values)]
+            checks = [(_LOAD, 16 + 8 * argument, 0, 0), *tests, *answers]
+            filters += [(_EQUAL, numbers[name], 0, len(checks)), *checks]
         elif name == "clone3":  # its flags cannot be read here; ENOSYS makes libraries use clone
             no_such_call: Instruction = (_ANSWER, _ERROR | errno.ENOSYS, 0, 0)
             filters += [(_EQUAL, numbers[name], 0, 1), no_such_call]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shlex
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -122,6 +126,31 @@ def test_a_script_writes_no_other_file_and_has_no_network(tmp_path: Path) -> Non
     assert victim.read_text() == "unchanged"
     assert [path.name for path in tmp_path.iterdir()] == ["victim"]
     assert recording.printed.count("Permission denied") + recording.printed.count("denied") >= 3
+
+
+def test_a_script_limits_no_other_process_and_reaches_no_unix_socket() -> None:
+    program = """
+import resource, socket, sys
+for act in (
+    lambda: resource.prlimit(int(sys.argv[1]), resource.RLIMIT_CPU, (1, 1)),
+    lambda: socket.socket(socket.AF_UNIX).connect(sys.argv[2]),
+):
+    try:
+        act()
+    except OSError as err:
+        print(type(err).__name__)
+print(sum(b.send(b"x") for b in socket.socketpair()))
+"""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/socket")
+        server.listen()
+        with subprocess.Popen(["sleep", "60"]) as other:
+            words = [sys.executable, "-I", "-c", program, str(other.pid), f"{folder}/socket"]
+            recording = record(f"{shlex.join(words)}; python -m train")
+            limits = resource.prlimit(other.pid, resource.RLIMIT_CPU)
+            other.kill()
+    assert recording.printed.split() == ["PermissionError", "PermissionError", "2"]
+    assert limits == resource.getrlimit(resource.RLIMIT_CPU)
 
 
 def test_a_script_without_end_is_stopped() -> None:

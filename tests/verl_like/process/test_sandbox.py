@@ -43,6 +43,10 @@ class NoNamespaces:
         return -1
 
     @staticmethod
+    def prctl(*_: object) -> int:
+        return -1
+
+    @staticmethod
     def syscall(*_: object) -> int:
         return -1
 

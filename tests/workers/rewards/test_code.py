@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,7 +182,7 @@ def test_other_asserts_have_no_separate_expected_side(line: str) -> None:
 
 
 OUTSIDE = """
-import os, pathlib, signal, ctypes
+import os, pathlib, signal, ctypes, fcntl, resource, socket, struct
 folder, pid = {folder!r}, {pid}
 def is_allowed(act):
     try:
@@ -191,6 +194,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 def attach():
     if libc.ptrace(16, pid, 0, 0) != 0:
         raise OSError
+pipe, inet = os.pipe()[0], socket.socket()
+me = struct.pack("i", pid)
 acts = [
     lambda: pathlib.Path(folder, "new").write_text("x"),
     lambda: os.unlink(folder + "/old"),
@@ -205,7 +210,19 @@ acts = [
     lambda: os.mknod("device", 0o20666, os.makedev(1, 3)),
     lambda: os.memfd_create("more"),
     attach,
+    lambda: resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1)),
+    lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE),
+    lambda: fcntl.fcntl(pipe, fcntl.F_SETOWN, pid),
+    lambda: fcntl.fcntl(pipe, 15, struct.pack("ii", 1, pid)),  # F_SETOWN_EX
+    lambda: fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL),
+    lambda: fcntl.ioctl(inet, 0x8901, me),  # FIOSETOWN
+    lambda: fcntl.ioctl(inet, 0x8902, me),  # SIOCSPGRP
+    lambda: libc.syscall({ioprio_set}, 1, pid, 3 << 13) == 0 or os.stat("missing"),
 ]
+limits = resource.prlimit(0, resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_NONBLOCK)
+fcntl.ioctl(pipe, 0x541B, bytes(4))  # FIONREAD
 print(sum(map(is_allowed, acts)), is_allowed(lambda: open("mine", "w").close()))
 """
 
@@ -215,7 +232,8 @@ def test_a_program_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
         pytest.skip("this machine has no Landlock")
     (tmp_path / "old").write_text("x")
     with subprocess.Popen(["sleep", "60"]) as other:
-        code = OUTSIDE.format(folder=str(tmp_path), pid=other.pid)
+        number = {"x86_64": 251, "aarch64": 30}[platform.machine()]
+        code = OUTSIDE.format(folder=str(tmp_path), pid=other.pid, ioprio_set=number)
         result = score(code, {"inputs": [""], "outputs": ["0 True"]})
         state = Path(f"/proc/{other.pid}/stat").read_text().split()[2]
         other.kill()
@@ -309,6 +327,48 @@ def test_without_network_a_program_reaches_no_server() -> None:
         if not has_namespaces():
             pytest.skip("this machine gives no network namespace")
         assert score(call, tests) == 0.0
+
+
+PATHS = """
+import multiprocessing, socket
+def is_allowed(family, kind, address):
+    try:
+        with socket.socket(family, kind) as client:
+            client.connect(address)
+    except OSError:
+        return False
+    return True
+addresses = [{stream!r}, {datagram!r}]
+try:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    pair[0].connect(addresses[1])
+    pair[0].send(b"x")
+except OSError:
+    pair = None
+print(is_allowed(socket.AF_UNIX, socket.SOCK_STREAM, addresses[0]), end=" ")
+print(is_allowed(socket.AF_UNIX, socket.SOCK_DGRAM, addresses[1]), pair is not None, end=" ")
+a, b = multiprocessing.Pipe()
+a.send(1)
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
+print(b.recv())
+"""
+
+
+def test_without_network_a_program_reaches_no_unix_socket() -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as sockets:
+        code = PATHS
+        for name, kind in (("stream", socket.SOCK_STREAM), ("datagram", socket.SOCK_DGRAM)):
+            server = sockets.enter_context(socket.socket(socket.AF_UNIX, kind))
+            server.bind(f"{folder}/{name}")
+            if kind == socket.SOCK_STREAM:
+                server.listen()
+            code = code.replace(f"{{{name}!r}}", repr(f"{folder}/{name}"))
+        reached, closed = (
+            {"inputs": [""], "outputs": [f"{is_open} {is_open} {is_open} 1"]}
+            for is_open in (True, False)
+        )
+        assert score(code, reached, network=True) == 1.0
+        assert score(code, closed) == 1.0
 
 
 def test_all_tests_together_have_a_time_limit() -> None:
