@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,48 @@ ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """Characters that some readers take for a line's end, and lone surrogates, which UTF-8 cannot
 hold."""
 
+DRAFT = ".draft-"
+"""How the names of unfinished files and folders begin."""
+
 
 def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None:
     """Write a temporary file, force it to the disk, then rename it to `path`.
 
-    With `to_disk=False` the file is not forced to the disk: it survives this process, but maybe not
-    a failure of the machine.
+    If `path` is a link, the file replaces the link. With `to_disk=False` the file is not forced to
+    the disk: it survives this process, but maybe not a failure of the machine.
     """
-    draft = path.with_name(path.name + ".part")
-    with draft.open("wb") as file:
-        file.write(contents.encode() if isinstance(contents, str) else contents)
-        if to_disk:
-            file.flush()
-            os.fsync(file.fileno())
-    draft.replace(path)
+    draft = draft_beside(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(draft, flags, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(contents.encode() if isinstance(contents, str) else contents)
+            if to_disk:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     if to_disk:
         sync_folder(path.parent)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Context with a new folder, which replaces `folder` at the end; an error removes it."""
+    draft = draft_beside(folder)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        replace_folder(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def draft_beside(path: Path) -> Path:
+    """Return a random name in the same folder, under which nobody could have planted a link."""
+    return path.with_name(DRAFT + secrets.token_hex(8))
 
 
 def make_private(folder: Path) -> None:

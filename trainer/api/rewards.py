@@ -94,7 +94,7 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
             "open files, locks and connections are not."
         ) from err
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".pkl").write_bytes(pickled.getvalue())
+    write_whole(path.with_suffix(".pkl"), pickled.getvalue())
     write_whole(path.with_suffix(".py"), LOADER)
     return str(path.with_suffix(".py")), "compute_score"
 

@@ -55,7 +55,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
             if isinstance(failure, KeyboardInterrupt):
                 is_signal = str(failure).startswith(STOPPED)
                 text = f"{failure}.\n" if is_signal else f"{STOPPED}Ctrl-C.\n"
-            note.write_text(mask_text(text), encoding="utf-8", errors="backslashreplace")
+            write_whole(note, mask_text(text).encode(errors="backslashreplace"), to_disk=False)
         data = read_run(folder)
         width = terminal_width()
         for line in summary(data):

@@ -41,7 +41,7 @@ from trainer.run_folder.resume import LATEST, ResumePoint
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, VerlLikeError, WorkerError
-from verl_like.files import json_objects, replace_folder, write_whole
+from verl_like.files import draft_beside, json_objects, replace_folder, write_whole
 from verl_like.process.random_state import save_random_state
 from workers.training.manifest import add_files
 
@@ -112,9 +112,9 @@ class Checkpoints:
 
     def write_model(self, step: int, group: Any) -> Path:
         """Write the trained model of `group` to `model/` of the run folder."""
-        folder, part = self.folder / MODEL, self.folder / f"{MODEL}.part"
+        folder = self.folder / MODEL
+        part = draft_beside(folder)
         with self._naming_failures("the final model", part):
-            shutil.rmtree(part, ignore_errors=True)
             group.export_model(str(part))
             write_marker(part, step, self.resume.config, self.resume.inputs)
             replace_folder(part, folder)

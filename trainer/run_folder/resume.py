@@ -37,7 +37,7 @@ from trainer.run_folder.folder import (
 )
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError
-from verl_like.files import json_lines, json_objects, read_json_object, write_whole
+from verl_like.files import DRAFT, json_lines, json_objects, read_json_object, write_whole
 from verl_like.process.random_state import load_random_state
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -187,9 +187,12 @@ class ResumePoint:
                 folder.replace(aside)
                 logger.warning("%s: renamed to %s; resuming from %s.", why, aside.name, self.start)
                 write_whole(self.folder / LATEST, str(self.start_step))
-        for pattern in ("global_step_*.part", "global_step_*.old"):
+        for pattern in ("global_step_*.part", "global_step_*.old", f"{DRAFT}*"):
             for leftover in self.folder.glob(pattern):
-                shutil.rmtree(leftover, ignore_errors=True)
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
         last = self.start_step if self.resumes_in_place else -1
         if not self.resumes_in_place:
             for name in (WANDB_ID, TRACKIO_RUN):

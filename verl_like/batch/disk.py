@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from verl_like.batch.columns import Array, object_rows
 from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.errors import BatchError
+from verl_like.files import write_whole
 
 T = TypeVar("T")
 
@@ -123,16 +123,9 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 
 
 def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
-    """Write to a temporary file next to the target, then rename it over the target."""
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
-        content = safetensors.torch.save(stored, metadata=_FORMAT)
         # not with safetensors' own writer: its files are readable only by their owner
-        with open(draft, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
+        write_whole(target, safetensors.torch.save(stored, metadata=_FORMAT))
     except (KeyError, SafetensorError) as error:
         kinds = {}
         for name, column in stored.items():
@@ -142,8 +135,6 @@ def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
             f"safetensors cannot hold the dtype of one of the columns {kinds}: {error}. "
             "Convert the column, or remove it with pop() first."
         ) from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def load(

@@ -89,7 +89,8 @@ class CheckpointMixin(BackgroundSaves):
 
         def make_empty() -> None:
             shutil.rmtree(part, ignore_errors=True)
-            (part / "random").mkdir(parents=True)
+            part.mkdir(parents=True)  # raises if it is a link
+            (part / "random").mkdir()
 
         engine, writer = self.engine, self.copies or WRITE_NOW
         tensors = weights(engine) | averages(self.average) if "model" in contents else {}

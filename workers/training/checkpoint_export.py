@@ -6,7 +6,6 @@ are stored by name in their full shape. The whole model is in host memory during
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_like.errors import CheckpointError
-from verl_like.files import file_fault, replace_folder
+from verl_like.files import file_fault, whole_folder
 from workers.models.causal_lm import Head, empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
@@ -49,19 +48,14 @@ def export_checkpoint(
     if as_adapter and model_config.lora_rank == 0:
         raise CheckpointError(f"{checkpoint} has no adapter (lora_rank=0). Leave out --adapter.")
     module = trained_module(checkpoint, model_config, of_average)
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
+    with whole_folder(out) as draft:
         if as_adapter:
             trained = [(n, p.detach()) for n, p in module.named_parameters() if p.requires_grad]
-            save_adapter(part, module, model_config, trained)
+            save_adapter(draft, module, model_config, trained)
         else:
             weights = ((name, weight.detach()) for name, weight in named_state(module))
             merged = merged_tensors(module, weights)
-            write_model_folder(module, model_config, merged, part, settings)
-        replace_folder(part, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+            write_model_folder(module, model_config, merged, draft, settings)
 
 
 def check_checkpoint_model(checkpoint: Path, model_config: ModelConfig, head: Head) -> None:

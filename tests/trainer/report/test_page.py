@@ -152,7 +152,7 @@ def test_a_failing_report_does_not_hide_the_failure_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "report.html.part").mkdir()
+    (tmp_path / "report.html").mkdir()
     close_run(tmp_path, RuntimeError("the cause"))
     assert "Try: verl-like report" in caplog.text
 

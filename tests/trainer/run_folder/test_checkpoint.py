@@ -169,6 +169,7 @@ def test_a_resume_removes_everything_after_the_committed_step(tmp_path: Path) ->
     for step in range(1, 4):
         (tmp_path / "rollouts" / f"{step}.jsonl").touch()
     (tmp_path / "global_step_4.part").mkdir()
+    (tmp_path / ".draft-12").touch()
     (tmp_path / WANDB_ID).write_text("abc")
     checkpoints(tmp_path).resume.discard_later_steps()
     assert (tmp_path / WANDB_ID).read_text() == "abc"
@@ -176,6 +177,7 @@ def test_a_resume_removes_everything_after_the_committed_step(tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
     assert [path.name for path in (tmp_path / "batches").iterdir()] == ["2"]
     assert not (tmp_path / "global_step_4.part").exists()
+    assert not (tmp_path / ".draft-12").exists()
 
 
 def test_a_run_without_checkpoints_starts_with_empty_metrics(tmp_path: Path) -> None:
