@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from verl_like.masking import masked
 
 MAYBE_A_NUMBER = tuple("+-.0123456789")
 """First characters of texts that OmegaConf, which accepts more than PyYAML, may read as numbers."""
+MOST_VALUES = 100_000
+"""Number of values that a YAML text with aliases may have."""
 YES_AND_NO = ("y", "Y", "n", "N")
 """Texts that other readers parse as true and false."""
 NAMES_OF_A_RUN = frozenset(
@@ -48,6 +51,32 @@ def config_hash(config: RunConfig) -> str:
     counted = {key: value for key, value in flat.items() if key not in NAMES_OF_A_RUN}
     text = json.dumps([type(config).__name__, counted], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def checked_yaml(text: str) -> str:
+    """Return a YAML text from someone else; raise ValueError if it is invalid or expands too far.
+
+    A few lines of aliases to aliases are billions of values for a program that visits them.
+    """
+    sizes: dict[int, float] = {}
+
+    def size(node: Any) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # until it is known: a node that contains itself has no end
+            pairs = isinstance(node, yaml.MappingNode)
+            below = [inner for pair in node.value for inner in pair] if pairs else node.value
+            is_scalar = isinstance(node, yaml.ScalarNode)
+            sizes[id(node)] = 1 + (0 if is_scalar else sum(map(size, below)))
+        return sizes[id(node)]
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        num_values = 0 if root is None else size(root)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if num_values > max(MOST_VALUES, len(sizes)):
+        raise ValueError(f"its aliases expand to {num_values:,.0f} values (limit: {MOST_VALUES:,})")
+    return text
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]

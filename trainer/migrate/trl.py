@@ -13,6 +13,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config.flat import checked_yaml
 from trainer.migrate.flags import (
     Flags,
     GivenFlags,
@@ -136,7 +137,7 @@ def _translated(program: str, flags: Flags) -> Translation:
 
 def _of_yaml(text: str) -> Flags:
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(text))
+        tree = OmegaConf.to_container(OmegaConf.create(checked_yaml(text)))
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"the YAML could not be read: {error}") from error
     if not isinstance(tree, Mapping):

@@ -26,6 +26,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 
+from trainer.config.flat import checked_yaml
 from trainer.config.keys import config_keys
 from trainer.config.settings import as_text, keys_in, parse
 from trainer.ppo.config import PPOConfig
@@ -281,8 +282,8 @@ def configuration(
 def _keys_of(file: Path) -> dict[str, str]:
     """Return the keys of a YAML file, merged over the files in its `defaults`."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as err:
+        tree = yaml.safe_load(checked_yaml(file.read_text(encoding="utf-8"))) or {}
+    except ValueError as err:
         raise ConfigError(f"{file} cannot be read: {err}") from err
     values: dict[str, str] = {}
     for base in tree.pop("defaults", []):

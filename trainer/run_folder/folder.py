@@ -41,9 +41,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainer.config.flat import config_hash, flat_config, flatten, in_yaml
+from trainer.config.flat import checked_yaml, config_hash, flat_config, flatten, in_yaml
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
 from trainer.run_folder.lock import FolderLock
@@ -106,8 +105,8 @@ def saved_tree(folder: Path) -> Any:
             "trainer.default_local_dir of a run."
         )
     try:
-        return OmegaConf.load(path)
-    except (OSError, ValueError, RecursionError, YAMLError) as error:
+        return OmegaConf.create(checked_yaml(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error
 
 

@@ -16,6 +16,9 @@ from tests.trainer.report.report_runs import make_run
 from trainer.cli import compare as command
 from trainer.compare import tables
 from trainer.compare.tables import bests_of, ends_of, groups_by_seed, read_runs, write_comparison
+from trainer.migrate.systems import migrate
+from trainer.replay.saved_run import SavedRun
+from trainer.run_folder.folder import saved_config
 from verl_like.errors import ConfigError
 
 NAMED = {"trainer": {"experiment_name": "x", "seed": 1}, "optim": {"lr": 1e-3}}
@@ -124,3 +127,21 @@ def test_fewer_than_two_runs_are_rejected(three_runs: list[Path], tmp_path: Path
     (three_runs[1] / "config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="config.yaml cannot be read as a run's configuration"):
         read_runs(three_runs)
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "a: " + "[" * 2000])
+def test_aliases_that_expand_without_end_are_rejected(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    for read in (saved_config, SavedRun.read):
+        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read as a run's config"):
+            read(tmp_path)
+    with pytest.raises(ConfigError, match="the YAML could not be read"):
+        migrate("trl", f"trl sft --config {tmp_path}/config.yaml")
+
+
+def test_a_few_aliases_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: &a [1, 2]\nb: {c: *a, d: *a, e: 1e-6}")
+    assert saved_config(tmp_path) == {"a": [1, 2], "b.c": [1, 2], "b.d": [1, 2], "b.e": 1e-6}
