@@ -96,7 +96,7 @@ PROBLEMS = [
     (
         "ppo",
         "reward.function.path={tmp}/my.py reward.function.name=fails",
-        "failed for 8 of 8 samples, more than reward.max_failed_fraction=0.5",
+        "my.py, tried on the first row's ground truth: KeyError",
     ),
     (
         "ppo",

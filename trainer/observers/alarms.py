@@ -4,7 +4,8 @@ The recipe's rules (`Trainer.alarm_rules`) define the metrics and the advice. Th
 every step, and alarms are logged. An alarm that persists is logged again after 10 steps, then 20,
 40, ...
 
-PPO's rules watch skipped updates, the entropy, the KL, and the gap between rollout and trainer.
+PPO's rules watch skipped updates, the entropy, scores that are all 0, the KL, and the gap between
+rollout and trainer.
 Where the run's summary has a threshold (`trainer.report.summary`), they use it.
 """
 
@@ -169,6 +170,25 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts
         )
 
 
+ZERO_STEPS = 3
+"""Number of successive steps without any reward that raise an alarm."""
+
+
+def zero_scores(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
+    """Report that every sample of the last steps had the score 0; a teacher may replace rewards."""
+    is_zero = metrics.get("critic/score/min") == metrics.get("critic/score/max") == 0
+    if not is_zero or "distillation/reverse_kl" in metrics:
+        first.pop("zero_scores", None)
+        return
+    first["zero_scores"] = first.get("zero_scores", 0) + 1
+    if first["zero_scores"] >= ZERO_STEPS:
+        yield (
+            "zero scores",
+            f"every sample of the last {first['zero_scores']:g} steps had the score 0, so there is "
+            "nothing to learn from. Check the reward function against the samples in rollouts/.",
+        )
+
+
 def distances(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
     """Report a policy that moved far in one step, or is far from the reference or the rollout."""
     for name, (largest, story) in LARGEST.items():
@@ -177,4 +197,4 @@ def distances(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
             yield name, f"{name} is {value:.3g}: {story}"
 
 
-ALARM_RULES = (skipped, unchanged_weights, entropy, distances)
+ALARM_RULES = (skipped, unchanged_weights, entropy, zero_scores, distances)

@@ -29,7 +29,7 @@ SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5
 WRITTEN_FIELDS = (
     "step", "uid", "sample", "data_source", "input", "output", "gts", "score", "turns", "ended",
-    "problem",
+    "problem", "columns",
 )  # fmt: skip
 """The known fields of a sample's line; other fields come from rewards."""
 
@@ -194,7 +194,7 @@ def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
                     score=_score_of(row),
                     prompt=_shorten(row.get("input", "")),
                     response=_shorten(row.get("output", "")),
-                    truth=_shorten(row.get("gts", "")),
+                    truth=_shorten(_truth(row)),
                     parts=_shorten(", ".join(_parts(row))),
                     trajectory=trajectory_of(row) if has_turns else None,
                 )
@@ -210,6 +210,15 @@ def _sample_files(folder: Path) -> list[Path]:
     """Return a file for each step, in their order."""
     files = (path for path in folder.glob("*.jsonl") if path.stem.isdecimal())
     return sorted(files, key=lambda path: int(path.stem))
+
+
+def _truth(row: Mapping[str, Any]) -> Any:
+    """Return the ground truth of a sample, followed by the columns that rewards read, if any."""
+    truth, columns = row.get("gts", ""), row.get("columns")
+    if not isinstance(columns, dict) or not columns:
+        return truth
+    texts = [] if truth in (None, "") else [str(truth)]
+    return "\n".join([*texts, *(f"{name}: {value}" for name, value in columns.items())])
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[str]:

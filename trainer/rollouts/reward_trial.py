@@ -3,12 +3,13 @@
     reject_wrong_results(rewards, prompts, tokenizer, config.data.max_response_length)  # every run
     scored, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
 
-The response to a prompt is the row's ground truth as text. Reward models and servers are not
-called.
+The response to a prompt is the row's ground truth as text, or the prompt if it has none. Reward
+models and servers are not called.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,25 +20,32 @@ from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RewardError, few
 from workers.columns import sample_scores
+from workers.rewards.failures import with_source
 from workers.rewards.outcome import NO_REWARD
-from workers.rewards.weighted import Rewards
+from workers.rewards.remote_protocols import prompt_text
+from workers.rewards.weighted import SLOW_S, Rewards
 
 MOST_ROWS = 8
 
 
 def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int) -> None:
-    """Raise if a user's function returns no reward for the first row's ground truth.
+    """Raise if a user's function gives no reward for the first row's ground truth.
 
-    If the function raises an error, only print the error: it may still work on a model's responses.
+    With `on_failure: skip`, only a result of the wrong kind raises. Other failures are printed,
+    because the function may work on a model's responses.
     """
     for part in rewards.parts:
         if part.manager is None or part.config.kind != "function" or not part.config.path:
             continue
         row = synthetic_responses(prompts, prompts.rows[:1].tolist(), tokenizer, width)
-        for failure in part.manager.remote(row).result().failures.values():
-            label = part.config.label
-            problem = f"{label}, tried on the first row's ground truth: {failure.error}"
-            if NO_REWARD in failure.error:
+        future = part.manager.remote(row)
+        wait([future], SLOW_S)
+        if not future.done():
+            rewards.note_slow(part, "the first row, before models are loaded")
+        for failure in future.result().failures.values():
+            error, label = with_source(failure.error), part.config.label
+            problem = f"{label}, tried on the first row's ground truth: {error}"
+            if NO_REWARD in error or part.config.on_failure != "skip":
                 raise ConfigError(problem)
             print(f"note: {' '.join(problem.split())}", flush=True)
 
@@ -104,13 +112,15 @@ def _describe_scores(least: float, most: float, labels: list[str]) -> str:
 def synthetic_responses(
     prompts: PromptSet, rows: list[int], tokenizer: Any, width: int
 ) -> DataProto:
-    """Return these rows with their ground truths as responses."""
+    """Return these rows with their ground truths, or without one their prompts, as responses."""
     batch = prompts.batch(rows, epoch=0)
     responses = torch.full((len(batch), width), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(responses)
     for row, rule in enumerate(batch.non_tensor_batch["reward_model"]):
         truth = rule["ground_truth"]
-        text = truth if isinstance(truth, str) else "" if truth is None else str(truth)
+        if truth is None:
+            truth = prompt_text({"raw_prompt": batch.non_tensor_batch["raw_prompt"][row]})
+        text = truth if isinstance(truth, str) else str(truth)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][:width]
         ids = ids or [tokenizer.eos_token_id or 0]
         responses[row, : len(ids)] = torch.tensor(ids)

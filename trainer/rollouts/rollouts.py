@@ -115,6 +115,9 @@ class Rollouts:
     ) -> None:
         """Write this step's samples as text to the folder `name`; thin out files of old steps."""
         folder, step = self.run.folder / name, self.run.step
+        columns = self.rewards.columns_read(batch)
+        if any(columns):
+            fields = {"columns": columns, **(fields or {})}
         write_samples(folder, step, batch, self.tokenizer, fields)
         num_whole = getattr(self.config.trainer, "rollout_steps_to_keep", None)
         if num_whole is None:

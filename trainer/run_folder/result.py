@@ -141,14 +141,15 @@ class RunResult:
         return Curves({title: svg for title, svg in drawn.items() if svg}, self.report)
 
     def to_pandas(self) -> Any:
-        """Return the metrics as a `DataFrame` with a row per step, indexed by step."""
+        """Return the metrics as a `DataFrame` with a row per step, whose index is the step, too."""
         try:
             import pandas
         except ImportError as error:
             raise ConfigError(
                 f"to_pandas() needs pandas ({error}). Install it with: pip install pandas"
             ) from error
-        return pandas.DataFrame(self.metrics).set_index("step")
+        table = pandas.DataFrame(self.metrics)
+        return table.set_index("step", drop=False).rename_axis(None)
 
 
 @dataclass(frozen=True, repr=False)

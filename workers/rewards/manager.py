@@ -74,6 +74,11 @@ class RewardManager:
         scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
+    @property
+    def reads(self) -> frozenset[str] | None:
+        """Names of the entries of a sample that a function gets; None means all."""
+        return self._scorer.reads if isinstance(self._scorer, Scorer) else frozenset()
+
     def remote(self, batch: DataProto) -> Future[TermScores]:
         """Start scoring a batch, and return a future of the scores.
 

@@ -38,9 +38,13 @@ def read_outcome(result: Any) -> Outcome:
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     steps = read_steps(extras.pop(STEPS, None))
     score = extras.pop("score", 0.0 if steps else None)
-    if not isinstance(score, SupportsFloat):
+    try:
+        number = float(score) if isinstance(score, SupportsFloat) else None
+    except (TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers
+        number = None
+    if number is None:
         raise ValueError(f"the reward function returned {result!r:.200}{NO_REWARD}")
-    if not is_finite(float(score)):
+    if not is_finite(number):
         raise ValueError(
             f"the reward function returned {result!r:.200}. Return a number that is finite in "
             "float32, or a dict with one as 'score'"
@@ -54,7 +58,7 @@ def read_outcome(result: Any) -> Outcome:
         checked[VOTE] = str(extras[VOTE])
     if steps:
         checked[STEPS] = steps
-    return float(score), checked, None
+    return number, checked, None
 
 
 def read_steps(steps: Any) -> Steps:

@@ -82,6 +82,11 @@ class Scorer:
                 "its process is above."
             ) from err
 
+    @property
+    def reads(self) -> frozenset[str] | None:
+        """Names of the entries of a sample that the loaded function gets; None means all."""
+        return self._processes[0].reads
+
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome per sample."""
         self._samples, self._outcomes = samples, [(None, {}, LATE)] * len(samples)
@@ -192,7 +197,7 @@ class RewardProcess:
         """True if one call scores a whole batch."""
         self.is_new = False
         """True if it was started for its latest request."""
-        self._reads: frozenset[str] | None = None
+        self.reads: frozenset[str] | None = None
         """The entries of a sample that are sent because the function reads them; None: all."""
 
     def start(self) -> None:
@@ -214,7 +219,7 @@ class RewardProcess:
             try:
                 self._supervised = Supervised(*self._receive(end))
                 problem, side_by_side, together, reads = self._receive(end)
-                self._reads = None if reads is None else frozenset(map(str, reads))
+                self.reads = None if reads is None else frozenset(map(str, reads))
             except TimeoutError as err:
                 raise ConfigError(
                     f"the reward function {self._function} did not load within "
@@ -247,9 +252,9 @@ class RewardProcess:
         self.start()
         assert self._channel is not None, "it has been started"
         samples, missing = list(requested.items()), set(requested)
-        if self._reads is not None:
+        if self.reads is not None:
             samples = [
-                (number, {name: value for name, value in sample.items() if name in self._reads})
+                (number, {name: value for name, value in sample.items() if name in self.reads})
                 for number, sample in samples
             ]
         reply_s = float("inf")  # in which the next reply must arrive

@@ -9,6 +9,7 @@ Each function or server has a `RewardManager`; for a reward model, `call_model` 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from workers.rewards.process import BATCH_SHARES, FunctionSpec
 from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
+logger = logging.getLogger(__name__)
 SKIPPED = "reward_extra/skipped"
 """Column that is 1 if a sample is excluded from the update because a reward failed; else 0."""
 COUNTS = ("reward/num_failed", "reward/num_timed_out")
@@ -48,6 +50,8 @@ COUNTS = ("reward/num_failed", "reward/num_timed_out")
 NAMED = 3
 """Maximum number of samples that an error names."""
 SMALLEST_SPREAD = 1e-6
+SLOW_S = 10.0
+"""Seconds after which the run says that it waits for a reward."""
 CHECK_S = 1.0
 """Seconds between checks for lost workers while a function or server is scoring."""
 
@@ -159,6 +163,8 @@ class Rewards:
         """`overlong` has the settings of the penalty on long responses, if there is one."""
         self.parts, self.overlong = parts, overlong
         self.failure_log = FailureLog()
+        self._slow: set[str] = set()
+        """Names of rewards that were logged as slow."""
 
     def launch(
         self,
@@ -199,6 +205,36 @@ class Rewards:
         text = "".join(f"\n  {failure}" for failure in term.failures.values())
         counts = f"{count} of {len(term.failed)} samples"
         raise RewardError(f"{config.label} failed for {counts}{rule}{text}")
+
+    def columns_read(self, batch: DataProto) -> list[dict[str, Any]]:
+        """Return for each row the data's columns that functions of the user read.
+
+        The ground truth and other entries that every sample has are left out.
+        """
+        managers = [part.manager for part in self.parts if part.config.path]
+        reads = [it.reads for it in managers if isinstance(it, RewardManager)]
+        names = {name for entries in reads for name in entries or ()}
+        columns = batch.non_tensor_batch
+        rows = zip(
+            columns.get("row_columns", [{}] * len(batch)), columns["extra_info"], strict=True
+        )
+        return [
+            {
+                name: value
+                for name, value in {**others, "extra_info": info or None}.items()
+                if value is not None and (name in names or None in reads)
+            }
+            for others, info in rows
+        ]
+
+    def note_slow(self, part: RewardTerm, work: str) -> None:
+        """Log once per reward that the run waits for it; `work` says what it scores."""
+        if part.config.name not in self._slow:
+            self._slow.add(part.config.name)
+            logger.warning(
+                "the run has waited %g s for %s, which scores %s (timeout_s=%g per sample)",
+                *(SLOW_S, part.config.label, work, part.config.timeout_s),
+            )
 
     def close(self) -> None:
         """End the processes and connections, and log the totals of failures."""
@@ -245,15 +281,18 @@ class WeightedScores:
         extras: dict[str, Any] = {}
         metrics: dict[str, float] = {}
 
-        for part, future in zip(self._rewards.parts, self._futures, strict=True):
-            term = self._wait_for(part, future, timeout)
-            self._log(part, term, extras, metrics)
+        parts = self._rewards.parts
+        futures = zip(parts, self._futures, strict=True)
+        terms = [self._wait_for(part, future, timeout) for part, future in futures]
+        for part, term in zip(parts, terms, strict=True):
+            if part.config.on_failure == "skip":
+                skipped |= term.failed
+        for part, term in zip(parts, terms, strict=True):
+            self._log(part, term, skipped, extras, metrics)
             if part.config.normalize and self._normalize:
                 term = normalized(term, self._mask)
             total += part.config.weight * term.scores
             step_ends |= term.step_ends
-            if part.config.on_failure == "skip":
-                skipped |= term.failed
 
         if self._rewards.overlong is not None:
             punishment = overlong_punishment(self._mask, self._rewards.overlong)
@@ -261,7 +300,7 @@ class WeightedScores:
             step_ends |= place_at_last_token(punishment != 0, self._mask)
             extras["reward_extra/overlong_reward"] = punishment.double().numpy()
             metrics["reward/overlong_reward/mean"] = punishment.mean().item()
-        if any(part.config.on_failure == "skip" for part in self._rewards.parts):
+        if any(part.config.on_failure == "skip" for part in parts):
             total = neutralize_skipped(total, self._mask, skipped, self._uids)
             last = place_at_last_token(skipped, self._mask)
             step_ends = torch.where(skipped[:, None], last, step_ends)
@@ -291,18 +330,29 @@ class WeightedScores:
         if part.manager is None:
             scores = read_columns(future.get(timeout), "rm_scores")["rm_scores"]
             return TermScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
-        end = math.inf if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        end = math.inf if timeout is None else began + timeout
         while not future.done() and (left := end - time.monotonic()) > 0:
             wait([future], min(left, CHECK_S))
             self._check(str(self))  # for lost workers, which no call would detect
+            if time.monotonic() - began > SLOW_S and not future.done():
+                self._rewards.note_slow(part, f"{len(self._mask)} samples")
         term: TermScores = future.result(timeout=0)
         self._rewards.note_failures(part, term)
         return term
 
     def _log(
-        self, part: RewardTerm, term: TermScores, extras: dict[str, Any], metrics: dict[str, float]
+        self,
+        part: RewardTerm,
+        term: TermScores,
+        skipped: Tensor,
+        extras: dict[str, Any],
+        metrics: dict[str, float],
     ) -> None:
-        """Add the columns of one reward to `extras`, and its metrics to `metrics`."""
+        """Add the columns of one reward to `extras`, and its metrics to `metrics`.
+
+        The mean score is over the samples that are not skipped.
+        """
         name, several = part.config.name, len(self._rewards.parts) > 1
         prefix = f"{name}/" if several and name != "function" else ""
         counts = {
@@ -315,7 +365,8 @@ class WeightedScores:
         if several or name != "function":  # the score of a single function is critic/score/mean
             sums = term.scores.sum(dim=-1)
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()
-            metrics[f"reward/{name}_score/mean"] = sums.mean().item()
+            if not skipped.all():
+                metrics[f"reward/{name}_score/mean"] = sums[~skipped].mean().item()
 
 
 def normalized(raw: TermScores, mask: Tensor) -> TermScores:

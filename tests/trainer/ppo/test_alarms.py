@@ -50,6 +50,18 @@ def test_numbers_within_their_bands_raise_no_alarm() -> None:
     assert alarms.state_dict() == {"first": {"entropy": 1.0}, "next": {}}
 
 
+def test_scores_that_are_zero_for_three_steps_raise_an_alarm() -> None:
+    alarms, zero = Alarms(ALARM_RULES), {"critic/score/min": 0.0, "critic/score/max": 0.0}
+    assert alarms.check(zero, 1) == []
+    assert alarms.check(zero | {"critic/score/max": 1.0}, 2) == []
+    assert [alarms.check(zero, step) for step in (3, 4)] == [[], []]
+    (text,) = alarms.check(zero, 5)
+    assert "every sample of the last 3 steps had the score 0" in text
+    taught = Alarms(ALARM_RULES)
+    metrics = zero | {"distillation/reverse_kl": 0.1}
+    assert [taught.check(metrics, step) for step in range(9)] == [[]] * 9
+
+
 def test_entropy_is_compared_with_its_first_value() -> None:
     alarms = Alarms(ALARM_RULES)
     assert alarms.check({"actor/entropy": math.nan}, 1) == []

@@ -13,6 +13,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
 from trainer.evaluation.recipe import EVAL
 from trainer.ppo.recipe import PPO
+from trainer.report.read import read_run
 
 FORMS = """
 def share(text, letter):
@@ -86,4 +87,9 @@ def test_every_form_of_a_reward_scores(
     for sample in samples:
         expected = sample["output"].count(sample["gts"]) / 8
         assert sample["score"] == pytest.approx(len(NAMES) * expected)
+        letter = sample["gts"]
+        assert sample["columns"] == {"answer": letter, "extra_info": {"letter": letter}}
+    assert {shown.truth for shown in read_run(tmp_path / "run").samples} <= {
+        f"{letter}\nanswer: {letter}\nextra_info: {{'letter': '{letter}'}}" for letter in "abcd"
+    }
     assert all(line.get("reward/num_failed", 0) == 0 for line in lines(tmp_path / "run"))

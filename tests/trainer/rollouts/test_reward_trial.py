@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
 FUNCTIONS = """
-import time
+import json, time
+import numpy
 
 def letters(text):
     return [float(letter == "a") for letter in text]
@@ -28,8 +30,12 @@ def no_score(response): return {"acc": 1.0}
 async def late_list(response): return letters(response)
 def one_number(responses): return float(len(responses))
 
+def two_numbers(response): return numpy.array([0.5, 0.5])
+def nan(response): return float("nan")
 def fails(response): raise KeyError(response)
 def hangs(response): time.sleep(60)
+def slow(response): time.sleep(1); return 1.0
+def of_words(response): return 1 / len(response)
 def right(response, ground_truth): return {"score": float(response == ground_truth)}
 def zero(response): return 0.0
 def constant(response): return 0.5
@@ -81,7 +87,7 @@ def start(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
     return start
 
 
-@pytest.mark.parametrize("name", ["nothing", "no_score", "late_list", "one_number"])
+@pytest.mark.parametrize("name", ["nothing", "no_score", "late_list", "one_number", "two_numbers"])
 def test_a_function_that_returns_no_reward_is_rejected_early(name: str, start: Start) -> None:
     with pytest.raises(
         ConfigError, match="tried on the first row's .* returned .*. Return a number"
@@ -95,23 +101,51 @@ def test_other_recipes_try_the_reward_too(recipe: Recipe[Any], start: Start) -> 
         start("a_list", recipe)
 
 
-@pytest.mark.parametrize(
-    ("name", "notice"),
-    [
-        ("fails", "my.py, tried on the first row's ground truth: KeyError"),
-        ("hangs", "my.py, tried on the first row's ground truth: passed its"),
-        ("right", ""),
-    ],
-)
-def test_a_function_that_fails_on_the_first_row_is_only_a_notice(
-    name: str, notice: str, start: Start, capsys: pytest.CaptureFixture[str]
+FAILURES = [
+    ("fails", "KeyError: .*my.py, line 16: def fails"),
+    ("hangs", "passed its deadline"),
+    ("nan", "returned nan. Return a number that is finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "problem"), FAILURES)
+def test_a_function_that_fails_on_the_first_row_stops_the_run_early(
+    name: str, problem: str, start: Start
 ) -> None:
-    with pytest.raises(StartedError):
+    with pytest.raises(ConfigError, match=f"(?s)the first row's ground truth: .*{problem}"):
         start(name)
+
+
+@pytest.mark.parametrize(("name", "problem"), [*FAILURES[:1], ("right", "")])
+def test_a_failure_is_only_a_notice_if_failures_are_skipped(
+    name: str, problem: str, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = f"{{name: r, path: {tmp_path}/my.py, function: {name}, on_failure: skip}}"
+    with pytest.raises(StartedError):
+        start("", PPO, f"reward.list=[{reward}]")
     notices = [line for line in capsys.readouterr().out.splitlines() if "tried on" in line]
-    assert len(notices) == bool(notice)
+    assert len(notices) == bool(problem)
     assert all(line.startswith("note: the reward function ") for line in notices)
-    assert all(notice in line for line in notices)
+    assert all(re.search(problem, line) for line in notices)
+
+
+def test_a_row_without_a_ground_truth_is_tried_with_its_prompt(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "say a"}\n' * 8)
+    with pytest.raises(StartedError):
+        start("of_words", PPO, f"data.train_files={tmp_path}/rows.jsonl")
+
+
+def test_a_run_that_waits_for_its_reward_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.rollouts.reward_trial.SLOW_S", 0.2)
+    with pytest.raises(StartedError), caplog.at_level("WARNING"):
+        start("slow")
+    (text,) = [text for text in caplog.messages if "has waited" in text]
+    assert "for the reward function 'slow' in " in text
+    assert "which scores the first row, before models are loaded" in text
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def test_files_of_new_steps_stay_complete(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(rollouts, "write_samples", lambda *_: None)
     run = SimpleNamespace(folder=tmp_path, step=9)
     trainer: Any = SimpleNamespace(run=run, config=PPOConfig())
-    samples = Rollouts(trainer, None, None)  # type: ignore[arg-type]
+    rewards: Any = SimpleNamespace(columns_read=lambda _: [])
+    samples = Rollouts(trainer, None, rewards)
     for folder, numbers in (("rollouts", (7, 8, 9)), ("validation", (0, 3, 6, 9))):
         (tmp_path / folder).mkdir()
         for step in numbers:

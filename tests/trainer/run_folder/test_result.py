@@ -61,6 +61,7 @@ def test_a_plot_shows_the_curves_of_the_report_or_of_named_metrics(tmp_path: Pat
 def test_pandas_gets_a_row_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = result_of(tmp_path).to_pandas()
     assert table["critic/score/mean"].to_dict() == {1: 0.125, 2: 0.25, 3: 0.375}
+    assert table.sort_values("step")["step"].tolist() == [1, 2, 3]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match="to_pandas.. needs pandas .*pip install pandas"):
         result_of(tmp_path).to_pandas()

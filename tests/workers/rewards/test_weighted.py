@@ -215,6 +215,28 @@ def test_a_skipped_sample_is_not_trained_and_moves_no_baseline() -> None:
     assert scored.non_tensor_batch[SKIPPED].tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_the_mean_of_every_reward_leaves_out_skipped_samples() -> None:
+    right = term("right", [1.0, 3.0, float("nan"), 5.0], on_failure="skip")
+    _, metrics = scores_of(right, term("long", [1.0, 2.0, 30.0, 3.0]))
+    assert metrics["reward/right_score/mean"] == 3.0
+    assert metrics["reward/long_score/mean"] == 2.0
+    _, metrics = scores_of(term("right", [float("nan")] * 4, on_failure="skip"))
+    assert "reward/right_score/mean" not in metrics
+
+
+def test_a_step_that_waits_for_a_reward_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weighted, "SLOW_S", 0.02)
+    monkeypatch.setattr(weighted, "CHECK_S", 0.01)
+    manager: Any = SlowManager()
+    rewards = Rewards([RewardTerm(RewardConfig(name="judge"), manager)])
+    with pytest.raises(TimeoutError), caplog.at_level("WARNING"):
+        rewards.launch(batch(), lambda _: None).get(timeout=0.2)
+    (text,) = caplog.messages
+    assert text.endswith("for the reward 'judge', which scores 4 samples (timeout_s=10 per sample)")
+
+
 def test_overlong_responses_get_a_soft_penalty() -> None:
     buffer = OverlongPenaltyConfig(enable=True, len=4, penalty_factor=2.0)
     lengths = torch.tensor([0, 4, 5, 6, 8])
