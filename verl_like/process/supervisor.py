@@ -16,6 +16,7 @@ import ctypes
 import json
 import math
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -24,14 +25,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fcntl import F_DUPFD, fcntl
 from functools import partial
 from typing import NoReturn
 
 from verl_like.errors import ConfigError
+from verl_like.process.child import start_child
 from verl_like.process.machine import descendants, proc_fields
-from verl_like.process.sandbox import Sandbox, isolate_network
+from verl_like.process.sandbox import MARK, Sandbox, isolate_network, visible_environment
 
 WATCH_S = 0.2
 """Seconds between two checks of the number of processes, their memory and their files."""
@@ -39,6 +41,8 @@ MOST_OUTPUT = 2**20
 """Bytes that a supervised process may print; later output is dropped."""
 KILL_S = 5.0
 """Seconds to wait for killed processes to end."""
+END_S = 10.0
+"""Seconds that a supervisor has to kill its processes."""
 REMOVE_S = 30.0
 """Maximum seconds for the removal of a deep folder."""
 OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
@@ -345,30 +349,47 @@ def remove_folder(folder: str) -> None:
 
 
 class Supervised:
-    """The child of a supervisor, as the process that started the supervisor sees it.
+    """A supervisor and its processes, as the process that starts them sees them.
 
-    Untrusted code runs as the supervisor's user: it can kill the supervisor and outlive it.
+    Untrusted code runs as the supervisor's user: it can pause or kill the supervisor and outlive
+    it. But the environment variable `MARK` of all its processes has a value of its own.
     """
 
-    def __init__(self, pid: int, folder: str) -> None:
-        self._pid, self._folder, self._handle = pid, folder, None
-        with contextlib.suppress(AttributeError, ProcessLookupError):  # not on Linux; it has ended
-            self._handle = os.pidfd_open(pid)
+    def __init__(self, program: str, env: Sequence[str] = ()) -> None:
+        """Start the supervisor, which runs `program` and sees these environment variables."""
+        self._mark = secrets.token_hex(16)
+        self.visible = visible_environment(env) | {MARK: self._mark}
+        """The environment variables of its processes."""
+        self._process, self.pipe = start_child(program, inherited=self.visible)
+        self.folder = ""
+        """The working folder of its child, once known."""
 
-    def end(self) -> None:
-        """Kill the child with its process group, safely even if its process id was reused."""
-        if self._handle is not None:
-            with contextlib.suppress(ProcessLookupError):
-                # a stopped process does not end while its group is killed by number
-                signal.pidfd_send_signal(self._handle, signal.SIGSTOP)
-                _kill(os.killpg, self._pid)
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        remove_folder(self._folder)
+    def stop(self) -> None:
+        """End its processes and remove the folder; the other end of the pipe must be closed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGCONT)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode != 0:  # a killed supervisor leaves its processes running
+            self._kill_marked()
+            if self.folder:
+                remove_folder(self.folder)
 
-    def close(self) -> None:
-        """Close the handle on the child's process without ending the process."""
-        if self._handle is not None:
-            os.close(self._handle)
+    def _kill_marked(self) -> None:
+        end, mark = time.monotonic() + KILL_S, f"{MARK}={self._mark}".encode()
+        while time.monotonic() < end:
+            pids = [name for name in os.listdir("/proc") if name.isdecimal()]
+            marked = [
+                int(pid) for pid in pids if mark in b" ".join(proc_fields(f"/proc/{pid}/environ"))
+            ]
+            if not marked:
+                return
+            for pid in marked:
+                _kill(os.kill, pid)
+            time.sleep(0.002)
 
 
 def prctl(option: int, value: int) -> None:

@@ -24,7 +24,6 @@ import os
 import resource
 import selectors
 import socket
-import subprocess
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -33,8 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.process.child import start_child
-from verl_like.process.sandbox import visible_environment
+from verl_like.process.supervisor import END_S, Supervised
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
 from workers.agents.router import Router
@@ -52,8 +50,6 @@ LONGEST_LINE = 2**22
 """Maximum bytes of an answer."""
 ENDED_S = 0.5
 """Seconds until the end of an environment's process is reported as a failure."""
-END_S = 10.0
-"""Seconds that the supervisor has to kill its processes."""
 
 
 @dataclass
@@ -63,6 +59,8 @@ class _Process:
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages to send once earlier ones are answered."""
     rest: bytes = b""
+    order: int = 0
+    """The number of its last message, which the reply repeats."""
     until: float = 0.0
     is_busy: bool = False
     has_ended: bool = False
@@ -131,15 +129,14 @@ class EnvironmentHost:
             self._router = Router(spec.endpoint)
         if self._router is not None:
             spec = replace(spec, endpoint=self._router.url)
-        visible = visible_environment(spec.sandbox.env)
-        supervisor, pipe = start_child("workers.agents.process", inherited=visible)
+        supervised = Supervised("workers.agents.process", spec.sandbox.env)
         try:
-            pipe.send(spec)
+            supervised.pipe.send(spec)
         finally:
-            self._orders = socket.socket(fileno=os.dup(pipe.fileno()))
-            self._channel = DriverEnd(pipe)
+            self._orders = socket.socket(fileno=os.dup(supervised.pipe.fileno()))
+            self._channel = DriverEnd(supervised.pipe)
         closing = ExitStack()  # the last callback runs first
-        closing.callback(_wait_for, supervisor)  # it ends all processes once its socket is closed
+        closing.callback(supervised.stop)
         closing.callback(self._channel.close)
         closing.callback(self._orders.close)
         closing.callback(self._selector.close)
@@ -148,9 +145,9 @@ class EnvironmentHost:
         self._selector.register(self._orders, selectors.EVENT_READ, None)
         until, failed = time.monotonic() + START_S, f"{self._spec.setting} could not be loaded"
         try:
-            pid, folder = self._channel.receive(until)  # of the process that loads the code
+            pid, supervised.folder = self._channel.receive(until)  # of the process with the code
             if self._router is not None:
-                self._router.folder = folder
+                self._router.folder = supervised.folder
             with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
                 handle = os.pidfd_open(pid)
                 closing.callback(os.close, handle)
@@ -202,9 +199,13 @@ class EnvironmentHost:
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
         """Start a trajectory with this row, in an idle or a new process."""
-        if self._idle:
+        process = None
+        while self._idle and process is None:
             process = self._idle.pop()
-        else:
+            if not _is_empty(process.socket):  # it has ended, or sent what nobody asked for
+                process.socket.close()
+                process = None
+        if process is None:
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             process = _Process(next(self._numbers), ours)
@@ -297,7 +298,8 @@ class EnvironmentHost:
             process.waiting.append(message)
             return
         process.until, process.is_busy = time.monotonic() + self._step_timeout_s, True
-        line = TO_JSON(message).encode() + b"\n"
+        process.order += 1
+        line = TO_JSON({**message, "order": process.order}).encode() + b"\n"
         try:
             with suppress(BlockingIOError):
                 line = line[process.socket.send(line) :]
@@ -334,18 +336,22 @@ class EnvironmentHost:
         if len(process.rest) > LONGEST_LINE:
             self._fail(number, f"its answer has more than {LONGEST_LINE // 2**20} MiB")
             return None
-        line, newline, process.rest = process.rest.partition(b"\n")
-        if not newline:
-            process.rest = line
-            return None
+        reply: dict[str, Any] = {}
+        while not reply:
+            line, newline, process.rest = process.rest.partition(b"\n")
+            if not newline:
+                process.rest = line
+                return None
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if not isinstance(value, dict):
+                self._fail(number, f"it answered {line!r:.80}")
+                return None
+            if process.is_busy and value.pop("order", None) == process.order:
+                reply = value  # others reply to no message, or to an earlier one
         process.is_busy = False
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            reply = None
-        if not isinstance(reply, dict):
-            self._fail(number, f"it answered {line!r:.80}")
-            return None
         busy = reply.pop("busy_s", 0.0)
         process.busy_s = busy if isinstance(busy, float) else 0.0
         of_players = reply.get("players", {"": reply}).values()
@@ -369,12 +375,13 @@ def _close_sockets(processes: list[_Process]) -> None:
         process.socket.close()
 
 
-def _wait_for(supervisor: subprocess.Popen[bytes]) -> None:
+def _is_empty(connection: socket.socket) -> bool:
+    """Return True if the other end is open and nothing of it is unread."""
     try:
-        supervisor.wait(END_S)
-    except subprocess.TimeoutExpired:
-        supervisor.kill()
-        supervisor.wait()
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 RECORDED = "recorded_answers"

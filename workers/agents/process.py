@@ -70,6 +70,7 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         for name, code in loaded.items()
     }
     end.send([None, kinds])
+    end.close()  # so that no trajectory's process has it
     for environment in loaded.values():  # do work that every trajectory's process would repeat
         _ = environment.has_step  # cached here, like tools and columns, for all forks
         if environment.is_async:
@@ -140,10 +141,12 @@ def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) 
 
 
 def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
-    """Reply to every line with a line; call `begins` before each reply."""
+    """Reply to every line with a line of the same order; call `begins` before each reply."""
     episode: Any = None
+    pid = os.getpid()
     for line in _lines(descriptor):
         message = FROM_JSON(line.decode(), 0)[0]
+        order = message.pop("order")
         begins()
         began = time.perf_counter()
         if delay_s := message.pop("delay_s", 0.0):
@@ -158,7 +161,9 @@ def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[
             answer = {
                 "failed": describe_error(error, sandbox="environment.sandbox") + place_of(error)
             }
-        answer["busy_s"] = time.perf_counter() - began
+        if os.getpid() != pid:  # a fork that the code made and that went on
+            os._exit(0)
+        answer |= {"busy_s": time.perf_counter() - began, "order": order}
         reply = TO_JSON(answer).encode() + b"\n"
         while reply:
             reply = reply[os.write(descriptor, reply) :]
@@ -187,8 +192,8 @@ def _warm_up() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.sendall(
-                b'{"name": "", "seeds": [0, 1], "row": {}}\n'
-                b'{"text": "", "player": "", "delay_s": 0.0}\n'
+                b'{"order": 1, "name": "", "seeds": [0, 1], "row": {}}\n'
+                b'{"order": 2, "text": "", "player": "", "delay_s": 0.0}\n'
             )
             ours.shutdown(socket.SHUT_WR)
             _answer_all(theirs.fileno(), {"": Loaded(_Nothing, {}, [])}, lambda: None)

@@ -92,6 +92,10 @@ class FunctionEnd:
         with self._sending:
             self._socket.sendall(line)
 
+    def close(self) -> None:
+        self._incoming.close()
+        self._socket.close()
+
     def _read(self, count: int) -> bytes:
         content = self._incoming.read(count)
         if len(content) < count:

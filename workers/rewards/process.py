@@ -100,13 +100,19 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         return
     driver.send([None, call.is_async, call.takes_batches, call.reads])
 
-    calls = Calls(call, spec, withheld)
+    calls, pid = Calls(call, spec, withheld), os.getpid()
+
+    def put(number: int, outcome: Outcome) -> None:
+        if os.getpid() != pid:  # a fork that the function made and that went on
+            os._exit(0)
+        driver.send([number, outcome])
+
     while True:
         try:
             samples = driver.receive()
         except EOFError:
             return
-        calls.answer(samples, lambda number, outcome: driver.send([number, outcome]))
+        calls.answer(samples, put)
 
 
 def describe_error(

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +26,7 @@ from threading import Lock
 from typing import Any
 
 from verl_like.errors import ConfigError
-from verl_like.process.child import start_child
 from verl_like.process.machine import usable_cores
-from verl_like.process.sandbox import visible_environment
 from verl_like.process.supervisor import Supervised
 from verl_like.registry import check_file
 from workers.rewards.call import Sample
@@ -52,8 +48,6 @@ GRACE_S = 0.5
 """Seconds between a sample's deadline and the kill, in which coroutines end by themselves."""
 BLOCKED_SHARE = 1.25
 """Multiple of the deadline in which a process must report a coroutine that blocks the others."""
-END_S = 10.0
-"""Seconds that a supervisor has to kill its child."""
 
 
 class Scorer:
@@ -184,7 +178,6 @@ class RewardProcess:
             check_file(Path(function.path), f"{function.path_key}={function.path}")
             function = replace(function, path=str(Path(function.path).absolute()))
         self._function, self._start_deadline = function, start_deadline
-        self._supervisor: subprocess.Popen[bytes] | None = None
         self._channel: DriverEnd | None = None
         self._closing = Lock()
         self._supervised: Supervised | None = None
@@ -197,6 +190,8 @@ class RewardProcess:
         """True if one call scores a whole batch."""
         self.is_new = False
         """True if it was started for its latest request."""
+        self._num_sent = 0
+        """Number of samples that any of its processes was sent."""
         self.reads: frozenset[str] | None = None
         """The entries of a sample that are sent because the function reads them; None: all."""
 
@@ -208,16 +203,17 @@ class RewardProcess:
         """
         if self._channel is not None:
             return
-        visible = visible_environment(self._function.sandbox.env)
         try:
-            self._supervisor, pipe = start_child("workers.rewards.process", inherited=visible)
+            env = self._function.sandbox.env
+            supervised = self._supervised = Supervised("workers.rewards.process", env)
+            withheld = sorted(os.environ.keys() - supervised.visible.keys())
             try:
-                pipe.send((self._function, sorted(os.environ.keys() - visible.keys())))
+                supervised.pipe.send((self._function, withheld))
             finally:
-                self._channel = DriverEnd(pipe)
+                self._channel = DriverEnd(supervised.pipe)
             end = time.monotonic() + self._start_deadline
             try:
-                self._supervised = Supervised(*self._receive(end))
+                _, supervised.folder = self._receive(end)
                 problem, side_by_side, together, reads = self._receive(end)
                 self.reads = None if reads is None else frozenset(map(str, reads))
             except TimeoutError as err:
@@ -251,7 +247,9 @@ class RewardProcess:
         self.is_new = self._channel is None
         self.start()
         assert self._channel is not None, "it has been started"
-        samples, missing = list(requested.items()), set(requested)
+        first, self._num_sent = self._num_sent, self._num_sent + len(requested)
+        numbers = dict(enumerate(requested, first))  # no two requests have a number in common
+        samples, missing = list(enumerate(requested.values(), first)), {*numbers}
         if self.reads is not None:
             samples = [
                 (number, {name: value for name, value in sample.items() if name in self.reads})
@@ -274,7 +272,7 @@ class RewardProcess:
             except ValueError as err:
                 raise ProcessEndedError(f"the reward process {err}") from err
             missing.remove(number)
-            yield number, outcome
+            yield numbers[number], outcome
 
     def _receive(self, deadline: float) -> Any:
         """Return the next reply; raise ProcessEndedError if there is none or it is invalid."""
@@ -300,16 +298,6 @@ class RewardProcess:
             if self._channel is not None:
                 self._channel.close()  # its supervisor then kills it
             self._channel = None
-        if self._supervisor is not None:
-            with suppress(ProcessLookupError):  # untrusted code may have paused the supervisor
-                os.kill(self._supervisor.pid, signal.SIGCONT)
-            try:
-                self._supervisor.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._supervisor.kill()
-                self._supervisor.wait()
         if self._supervised is not None:
-            if self._supervisor is not None and self._supervisor.returncode != 0:
-                self._supervised.end()  # a killed supervisor leaves its child running
-            self._supervised.close()
-        self._supervisor = self._supervised = None
+            self._supervised.stop()
+        self._supervised = None

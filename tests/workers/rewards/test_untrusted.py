@@ -60,6 +60,11 @@ class Odd(Exception):
         raise RuntimeError("no words")
 
 def act(solution_str):
+    if solution_str == "fork, and go on in both":
+        if os.fork() == 0:
+            time.sleep(0.2)
+            return 7.0
+        return 2.0
     if solution_str in RESULTS:
         return RESULTS[solution_str]()
     if solution_str in EFFECTS:
@@ -69,7 +74,7 @@ def act(solution_str):
         if "stays" in solution_str:
             ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
     if solution_str in ("not an answer\\n", "[0, ["):
         for number in every_socket():
             os.write(number, solution_str.encode())
@@ -233,6 +238,14 @@ def test_forks_in_other_sessions_end_with_the_process(untrusted: UntrustedScorer
     wait_until_ended(int(untrusted.note.read_text()))
 
 
+@pytest.mark.parametrize("name", ["act", "act_async", "act_on_all"])
+def test_no_sample_gets_the_score_of_a_fork(untrusted: UntrustedScorers, name: str) -> None:
+    outcomes = untrusted("fork, and go on in both", "fine", name=name)
+    assert [score for score, _, _ in outcomes] == [2.0, 1.0]
+    time.sleep(0.4)
+    assert [score for score, _, _ in untrusted(*["fine"] * 3, name=name)] == [1.0] * 3
+
+
 def test_too_many_forks_end_the_process_and_all_forks(untrusted: UntrustedScorers) -> None:
     before, guilty, after = untrusted("fine", "bomb", "fine")
     assert (before[0], guilty[0], after[0]) == (1.0, None, 1.0)
@@ -288,8 +301,9 @@ def test_the_working_folder_is_removed_with_the_process(untrusted: UntrustedScor
     ],
 )
 def test_a_function_that_kills_its_supervisor_is_killed(
-    untrusted: UntrustedScorers, text: str, words: str
+    untrusted: UntrustedScorers, text: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(child, "_start_python", start_python)  # a fork has its server's variables
     before, guilty, after = untrusted("fine", text, "fine", deadline=1.1)
     assert (before[0], guilty, after[0]) == (1.0, (None, {}, words), 1.0)
     pid, folder = untrusted.note.read_text().split()
@@ -300,7 +314,7 @@ def test_a_function_that_kills_its_supervisor_is_killed(
 def test_a_paused_supervisor_ends_as_soon_as_its_scorer_stops(
     untrusted: UntrustedScorers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.rewards.scorer.END_S", 60.0)
+    monkeypatch.setattr("verl_like.process.supervisor.END_S", 60.0)
     begin = time.monotonic()
     untrusted("stopped supervisor", deadline=19.0)
     untrusted.stop(deadline=19.0)
