@@ -259,7 +259,10 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion(request: Request, answers: Answers) -> dict[str, Any]:
-    """Return the body of an HTTP response, whose id is the name of the last choice."""
+    """Return the body of an HTTP response; its id is the name of the last choice.
+
+    Each choice has its own name as `id`, so that an agent can give it a reward.
+    """
     num_read = sum(answer.get("num_read", 0) for _, answer in answers)
     num_sampled = sum(answer.get("num_sampled", 0) for _, answer in answers)
     usage = {
@@ -267,7 +270,10 @@ def completion(request: Request, answers: Answers) -> dict[str, Any]:
         "completion_tokens": num_sampled,
         "total_tokens": num_read + num_sampled,
     }
-    choices = [_choice(request, answer) | {"index": n} for n, (_, answer) in enumerate(answers)]
+    choices = [
+        _choice(request, answer) | {"index": n, "id": choice}
+        for n, (choice, answer) in enumerate(answers)
+    ]
     body = {"choices": choices, "usage": usage}
     name = answers[-1][0]
     if not request.is_chat:

@@ -138,14 +138,15 @@ def sends_invalid_requests(row):
 
 
 def requests_two_choices(row):
-    """Request two choices with log-probs; reward the last one."""
+    """Request two choices with log-probs; reward each."""
     reply = openai.OpenAI().chat.completions.create(messages=ASK, n=2, logprobs=True, **SHORT)
     if len(reply.choices) != 2 or not reply.choices[0].logprobs:
         raise RuntimeError("one choice, no log-probs")
     words = [choice.logprobs.content for choice in reply.choices]
     assert sum(map(len, words)) == reply.usage.completion_tokens
     assert all(word.logprob <= 0 for choice in words for word in choice)
-    return {reply.id: 0.5}
+    assert reply.id == reply.choices[1].id
+    return {reply.choices[0].id: 0.25, reply.choices[1].id: 0.5}
 
 
 def stops(row, letters):

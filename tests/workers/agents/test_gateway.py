@@ -208,7 +208,9 @@ def test_choices_are_turns_and_have_log_probs(play: Play) -> None:
     for trajectory in play("requests_two_choices", num=3):
         assert (trajectory.ended, trajectory.problem) == ("terminated", "")
         assert (trajectory.num_turns, len(trajectory.sample.segments)) == (2, 1)
-        assert trajectory.rewards[1] == (len(trajectory.turns) - 1, 0.5)
+        (first, second), last = trajectory.rewards[1:], len(trajectory.turns) - 1
+        assert (first[1], second) == (0.25, (last, 0.5))
+        assert trajectory.turns[first[0]] == 0
     (trajectory,) = play("requests_two_choices", request_settings="override")
     assert "one choice, no log-probs" in trajectory.problem
 
