@@ -9,10 +9,10 @@ Plays an environment without a model:
 PREFIX:ID names one of another package, such as gymnasium:FrozenLake-v1. Each
 TEXT (default: 1 2 3) is the policy's response in a turn; the last one is
 repeated. It prints the observations, the time per step, and the reward at the
-end or after --max-turns turns (8). It checks that the same seed gives the same
-trajectory, also when two run concurrently. If the environment raises, takes
-longer than --step-timeout-s seconds (30) for a reply or is otherwise wrong, the
-exit code is 1.
+end. It checks that the same seed gives the same trajectory, also when two run
+concurrently. If the environment raises, takes longer than --step-timeout-s
+seconds (30) for a reply, has not ended after --max-turns turns (8) or is
+otherwise wrong, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ def check(
 
     again, other = play(host, [0, 1], row, texts, turns)
     problems = []
+    if not first.has_ended:
+        problems.append(
+            f"the trajectory has not ended after {len(first.answers) - 1} turns. Return a "
+            "TrajectoryEnd, raise --max-turns, or --say what ends it. If environment.max_turns "
+            f"ended it there, its reward would be {first.reward:g}."
+        )
     if again.answers != first.answers:
         replies = enumerate(zip(first.answers, again.answers, strict=False))
         shorter = min(len(first.answers), len(again.answers))
@@ -166,11 +172,6 @@ def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
         steps = 1000 * np.array(played.seconds[1:])
         lines.append(
             f"a step takes {np.median(steps):.1f} ms (median), at most {steps.max():.1f} ms"
-        )
-    if not played.problem and not played.has_ended:
-        lines.append(
-            f"the trajectory has not ended after {num_turns} turns. If environment.max_turns ended "
-            f"it there, its reward would be {played.reward:g}"
         )
     return lines
 

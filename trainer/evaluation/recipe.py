@@ -18,6 +18,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import TrainerConfig
 from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
+from workers.config.environment import has_environment
 
 
 @dataclass(kw_only=True)
@@ -61,9 +62,10 @@ def check(config: EvaluationConfig) -> None:
     from workers.rollout.sampling import check_sampling
 
     if not config.data.val_files:
-        raise ConfigError(
-            "data.val_files is empty. Set a parquet, JSONL or CSV file, or a list of files."
-        )
+        words = "data.val_files is empty. Set a parquet, JSONL or CSV file, or a list of files"
+        if has_environment(config):
+            words += ", or, if the environment makes its prompts, their number (data.val_files=100)"
+        raise ConfigError(f"{words}.")
     check_rewards(config)
     rollout = config.actor_rollout_ref.rollout
     check_sampling(rollout, config.data.max_response_length)

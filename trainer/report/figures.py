@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.report.calls import TracedCall, pools_at_work
 from trainer.report.read import MetricLines, metric_names, series, spread
-from trainer.report.trajectories import FAILED, NO_SUCCESS, SUCCESS
+from trainer.report.trajectories import FAILED, NO_SUCCESS, PARTIAL, SUCCESS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,9 @@ METHOD_COLORS = {
     "environments": "#cc79a7",
 }
 STATE_COLORS = {"busy": "#009e73", "waiting": "#d9d9d9", "syncing": "#d55e00"}
-OUTCOME_COLORS = {SUCCESS: "#009e73", NO_SUCCESS: "#d9d9d9", FAILED: "#d55e00"}
+OUTCOME_COLORS = {
+    SUCCESS: "#009e73", PARTIAL: "#9fd8c6", NO_SUCCESS: "#d9d9d9", FAILED: "#d55e00",
+}  # fmt: skip
 OTHER_COLOR, OVERLAP_COLOR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
 ABOVE: Mapping[str, Any] = {

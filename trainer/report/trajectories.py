@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.rewards.outcome import is_success
+
 TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN = 6, 24, 600
 """The most trajectories per step, turns per trajectory, and characters per turn."""
-SUCCESS, NO_SUCCESS, FAILED = "success", "no success", "environment failed"
+SUCCESS, PARTIAL, NO_SUCCESS = "success", "partial reward", "no success"
+FAILED = "environment failed"
 MOST_ROWS = 12
 SECONDS = ("engine", "environment", "waiting")
 
@@ -102,20 +105,25 @@ def _number(turn: Mapping[str, Any], name: str) -> float:
 def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """Return number of turns -> outcome -> number of trajectories.
 
-    A success scores above 0. The longest trajectories share a row if there are too many rows.
+    A success scores 1 or more, a partial reward is above 0. The longest trajectories share a row if
+    there are too many rows.
     """
     counts: dict[int, Counter[str]] = {}
     for row in rows:
         if sampled := _policy_turns(_turns(row)):
-            outcome = SUCCESS if _number(row, "score") > 0 else NO_SUCCESS
-            counts.setdefault(len(sampled), Counter())[
-                FAILED if row.get("problem") else outcome
-            ] += 1
+            outcome = FAILED if row.get("problem") else _outcome(_number(row, "score"))
+            counts.setdefault(len(sampled), Counter())[outcome] += 1
     numbers = sorted(counts)
     result = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
     if rest := numbers[MOST_ROWS:]:
         result[f"{rest[0]} or more"] = dict(sum((counts[number] for number in rest), Counter()))
     return result
+
+
+def _outcome(score: float) -> str:
+    if is_success(score):
+        return SUCCESS
+    return PARTIAL if score > 0 else NO_SUCCESS
 
 
 def shorten(text: Any, longest: int) -> str:

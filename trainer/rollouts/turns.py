@@ -12,6 +12,7 @@ from workers.agents.chat import Message, with_observation
 from workers.columns import sample_scores, token_rows
 from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
+from workers.rewards.outcome import is_success
 
 TRAJECTORY = "trajectory"
 """Column with each trajectory's data, except its tokens."""
@@ -80,13 +81,13 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
 def played_metrics(batch: DataProto) -> dict[str, float]:
     """Return metrics of success, turns, ends and tool calls; {} without an environment.
 
-    A trajectory is a success if its score is above 0 and its environment did not fail.
+    A trajectory is a success if its score is 1 or more and its environment did not fail.
     """
     infos = batch.non_tensor_batch.get(TRAJECTORY)
     if infos is None:
         return {}
-    scores = sample_scores(batch).tolist()
-    good = [score > 0 and not info["problem"] for score, info in zip(scores, infos, strict=True)]
+    played = zip(sample_scores(batch).tolist(), infos, strict=True)
+    good = [is_success(score) and not info["problem"] for score, info in played]
     names = ("agents/num_turns", "agents/num_call", "agents/ended")
     every = trajectory_metrics(infos.tolist())
     metrics = {name: value for name, value in every.items() if name.startswith(names)}

@@ -18,6 +18,15 @@ STEPS = "step_scores"
 """Key of a result for the scores of the response's steps; lists under other keys are ignored."""
 VOTE = "pred"
 """Key of a result for the sample's answer, a text for the majority vote over a prompt's samples."""
+FULL_REWARD = 1.0
+"""The least score of a success."""
+
+
+def is_success(score: float) -> bool:
+    """Return True for the full reward, also if a sum of rewards falls short by rounding."""
+    return score > FULL_REWARD - 1e-6
+
+
 LATE = "passed its deadline"
 NO_REWARD = (
     ". Return a number, a dict with a number as 'score', or (for a function with batch parameters "

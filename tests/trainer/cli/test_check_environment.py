@@ -77,11 +77,13 @@ def test_a_parameter_of_reset_that_is_no_column_is_an_error(
         main([f"{file}:Typ"])
 
 
-def test_an_unfinished_episode_has_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
-    main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--max-turns", "3"])
-    output = capsys.readouterr().out
-    assert "not ended after 3 turns. If environment.max_turns ended it there, " in output
-    assert "its reward would be 1.5\n" in output
+def test_an_environment_that_never_ends_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([f"{GAMES}:Count", "--kwargs", '{"turns": 9}', "--max-turns", "3"])
+    assert ended.value.code == 1
+    errors = capsys.readouterr().err
+    assert "not ended after 3 turns. Return a TrajectoryEnd, raise --max-turns, or" in errors
+    assert "its reward would be 1.5.\n" in errors
 
 
 def test_a_truncated_episode_is_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,9 @@ def test_only_training_settings_of_the_user_get_a_notice(
     assert "rollout.n has no effect: an evaluation samples by rollout.val_kwargs" in caplog.text
     with pytest.raises(SystemExit, match="data.val_files is empty"):
         configuration(monkeypatch, settings | {"data.val_files": ""})
+    settings |= {"data.val_files": "", "environment.path": "guess.py:Guess"}
+    with pytest.raises(SystemExit, match=r"makes its prompts, their number \(data.val_files=100\)"):
+        configuration(monkeypatch, settings)
 
 
 def test_a_command_without_a_model_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

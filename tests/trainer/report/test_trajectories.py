@@ -72,9 +72,10 @@ def test_many_long_trajectories_give_a_small_page(tmp_path: Path) -> None:
 
 
 def test_outcomes_are_counted_by_number_of_turns() -> None:
-    rows = [played(1, 1.0), played(1, 0.95), played(1), played(2, 0.0, "it raised"), {"score": 1.0}]
+    rows = [played(1, 1.0), played(1, 2.0), played(1, sum([0.1] * 10)), played(1, 0.95), played(1)]
+    rows += [played(2, 0.0, "it raised"), {"score": 1.0}]
     assert outcomes_by_turns(rows) == {
-        "1": {"success": 2, "no success": 1},
+        "1": {"success": 3, "partial reward": 1, "no success": 1},
         "2": {"environment failed": 1},
     }
     many = outcomes_by_turns([played(n, 1.0) for n in range(1, MOST_ROWS + 4)])
