@@ -107,6 +107,7 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
         raise ConfigError(
             "environment.path and environment.paths are both set. Leave out one of them."
         )
+    section.check_by_name()
     if section.history_tokens == "retokenized":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:

@@ -86,12 +86,16 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
     infos = batch.non_tensor_batch.get(TRAJECTORY)
     if infos is None:
         return {}
-    played = zip(sample_scores(batch).tolist(), infos, strict=True)
-    good = [is_success(score) and not info["problem"] for score, info in played]
-    names = ("agents/num_turns", "agents/num_call", "agents/ended")
+    names = ("agents/num_turns", "agents/num_call", "agents/ended", "agents/by_environment")
     every = trajectory_metrics(infos.tolist())
     metrics = {name: value for name, value in every.items() if name.startswith(names)}
-    return {"agents/success": sum(good) / max(len(good), 1), **metrics}
+    successes: dict[str, list[bool]] = {"agents/success": []}
+    for score, info in zip(sample_scores(batch).tolist(), infos, strict=True):
+        is_good = is_success(score) and not info["problem"]
+        successes["agents/success"].append(is_good)
+        if name := info.get("environment"):
+            successes.setdefault(f"agents/by_environment/{name}/success", []).append(is_good)
+    return {name: sum(good) / max(len(good), 1) for name, good in successes.items()} | metrics
 
 
 def _policy_turns(

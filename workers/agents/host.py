@@ -61,6 +61,7 @@ class _Process:
     rest: bytes = b""
     order: int = 0
     """The number of its last message, which the reply repeats."""
+    step_timeout_s: float = 0.0
     until: float = 0.0
     is_busy: bool = False
     has_ended: bool = False
@@ -197,8 +198,17 @@ class EnvironmentHost:
         """Schemas of the tools of all environments."""
         return [tool for kind in self.kinds.values() for tool in kind.tools]
 
-    def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
-        """Start a trajectory with this row, in an idle or a new process."""
+    def open(
+        self,
+        number: int,
+        seeds: tuple[int, int],
+        row: Mapping[str, Any],
+        step_timeout_s: float | None = None,
+    ) -> None:
+        """Start a trajectory with this row, in an idle or a new process.
+
+        `step_timeout_s` replaces the host's.
+        """
         process = None
         while self._idle and process is None:
             process = self._idle.pop()
@@ -212,6 +222,7 @@ class EnvironmentHost:
             order = ORDER.pack(OPEN, process.number)
             with suppress(OSError), theirs:  # after an error, the message to the process fails
                 socket.send_fds(self._orders, [order], [theirs.fileno()])
+        process.step_timeout_s = step_timeout_s or self._step_timeout_s
         self._open[number] = process
         self._selector.register(process.socket, selectors.EVENT_READ, number)
         self._send(number, {"name": name_of(self.kinds, row), "seeds": seeds, "row": row})
@@ -229,7 +240,7 @@ class EnvironmentHost:
     def kill(self, number: int) -> None:
         """Kill an environment's process, whose next answer is then a failure (fault injection)."""
         process = self._open[number]
-        process.until, process.is_busy = time.monotonic() + self._step_timeout_s, True
+        process.until, process.is_busy = time.monotonic() + process.step_timeout_s, True
         with suppress(OSError):
             self._orders.send(ORDER.pack(KILL, process.number))
 
@@ -258,8 +269,8 @@ class EnvironmentHost:
                 if process.has_ended:
                     self._fail(number, "its process has ended")
                 else:
-                    late = f"no answer within environment.step_timeout_s={self._step_timeout_s:g} s"
-                    self._fail(number, late, LATE)
+                    most = f"environment.step_timeout_s={process.step_timeout_s:g} s"
+                    self._fail(number, f"no answer within {most}", LATE)
         failed, self._failed = self._failed, []
         yield from failed
 
@@ -297,14 +308,14 @@ class EnvironmentHost:
         if process.is_busy:  # another player waits for its answer
             process.waiting.append(message)
             return
-        process.until, process.is_busy = time.monotonic() + self._step_timeout_s, True
+        process.until, process.is_busy = time.monotonic() + process.step_timeout_s, True
         process.order += 1
         line = TO_JSON({**message, "order": process.order}).encode() + b"\n"
         try:
             with suppress(BlockingIOError):
                 line = line[process.socket.send(line) :]
             if line:  # the message is larger than the socket's buffer
-                process.socket.settimeout(self._step_timeout_s)
+                process.socket.settimeout(process.step_timeout_s)
                 process.socket.sendall(line)
                 process.socket.setblocking(False)
         except TimeoutError as error:
@@ -398,7 +409,13 @@ class RecordedHost:
         self._left: dict[int, Iterator[Mapping[str, Any]]] = {}
         self._requested: list[int] = []
 
-    def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
+    def open(
+        self,
+        number: int,
+        seeds: tuple[int, int],
+        row: Mapping[str, Any],
+        step_timeout_s: float | None = None,
+    ) -> None:
         """Start a trajectory, and request its first answer."""
         self._left[number] = iter(row[RECORDED])
         self._requested.append(number)

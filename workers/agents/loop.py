@@ -19,11 +19,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import RolloutError
 from workers.agents.chat import TurnRenderer
-from workers.agents.host import LATE, EnvironmentHost, RecordedHost
+from workers.agents.host import COLUMN, LATE, EnvironmentHost, RecordedHost
 from workers.agents.trajectory import Setting, Times, Trajectory, TrajectoryStart, TrajectoryState
 from workers.rollout.base import RolloutEngine, SamplingParams, TakeBudget
 
@@ -91,6 +92,8 @@ class TurnLoop:
                 "settings. Take or abort them first."
             )
         self._setting = Setting(self._host, self._chat, self._config, sampling, self._engine)
+        configs = {name: self._config.of(name) for name in self._config.by_name}
+        settings = {name: replace(self._setting, config=configs[name]) for name in configs}
         self._num_open = num_open
         numbers: list[int] = []
         for start in starts:
@@ -100,8 +103,9 @@ class TurnLoop:
                 if last.start.environment_key == start.environment_key:
                     environment_id = last.environment_id
             self._environments[environment_id] = range(environment_id, number + 1)
+            setting = settings.get(str(start.row.get(COLUMN)), self._setting)
             self._trajectories[number] = Trajectory(
-                start, self._setting, number=number, environment_id=environment_id
+                start, setting, number=number, environment_id=environment_id
             )
             numbers.append(number)
         return numbers
@@ -237,8 +241,9 @@ class TurnLoop:
 
     def _end_late(self) -> None:
         """End the trajectories that exceed `environment.trajectory_timeout_s`."""
-        most, now = self._config.trajectory_timeout_s, time.monotonic()
+        now = time.monotonic()
         for trajectory in self._in(*OPEN):
+            most = trajectory.setting.config.trajectory_timeout_s
             if now - trajectory.began <= most:
                 continue
             times, seconds = trajectory.times[-1], trajectory.lap()

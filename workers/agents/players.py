@@ -173,6 +173,7 @@ def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> Data
     }
     infos = [
         {
+            "environment": trajectory.environment_name,
             "ended": trajectory.ended,
             "problem": trajectory.problem,
             "is_left_out": trajectory.is_left_out,

@@ -23,7 +23,7 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
-from workers.agents.host import BROKEN, EnvironmentHost, RecordedHost
+from workers.agents.host import BROKEN, COLUMN, EnvironmentHost, RecordedHost
 from workers.agents.requests import RejectedRequest, overridden, stop_strings
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
@@ -184,7 +184,15 @@ class Trajectory:
         self.since = self.began = time.monotonic()
         self.times[-1].asked = time.time()
         if self.number == self.environment_id:
-            self.setting.host.open(self.environment_id, self.start.seeds, self.start.row)
+            seeds, row = self.start.seeds, self.start.row
+            settings = self.setting.config.by_name.get(self.environment_name, {})
+            step_timeout_s = settings.get("step_timeout_s")
+            self.setting.host.open(self.environment_id, seeds, row, step_timeout_s)
+
+    @property
+    def environment_name(self) -> str:
+        """The name of its environment, or "" if there is only one."""
+        return str(self.start.row.get(COLUMN)) if self.setting.config.paths else ""
 
     @property
     def renderer(self) -> TurnRenderer:

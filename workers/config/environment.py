@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import ReadWhen, Section, config_field
+from verl_like.config_key import ReadWhen, Section, changed, config_field
+from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 
 
@@ -26,6 +27,19 @@ HAS_CLASS = ReadWhen(
     "`path` or `paths` is set",
     lambda environment, _: bool(environment.path or environment.paths),
     "environment.path is not set",
+)
+
+
+LIMITS: dict[str, Any] = {
+    "max_turns": int,
+    "step_timeout_s": (int, float),
+    "trajectory_timeout_s": (int, float),
+}
+"""Settings of single environments (`by_name`), and their types."""
+HAS_SEVERAL = ReadWhen(
+    "`paths` is set",
+    lambda environment, _: bool(environment.paths),
+    "environment.paths is not set",
 )
 
 
@@ -84,6 +98,10 @@ class EnvironmentConfig(Section):
     """Timeout of an environment's reply, in seconds."""
     trajectory_timeout_s: float = config_field(600.0, above=0, may_change_on_resume=True)
     """Timeout of a whole trajectory, in seconds."""
+    by_name: dict[str, Any] = config_field(
+        factory=dict, allows="{NAME: {max_turns: 30}}", read_when=HAS_SEVERAL
+    )
+    """`max_turns`, `step_timeout_s` and `trajectory_timeout_s` of single environments, by name."""
     retries: int = config_field(2, at_least=0, may_change_on_resume=True)
     """Maximum restarts of a trajectory whose environment failed."""
     reward_on_failure: float | None = config_field(
@@ -94,3 +112,24 @@ class EnvironmentConfig(Section):
     """Fraction of failed trajectories in a batch above which the run ends."""
     sandbox: dict[str, Any] = config_field(factory=dict, options=Sandbox, may_change_on_resume=True)
     """Sandbox of the environments: limits of memory, CPU time, files, processes and network."""
+
+    def of(self, name: str) -> EnvironmentConfig:
+        """Return the settings of the environment with this name."""
+        return changed(self, self.by_name.get(name, {}))
+
+    def check_by_name(self) -> None:
+        """Reject `by_name` with unknown environments, or with other keys or values."""
+        for name, limits in self.by_name.items():
+            where = f"environment.by_name={{{name}: {limits}}}"
+            if name not in self.paths:
+                names = ", ".join(self.paths)
+                raise ConfigError(
+                    f"{where}: environment.paths has only {names}.{nearest(name, self.paths)}"
+                )
+            for key, limit in limits.items() if isinstance(limits, dict) else [("", None)]:
+                kind = LIMITS.get(key)
+                if kind is None or not isinstance(limit, kind) or isinstance(limit, bool):
+                    keys = ", ".join(LIMITS)
+                    raise ConfigError(f"{where}: set {keys} to numbers.{nearest(key, LIMITS)}")
+                if limit <= 0:
+                    raise ConfigError(f"{where}: {key} must be above 0.")

@@ -74,4 +74,18 @@ def trajectory_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics[f"agents/{name}/mean"] = sum(info[name] for info in infos) / count
     for reason in ("terminated", "max_turns", "length", "deadline", "environment"):
         metrics[f"agents/ended/{reason}"] = ended.count(reason) / count
+    for name, of_name in by_environment(infos).items():
+        prefix, num_turns = f"agents/by_environment/{name}", [info["num_turns"] for info in of_name]
+        metrics[f"{prefix}/share"] = len(of_name) / count
+        metrics[f"{prefix}/num_turns/mean"] = sum(num_turns) / len(of_name)
+        metrics[f"{prefix}/num_failed"] = float(sum(bool(info["problem"]) for info in of_name))
     return metrics
+
+
+def by_environment(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the trajectories of each environment by its name; {} if a run has only one."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for info in infos:
+        if name := info.get("environment"):
+            groups.setdefault(name, []).append(info)
+    return groups

@@ -23,9 +23,12 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
+from workers.agents.players import trajectory_columns
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
+from workers.rewards.environment import trajectory_metrics
 from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.batches import batch_of as make_batch
 from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sampling import sample_seed
 
@@ -288,6 +291,52 @@ def test_code_that_ends_its_process_is_rejected(tmp_path: Path, code: str, words
     (tmp_path / "ends.py").write_text(code, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
         EnvironmentHost(EnvironmentSpec(f"{tmp_path}/ends.py:Any"), 1.0)
+
+
+def test_each_environment_has_its_own_limits_and_metrics(model: Any, tokenizer: Any) -> None:
+    names = ("plain", "short", "slow", "late")
+    spec = EnvironmentSpec(
+        dict.fromkeys(names, f"{HERE}:Count"),
+        dict.fromkeys(("slow", "late"), {"sleep": 60.0}),
+    )
+    by_name = {
+        "short": {"max_turns": 1},
+        "slow": {"step_timeout_s": 1.5},
+        "late": {"step_timeout_s": 90, "trajectory_timeout_s": 3.0},
+    }
+    with closing(EnvironmentHost(spec, 30.0)) as host:
+        loop = new_loop(model, tokenizer, host, paths=spec.path, by_name=by_name)
+        rows = [starts(n, n + 1, environment=name)[0] for n, name in enumerate(names)]
+        plain, short, slow, late = played = loop.play(rows, sampling_of(tokenizer), 9)
+    assert (plain.ended, plain.num_turns) == ("terminated", 3)
+    assert (short.ended, short.num_turns) == ("max_turns", 1)
+    assert slow.problem == "no answer within environment.step_timeout_s=1.5 s"
+    assert late.problem == "it took longer than environment.trajectory_timeout_s=3 s"
+    batch = make_batch([one.sample for one in played], (LIMITS.prompt_width, WIDTH), 0, 0)
+    infos = trajectory_columns(batch, played).non_tensor_batch["trajectory"].tolist()
+    metrics = trajectory_metrics(infos)
+    for name, num_turns, num_failed in (("plain", 3, 0), ("short", 1, 0), ("slow", 1, 1)):
+        prefix = f"agents/by_environment/{name}"
+        assert metrics[f"{prefix}/share"] == 0.25
+        assert metrics[f"{prefix}/num_turns/mean"] == num_turns
+        assert metrics[f"{prefix}/num_failed"] == num_failed
+
+
+@pytest.mark.parametrize(
+    ("by_name", "words"),
+    [
+        ({"ches": {"max_turns": 3}}, "has only chess, go. Did you mean 'chess'"),
+        ({"go": {"max_turn": 3}}, "trajectory_timeout_s to numbers. Did you mean 'max_turns'"),
+        ({"go": {"max_turns": 1.5}}, "set max_turns, "),
+        ({"go": {"max_turns": 0}}, "max_turns must be above 0"),
+        ({"go": 3}, "set max_turns, "),
+    ],
+)
+def test_invalid_settings_by_name_are_rejected(by_name: Any, words: str) -> None:
+    paths = {"chess": f"{HERE}:Count", "go": f"{HERE}:Count"}
+    with pytest.raises(ConfigError, match=re.escape("environment.by_name=")) as error:
+        EnvironmentConfig(paths=paths, by_name=by_name).check_by_name()
+    assert words in str(error.value)
 
 
 def test_a_row_that_names_no_environment_is_an_error() -> None:
