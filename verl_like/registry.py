@@ -165,6 +165,8 @@ def _module(name: str, subject: str, way_out: str) -> ModuleType:
         return importlib.import_module(name)
     except SyntaxError as error:
         raise ConfigError(_syntax_error(subject, error)) from error
+    except SystemExit as error:
+        raise ConfigError(_exit_error(subject, error)) from error
     except (ImportError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{subject} cannot be imported ({type(error).__name__}: {error}). {way_out}"
@@ -193,6 +195,8 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ConfigError(_syntax_error(subject, error)) from error
+    except SystemExit as error:
+        raise ConfigError(_exit_error(subject, error)) from error
     except ImportError as error:
         raise ConfigError(
             f"{subject} cannot be imported ({type(error).__name__}: {error}). Install its "
@@ -212,3 +216,10 @@ def _syntax_error(subject: str, error: SyntaxError) -> str:
     """Describe a syntax error in a user's file in one line."""
     text = (error.text or "").strip()
     return f"{subject}: {error.filename}, line {error.lineno}: {error.msg}: {text}"
+
+
+def _exit_error(subject: str, error: SystemExit) -> str:
+    return (
+        f"{subject} cannot be imported: it ends the process, with sys.exit({error.code!r}). Put "
+        'such code under `if __name__ == "__main__":`.'
+    )

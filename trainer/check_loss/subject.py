@@ -221,7 +221,10 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
         known = {**DEFAULTS, **batch, **settings, "loss_agg_mode": batch["loss_agg_mode"]}
         arguments = {name: known[key] for name, key in filled.items()}
         first = [arguments.pop(name) for name in by_position if name in filled]
-        return function(*first, **arguments)
+        try:
+            return function(*first, **arguments)
+        except SystemExit as error:
+            raise ConfigError(f"{name} ends the process: sys.exit({error.code!r}).") from error
 
     variable = next((key for key in VARIABLES.get(kind, ()) if key in reads), "")
     exempt = ["finite_differences"] if traits_of(function).holds_weights else []

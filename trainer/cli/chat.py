@@ -35,14 +35,14 @@ from typing import Any
 from trainer.cli.check_environment import heard, json_object, reject_ids
 from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
-from trainer.run_folder.saved_model import find_saved_model
+from trainer.run_folder.saved_model import find_loadable
 from verl_like.errors import ConfigError
 from verl_like.terminal import usage_of
 from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer, with_observation
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec, in_full
-from workers.models.folder import is_on_hub, model_folder
+from workers.models.folder import UNREADABLE
 from workers.thoughts import ThoughtReader, split_thoughts
 
 Answer = dict[str, Any]
@@ -72,7 +72,7 @@ class Chat:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype="auto", trust_remote_code=False
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError, *UNREADABLE) as error:
             raise ConfigError(f"{folder}: cannot load a model from its weights: {error}") from error
         self.model = model.to(device).eval()
         self.first = [{"role": "system", "content": system}] if system else []
@@ -104,13 +104,21 @@ class Chat:
         hides = ThoughtReader.of(self.tokenizer).hides
         words = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=not hides)
         inputs = inputs.to(self.model.device)
-        with torch.inference_mode():
-            tokens = self.model.generate(
-                **inputs,
-                **{**self.sampling, **overrides},
-                pad_token_id=self.tokenizer.pad_token_id,
-                streamer=words,
-            )
+        folder = self.tokenizer.name_or_path
+        if not inputs["input_ids"].numel():
+            raise ConfigError(f"{folder}: the message has no tokens. Check its chat template.")
+        try:
+            with torch.inference_mode():
+                tokens = self.model.generate(
+                    **inputs,
+                    **{**self.sampling, **overrides},
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    streamer=words,
+                )
+        except (RuntimeError, *UNREADABLE) as error:
+            raise ConfigError(
+                f"{folder}: the model cannot generate: {error}. Check its generation_config.json."
+            ) from error
         sampled_ids: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
         return sampled_ids
 
@@ -153,11 +161,7 @@ def main(arguments: Sequence[str]) -> None:
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="verl-like-chat-") as scratch:
-        folder = Path(options.model)
-        if is_on_hub(options.model):
-            folder = model_folder(options.model)
-        elif not (folder / "config.json").is_file():
-            folder = find_saved_model(folder, or_model=True).loadable(Path(scratch) / "model")
+        folder, _ = find_loadable(options.model, Path(scratch) / "model")
         chat = Chat(
             folder,
             system=options.system,

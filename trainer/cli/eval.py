@@ -30,9 +30,8 @@ from trainer.config.settings import overrides_of
 from trainer.evaluation.recipe import EVAL, EvaluationConfig
 from trainer.ppo.verl import renamed
 from trainer.recipe_command import run_command
-from trainer.run_folder.saved_model import SavedModel, find_saved_model
+from trainer.run_folder.saved_model import SavedModel, find_loadable
 from verl_like.errors import ConfigError
-from workers.models.folder import is_on_hub, model_folder
 
 CARRIED = ("data.", "actor_rollout_ref.rollout.", "reward.", "environment.", "trainer.seed")
 """Prefixes of the keys of a run's configuration that its validation reads."""
@@ -61,12 +60,11 @@ def model_and_settings(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
 
     A checkpoint without an export is exported into `scratch`; a model on the hub is downloaded.
     """
-    path = Path(name)
-    if is_on_hub(name) or (path / "config.json").is_file():
-        return model_folder(name), {FOLDER: f"runs/eval/{path.resolve().name}"}
-    saved = find_saved_model(path, or_model=True)
+    model, saved = find_loadable(name, scratch / "model")
+    if saved is None:
+        return model, {FOLDER: f"runs/eval/{Path(name).resolve().name}"}
     folder = {FOLDER: str(saved.run / "eval" / f"global_step_{saved.step}")}
-    return saved.loadable(scratch / "model"), settings_of_run(saved) | folder
+    return model, settings_of_run(saved) | folder
 
 
 def settings_of_run(saved: SavedModel) -> dict[str, Any]:

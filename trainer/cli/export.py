@@ -26,6 +26,7 @@ from pathlib import Path
 
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
+from verl_like.files import why_not_writable
 from verl_like.terminal import usage_of
 
 
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"{out} is a file, or a folder with files. Choose a folder that does not exist yet."
         )
+    if problem := why_not_writable(out):
+        raise ConfigError(f"{out} cannot be written: {problem}. Choose another folder.")
 
     is_inside = options.adapter or options.average
     saved = find_saved_model(

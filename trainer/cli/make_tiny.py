@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.files import why_not_writable
 from verl_like.terminal import usage_of
 
 NUM_HEADS = 4
@@ -209,6 +210,8 @@ def main(arguments: Sequence[str]) -> None:
             f"--hidden-size={args['hidden_size']}: it must be a multiple of {2 * NUM_HEADS}, for "
             f"{NUM_HEADS} heads of an even size each."
         )
+    if problem := why_not_writable(Path(args["folder"])):
+        raise ConfigError(f"{args['folder']} cannot be written: {problem}. Choose another folder.")
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

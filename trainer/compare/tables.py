@@ -234,7 +234,9 @@ def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
     """Return each placement's table with the runs that have it."""
     tables: dict[str, tuple[list[str], Rows]] = {}
     for run in runs:
-        rows = [list(row) for row in run.data.placement]
+        placement = run.data.placement
+        width = max(map(len, placement), default=0)
+        rows = [[*row, *[""] * (width - len(row))] for row in placement]
         if rows:
             tables.setdefault(json.dumps(rows), ([], rows))[0].append(run.name)
     return [(", ".join(names), rows) for names, rows in tables.values()]

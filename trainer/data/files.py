@@ -34,6 +34,8 @@ ADD_COLUMN = {
     "data_source": "Add it ('openai/gsm8k') to score with a built-in rule. ",
     "reward_model": "Add it ({'ground_truth': '42'}) to score with a built-in rule. ",
 }
+MAX_NESTING = 300
+"""Maximum nesting of a column's value: Python's own functions for JSON and copies are recursive."""
 DRY_RUN_ROWS = 10_000
 """Number of rows that a dry run reads from each list of files, in addition to one step's rows."""
 T = TypeVar("T")
@@ -65,6 +67,7 @@ def good_rows(
                 raise row
             if not isinstance(row, dict):
                 raise ValueError(f"it is not an object with columns ({type(row).__name__})")
+            check_nesting(row)
             result: T | None = make(where, row)
             has_good = True
         except ConfigError:  # needs another setting, such as for an overlong prompt
@@ -78,6 +81,21 @@ def good_rows(
                 logger.warning(story, where, problem)
             has_warned, result = True, None
         yield result
+
+
+def check_nesting(row: Row) -> None:
+    """Raise ValueError if a column's value has more than `MAX_NESTING` levels."""
+    for name, value in row.items():
+        level, depth = [value], 0
+        while containers := [inner for inner in level if isinstance(inner, dict | list | tuple)]:
+            depth += 1
+            if depth > MAX_NESTING:
+                raise ValueError(f"{name!r} has more than {MAX_NESTING} levels of nesting")
+            level = [
+                inner
+                for container in containers
+                for inner in (container.values() if isinstance(container, dict) else container)
+            ]
 
 
 def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:

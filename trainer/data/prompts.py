@@ -29,6 +29,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.columns import PLAYERS
+from workers.models.folder import UNREADABLE
 from workers.models.tokenizers import check_template
 from workers.rewards.code import find_open_assert
 
@@ -42,7 +43,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
     folder = small_files_of(key, path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, RecursionError) as err:
+    except (OSError, *UNREADABLE) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
         text = f"cannot load a tokenizer from {key}={path}: {there}."
         patterns = ("*token*", "*vocab*", "*.model")

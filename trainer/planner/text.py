@@ -116,14 +116,16 @@ def split_valid(
 
 def fits_nowhere(job: Job) -> ConfigError:
     """Return an error with each role's minimum memory and, if known, a sufficient GPU number."""
-    needs, usable = [], job.device.memory_gib
+    needs, usable = [], [job.device.memory_gib]
     for role in job.roles:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
         least = min((memory.resident + memory.call for memory in memories), default=0.0)
-        usable = min(
-            usable, *(usable_bytes([m], "cuda", job.device.bytes) / 2**30 for m in memories)
-        )
-        needs.append(f"{role}: {gib(least) if memories else 'no layout is possible'}")
+        usable += [usable_bytes([m], "cuda", job.device.bytes) / 2**30 for m in memories]
+        need = gib(least)
+        if not memories:
+            samples = job.rows(role).samples
+            need = f"no layout is possible ({samples:,} rows, {job.per_node} GPUs per node)"
+        needs.append(f"{role}: {need}")
     number = 2 * job.num_gpus
     while number <= MOST_GPUS and not job.best(number):
         number *= 2
@@ -140,7 +142,7 @@ def fits_nowhere(job: Job) -> ConfigError:
         smaller += [f"{ROLLOUT}.name=vllm", f"a smaller {ROLLOUT}.kv_cache_gib"]
     return ConfigError(
         f"no placement fits on {job.num_gpus:,} x {job.device.name} of "
-        f"{job.device.memory_gib:g} GiB, of which {usable:.0f} are usable. "
+        f"{job.device.memory_gib:g} GiB, of which {min(usable):.0f} are usable. "
         f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. "
         f"Alternatives: {', '.join(smaller)}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,10 @@ class RunStart:
     host: str
     command: str
     versions: str
+
+
+COUNTED = ("step", "timing_s/", "perf/", "training/", "async/")
+"""Prefixes of metrics that a run counts or times."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
     """Return the metrics of every step."""
     rows = [
-        {name: v for name, v in row.items() if _is_number(v)} for row in _read_lines(path, notes)
+        {name: v for name, v in row.items() if _is_number(v) and not _is_odd(name, v)}
+        for row in _read_lines(path, notes)
     ]
     steps = [row for row in rows if "step" in row]
     if len(steps) < len(rows):
@@ -174,6 +180,11 @@ def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
             "left out."
         )
     return steps
+
+
+def _is_odd(name: str, value: float) -> bool:
+    """Return whether a count or a time is nan or infinite, which only a changed file has."""
+    return name.startswith(COUNTED) and not math.isfinite(value)
 
 
 def _is_number(value: Any) -> bool:

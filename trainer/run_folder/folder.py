@@ -57,7 +57,7 @@ from verl_like.files import (
     write_whole,
 )
 from verl_like.masking import mask_text, masked
-from workers.training.manifest import MANIFEST, reject_missing
+from workers.training.manifest import MANIFEST, MARKER, reject_missing
 
 CONFIG_FILE = "config.yaml"
 PACKAGES = (
@@ -155,7 +155,6 @@ def _reject_other_run(folder: Path, config: RunConfig) -> None:
         )
 
 
-MARKER = "commit.json"
 MODEL = "model"
 """Folder of the final trained model, in the run folder."""
 STEP_FOLDER = r"global_step_(\d+)"
@@ -182,6 +181,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     try:
         marker = read_json_object(path)
         check_form(marker, FORM)
+        marker["files"].pop(MARKER, None)  # older runs listed a copy of their start model's marker
         of_name = re.fullmatch(STEP_FOLDER, folder.name)
         if of_name and int(of_name[1]) != marker["step"]:
             raise ValueError(f"its step is {marker['step']}, but its folder is {folder.name}")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.run_folder.folder import (
-    MARKER,
     MODEL,
     committed,
     marker_of_model,
@@ -24,9 +23,10 @@ from trainer.run_folder.folder import (
     reject_damaged,
 )
 from trainer.run_folder.result import EXPORT
-from verl_like.errors import CheckpointError, nearest
+from verl_like.errors import CheckpointError, DamagedCheckpointError, nearest
 from workers.config import ModelConfig
-from workers.training.manifest import MANIFEST, read_manifest
+from workers.models.folder import is_on_hub, model_folder
+from workers.training.manifest import MANIFEST, MARKER, read_manifest, reject_changed
 
 SECTIONS = ("{role}.model", "actor_rollout_ref.model", "model")
 """Sections where a configuration may have the model of a role; the first existing one counts."""
@@ -71,12 +71,42 @@ class SavedModel:
         )
 
     def loadable(self, scratch: Path) -> Path:
-        """Return the folder that the run exported, or `scratch` after an export into it."""
-        for exported in (self.folder / EXPORT, self.folder):
-            if (exported / "config.json").is_file():
-                return exported
+        """Return the folder that the run exported, or `scratch` after an export into it.
+
+        Raise DamagedCheckpointError if a file of the folder has changed.
+        """
+        if self.folder.name == MODEL:
+            _reject_changed_model(self.folder)
+            return self.folder
+        if (self.folder / EXPORT / "config.json").is_file():
+            reject_changed(self.folder, f"{EXPORT}/")
+            return self.folder / EXPORT
         self.export(scratch)
         return scratch
+
+
+def find_loadable(name: str, scratch: Path) -> tuple[Path, SavedModel | None]:
+    """Return the folder to load for a model's folder, its name on the hub, or a run's path.
+
+    Also return the run's model if the path is of a run. A checkpoint without an export is exported
+    into `scratch`. Raise DamagedCheckpointError if a file differs from its checksum.
+    """
+    if is_on_hub(name) or Path(name, "config.json").is_file():
+        folder = model_folder(name)
+        if (folder / MARKER).is_file():
+            _reject_changed_model(folder)
+        return folder, None
+    saved = find_saved_model(name, or_model=True)
+    return saved.loadable(scratch), saved
+
+
+def _reject_changed_model(folder: Path) -> None:
+    try:
+        reject_damaged(folder)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"{error}. Restore the file. If you changed it on purpose, remove {folder / MARKER}."
+        ) from None
 
 
 def find_saved_model(

@@ -20,7 +20,12 @@ from verl_like.files import read_json_object
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 """Patterns of the files with configurations, tokenizers, templates and code."""
-PARSED = ("config.json", "generation_config.json", "tokenizer_config.json")
+PARSED = (
+    *("config.json", "generation_config.json", "special_tokens_map.json"),
+    "tokenizer_config.json",
+)
+UNREADABLE = (TypeError, ValueError, AttributeError, LookupError, RecursionError, ZeroDivisionError)
+"""What transformers raises, besides OSError, for files with JSON of a wrong form."""
 LARGEST_FILE = 64 * 2**20
 """Maximum size of a small file in bytes; the largest tokenizers have 30 MB."""
 
@@ -124,7 +129,7 @@ def _parsed(folder: str, _text: bytes | None) -> Any:
         _check_sizes(json.loads(_text), Path(folder, "config.json"))
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (StrictDataclassError, TypeError, ZeroDivisionError) as error:
+    except (StrictDataclassError, *UNREADABLE) as error:
         raise ConfigError(f"{folder}/config.json does not describe a model: {error}") from error
 
 

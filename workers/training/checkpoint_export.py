@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_like.errors import CheckpointError
-from verl_like.files import file_fault, whole_folder
+from verl_like.files import whole_folder
 from workers.models.causal_lm import Head, empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
@@ -21,7 +21,7 @@ from workers.models.memory_shapes import meta_model
 from workers.models.state import named_state
 from workers.training.checkpoint import reject_other_model, stored_weights
 from workers.training.hf_export import write_model_folder
-from workers.training.manifest import loaded_files, read_manifest, reject_damaged
+from workers.training.manifest import reject_changed
 from workers.training.shards import read_shards, stored_tensors
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ def check_checkpoint_model(checkpoint: Path, model_config: ModelConfig, head: He
 
 def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool) -> Any:
     """Return the module on the CPU: trained weights from the checkpoint, others from the base."""
-    manifest = read_manifest(checkpoint)
-    names = [name for name in loaded_files(manifest) if name.startswith("shards/")]
-    reject_damaged(checkpoint, {n: file_fault(checkpoint / n, manifest["files"][n]) for n in names})
+    reject_changed(checkpoint, "shards/")
     saved = stored_tensors(checkpoint / "shards")
     has_adapter = model_config.lora_rank > 0
 

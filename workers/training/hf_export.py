@@ -25,6 +25,7 @@ from workers.models.folder import model_folder
 from workers.models.precision import dtype_of
 from workers.models.state import persistent_buffers
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
+from workers.training.manifest import MARKER
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -79,7 +80,8 @@ def write_model_folder(
     buffers = {name for name, _ in persistent_buffers(module)}
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
+        of_weights = path.name.endswith(".index.json") or path.name == MARKER
+        if path.is_file() and path.suffix in COPIED and not of_weights:
             shutil.copyfile(path, folder / path.name)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if isinstance(module, ScalarHeadModel):

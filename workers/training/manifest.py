@@ -10,6 +10,8 @@ from verl_like.errors import CheckpointError, DamagedCheckpointError
 from verl_like.files import check_form, file_fault, read_json_object, write_whole
 
 MANIFEST = "manifest.json"
+MARKER = "commit.json"
+"""The file that a run writes last in a checkpoint or a final model: `trainer.run_folder.folder`."""
 FORMAT = 2
 """Format of `shards/`; format 1 was a custom format."""
 NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps", "skipped_in_a_row")
@@ -65,6 +67,13 @@ def reject_missing(folder: Path) -> None:
     for name in loaded_files(manifest):
         if fault := file_fault(folder / name, manifest["files"][name], reads=False):
             raise DamagedCheckpointError(f"{folder / name} {fault}")
+
+
+def reject_changed(folder: Path, below: str) -> None:
+    """Raise if a file whose name begins with `below` differs from its fingerprint."""
+    files = read_manifest(folder)["files"]
+    names = [name for name in files if name.startswith(below)]
+    reject_damaged(folder, {name: file_fault(folder / name, files[name]) for name in names})
 
 
 def reject_damaged(folder: Path, faults: dict[str, str]) -> None:

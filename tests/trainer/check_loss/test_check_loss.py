@@ -290,3 +290,16 @@ def test_an_exception_of_another_framework_is_reported_with_the_batch(
     pytest.importorskip("verl", reason=NOT_INSTALLED)
     with pytest.raises(ConfigError, match=f"verl:{name} raises ValueError on a batch .*{sentence}"):
         check_loss(f"verl:{name}")
+
+
+def test_a_loss_that_ends_the_process_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "exits.py"
+    signature = "loss(log_prob, old_log_prob, advantages, response_mask)"
+    file.write_text(f"import sys\ndef {signature}:\n    sys.exit(0)\n")
+    with pytest.raises(SystemExit, match=r"loss ends the process: sys.exit\(0\)"):
+        run([f"{file}:loss"], monkeypatch)
+    file.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(SystemExit, match=r"cannot be imported: it ends the process"):
+        run([f"{file}:loss"], monkeypatch)

@@ -126,3 +126,27 @@ def test_weights_that_do_not_load_are_an_error(tiny_dir: Path, tmp_path: Path) -
     (folder / "model.safetensors").write_bytes(b"[" * 1000)
     with pytest.raises(ConfigError, match="cannot load a model from its weights"):
         Chat(folder, system="", max_tokens=1, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", "[1]", "cannot load a tokenizer from"),
+        ("tokenizer.json", "{}", "cannot load a tokenizer from"),
+        ("tokenizer.json", '{"version": ', "cannot load a tokenizer from"),
+        ("special_tokens_map.json", "7", "special_tokens_map.json is damaged: it holds 7"),
+        ("tokenizer_config.json", "null", "tokenizer_config.json is damaged: it holds None"),
+        ("generation_config.json", "", "generation_config.json is damaged"),
+        ("generation_config.json", '{"eos_token_id": "a"}', "the model cannot|cannot load a model"),
+        ("config.json", "{}", "config.json does not describe a model: Unrecognized model"),
+        ("config.json", '{"model_type": 7}', "config.json does not describe a model"),
+        ("chat_template.jinja", "", "the message has no tokens. Check its chat template"),
+    ],
+)
+def test_a_damaged_file_of_the_model_is_an_error(
+    name: str, content: str, words: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        Chat(folder, system="", max_tokens=1, temperature=0.0).answer("say a")

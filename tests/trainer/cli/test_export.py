@@ -7,8 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.runs import (
+    FEW_ROWS,
+    POLICY_ALONE,
+    overrides,
+    overrides_on_rows,
+    write_jsonl,
+)
 from trainer import SFT
 from trainer.cli.main import main
+
+BATCH = ("data.train_batch_size=4", "trainer.total_training_steps=1")
+GRPO = (
+    *POLICY_ALONE,
+    *FEW_ROWS,
+    *("trainer.backend=local", "trainer.save_freq=1", "trainer.total_training_steps=1"),
+)
+MODEL_KEY = "actor_rollout_ref.model.path="
 
 
 def verl_like(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -48,3 +63,35 @@ def test_a_folder_with_files_is_rejected(run_folder: Path, monkeypatch: pytest.M
         match="error: .*is a file, or a folder with files. Choose a folder that does not exist",
     ):
         verl_like(monkeypatch, "export", str(run_folder), str(run_folder))
+
+
+def test_a_chain_of_runs_is_exported_after_each_run(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rows = [{"prompt": "say a", "response": "aaa"}] * 4
+    files = {"train": write_jsonl(tmp_path / "rows.jsonl", rows)}
+    verl_like(monkeypatch, "sft", *overrides_on_rows(tiny_dir, files, tmp_path / "sft"), *BATCH)
+    model = tmp_path / "sft" / "model"
+    for name in ("first", "second"):
+        folder, out = tmp_path / name, tmp_path / f"{name}-model"
+        settings = overrides(tiny_dir, folder, *GRPO)
+        settings = [setting for setting in settings if not setting.startswith(MODEL_KEY)]
+        verl_like(monkeypatch, "ppo", *settings, f"{MODEL_KEY}{model}")
+        verl_like(monkeypatch, "export", str(folder), str(out))
+        verl_like(monkeypatch, "export", f"{folder}/global_step_1", f"{out}-of-step")
+        for exported in (out, Path(f"{out}-of-step")):
+            AutoModelForCausalLM.from_pretrained(exported)
+            assert not (exported / "commit.json").exists()
+        model = out
+
+
+@pytest.mark.parametrize("command", [("export", "RUN"), ("make-tiny",)])
+def test_an_output_folder_below_a_file_is_rejected(
+    command: tuple[str, ...], run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    arguments = [str(run_folder) if word == "RUN" else word for word in command]
+    with pytest.raises(SystemExit, match="file/out cannot be written: .*/file is not a folder"):
+        verl_like(monkeypatch, *arguments, f"{tmp_path}/file/out")

@@ -157,3 +157,10 @@ def test_bad_input_is_rejected(model: Path, arguments: list[str], words: str) ->
     with pytest.raises(ConfigError) as caught:
         plan.plan([*arguments, *GPUS, f"model.path={model}"])
     assert words in str(caught.value)
+
+
+def test_a_role_without_a_possible_layout_is_named(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    model, rows = folder_of(tmp_path, {**SIZES, **heads}), "data.train_batch_size=512"
+    with pytest.raises(ConfigError, match=r"sft: no layout is possible \(512 rows, 8 GPUs per"):
+        plan.plan(["sft", *GPUS, f"model.path={model}", rows, "parallel.tp=16"])

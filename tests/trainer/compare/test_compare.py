@@ -145,3 +145,9 @@ def test_aliases_that_expand_without_end_are_rejected(tmp_path: Path, text: str)
 def test_a_few_aliases_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: &a [1, 2]\nb: {c: *a, d: *a, e: 1e-6}")
     assert saved_config(tmp_path) == {"a": [1, 2], "b.c": [1, 2], "b.d": [1, 2], "b.e": 1e-6}
+
+
+def test_a_placement_with_rows_of_unequal_length_is_shown(three_runs: list[Path]) -> None:
+    (three_runs[0] / "placement.txt").write_text("pool  devices\n\nmine  a  b\n")
+    text = tables.comparison_text(read_runs(three_runs), 80)
+    assert "mine  a        b" in text

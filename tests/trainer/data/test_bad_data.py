@@ -50,6 +50,14 @@ def second(bad: Any) -> Callable[[Path], Path]:
     return file("p.jsonl", lines(make_row(), bad, make_row()))
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """Return an object in objects."""
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
 def text_that_is_none(folder: Path) -> Path:
     """Write a parquet file with a text that is not UTF-8."""
     path = folder / "p.parquet"
@@ -88,6 +96,11 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "half a line": (second(b'{"prompt": '), "line 2: not JSON .Expecting value at character 1", 2),
     "an open text": (second(b'{"prompt": "a'), "Invalid control character at character 14", 2),
     "a nest": (second(b"[" * 100_000), "line 2: not JSON .its JSON is nested too deeply", 2),
+    "a deep object": (
+        second(make_row(extra_info=nested(600))),
+        "line 2: 'extra_info' has more than 300 levels of nesting",
+        2,
+    ),
     "null content": (second(make_row(chat(None))), "line 2: the content of message 0 is null", 2),
     "a role that is none": (
         second(make_row(chat("a", 3))),

@@ -196,3 +196,12 @@ def test_a_pipe_or_a_device_is_not_read_as_a_timeline(tmp_path: Path) -> None:
     timeline.unlink()
     os.mkfifo(timeline)
     assert "timeline.json is missing." in read_run(folder).notes
+
+
+def test_a_run_whose_metrics_are_all_nan_has_a_report(figures: None, tmp_path: Path) -> None:
+    file = make_run(tmp_path, 3) / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row |= {name: float("nan") for name in row if name != "step"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "no failure" in page_of(tmp_path)

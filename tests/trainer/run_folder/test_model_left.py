@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from trainer import SFT, load_config, run
 from trainer.cli import chat, export
 from trainer.cli.eval import model_and_settings
+from verl_like.errors import DamagedCheckpointError
 
 SHORT = ("trainer.backend=local", *POLICY_ALONE, *FEW_ROWS)
 
@@ -52,6 +54,23 @@ def test_commands_accept_the_run_folder(
     monkeypatch.setattr("sys.stdin", io.StringIO("say a"))
     chat.main([str(ended), "--max-tokens", "2"])
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("place", ["", "model", "global_step_2"])
+def test_commands_name_a_file_with_a_flipped_byte(
+    ended: Path, tmp_path: Path, name: str, place: str
+) -> None:
+    folder = Path(shutil.copytree(ended, tmp_path / "run"))
+    exported = "global_step_2/actor/huggingface" if place == "global_step_2" else "model"
+    file = folder / exported / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"{name} has crc32 .*, but was written with"):
+        model_and_settings(str(folder / place), tmp_path / "scratch")
+    with pytest.raises(DamagedCheckpointError, match=f"{name} has crc32 .*, but was written with"):
+        chat.main([str(folder / place)])
 
 
 @pytest.mark.parametrize(
