@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -124,8 +125,11 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
         done.set_result(None)
         threading.Event().wait()
 
+    # instead of a handler of SIGTERM in C++ that aborts this process after 3 s
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM)
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
     logging.getLogger("ray._private.worker").addFilter(
         lambda record: "SIGTERM handler is not set" not in str(record.msg)
     )
@@ -146,11 +150,6 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
         atexit.unregister(ray.shutdown)  # this call waits for a lock that the thread may hold
         raise
     done.result()
-    if in_main_thread:  # Ray's handler is C++ that aborts the process 3 s after the signal
-        if handler is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
-        else:
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _guard_token() -> None:
@@ -349,7 +348,8 @@ def _leave() -> None:
         # without its daemons the shutdown ends; until then it may write into the session's folder
         wait_futures([leaving], SHUTDOWN_S)
     if threading.current_thread() is threading.main_thread():
-        # Ray's shutdown restores the system's handler, but Python still reports its own
+        # if the user's code has connected, Ray's shutdown restores the system's handler, but Python
+        # still reports its own
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
