@@ -98,8 +98,8 @@ def resolve_sharding(
 def axes_key(section: str) -> str:
     """Return the key of the `parallel` section that belongs to this `fsdp_config` section."""
     prefix = f".{section.removesuffix('fsdp_config')}"
-    if prefix.endswith(".model."):  # the section is a sibling of the model's section
-        prefix = prefix.removesuffix("model.")
+    if prefix.endswith(".model.") or prefix == ".ref.":  # a sibling of the section `parallel`
+        prefix = prefix.removesuffix("model.").removesuffix("ref.")
     return f"{prefix}parallel".lstrip(".")
 
 

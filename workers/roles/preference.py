@@ -109,6 +109,7 @@ class PreferenceReferenceWorker(ComputesReference):
             config.ref.fsdp_config,
             config.model.strategy,
             parallel=config.parallel,
+            section="ref",
         )
 
 

@@ -63,6 +63,7 @@ class RowWorker(CheckpointMixin, ModelWorker):
             trains=True,
             saved=config.checkpoint.save_contents,
             parallel=config.parallel,
+            section="model",
         )
 
     def reading(self) -> Reading:

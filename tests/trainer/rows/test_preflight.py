@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from trainer.preference.recipe import DPO
 from trainer.rows.preflight import longest_row, preflight
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
+from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 
 
 @pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
@@ -48,6 +50,17 @@ def test_a_reference_of_fewer_positions_is_named(tmp_path: Path) -> None:
         ConfigError, match=r"up to 64 tokens, but ref\.model\.path=.* has 32 positions"
     ):
         preflight(config)
+
+
+@pytest.mark.parametrize("section", ["model", "ref"])
+def test_a_sharding_error_of_a_worker_names_the_key(section: str) -> None:
+    settings = ["model.path=m", "ref.model.path=r", "data.train_files=rows.jsonl"]
+    config = load_config([*settings, f"{section}.fsdp_config.fsdp_size=2"], DPO)
+    worker = PreferenceWorker if section == "model" else PreferenceReferenceWorker
+    model = worker.role_model(config)
+    assert model.axes_key == "parallel"
+    with pytest.raises(ConfigError, match=rf"but {section}\.fsdp_config\.fsdp_size=2 shards it"):
+        _ = replace(model, strategy="single").sharding
 
 
 @pytest.mark.parametrize("section", ["model", "ref"])
