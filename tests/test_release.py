@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,33 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 BUILD = "from setuptools import build_meta; build_meta.build_{kind}({out!r})"
 
+PATTERNS = {"sdist": "*.tar.gz", "wheel": "*-none-any.whl", "editable": "*editable-*.whl"}
+USE = """
+from pathlib import Path
+
+from verl_like import GRPO, SFT
+
+
+def reward(response: str) -> float:
+    return float(len(response))
+
+
+run = GRPO("model", ["Hi"], reward, lr=1e-6, n=8)
+result = run.fit(steps=2)
+folder: Path = result.model_folder
+score: float = result.metrics[-1]["critic/score/mean"]
+
+GRPO("model", ["Hi"], reward, lr="fast")  # 1
+GRPO("model", ["Hi"], reward, learning_rat=1e-6)  # 2
+GRPO("model", ["Hi"], 3)  # 3
+run.fit(step=2)  # 4
+run.fitt()  # 5
+result.metric  # 6
+SFT("model", [{"text": "a"}], batch_size=[2])  # 7
+number: int = result.model_folder  # 8
+"""
+"""A user's file, whose numbered lines have mistakes."""
+
 
 def tracked(*folders: str) -> set[str]:
     done = subprocess.run(
@@ -39,7 +67,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
         check=True,
         capture_output=True,
     )
-    return next(out.glob("*.tar.gz" if kind == "sdist" else "*.whl"))
+    return next(out.glob(PATTERNS[kind]))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +114,25 @@ def test_the_wheel_has_the_declared_extras(release: tuple[Path, Path]) -> None:
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     count = len(PROJECT["dependencies"]) + sum(map(len, extras.values()))
     assert len(required) == count
+
+
+def test_a_type_checker_finds_mistakes_in_a_file_outside_an_editable_install(
+    release: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source = release[0].parent / "tree"
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    shutil.unpack_archive(build("editable", source, tmp_path), site, "zip")
+    assert [path.read_text().strip() for path in site.glob("*.pth")] == [str(source)]
+
+    (tmp_path / "use.py").write_text(USE)
+    options = ["--outputjson", "--level", "error", "--pythonpath", environment / "bin" / "python"]
+    checker = [Path(sys.executable).with_name("basedpyright"), *options, "use.py"]
+    done = subprocess.run(checker, cwd=tmp_path, capture_output=True, text=True, check=False)
+    errors = json.loads(done.stdout)["generalDiagnostics"]
+    mistakes = {number for number, line in enumerate(USE.splitlines()) if "  # " in line}
+    assert {error["range"]["start"]["line"] for error in errors} == mistakes, errors
 
 
 @pytest.fixture(scope="module")

@@ -38,13 +38,13 @@ class RunResult:
         folder: the run folder.
         config_hash: the hash in the first line of `config.yaml`; equal for equal configurations.
         metrics: the lines of `metrics.jsonl`: the metrics of each step, with its number as `step`.
-        model_folder: the final model for `from_pretrained`, the newest export, or None.
+        exported: the final model, the newest export, or None; see `model_folder`.
     """
 
     folder: Path
     config_hash: str
     metrics: list[dict[str, float]]
-    model_folder: Path | None
+    exported: Path | None
 
     @classmethod
     def of(cls, config: RunConfig, role: str) -> RunResult:
@@ -58,8 +58,8 @@ class RunResult:
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
         left = [folder / MODEL] if marker_of_model(folder) else []
         places = [*left, *reversed(exports)]
-        model_folder = next((path for path in places if path.is_dir()), None)
-        return cls(folder, config_hash(config), metrics, model_folder)
+        exported = next((path for path in places if path.is_dir()), None)
+        return cls(folder, config_hash(config), metrics, exported)
 
     def __repr__(self) -> str:
         """Return at most ten lines: the first and last values of a few metrics, and the files."""
@@ -67,7 +67,7 @@ class RunResult:
         lines = [f"{last} in {self.folder}"]
         for name, values in self._watched()[:MOST_NUMBERS]:
             lines.append(f"  {name:<24} {values[0]:.4g} -> {values[-1]:.4g}")
-        lines.append(f"  {'model':<24} {self.model_folder or 'not saved'}")
+        lines.append(f"  {'model':<24} {self.exported or 'not saved'}")
         return "\n".join([*lines, f"  {'report':<24} {self.report}"])
 
     def _watched(self) -> list[tuple[str, list[float]]]:
@@ -94,7 +94,7 @@ class RunResult:
 
         from workers.models.folder import read_hf_config
 
-        architecture = read_hf_config(self._model_left()).architectures[0]
+        architecture = read_hf_config(self.model_folder).architectures[0]
         return getattr(transformers, architecture).from_pretrained(
             self.model_folder, dtype="auto", trust_remote_code=False
         )
@@ -104,15 +104,17 @@ class RunResult:
         """The trained model's tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._model_left(), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(self.model_folder, trust_remote_code=False)
 
-    def _model_left(self) -> Path:
-        if self.model_folder is None:
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the trained model, for `from_pretrained`."""
+        if self.exported is None:
             raise ConfigError(
                 f"{self.folder} has no model. Set trainer.save_final=true, which saves the model "
                 "when a run ends, or add hf_model to checkpoint.save_contents of the trained role."
             )
-        return self.model_folder
+        return self.exported
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the samples of a step, by default the last one: `input`, `output`, `score`, ...
