@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
-from trainer.config.key_errors import no_such_key, unknown_key
+from trainer.config.key_errors import SYNONYMS, no_such_key, unknown_key
 from trainer.config.recipe import Recipe
 from trainer.config.settings import flat_settings
 from verl_like.errors import ConfigError, did_you_mean, nearest
@@ -136,8 +136,10 @@ ROW_OBJECTS_OF_TRL = {
     "processing_class": "tokenizer",
 }
 """TRL's name -> our name of an argument of sft, reward-model and dpo that is not a setting."""
-LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
+LIKE_TRL = {"report_to": "logger"}
 """TRL's name -> a flat name whose values mean something else; the error for TRL's suggests it."""
+SIZES_OF_TRL = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""TRL's names whose product, times its processes, is a batch."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
 """Key of a coefficient -> the key that enables its loss term; a coefficient of 0 disables it."""
 
@@ -194,11 +196,18 @@ def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     """Return the error text, which suggests our name for a TRL name, or the nearest flat name."""
-    same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
+    meant = (name, SYNONYMS.get(name, ""))
+    same = [f for f, key in names.items() if key in meant or key.rpartition(".")[2] in meant]
     if name == "steps":
         hint = " Pass it to fit, as in fit(steps=5)."
     elif name == "args":
         hint = " TRL's args=...Config(...) is not read: pass its fields as keywords."
+    elif name in SIZES_OF_TRL:
+        rows, per_prompt = ("completions", " / num_generations") if "n" in names else ("rows", "")
+        hint = (
+            f" TRL counts {rows} of one process. Here batch_size is for all: batch_size = "
+            f"{' * '.join(SIZES_OF_TRL)} * processes{per_prompt}."
+        )
     elif LIKE_TRL.get(name) in names:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."
     else:

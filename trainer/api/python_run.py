@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from trainer.api.flat_names import OF_ROWS, settings_of
 from trainer.api.inputs import (
+    FILE_ENDINGS,
     Row,
     file_names,
     is_file_name,
@@ -19,11 +22,11 @@ from trainer.api.inputs import (
     write_rows,
 )
 from trainer.api.rewards import reward_list
-from trainer.config.compose import load_config
+from trainer.config.compose import checked_config
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.settings import overrides_of
+from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.unused_keys import unused_reason
 from trainer.data.files import good_rows
 from trainer.data.formats import json_rows
@@ -31,12 +34,13 @@ from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.folder import committed, read_marker
 from trainer.run_folder.result import RunResult
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import make_private
 from verl_like.process.sandbox import reject_nested_run
 from verl_like.registry import load_object
 from verl_like.terminal import surviving_broken_pipes
 
+logger = logging.getLogger(__name__)
 FOLDER_KEY = "trainer.default_local_dir"
 LAST_STEP_ONLY = 10**9
 """A `trainer.save_freq` that saves only after a run's last step."""
@@ -44,6 +48,25 @@ PLACES = ("placement", "resource_pool_spec", "role_mapping")
 """The keys that may put roles on separate pools."""
 ENDS = ("trainer.total_epochs", "trainer.total_training_steps", "data.total_prompts")
 """The keys that set the length of a run."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def bare_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function's errors for users leave out our own frames, as the command line does."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except VerlLikeError as error:
+            # for example a callback's error; a wrong setting has only our own
+            cause = None if isinstance(error, ConfigError) else error.__cause__
+            raise error.with_traceback(None) from cause
+
+    return call
 
 
 class PythonRun:
@@ -59,6 +82,11 @@ class PythonRun:
     """Flat name -> the key that it sets."""
     _presets: ClassVar[Mapping[str, str]] = {}
     """Settings of the class, which the call may override."""
+    _data_names: ClassVar[Mapping[str, str]] = {
+        "data.train_files": "rows",
+        "data.val_files": "val_rows",
+    }
+    """Key of data -> the parameter of the call."""
     _columns: Sequence[str] | None = None
     """The columns of prompts in memory that a reward function may read."""
 
@@ -72,9 +100,12 @@ class PythonRun:
         keys: Mapping[str, Any],
     ) -> None:
         """`data` maps a key, such as data.train_files, to rows or file names."""
+        self._reject_swapped(model, data["data.train_files"])
         reject_nested_run()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
+        self._told: set[str] = set()
+        """Notices that were shown."""
         self._recipe: Recipe[Any] = load_object(self._recipe_path, type(self).__name__)
         settings = {**self._presets, **settings_of(keys, self._flat_names, self._recipe)}
         self._names = {key: name for name, key in self._flat_names.items() if name in keys}
@@ -96,6 +127,19 @@ class PythonRun:
             name = type(self).__name__
             example = f'{name}("Qwen/Qwen3-0.6B", {self._example})'
             raise ConfigError(f"{name} needs {' and '.join(missing)}, such as {example}.")
+
+    def _reject_swapped(self, model: Any, rows: Any) -> None:
+        """Raise if the first argument is data, or the second a model."""
+        is_data = isinstance(model, str | Path) and str(model).endswith(FILE_ENDINGS)
+        is_data |= isinstance(model, list) and any(isinstance(x, str | Mapping) for x in model)
+        is_data |= hasattr(model, "column_names")  # a dataset
+        if is_data or hasattr(rows, "save_pretrained"):
+            name, rows_name = type(self).__name__, self._data_names["data.train_files"]
+            problem = f"model={model!r:.60} is data" if is_data else f"{rows_name} is a model"
+            raise ConfigError(
+                f"{problem}: {name} takes the model first, then {rows_name}, as in "
+                f'{name}("Qwen/Qwen3-0.6B", {self._example}).'
+            )
 
     def __repr__(self) -> str:
         """Return the class, its model's path and the run folder."""
@@ -131,7 +175,8 @@ class PythonRun:
         for key, rows in data.items():
             if rows is not None and not is_file_name(rows) and config.data.on_bad_row == "error":
                 written = enumerate(json_rows(Path(derived[key])))
-                named = ((f"{key}, row {number}", row) for number, (_, row) in written)
+                name = self._data_names[key]
+                named = ((f"{name}, row {number}", row) for number, (_, row) in written)
                 for _ in good_rows(named, lambda _, row: self._check_row(row, config), "error"):
                     pass
         inline_pools = config.resource_pool_spec.keys() - config.child_pools
@@ -147,10 +192,11 @@ class PythonRun:
         """Return the value of `key`: the given file names, or a new file with the rows."""
         if is_file_name(rows):
             return file_names(rows)
-        items = self._rows_of(key, rows_in_memory(rows, key), settings)
+        name = self._data_names[key]
+        items = self._rows_of(key, rows_in_memory(rows, name), settings)
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
         is_new = key != "data.train_files" or not committed(self.folder)
-        return write_rows(items, key, path, may_differ=is_new)
+        return write_rows(items, name, path, may_differ=is_new)
 
     def _rows_of(self, key: str, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
         """Convert texts, chats and dicts with columns to rows as in the recipe's files."""
@@ -160,6 +206,7 @@ class PythonRun:
         """Raise a ValueError if the row's columns or their types are not those of the recipe."""
         raise NotImplementedError
 
+    @bare_errors
     def overrides(self, steps: int | None = None) -> list[str]:
         """Return the `key=value` strings of the run that `fit(steps)` would start now."""
         config, settings = self.config(steps), self._settings(self._length(steps))
@@ -167,14 +214,17 @@ class PythonRun:
         read = {key: value for key, value in unset.items() if unused_reason(config, key) is None}
         return overrides_of(read | settings)
 
+    @bare_errors
     def config(self, steps: int | None = None) -> RunConfig:
         """Return the whole configuration, checked."""
         return self._config(self._length(steps))
 
+    @bare_errors
     def command(self, steps: int | None = None) -> str:
         """Return the command line of the run that `fit(steps)` would start now."""
         return shlex.join(["verl-like", self._recipe.name, *self.overrides(steps)])
 
+    @bare_errors
     def fit(self, steps: int | None = None) -> RunResult:
         """Run `steps` more steps; without `steps`, run for the length that the keys set.
 
@@ -191,14 +241,20 @@ class PythonRun:
     def _config(self, length: Mapping[str, int]) -> RunConfig:
         defaults = overrides_of(self._defaults)
         try:
-            config: RunConfig = load_config(self._settings(length), self._recipe, defaults)
+            settings = overrides_of(flat_settings(self._recipe.schema, self._settings(length)))
+            config, notices = checked_config(settings, self._recipe, defaults)
         except ConfigError as err:
             pairs = self._names.items()
             sets = [f"{name} sets {key}" for key, name in pairs if f"{key}=" in str(err)]
             if not sets:
                 raise
             raise ConfigError(f"{err} Here {' and '.join(sets)}.") from err
-        return config
+        for notice in notices:
+            if notice not in self._told:
+                logger.warning(notice)
+        self._told |= {*notices}
+        checked: RunConfig = config
+        return checked
 
     def _settings(self, length: Mapping[str, int]) -> dict[str, Any]:
         """Return the call's settings; `length` replaces all keys that set the run's length."""

@@ -27,7 +27,7 @@ from trainer.api.flat_names import (
     renamed,
 )
 from trainer.api.inputs import Row, prompt_row
-from trainer.api.python_run import PythonRun, require_counts
+from trainer.api.python_run import PythonRun, bare_errors, require_counts
 from trainer.data import files
 from trainer.data.config import DataConfig
 from trainer.data.lm_rows import check_lm_row
@@ -60,6 +60,7 @@ class PPO(PythonRun):
     _recipe_path = "trainer.ppo.recipe.PPO"
     _example = '["Say a joke."], lambda response: len(response)'
     _flat_names = OF_PPO
+    _data_names = {"data.train_files": "prompts", "data.val_files": "val_prompts"}
     _model_sections = {
         "actor": "actor_rollout_ref.model",
         "critic": "critic.model",
@@ -67,6 +68,7 @@ class PPO(PythonRun):
         "ref": "actor_rollout_ref.ref.model",
     }
 
+    @bare_errors
     def __init__(
         self,
         model: str | Path | PreTrainedModel | Mapping[str, Any] | Callable[[], Any] | None = None,
@@ -177,6 +179,7 @@ class PPO(PythonRun):
         if not config.data.custom_cls.path:
             files.prompt_row(row, config.data.prompt_key, needs_rules=False)
 
+    @bare_errors
     def fit(
         self,
         steps: int | None = None,
@@ -261,6 +264,7 @@ class AsyncPPO(PPO):
 class RowsRun(PythonRun):
     """A recipe that trains one model on rows."""
 
+    @bare_errors
     def __init__(
         self,
         model: str | Path | PreTrainedModel | Callable[[], Any] | None = None,

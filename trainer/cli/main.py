@@ -65,7 +65,7 @@ def main() -> None:
     here = os.getcwd()
     if "" not in sys.path and here not in sys.path:
         ours = str(Path(__file__).resolve().parents[2])
-        if ours not in sys.path:  # an editable install has an import hook, which is tried last
+        if ours not in sys.path:  # an older editable install has an import hook, tried last
             sys.path.append(ours)
         sys.path.append(here)
     command, *arguments = sys.argv[1:] or ["--help"]

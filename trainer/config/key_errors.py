@@ -24,6 +24,12 @@ from trainer.config.keys import (
 from trainer.config.recipe import Recipe
 from verl_like.errors import ConfigError, did_you_mean, nearest
 
+SYNONYMS = {
+    "n_gpus": "trainer.n_gpus_per_node",
+    "num_gpus": "trainer.n_gpus_per_node",
+    "max_new_tokens": "data.max_response_length",
+}
+"""Words of other libraries -> our key."""
 OTHER_TYPE = re.compile(
     "Value .* could not be converted to|Value .* is not a valid bool|^Cannot .*"
 )
@@ -177,6 +183,8 @@ def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
         return f" Here it is {min(ours)!r}."
 
     leaf = name.rpartition(".")[2]
+    if SYNONYMS.get(leaf) in names:
+        return did_you_mean([SYNONYMS[leaf]])
     last_words = [(key.name, key.name.rpartition(".")[2]) for key in keys]
     twins = [known for known, last in last_words if last == leaf]
     # `epochs` is a word of `total_epochs`

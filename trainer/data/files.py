@@ -227,7 +227,10 @@ def _check_file(path: Path, key: str) -> None:
         )
     if not path.is_file():
         folder = path.parent.absolute() if path.parent == Path() else path.parent
-        raise ConfigError(f"{key}: there is no file {path}; {folder} contains {listing(folder)}.")
+        near = nearest(path.name, [e.name for e in folder.iterdir()] if folder.is_dir() else [])
+        raise ConfigError(
+            f"{key}: there is no file {path}.{near} {folder} contains {listing(folder)}."
+        )
     if path.stat().st_size == 0:
         raise ConfigError(f"{key}: {path} is empty.")
 

@@ -68,7 +68,7 @@ def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict
     for pool, its_roles in roles.items():
         if not its_roles:
             raise PlacementError(
-                f"pool '{pool}' has no role. Map one to it, or drop the pool "
-                f"(~resource_pool_spec.{pool})."
+                f"pool '{pool}' has no role.{nearest(pool, set(roles) - {pool})} Map a role to it, "
+                f"or drop the pool (~resource_pool_spec.{pool})."
             )
     return roles

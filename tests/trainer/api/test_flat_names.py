@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def test_recipes_on_rows_accept_all_forms_of_keys(
         ({"batchsize": 4}, r"no key 'batchsize'\. Did you mean 'batch_size'"),
         ({"max_respons_length": 8}, r"Did you mean 'max_response_length'\? Keywords: lr, .*, n, "),
         ({"steps": 5}, r"no key 'steps'\. Pass it to fit, as in fit\(steps=5\)"),
+        (
+            {"per_device_train_batch_size": 4},
+            r"completions of one process.*per_device_train_batch_size \* "
+            r"gradient_accumulation_steps \* processes / num_generations\.",
+        ),
+        ({"gradient_accumulation_steps": 4}, "TRL counts completions of one process"),
+        ({"n_gpus": 2}, r"Did you mean 'devices'\?"),
+        ({"max_new_tokens": 8}, r"Did you mean 'max_response_length'\?"),
         ({"report_to": "wandb"}, "TRL's report_to is 'logger' here"),
         ({"num_generations": 8, "n": 4}, "num_generations and n are two names of the same setting"),
         ({"zzz": 1}, r"no key 'zzz'\. Keywords: lr, "),
@@ -112,6 +121,41 @@ def test_unknown_and_repeated_names_are_rejected(keywords: dict[str, Any], words
 def test_an_invalid_value_is_told_by_the_argument(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train_batch_size=-1.* Here batch_size sets data.train_"):
         SFT(tiny_dir / "model", ROWS, batch_size=-1, seed=2, save_to=tmp_path / "run")
+
+
+def test_swapped_arguments_are_named_as_in_the_call(tiny_dir: Path, tmp_path: Path) -> None:
+    model = str(tiny_dir / "model")
+    for data in (["say a"], [{"prompt": "say a"}], "prompts.parquet"):
+        with pytest.raises(ConfigError, match="is data: GRPO takes the model first, then prompts"):
+            GRPO(data, model, save_to=tmp_path / "run")
+    with pytest.raises(ConfigError, match="is data: SFT takes the model first, then rows, as in"):
+        SFT(ROWS, model, save_to=tmp_path / "run")
+    for cls, words in ((GRPO, "^prompts is empty"), (SFT, "^rows is empty")):
+        with pytest.raises(ConfigError, match=words):
+            cls(model, [], save_to=tmp_path / "run")
+
+
+def test_an_error_of_a_call_shows_one_frame_of_ours(tiny_dir: Path, tmp_path: Path) -> None:
+    run = SFT(tiny_dir / "model", ROWS, save_to=tmp_path / "run")
+    for call in (lambda: SFT(tiny_dir / "nowhere", ROWS, lr=-1), lambda: run.fit(steps=-1)):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert [Path(file).name for file in files if file != __file__] == ["python_run.py"]
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
+
+
+def test_a_notice_of_a_call_is_shown_once(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    run = GRPO(tiny_dir / "model", ["a"], lambda response: 1.0, critic_lr=1e-5, save_to=folder)
+    run.config()
+    run.command()
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown
+    assert len(shown) == len(set(shown))
 
 
 def test_names_of_trl_clash_with_no_key() -> None:
