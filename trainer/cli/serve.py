@@ -1,4 +1,4 @@
-r"""usage: verl-like serve MODEL [--host HOST] [--port PORT] [--token KEY]
+r"""usage: verl-like serve MODEL [--host HOST] [--port PORT] [--token-env NAME]
            [--stable-reinforce LOSS] [key=value ...]
 
 Serves a model to scripts that use the `tinker` SDK, unchanged:
@@ -19,10 +19,12 @@ of a run:
   trainer.backend=ray|local
 
 By default, the server listens only on this machine (port 8000; 0 picks a free
-port). To open it to other machines, set --host and a key with --token (it must
-begin with tml-), and put a TLS proxy in front of it. The loss stable_reinforce
-has no public formula: with --stable-reinforce=importance_sampling the server
-computes that loss instead.
+port) and rejects requests of web pages. To open it to other machines, set --host
+and --token-env, the name of an environment variable that holds a key (it must
+begin with tml-), and put a TLS proxy in front of it. --token=KEY also sets the
+key, but other users of this machine see it in the list of processes. The loss
+stable_reinforce has no public formula: with
+--stable-reinforce=importance_sampling the server computes that loss instead.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ import argparse
 import logging
 from collections.abc import Sequence
 
-from trainer.cli.serve_reward import ON_THIS_MACHINE
+from trainer.cli.serve_reward import secret_in
 from trainer.config.compose import load_config
 from trainer.recipe_command import exit_on_error, is_setting
 from trainer.serve.recipe import SERVE, prepare
-from trainer.serve.server import serve
 from verl_like.errors import ConfigError
+from verl_like.process.machine import ON_THIS_MACHINE
 from verl_like.terminal import usage_of
 from workers.roles.served import client_loss
 
@@ -51,29 +53,38 @@ def main(arguments: Sequence[str]) -> None:
     add("model")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
-    add("--token", default="")
+    tokens = parser.add_mutually_exclusive_group()
+    tokens.add_argument("--token", default="")
+    tokens.add_argument("--token-env", default="")
     add("--stable-reinforce", default="")
     options = parser.parse_args([word for word in arguments if word not in settings])
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with exit_on_error():
-        check_key(options.host, options.token)
+        try:
+            from trainer.serve.server import serve
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"verl-like serve needs the package {error.name}. Install it with: "
+                "pip install -e '.[serve]'"
+            ) from error
+        token = options.token or secret_in(options.token_env)
+        check_key(options.host, token)
         aliases = {}
         if options.stable_reinforce:
             client_loss(options.stable_reinforce)
             aliases["stable_reinforce"] = options.stable_reinforce
         config = load_config([f"actor_rollout_ref.model.path={options.model}", *settings], SERVE)
         prepare(config)
-        serve(config, options.host, options.port, options.token, aliases)
+        serve(config, options.host, options.port, token, aliases)
 
 
 def check_key(host: str, token: str) -> None:
     """Reject an address that other machines reach without a key, and a key that the SDK rejects."""
     if token and not token.startswith(KEY_PREFIX):
-        raise ConfigError(
-            f"the key of --token must begin with {KEY_PREFIX!r}: the SDK sends no other keys."
-        )
+        raise ConfigError(f"the key must begin with {KEY_PREFIX!r}: the SDK sends no other keys.")
     if host not in ON_THIS_MACHINE and not token:
         raise ConfigError(
-            f"--host={host} is open to other machines. Set a key with --token={KEY_PREFIX}SECRET, "
-            "which clients set as TINKER_API_KEY, and put a TLS proxy in front of the server."
+            f"--host={host} is open to other machines. Set a key with --token-env=NAME, the name "
+            f"of an environment variable with {KEY_PREFIX}SECRET, which clients set as "
+            "TINKER_API_KEY, and put a TLS proxy in front of the server."
         )

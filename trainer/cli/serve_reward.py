@@ -29,23 +29,18 @@ from dataclasses import fields, replace
 
 from trainer.cli.check_environment import json_object
 from verl_like.errors import ConfigError, nearest
+from verl_like.process.machine import ON_THIS_MACHINE
 from verl_like.process.sandbox import Sandbox
 from verl_like.terminal import usage_of
 from workers.rewards.functions import trust_kwargs
 from workers.rewards.process import FunctionSpec
 from workers.rewards.server import RewardServer
 
-ON_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
-
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until SIGINT or SIGTERM."""
     options = _parser().parse_args(arguments)
-    token = os.environ.get(options.token_env, "") if options.token_env else ""
-    if options.token_env and not token:
-        raise ConfigError(
-            f"--token-env={options.token_env}: this environment variable is not set, or empty."
-        )
+    token = secret_in(options.token_env)
     if options.host not in ON_THIS_MACHINE and not token:
         raise ConfigError(
             f"--host={options.host} is open to other machines. Set a secret with "
@@ -66,6 +61,16 @@ def main(arguments: Sequence[str]) -> None:
         server.serve_forever()
     finally:
         server.server_close()
+
+
+def secret_in(variable: str) -> str:
+    """Return the secret in the environment variable that `--token-env` names; "" for none."""
+    secret = os.environ.get(variable, "") if variable else ""
+    if variable and not secret:
+        raise ConfigError(
+            f"--token-env={variable}: this environment variable is not set, or empty."
+        )
+    return secret
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError, create_model
 from starlette.applications import Starlette
@@ -30,6 +31,7 @@ from trainer.serve.rows import loss_of, read_datums
 from trainer.serve.wire import PROTOBUF, parse
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import VerlLikeError
+from verl_like.process.machine import ON_THIS_MACHINE
 
 logger = logging.getLogger(__name__)
 HOLD_S = 30.0
@@ -42,6 +44,8 @@ CLEANUP_S = 5.0
 """Pause between two runs of the janitor."""
 LARGEST = 64 * 2**20
 """Maximum size of a request body in bytes."""
+MOST_DROPPED = 2**30
+"""Maximum bytes of a rejected body that are read, so that the client gets the answer."""
 NO_CANCEL = {"sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
 JSON_OBJECT = TypeAdapter(JsonObject)
 Handler = Callable[..., JsonObject | None]
@@ -128,20 +132,41 @@ class Api:
         return Route(f"/api/v1{path}", answer, methods=[method])
 
     async def _body(self, request: Request) -> bytes:
-        """Check the API key, and return the body; reject a body that is too large."""
-        key = request.headers.get("x-api-key", "")
-        if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
-            raise RequestError(
-                "the key in X-API-Key is not the key of this server. Set TINKER_API_KEY to the "
-                "server's --token.",
-                401,
-            )
-        body = bytearray()
+        """Check who sends a request, and return the body; reject a body that is too large."""
+        problem = self._why_rejected(request)
+        body, size = bytearray(), 0
         async for part in request.stream():
-            body += part
-            if len(body) > LARGEST:
-                raise RequestError(f"the body exceeds {LARGEST} bytes. Send less per request.", 413)
+            size += len(part)
+            if size > LARGEST and problem is None:
+                body.clear()
+                text = f"the body exceeds {LARGEST} bytes. Send less per request."
+                problem = RequestError(text, 413)
+            if problem is None:
+                body += part
+            elif size > MOST_DROPPED:
+                break
+        if problem is not None:
+            raise problem
         return bytes(body)
+
+    def _why_rejected(self, request: Request) -> RequestError | None:
+        """Check the key; without keys, check that no page of another site sends the request."""
+        headers = request.headers
+        if self._token:
+            key = headers.get("x-api-key", "")
+            if hmac.compare_digest(key.encode(), self._token.encode()):
+                return None
+            text = "the key in X-API-Key is not the key of this server. Set TINKER_API_KEY to it."
+            return RequestError(text, 401)
+        for name, prefix in (("Host", "//"), ("Origin", "")):
+            value = headers.get(name)
+            if value is not None and not _is_local(prefix + value):
+                return RequestError(
+                    f"the header {name}: {value:.80} is not an address of this machine, and this "
+                    "server has no key. Use 127.0.0.1, or start the server with --token-env.",
+                    403,
+                )
+        return None
 
     async def _fields(self, request: Request) -> JsonObject:
         """Return the JSON object in the body."""
@@ -229,13 +254,20 @@ class Api:
     async def retrieve(self, request: Request) -> Response:
         """Wait for a result; after `HOLD_S`, tell the client to poll again."""
         fields = await self._fields(request)
-        pending = self.pending_results.find(str(fields.get("request_id")))
+        pending = self.pending_results.find(fields.get("request_id"))
         result = await pending.wait(HOLD_S)
         if result is None:
             again = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return JSONResponse(again)
         self.pending_results.was_read(pending)
         return result
+
+
+def _is_local(url: str) -> bool:
+    try:
+        return urlsplit(url).hostname in ON_THIS_MACHINE
+    except ValueError:
+        return False
 
 
 def body_of(handler: Handler) -> type[b.Body]:

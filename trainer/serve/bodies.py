@@ -5,27 +5,39 @@ The fields of a body come from the JSON object, the query and the path.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
-    PositiveInt,
     ValidationError,
 )
 
 JsonObject = dict[str, Any]
-Metadata = dict[str, Any] | None
 Below1 = Annotated[float, Field(ge=0, lt=1)]
-Natural = Annotated[int, Field(ge=0)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
 """Time to live in seconds, from an hour to ten years; without it, a checkpoint never expires."""
 No = Literal[0]
+TopK = Annotated[int, Field(ge=0, le=128)]
 Stop = list[Natural] | list[Annotated[str, Field(min_length=1)]]
+
+
+def _finite(metadata: JsonObject) -> JsonObject:
+    json.dumps(metadata, allow_nan=False)  # raises ValueError
+    return metadata
+
+
+Metadata = Annotated[JsonObject, AfterValidator(_finite)] | None
 
 
 class Body(BaseModel):
@@ -38,7 +50,7 @@ class LoraBody(Body):
     """An adapter: its rank (0 means all weights), and the parts of the model that it trains."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 32
-    seed: int | None = None
+    seed: Seed | None = None
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
@@ -67,18 +79,18 @@ class Save(Body):
     """A request to save a checkpoint or a sampler."""
 
     model_id: str
-    seq_id: PositiveInt
+    seq_id: Positive
     path: str | None = None
     ttl_seconds: Ttl = None
     overwrite: bool | None = None
     user_metadata: Metadata = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Int64 | None = None
 
 
 class TextChunk(Body):
     """A part of a prompt, as tokens."""
 
-    tokens: list[int]
+    tokens: list[Int64]
 
 
 class Prompt(Body):
@@ -90,19 +102,19 @@ class Prompt(Body):
 class SamplingBody(Body):
     """Sampling parameters; without `stop`, the model's stop tokens apply."""
 
-    max_tokens: PositiveInt | None = None
-    seed: int | None = None
+    max_tokens: Positive | None = None
+    seed: Seed | None = None
     stop: Annotated[Stop | None, BeforeValidator(lambda s: [s] if isinstance(s, str) else s)] = None
     temperature: NonNegativeFloat = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class DenseTensor(Body):
     """A tensor of integers in JSON."""
 
-    data: list[int]
-    shape: tuple[int, int]
+    data: list[Int64]
+    shape: tuple[Natural, Natural]
     sparse_crow_indices: None = None
 
 
@@ -110,15 +122,15 @@ class SampleBody(Body):
     """A request for samples of a prompt."""
 
     sampling_session_id: str
-    seq_id: int
+    seq_id: Int64
     num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
     prompt: Prompt
     sampling_params: SamplingBody = SamplingBody()
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: PositiveInt | None = None
+    prompt_logprobs_last_n: Positive | None = None
     target_prompt_logprobs: DenseTensor | None = None
-    # log-probs of the likeliest tokens, and tokens at prompt positions, are not supported
-    topk_prompt_logprobs: No = 0
+    topk_prompt_logprobs: TopK = 0
+    # the likeliest tokens of samples, and sampled tokens at prompt positions, are not supported
     topk_sample_logprobs: No = 0
     prompt_alt_tokens_k: No = 0
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pydantic import PositiveInt
-
 from trainer.serve import bodies as b
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SavedPath
@@ -37,7 +35,7 @@ class TrainingHandlers:
     def create_model(
         self,
         session_id: str,
-        model_seq_id: int,
+        model_seq_id: b.Int64,
         base_model: str,
         lora_config: b.LoraBody | None = None,
         optimizer_config: b.Optimizer | None = None,
@@ -118,7 +116,7 @@ class TrainingHandlers:
     def optim_step(
         self,
         model_id: str,
-        seq_id: PositiveInt,
+        seq_id: b.Positive,
         adam_params: b.Adam | None = None,
         optimizer_params: None = None,
     ) -> JsonObject:
@@ -166,9 +164,9 @@ class TrainingHandlers:
         path: str,
         optimizer: bool = False,
         model_id: str | None = None,
-        seq_id: int | None = None,
+        seq_id: b.Int64 | None = None,
         session_id: str = "",
-        model_seq_id: int = 0,
+        model_seq_id: b.Int64 = 0,
         base_model: str | None = None,
         user_metadata: b.Metadata = None,
     ) -> JsonObject:
@@ -203,7 +201,7 @@ class SamplingHandlers:
     def create(
         self,
         session_id: str,
-        sampling_session_seq_id: int,
+        sampling_session_seq_id: b.Int64,
         base_model: str | None = None,
         model_path: str | None = None,
     ) -> JsonObject:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 from starlette.responses import Response
 
@@ -30,6 +32,7 @@ from verl_like.errors import (
     WorkerDiedError,
 )
 
+REQUEST_ID = re.compile(r"[0-9a-f]{16}(:(train|sample):-?\d+)?:request:\d+")
 MOST_READ = 256
 """Number of results to keep after a client has read them, in case the response was lost."""
 
@@ -51,7 +54,7 @@ class PendingResult:
 
     def resolve(self, result: bytes | JsonObject) -> None:
         """Set the result; bytes are protobuf. Only the first result counts."""
-        body = result if isinstance(result, bytes) else json.dumps(result)
+        body = result if isinstance(result, bytes) else json.dumps(result, allow_nan=False)
         kind = PROTOBUF if isinstance(result, bytes) else "application/json"
         with suppress(InvalidStateError):
             self._future.set_result(Response(body, media_type=kind))
@@ -84,9 +87,13 @@ class PendingResults:
         self._open[pending.request_id] = pending
         return pending
 
-    def find(self, request_id: str) -> PendingResult:
-        """Return a pending result; raise status 410 if it is gone."""
+    def find(self, request_id: Any) -> PendingResult:
+        """Return a pending result; raise status 410 if it is gone, 404 if it never existed."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r:.80} is not the id of a request.")
         pending = self._open.get(request_id) or self._read.get(request_id)
+        if pending is None and not REQUEST_ID.fullmatch(request_id):
+            raise RequestError(f"this server never gave the request_id {request_id!r:.80}.", 404)
         if pending is None:
             raise RequestError(
                 f"the request {request_id!r} is not known: its result was read before, its session "

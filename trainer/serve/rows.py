@@ -32,7 +32,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, nearest
 from workers.config import ActorConfig, CriticConfig
-from workers.losses.token_sums import LossInputs, TokenSum
+from workers.losses.token_sums import BOUNDS, LossInputs, TokenSum
 from workers.roles.served import MASK, OURS, SETTINGS, client_loss
 
 TARGETS = "target_tokens"
@@ -143,6 +143,16 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
         if targets.dtype.kind != "i":
             raise BatchError(f"{subject}: {TARGETS} are {targets.dtype}, not integers.")
         limits.check_tokens(targets, f"{subject}, {TARGETS}")
+        if {*BOUNDS} & tensors_of.keys():
+            low, high = (
+                np.broadcast_to(tensors_of.get(bound, loss.settings[bound]), shape)
+                for bound in BOUNDS
+            )
+            for place in map(tuple, np.argwhere(low > high)[:1].tolist()):
+                raise BatchError(
+                    f"{subject}: {BOUNDS[0]}={low[place]} at {[*place]} is above "
+                    f"{BOUNDS[1]}={high[place]}."
+                )
         datums.append(Datum(tokens, tensors_of))
     return datums
 

@@ -39,6 +39,8 @@ GATHER_S, LONGEST_GATHER_S = 0.01, 0.2
 SHORTEST = 16
 """Smallest token limit of a batch; limits are powers of two, so that more requests run together."""
 
+NO_LOG_PROB = -99999.0
+"""The protocol's log-prob of a place without likeliest tokens, whose ids are 0."""
 NO_SAMPLE: tuple[ArrayLike, ArrayLike, str] = (), (), "length"
 
 
@@ -70,6 +72,8 @@ class SampleRequest:
     prompt_log_probs: Array
     """NaN until they are computed."""
     target_log_probs: Array | None = None
+    top_tokens: tuple[Array, Array] | None = None
+    """The ids and log-probs of the likeliest tokens, [prompt, k]."""
     pending: PendingResult = field(init=False)
     sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
     """Maps a sample's number to (tokens, log-probs, finish reason); empty without sampling."""
@@ -137,7 +141,9 @@ class SampleRequest:
         """Send the client its samples, in order."""
         samples = [self.sequences.get(n, NO_SAMPLE) for n in range(self.body.num_samples)]
         prompt_log_probs = self.prompt_log_probs if self.body.prompt_logprobs else None
-        self.pending.resolve(sample_output(samples, prompt_log_probs, self.target_log_probs))
+        self.pending.resolve(
+            sample_output(samples, prompt_log_probs, self.target_log_probs, self.top_tokens)
+        )
 
 
 class Batch(Submission):
@@ -261,6 +267,15 @@ class SamplingLoop:
                 wanted = Datum(request.prompt[:-1], {TARGETS: np.maximum(request.targets, 0)})
                 (log_probs,) = score([wanted])
                 request.target_log_probs = np.where(request.targets < 0, np.nan, log_probs)
+            if k := request.body.topk_prompt_logprobs:
+                ids = np.zeros((len(request.prompt), k))
+                log_probs = np.full(ids.shape, NO_LOG_PROB)
+                if len(request.prompt) > 1:
+                    tokens = Datum(request.prompt[:-1], {TARGETS: np.array(request.prompt[1:])})
+                    top = self._ops.top_tokens(sampler.state, sampler.role, tokens, k)
+                    count = request.body.prompt_logprobs_last_n or len(request.prompt) - 1
+                    ids[-count:], log_probs[-count:] = (part[-count:] for part in top)
+                request.top_tokens = ids, log_probs
 
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
         """Fail the batch and all running requests, and let the rollout drop those that run."""

@@ -6,6 +6,7 @@ thread named. So no request can see the weights, gradients or moments of another
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.config.flat import flat_config
@@ -167,7 +169,9 @@ class TrainingOps:
                 )
             metrics = group.optim_step(settings)[0]
         model.num_steps += 1
-        return {"metrics": {name: float(value) for name, value in metrics.items()}}
+        numbers = {name: float(value) for name, value in metrics.items()}
+        # JSON has no NaN and no infinity; the SDK reads the words "nan" and "inf" as numbers
+        return {"metrics": {n: v if math.isfinite(v) else f"{v}" for n, v in numbers.items()}}
 
     def save(
         self, model: ServedModel, path: SavedPath, user_metadata: JsonObject | None, ttl: int | None
@@ -261,18 +265,34 @@ class TrainingOps:
         """
         return of_datums(datums, self._outputs(state, role, batch_of(datums))) if datums else []
 
-    def _outputs(self, state: str, role: str, batch: DataProto) -> RaggedTensor:
-        """Return the column that a role computes for a batch."""
+    def top_tokens(self, state: str, role: str, datum: Datum, k: int) -> tuple[Array, Array]:
+        """Return the ids and log-probs of the `k` likeliest tokens after each token, [N, k]."""
+        columns = self._forward(state, role, batch_of([datum]), k).columns
+        names = [[f"top_{part}_{rank}" for rank in range(k)] for part in ("tokens", "log_probs")]
+        if names[0][0] not in columns:
+            raise ConfigError(f"the role {role} has no likeliest tokens: it computes no log-probs.")
+        ids, log_probs = (
+            np.stack([of_datums([datum], columns[name])[0] for name in part], axis=1)
+            for part in names
+        )
+        return ids, log_probs
+
+    def _forward(self, state: str, role: str, batch: DataProto, top_k: int = 0) -> DataProto:
+        """Run a forward pass of a role."""
         if role in self.trained:
             with self.using(state, role) as group:
-                results = group.forward(batch)
-        else:
-            group = self.scorers[role]
-            # a reference in the actor's process uses the actor's weights
-            shares = group.shares_processes_with(self.actor)
-            with self.using(BASE, "actor") if shares else nullcontext():
-                results = group.forward(batch)
-        (column,) = results.columns.values()
+                results: DataProto = group.forward(batch, top_k=top_k)
+            return results
+        group = self.scorers[role]
+        # a reference in the actor's process uses the actor's weights
+        shares = group.shares_processes_with(self.actor)
+        with self.using(BASE, "actor") if shares else nullcontext():
+            results = group.forward(batch, top_k=top_k)
+        return results
+
+    def _outputs(self, state: str, role: str, batch: DataProto) -> RaggedTensor:
+        """Return the column that a role computes for a batch."""
+        (column,) = self._forward(state, role, batch).columns.values()
         if isinstance(column, RaggedTensor):
             return column
         scored: Any = batch.column("responses")

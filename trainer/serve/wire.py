@@ -122,6 +122,7 @@ def sample_output(
     sequences: Sequence[tuple[ArrayLike, ArrayLike, str]],
     prompt_log_probs: Array | None = None,
     targets: Array | None = None,
+    top_tokens: tuple[Array, Array] | None = None,
 ) -> bytes:
     """Return the result of a sample request: tokens, log-probs and stop reason of each sequence."""
     message = CLASSES["SampleResponse"](prompt_cache_hit_tokens=0)
@@ -137,4 +138,9 @@ def sample_output(
         tensor = message.target_prompt_logprobs
         tensor.dense, tensor.dtype = np.asarray(targets, "<f4").tobytes(), FLOAT32
         tensor.shape.extend(targets.shape)
+    if top_tokens is not None:
+        ids, log_probs = top_tokens
+        top = message.topk_prompt_logprobs
+        top.token_ids, top.logprobs = ids.astype("<i4").tobytes(), log_probs.astype("<f4").tobytes()
+        top.length, top.k = ids.shape
     return bytes(message.SerializeToString())

@@ -10,6 +10,8 @@ from pathlib import Path
 
 CONTAINER = Path("/sys/fs/cgroup")
 """The folder of this process's control group in a container."""
+ON_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+"""Names of the loopback interface, which other machines cannot reach."""
 
 
 def usable_cores() -> int:

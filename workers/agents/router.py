@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import threading
+import time
 from contextlib import closing, suppress
 
 from verl_like.errors import ConfigError
@@ -31,6 +32,9 @@ ELSEWHERE = "192.0.2.1"
 """An address reserved for documentation; the route to it shows this machine's own address."""
 HEAD_S = 30.0
 """Time limit for a connection to send the headers of its first request."""
+MOST_WAITING, GRACE_S, PAUSE_S = 128, 1.0, 0.01
+"""Most connections without a key. For another one, the oldest ends, once it is this many seconds
+old; pause between attempts to make room."""
 NO_KEY = b'{"type": "error", "error": {"type": "authentication_error", "message": "no such key"}}'
 NOT_ALLOWED = (
     b"HTTP/1.1 401 Unauthorized\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -48,7 +52,9 @@ class Router:
             raise ConfigError(
                 f"environment.endpoint={address}: use ADDRESS:PORT, such as 0.0.0.0:8000"
             )
-        self.folder = ""
+        self.folder, self._is_closed = "", False
+        self._waiting: dict[socket.socket, float] = {}
+        """The connections without a key, and the times of their arrival, oldest first."""
         self._server = _listen(host, int(port))
         reachable = address_toward(ELSEWHERE) if host in ("0.0.0.0", "::") else host
         self.url = http_url(reachable, self._server.getsockname()[1])
@@ -56,39 +62,66 @@ class Router:
 
     def close(self) -> None:
         """Accept no more connections."""
+        self._is_closed = True
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 client, _ = self._server.accept()
-            except OSError:  # the router is closed
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+                self._waiting[client] = time.monotonic()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+                has_room = len(self._waiting) < MOST_WAITING
+            except (OSError, RuntimeError):  # closed, or no more files or threads
+                has_room = False
+            while not has_room and not self._is_closed:
+                has_room = self._end_oldest()
+
+    def _end_oldest(self) -> bool:
+        """End the oldest connection without a key; return True if there is room for another."""
+        waiting = [*self._waiting.copy().items()]  # in the order of their arrival
+        if not waiting or time.monotonic() - waiting[0][1] < GRACE_S:
+            time.sleep(PAUSE_S)
+        else:
+            oldest, _ = waiting[0]
+            self._waiting.pop(oldest, None)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        return len(self._waiting) < MOST_WAITING
 
     def _serve(self, client: socket.socket) -> None:
-        head = b""
-        with closing(client), socket.socket(socket.AF_UNIX) as endpoint, suppress(OSError):
-            client.settimeout(HEAD_S)
-            while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
-                chunk = client.recv(LONGEST_HEAD)
-                if not chunk:
-                    return
-                head += chunk
+        with closing(client), suppress(OSError):
+            try:
+                head = _head(client)
+            finally:
+                self._waiting.pop(client, None)
             client.settimeout(None)
             match = KEY.search(head.partition(b"\r\n\r\n")[0] + b"\r")
-            try:
-                endpoint.connect(os.path.join(self.folder, match[1].decode() if match else ""))
-            except OSError:
-                client.sendall(NOT_ALLOWED)
-                return
-            endpoint.sendall(head)
-            back = threading.Thread(target=_copy, args=(endpoint, client), daemon=True)
-            back.start()
-            _copy(client, endpoint)
-            back.join()
+            with socket.socket(socket.AF_UNIX) as endpoint:
+                try:
+                    endpoint.connect(os.path.join(self.folder, match[1].decode() if match else ""))
+                except OSError:
+                    client.sendall(NOT_ALLOWED)
+                    return
+                endpoint.sendall(head)
+                back = threading.Thread(target=_copy, args=(endpoint, client), daemon=True)
+                back.start()
+                _copy(client, endpoint)
+                back.join()
+
+
+def _head(client: socket.socket) -> bytes:
+    """Return the first bytes of a connection, with all headers of its first request."""
+    head, end = b"", time.monotonic() + HEAD_S
+    while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
+        client.settimeout(max(end - time.monotonic(), 0.001))
+        chunk = client.recv(LONGEST_HEAD)
+        if not chunk:
+            raise ConnectionError("the client has ended the connection")
+        head += chunk
+    return head
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

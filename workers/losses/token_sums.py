@@ -67,7 +67,14 @@ class TokenSum(LossInputs):
                     f"the loss {name} has no setting {setting!r}; it has "
                     f"{', '.join(self.settings) or 'none'}.{nearest(setting, self.settings)}"
                 )
-        return {**self.settings, **settings}
+        merged = {**self.settings, **settings}
+        low, high = (merged.get(bound, 0.0) for bound in BOUNDS)
+        if low > high:
+            raise ConfigError(
+                f"the loss {name}: {BOUNDS[0]}={low} is above {BOUNDS[1]}={high}. Both are bounds "
+                "of the ratio, such as 0.8 and 1.2."
+            )
+        return merged
 
 
 def cross_entropy(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:

@@ -37,7 +37,7 @@ from workers.training.optim import CONFIGURED, OptimStepSettings
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)
 """The dispatch mode of methods that run passes over rows."""
-SETTINGS = (str, Sequence, Mapping, OptimStepSettings, type(None))
+SETTINGS = (str, int, Sequence, Mapping, OptimStepSettings, type(None))
 
 
 def _dispatch_verb(target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -85,16 +85,17 @@ class ModelWorker(Worker):
         return {}
 
     @register(dispatch_mode=VERB, readonly=True)
-    def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
+    def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
         """Return the `wanted` columns of the model's outputs, by default all that it computes.
 
-        A token head computes `log_probs`, and if wanted `entropys` and `sum_pi_squared`. Other
-        heads compute `values` or `scores`.
+        A token head computes `log_probs`, and if wanted `entropys` and `sum_pi_squared`, and the
+        `top_k` likeliest tokens of the vocabulary (`TokenOutputs`). Other heads compute `values` or
+        `scores`.
         """
         extra = "entropys" in wanted, "sum_pi_squared" in wanted
         budget = self.log_prob_budget or self.budget
         columns = self.engine.forward_rows(
-            data, budget, TokenOutputs(self.temperature, *extra), self.routed
+            data, budget, TokenOutputs(self.temperature, *extra, top_k), self.routed
         )
         for name in wanted:
             if name not in columns:

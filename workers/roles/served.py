@@ -92,6 +92,12 @@ class TrainsStates(ModelWorker):
         are not trained: any of "attn", "unembed" and "mlp", which is everything else.
         """
         names = [n for n in self.states.parameters if _part_of(n) in frozen]
+        if len(names) == len(self.states.parameters):
+            parts = " and ".join(f"train_{part}" for part in sorted({*map(_part_of, names)}))
+            raise ConfigError(
+                "the model would train nothing: the request leaves out all trained weights of "
+                f"this server, which belong to {parts}. Set one of them to true."
+            )
         self.states.add(name, rank, seed, frozenset(names))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.batch.ragged import RaggedTensor
+from verl_like.errors import ConfigError
 from verl_like.tensor_ops import (
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
@@ -54,6 +55,8 @@ class TokenOutputs(NamedTuple):
     temperature: float = 1.0
     entropy: bool = False
     sum_pi_squared: bool = False
+    top_k: int = 0
+    """Number of likeliest tokens, in the columns `top_tokens_N` and `top_log_probs_N`."""
 
 
 DEFAULT = TokenOutputs()
@@ -93,7 +96,12 @@ def columns_of_logits(
 ) -> Columns:
     """Return the wanted columns of logits; the backward pass writes over `logits`."""
     if vocab is not None:
-        return token_stats(logits, labels, vocab, *wanted)
+        if wanted.top_k:
+            raise ConfigError(
+                "the likeliest tokens are not supported if the vocabulary is split over ranks "
+                "(parallel.tp)."
+            )
+        return token_stats(logits, labels, vocab, *wanted[:3])
     columns: Columns = {}
     options: Any = {"temperature": wanted.temperature, "inplace_backward": True, "fused": fused}
     if wanted.entropy:
@@ -104,6 +112,12 @@ def columns_of_logits(
     if wanted.sum_pi_squared:
         squares = sum_pi_squared_from_logits(logits, temperature=wanted.temperature)
         columns["sum_pi_squared"] = squares
+    if wanted.top_k:
+        scaled = logits.float() / wanted.temperature
+        values, tokens = (scaled - scaled.logsumexp(dim=-1, keepdim=True)).topk(wanted.top_k)
+        for rank in range(wanted.top_k):
+            columns[f"top_tokens_{rank}"] = tokens[:, rank]
+            columns[f"top_log_probs_{rank}"] = values[:, rank]
     return columns
 
 

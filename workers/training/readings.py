@@ -92,9 +92,8 @@ class Reading:
         numbers = feed.gathered(numbers)
 
         inside = to_device(inside, device)
-        zeros = next(iter(numbers.values())).new_zeros(len(inside))
         return {
-            name: mask.with_values(zeros.masked_scatter(inside, column))
+            name: mask.with_values(column.new_zeros(len(inside)).masked_scatter(inside, column))
             for name, column in numbers.items()
         }
 

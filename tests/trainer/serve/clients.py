@@ -237,6 +237,16 @@ def prompt_log_probs(body: bytes) -> list[float]:
     return list(np.frombuffer(message.prompt_logprobs, "<f4").tolist())
 
 
+def top_tokens(body: bytes) -> tuple[Any, Any]:
+    """The ids of the likeliest tokens and their log-probs, [prompt, k]."""
+    message = CLASSES["SampleResponse"]()
+    message.ParseFromString(body)
+    top = message.topk_prompt_logprobs
+    shape = top.length, top.k
+    ids = np.frombuffer(top.token_ids, "<i4").reshape(shape)
+    return ids, np.frombuffer(top.logprobs, "<f4").reshape(shape)
+
+
 def datum(tokens: list[int] | None = None, **inputs: Any) -> tuple[list[int], dict[str, Any]]:
     tokens = tokens or TEXT
     return tokens[:-1], {"target_tokens": tokens[1:], **inputs}

@@ -35,7 +35,9 @@ from verl_like.errors import BatchError, LostSamplesError, RolloutError
 
 Server = tuple[WorkQueue, str]
 CONNECTIONS = 500
-HEAD = "POST /api/v1/{} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
+HEAD = (
+    "POST /api/v1/{} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
+)
 UNFINISHED = f"{HEAD.format('forward_backward', 1000)}half".encode()
 
 
@@ -72,7 +74,7 @@ def test_500_idle_connections_do_not_change_training(
         for connection in connections[::2]:
             connection.close()
         for connection in connections[1::2]:
-            connection.sendall(b"TP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"TP/1.1\r\nHost: localhost\r\n\r\n")
         for connection in connections[1::2]:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
     finally:
@@ -195,6 +197,109 @@ def test_no_field_of_any_request_breaks_the_server(server: Server) -> None:
                     content = json.dumps({**sent, name: value})
                     answer = client.http.request(method, path[1:], content=content)
                     assert answer.status_code < 500, (path, name, value, answer.text)
+
+
+HUGE = [2**63, 2**64, -(2**70), 10**30]
+BIG_SAMPLES: list[Any] = [
+    lambda n: {"prompt": {"chunks": [{"tokens": [n]}]}},
+    lambda n: {"target_prompt_logprobs": {"data": [n] * 6, "shape": [6, 1]}},
+    lambda n: {"target_prompt_logprobs": {"data": [7] * 6, "shape": [6, n]}},
+    lambda n: {"topk_prompt_logprobs": n},
+    lambda n: {"prompt_logprobs_last_n": n, "prompt_logprobs": True},
+    lambda n: {"num_samples": n},
+    lambda n: {"seq_id": n},
+    *(
+        lambda n, name=name: {"sampling_params": {name: [n] if name == "stop" else n}}
+        for name in ("stop", "top_k", "max_tokens", "seed")
+    ),
+]
+
+
+@pytest.mark.parametrize("number", HUGE)
+def test_an_integer_beyond_64_bits_is_rejected(client: Client, server: Server, number: int) -> None:
+    sampler = client.sampler(base_model=server[0].base_model)
+    for fields in BIG_SAMPLES:
+        if fields(1).get("sampling_params") == {"seed": 1} and number == 2**63:
+            continue  # seeds have no sign
+        with pytest.raises(FailedError, match="^(400|user): "):
+            client.draw(sampler, 1, TEXT, **fields(number))
+    if number != 2**63:
+        with pytest.raises(FailedError, match="400: lora_config.seed="):
+            client.model(server[0].base_model, 5, seed=number)
+    for body in ({"seq_id": number}, {"seq_id": 1, "adam_params": {"beta1": number}}):
+        with pytest.raises(FailedError, match="^(400|404): "):
+            client.post("optim_step", model_id="x", **body)
+    answer = client.http.get("sessions", params={"limit": number})
+    assert answer.status_code == 400
+    assert client.http.post("optim_step", content=b'{"seq_id": 1%s}' % (b"0" * 5000)).is_error
+
+
+def test_numbers_that_are_not_json_are_rejected_in_metadata(client: Client) -> None:
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+        content = f'{{"user_metadata": {{"score": [{number}]}}}}'
+        answer = client.http.post("create_session", content=content)
+        assert answer.status_code == 400, answer.text
+        assert "user_metadata" in answer.json()["detail"]
+
+
+def test_the_result_of_a_request_that_was_never_made_does_not_exist(
+    client: Client, model: Model, server: Server
+) -> None:
+    for number in ("nope", "", f"{client.session}:nope:1", f"{client.session}:request:x"):
+        answer = client.http.post("retrieve_future", json={"request_id": number})
+        assert answer.status_code == 404, (number, answer.text)
+    for content in ({}, {"request_id": None}, {"request_id": 7}, {"request_id": ["a"]}):
+        answer = client.http.post("retrieve_future", json=content)
+        assert answer.status_code == 400, (content, answer.text)
+        assert "request_id" in answer.json()["detail"]
+    # a result that is gone keeps the status that the SDK knows
+    gone = {"request_id": f"{'0' * 16}:sample:1:request:1"}
+    assert client.http.post("retrieve_future", json=gone).status_code == 410
+
+
+@pytest.mark.parametrize("size", [70 * 10**6, 200 * 10**6])
+@pytest.mark.parametrize("key", ["tml-secret", "tml-other"])
+def test_a_body_that_is_too_large_gets_an_answer_and_no_reset(
+    tiny_dir: Path, tmp_path: Path, size: int, key: str
+) -> None:
+    config, part = config_of(tiny_dir / "model", tmp_path), b"x" * 2**20
+    with served(config, token="tml-secret") as (_, url), connect(url) as connection:
+        head = HEAD.format("forward_backward", size).replace("Host", f"X-API-Key: {key}\r\nHost")
+        connection.sendall(head.encode())
+        for begin in range(0, size, len(part)):
+            connection.sendall(part[: size - begin])
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 413" if key == "tml-secret" else b"HTTP/1.1 401")
+    assert b"exceeds 67108864 bytes" in answer or key == "tml-other"
+
+
+FOREIGN = [
+    {"Host": "evil.example"},
+    {"Host": "evil.example:8000"},
+    {"Host": "127.0.0.1.evil.example"},
+    {"Host": "[::2]:8000"},
+    {"Host": "["},
+    {"Origin": "http://evil.example"},
+    {"Origin": "https://localhost.evil.example:8000"},
+    {"Origin": "null"},
+]
+
+
+def test_a_server_without_a_key_rejects_the_pages_of_other_sites(client: Client) -> None:
+    for headers in FOREIGN:
+        for method, path in (("GET", "healthz"), ("POST", "create_session"), ("GET", "nothing")):
+            answer = client.http.request(method, path, headers=headers)
+            assert answer.status_code == 403, (headers, path)
+            assert "--token-env" in answer.json()["detail"]
+    for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "LOCALHOST"):
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        assert client.http.get("healthz", headers=headers).is_success, host
+
+
+def test_a_server_with_a_key_answers_under_any_name(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_dir / "model", tmp_path)
+    with served(config, token="tml-secret") as (_, url), Client(url, "tml-secret") as client:
+        assert client.http.get("healthz", headers={"Host": "gpu.example"}).is_success
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", ".hidden", "", "a\0", "x" * 129, "%2e%2e"])

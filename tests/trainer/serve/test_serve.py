@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.trainer.serve.clients import (
     prompt_log_probs,
     sequences,
     served,
+    top_tokens,
 )
 from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
@@ -195,6 +197,76 @@ def test_sampled_and_prompt_log_probs_are_the_trainers(model: Model) -> None:
     assert [math.isnan(value) for value in last] == [True] * 5 + [False] * 2
 
 
+def test_the_likeliest_tokens_of_a_prompt_are_those_of_all_log_probs(
+    model: Model, server: Server
+) -> None:
+    model.train()
+    client, sampler, count = model.client, model.sampler(0), 5
+    body = client.result(client.sample(sampler, 1, TEXT, topk_prompt_logprobs=count))
+    ids, log_probs = top_tokens(body)
+    assert (ids[0].tolist(), log_probs[0].tolist()) == ([0] * count, [-99999.0] * count)
+    size = server[0].limits.vocabulary
+    every = np.tile(np.arange(size), (len(TEXT) - 1, 1))
+    ((row,), _) = outputs(
+        client.result(model.backward([(TEXT[:-1], {"target_tokens": every})], forward_only=True))
+    )
+    for place, all_log_probs in enumerate(np.asarray(row), 1):
+        best = np.argsort(-all_log_probs, kind="stable")[:count]
+        assert ids[place].tolist() == best.tolist()
+        assert log_probs[place] == pytest.approx(all_log_probs[best], abs=1e-4)
+    fields = {"topk_prompt_logprobs": 3, "prompt_logprobs": True, "prompt_logprobs_last_n": 2}
+    some, _ = top_tokens(client.result(client.sample(sampler, 2, TEXT, **fields)))
+    assert some[:-2].tolist() == [[0] * 3] * (len(TEXT) - 2)
+    assert some[-2:].tolist() == ids[-2:, :3].tolist()
+    single, _ = top_tokens(
+        client.result(
+            client.sample(sampler, 3, TEXT[:1], **{**fields, "prompt_logprobs_last_n": None})
+        )
+    )
+    assert single.tolist() == [[0] * 3]
+
+
+def test_a_step_with_non_finite_gradients_answers_valid_json(model: Model) -> None:
+    client = model.client
+    client.result(model.backward([policy_datum(3e38)], "importance_sampling"))
+    promise = model.step(**ADAM)
+    response = client.http.post("retrieve_future", json={"request_id": promise["request_id"]})
+
+    def reject(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    metrics = json.loads(response.content, parse_constant=reject)["metrics"]
+    assert metrics["skipped_steps"] == 1
+    assert not math.isfinite(float(metrics["grad_norm"]))
+
+
+LOW_ABOVE_HIGH = [
+    ({}, {"clip_low_threshold": 1.3}, "1.3 is above .*1.2"),
+    ({}, {"clip_high_threshold": 0.5}, "0.8 is above .*0.5"),
+    ({"clip_low_threshold": [0.5] * 5 + [1.5]}, {}, r"datum 0: .*1.5 .*\[5\].* is above .*1.2"),
+    ({"clip_low_threshold": [0.9] * 6, "clip_high_threshold": [1.0] * 5 + [0.1]}, {}, "0.1"),
+]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize(("inputs", "settings", "text"), LOW_ABOVE_HIGH)
+def test_a_low_clipping_threshold_above_the_high_one_is_rejected(
+    model: Model, loss: str, inputs: Any, settings: Any, text: str
+) -> None:
+    row = policy_datum(**inputs, sequence_ratio_mask=[1.0] * 6)
+    with pytest.raises(FailedError, match=f"user: .*{text}"):
+        model.client.result(model.backward([row], loss, **settings))
+
+
+def test_a_model_that_would_train_nothing_is_rejected(client: Client, server: Server) -> None:
+    base, parts = server[0].base_model, ("train_attn", "train_mlp", "train_unembed")
+    for seq, trained in enumerate(((), ("train_unembed",))):  # no adapter is at the head
+        lora = {part: part in trained for part in parts}
+        with pytest.raises(FailedError, match="user: .*would train nothing"):
+            client.model(base, seq, **lora)
+    assert client.model(base, 2, train_mlp=False, train_unembed=False).train()["grad_norm"] > 0
+
+
 def test_a_checkpoint_is_saved_loaded_exported_listed_and_deleted(
     model: Model, server: Server, tmp_path: Path
 ) -> None:
@@ -244,7 +316,7 @@ def test_saved_sampler_weights_are_available_after_a_restart(
         base = client.sampler(base_model=str(tiny_dir / "model"))
         assert client.draw(base, 1, TEXT, **params) != expected
         with pytest.raises(FailedError, match="410: the request"):
-            client.result({"request_id": "of an earlier server"})
+            client.result({"request_id": f"{model.name}:request:1"})
 
 
 def test_adapters_beyond_the_memory_limit_are_read_from_disk(
@@ -276,7 +348,9 @@ BAD_SAMPLES = [
     ({"sampling_params": {"max_tokens": 17}}, "max_tokens=17 exceeds the 16 tokens"),
     ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature='-1'"),
     ({"sampling_params": {"stop": [-3]}}, "sampling_params.stop"),
-    ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs"),
+    ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs"),
+    ({"topk_prompt_logprobs": 129}, "topk_prompt_logprobs"),
+    ({"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
     ({"prompt": {"chunks": [{"type": "image"}]}}, "prompt.chunks.0.tokens"),
     ({"prompt": {"chunks": []}}, r"has 0 tokens; 1 to 32 fit \(data.max_prompt_length\)"),
     ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "1000000 at .0. is outside the vocabulary"),
