@@ -267,7 +267,7 @@ class TrainingOps:
 
     def top_tokens(self, state: str, role: str, datum: Datum, k: int) -> tuple[Array, Array]:
         """Return the ids and log-probs of the `k` likeliest tokens after each token, [N, k]."""
-        columns = self._forward(state, role, batch_of([datum]), k).columns
+        columns: dict[str, Any] = self._forward(state, role, batch_of([datum]), k).columns
         names = [[f"top_{part}_{rank}" for rank in range(k)] for part in ("tokens", "log_probs")]
         if names[0][0] not in columns:
             raise ConfigError(f"the role {role} has no likeliest tokens: it computes no log-probs.")
@@ -279,15 +279,16 @@ class TrainingOps:
 
     def _forward(self, state: str, role: str, batch: DataProto, top_k: int = 0) -> DataProto:
         """Run a forward pass of a role."""
+        options = {"top_k": top_k} if top_k else {}
         if role in self.trained:
             with self.using(state, role) as group:
-                results: DataProto = group.forward(batch, top_k=top_k)
+                results: DataProto = group.forward(batch, **options)
             return results
         group = self.scorers[role]
         # a reference in the actor's process uses the actor's weights
         shares = group.shares_processes_with(self.actor)
         with self.using(BASE, "actor") if shares else nullcontext():
-            results = group.forward(batch, top_k=top_k)
+            results = group.forward(batch, **options)
         return results
 
     def _outputs(self, state: str, role: str, batch: DataProto) -> RaggedTensor:

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -65,6 +66,8 @@ ARGUMENTS = ("row", "rng", "base_url", "api_key", "model")
 """Arguments that the run passes to an agent. A function with the parameter `row` is an agent."""
 LONGEST_BODY = 2**22
 """Maximum bytes of a request."""
+LONGEST_LINE = 4096
+"""Maximum bytes of a line between the chunks of a request."""
 
 
 def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
@@ -458,6 +461,20 @@ def open_to_others(session: AgentSession) -> None:
     os.symlink(os.path.abspath(str(server.server_address)), server.key_file)
 
 
+def _size(text: str, base: int, before: int = 0) -> int:
+    """Return the size of a body or of a chunk that follows `before` bytes."""
+    digits = text.partition(";")[0].strip()
+    try:
+        size = int(digits, base) if digits.isalnum() else -1
+    except ValueError:
+        size = -1
+    if size < 0:
+        raise RejectedRequest(f"{digits!r:.80} is not the size of a body")
+    if before + size > LONGEST_BODY:
+        raise RejectedRequest(f"a body may have at most {LONGEST_BODY} bytes", status=413)
+    return size
+
+
 class _AgentHandler(BaseHTTPRequestHandler):
     server: AgentEndpoint
     protocol_version = "HTTP/1.1"
@@ -499,11 +516,14 @@ class _AgentHandler(BaseHTTPRequestHandler):
 
     def _serve(self, session: AgentSession, path: str) -> None:
         if self.command == "GET":
-            if path != "v1/models":
-                raise RejectedRequest(f"there is no GET {path}", status=404)
             card = {"object": "model", "created": 0, "owned_by": "verl_like"}
-            models = [card | {"id": name} for name in session.models]
-            self._send(200, {"object": "list", "data": models})
+            models = {f"v1/models/{name}": card | {"id": name} for name in session.models}
+            models_list = {"object": "list", "data": [*models.values()]}
+            answers = {"v1/models": models_list, **models}
+            if unquote(path) not in answers:
+                known = ", ".join(answers)
+                raise RejectedRequest(f"there is no GET {path:.80}; there is {known}", status=404)
+            self._send(200, answers[unquote(path)])
             return
         dialect = DIALECTS.get(path)
         if dialect is None and path not in OTHER_PATHS:
@@ -531,15 +551,24 @@ class _AgentHandler(BaseHTTPRequestHandler):
         self._send_text(200, text, "text/event-stream")
 
     def _body(self) -> Any:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LONGEST_BODY:
-            raise RejectedRequest(
-                f"a body needs a Content-Length of at most {LONGEST_BODY} bytes", status=413
-            )
+        if self.headers.get("Transfer-Encoding", "").strip().lower() == "chunked":
+            content = self._chunks()
+        else:
+            content = self.rfile.read(_size(self.headers.get("Content-Length", "0"), 10))
         try:
-            return json.loads(self.rfile.read(int(length)))
+            return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise RejectedRequest(f"the body is not JSON: {error}") from error
+
+    def _chunks(self) -> bytes:
+        """Return the body of a request that is sent in chunks, each after a line with its size."""
+        body = b""
+        while size := _size(self.rfile.readline(LONGEST_LINE).decode("latin-1"), 16, len(body)):
+            body += self.rfile.read(size)
+            self.rfile.readline(LONGEST_LINE)
+        while self.rfile.readline(LONGEST_LINE).strip():
+            pass  # headers may follow
+        return body
 
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
         self._send_text(status, json.dumps(body), "application/json")

@@ -154,6 +154,14 @@ def overridden(
             if name in expected:
                 reason = f"differs from this run's {expected[name]!r}"
             raise RejectedRequest(f"{name}={value!r:.80} {reason}. Leave out {name}.", name)
+        has_schema = name == "response_format" and value.get("type") == "json_schema"
+        if has_schema and request_settings == "serve":
+            raise RejectedRequest(
+                "response_format asks for JSON of a schema, but nothing makes the policy keep to "
+                "it. Write the schema into a message, check the reply, and leave out "
+                "response_format.",
+                name,
+            )
         if request_settings == "override" or not is_served:
             names.append(name)
     return names

@@ -91,10 +91,10 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=VERB, readonly=True)
-    def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
+    def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
         """Return the `wanted` output columns, computed with the reference's weights."""
         with adapter_off(self.engine.module):
-            return super().forward(data, wanted)
+            return super().forward(data, wanted, top_k)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

@@ -17,6 +17,7 @@ from tests.trainer.serve.clients import (
     config_of,
     prompt_log_probs,
     served,
+    top_tokens,
 )
 
 KEYS = [
@@ -47,8 +48,20 @@ def test_reference_and_reward_model_score(tiny_dir: Path, classifier: Path, tmp_
         reference = client.sampler(base_model="ref")
         for scored, expected in zip(score(reference, rows), base, strict=True):
             assert scored[1:] == pytest.approx(expected[1:], rel=1e-5)
+        top = {"prompt_logprobs": True, "topk_prompt_logprobs": 3}
+        (ids, log_probs), (base_ids, _) = (
+            top_tokens(client.result(client.sample(sampler, 5, TEXT, **top)))
+            for sampler in (reference, client.sampler(base_model=work_queue.base_model))
+        )
+        assert ids.tolist() == base_ids.tolist()
+        assert (log_probs[1:, 0] >= np.asarray(base[0][1:]) - 1e-4).all()
         with pytest.raises(FailedError, match="400: the role ref does not sample"):
             client.sample(reference, 9, TEXT)
+
+        with pytest.raises(
+            FailedError, match="user: the role reward_model has no likeliest tokens"
+        ):
+            client.result(client.sample(client.sampler(base_model="reward_model"), 5, TEXT, **top))
 
         long_row = TEXT * 6  # longer than a prompt of a sample
         scores = score(client.sampler(base_model="reward_model"), [*rows, long_row])

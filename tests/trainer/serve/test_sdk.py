@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -60,6 +61,16 @@ class TestSDK:
         arguments = ("--url", url, "--model", model, "--steps", "2")
         steps = run_sdk("examples/serve/grpo.py", *arguments).splitlines()
         assert [line.split(":")[0] for line in steps] == ["step 0", "step 1", "saved"]
+
+    def test_the_sdk_reads_a_skipped_step_and_the_likeliest_tokens(
+        self, url_and_model: tuple[str, str]
+    ) -> None:
+        printed = run_sdk("tests/trainer/serve/sdk_edges.py", *url_and_model)
+        numbers = json.loads(printed.splitlines()[-1])
+        assert float(numbers["skipped"]["skipped_steps"]) == 1
+        assert not math.isfinite(float(numbers["skipped"]["grad_norm"]))
+        assert numbers["first"] is None
+        assert numbers["loss"] == pytest.approx(numbers["expected"], rel=1e-4)
 
     def test_the_sdk_trains_a_critic(self, tiny_dir: Path, tmp_path: Path) -> None:
         keys = ("placement=split", "role_mapping.critic=values", "resource_pool_spec.values=[1]")

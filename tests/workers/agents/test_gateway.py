@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -466,6 +467,40 @@ def test_the_model_is_listed(session: AgentSession) -> None:
     assert [model.id for model in models] == ["policy"]
 
 
+def test_a_listed_model_can_be_retrieved() -> None:
+    session = AgentSession(players=("the buyer", "a/b"))
+    endpoint().session = session
+    models = openai.OpenAI(base_url=url(session), api_key="any").models
+    assert [models.retrieve(model.id) for model in models.list()] == [*models.list()]
+    assert {model.id for model in models.list()} == {"the buyer", "a/b"}
+    with pytest.raises(openai.NotFoundError, match="there is no GET v1/models/gpt"):
+        models.retrieve("gpt")
+
+
+def test_a_body_may_be_sent_in_chunks(session: AgentSession, exchange: Exchange) -> None:
+    content = json.dumps({"messages": ASK, "model": "policy"}).encode()
+    parts = [content[:1], content[1:20], content[20:]]
+    with httpx.Client(timeout=10) as client:
+        for _ in range(2):  # the connection stays usable
+            _, reply = exchange("hi", lambda: client.post(url(session, CHAT), content=iter(parts)))
+            assert reply.json()["choices"][0]["message"]["content"] == "hi"
+        too_long = (b" " * 2**20 for _ in range(5))
+        assert client.post(url(session, CHAT), content=too_long).status_code == 413
+    for chunk in (b"-5\r\n", b"zz\r\n", b"\r\n", b"1_0\r\n"):
+        head = f"POST /{session.name}/{CHAT} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", endpoint().server_port), 10) as connection:
+            connection.sendall(head.encode() + chunk)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400")
+
+
+def test_an_image_gets_an_error_that_names_it(session: AgentSession) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content: Any = [{"type": "text", "text": "what is this?"}, image]
+    create = create_of(session)
+    with pytest.raises(openai.BadRequestError, match="type 'image_url'; only text"):
+        create(model="policy", messages=[{"role": "user", "content": content}])
+
+
 def test_an_unknown_or_ended_session_is_not_found(
     session: AgentSession, exchange: Exchange
 ) -> None:
@@ -591,6 +626,11 @@ def test_settings_are_compared_with_the_runs_sampling() -> None:
     assert overridden(served, run, "serve") == []
     assert overridden(served, run, "serve", can_stop=False) == ["stop"]
     assert overridden(others, run, "serve") == [*others]
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}
+    assert overridden(schema, run, "override") == ["response_format"]
+    for mode in ("serve", "reject"):
+        with pytest.raises(RejectedRequest, match="response_format"):
+            overridden(schema, run, mode)
     neutral = {"n": 1, "logprobs": False, "tool_choice": "auto"}
     assert overridden({**neutral, "response_format": {"type": "text"}}, run, "reject") == []
 
