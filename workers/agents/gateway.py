@@ -517,9 +517,10 @@ class _AgentHandler(BaseHTTPRequestHandler):
     def _serve(self, session: AgentSession, path: str) -> None:
         if self.command == "GET":
             card = {"object": "model", "created": 0, "owned_by": "verl_like"}
-            models = {f"v1/models/{name}": card | {"id": name} for name in session.models}
-            models_list = {"object": "list", "data": [*models.values()]}
-            answers = {"v1/models": models_list, **models}
+            answers: dict[str, dict[str, Any]] = {
+                f"v1/models/{name}": card | {"id": name} for name in session.models
+            }
+            answers["v1/models"] = {"object": "list", "data": [*answers.values()]}
             if unquote(path) not in answers:
                 known = ", ".join(answers)
                 raise RejectedRequest(f"there is no GET {path:.80}; there is {known}", status=404)
