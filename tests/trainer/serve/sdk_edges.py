@@ -15,7 +15,7 @@ from tinker import types
 IDS, K = [7, 9, 11, 13, 8, 6, 21], 3
 url, model = sys.argv[1:]
 service = tinker.ServiceClient(base_url=url, api_key="tml-x")
-training = service.create_lora_training_client(model, rank=4, seed=1)
+training = service.create_lora_training_client(model, rank=4, seed=1).result()
 inputs = types.ModelInput.from_ints(IDS[:-1])
 zeros, huge = [0.0] * len(IDS[1:]), [3e38] * len(IDS[1:])
 policy = {"target_tokens": IDS[1:], "logprobs": zeros, "advantages": huge}
@@ -23,7 +23,7 @@ datum = types.Datum(model_input=inputs, loss_fn_inputs=policy)
 training.forward_backward([datum], "importance_sampling").result()
 skipped = training.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics
 
-teacher = training.save_weights_and_get_sampling_client()
+teacher = training.save_weights_and_get_sampling_client().result()
 top = (
     teacher.sample(
         types.ModelInput.from_ints(IDS),
