@@ -65,6 +65,8 @@ SETTINGS = [
         "data.train_files=nowhere.parquet",
         "data.train_files: there is no file nowhere.parquet.*contains",
     ),
+    ("trainer.n_gpus=2", "Did you mean 'trainer.n_gpus_per_node'"),
+    ("max_new_tokens=8", "Did you mean 'data.max_response_length'"),
     ("data.prompt_key=promt", "no column 'promt'.*data_source, prompt.*Did you mean 'prompt'"),
     (
         "data.max_prompt_length=8",

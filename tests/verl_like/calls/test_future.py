@@ -231,3 +231,9 @@ def test_gather_shows_the_first_failures_and_counts_the_others() -> None:
     first, *_, eighth, last = caught.value.__notes__
     assert (first, eighth) == ("also failed: KeyError: 1", "also failed: KeyError: 8")
     assert last == "and 291 more failures"
+
+
+def test_gather_shows_equal_failures_once() -> None:
+    with pytest.raises(KeyError) as caught:
+        gather(*(Later(KeyError(number)) for number in (1, 1, 2, 2)))
+    assert caught.value.__notes__ == ["also failed: KeyError: 2"]

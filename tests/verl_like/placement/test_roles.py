@@ -48,3 +48,5 @@ def test_an_unknown_pool_is_rejected_with_a_suggestion() -> None:
 def test_a_pool_without_a_role_is_rejected() -> None:
     with pytest.raises(PlacementError, match="pool 'spare' has no role"):
         roles_by_pool(["main", "spare"], {"critic": "main"})
+    with pytest.raises(PlacementError, match=r"'critic_pol' has no role\. Did you mean 'critic_po"):
+        roles_by_pool(["critic_pool", "critic_pol"], {"critic": "critic_pool"})
