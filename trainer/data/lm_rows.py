@@ -7,8 +7,9 @@
 A row's columns decide which tokens are in the loss:
 
 - `text`: every token, and the end of the text;
-- `prompt` and `response`: the response and, unless its `finish_reason` is length, its end token.
-  The prompt is tokenized as in PPO;
+- `prompt` and `response` or `completion`: the response and, unless its `finish_reason` is length,
+  its end token. The prompt is tokenized as in PPO. A `completion` may also be the messages after a
+  prompt of messages;
 - `messages`: the assistant's part of every turn. If the chat template marks that part with
   `{% generation %}`, the marked tokens are in the loss; otherwise, the tokens that the template
   writes for an assistant's message after the generation prompt, including end-of-turn tokens.
@@ -267,6 +268,8 @@ def _encode(row: Row, tokenizer: Any) -> EncodedRow:
 def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     """Return tokens and loss mask of a row; a ValueError says what is wrong with it."""
     row = readable(row)
+    if has_completion(row):
+        return encode_reply(row["prompt"], row["completion"], tokenizer, row.get("finish_reason"))
     column = check_lm_row(row)
     if column == "messages":
         encoded = _encode_chat(row, tokenizer)
@@ -285,18 +288,48 @@ def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     return encoded
 
 
+def has_completion(row: Row) -> bool:
+    """Return whether a row has TRL's columns `prompt` and `completion`."""
+    others = (row.get("messages"), row.get("response"))
+    return others == (None, None) and None not in (row.get("prompt"), row.get("completion"))
+
+
+def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:
+    """Encode a prompt and its reply, which is a text or messages; only the reply is in the loss."""
+    encoded = encode_lm_row(reply_row(prompt, reply, finish_reason), tokenizer)
+    if isinstance(reply, str):
+        return encoded
+    return encoded.from_token(len(encode_prompt(prompt, tokenizer)))
+
+
+def reply_row(prompt: Any, reply: Any, finish_reason: Any = None) -> Row:
+    """Return a prompt, if any, and its reply as a row for `encode_lm_row`."""
+    if prompt is None:
+        return {"text" if isinstance(reply, str) else "messages": reply}
+    if isinstance(reply, str):
+        return {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
+    if not isinstance(prompt, list) or not isinstance(reply, list):
+        raise ValueError(
+            "the response must be a text, unless prompt and response are both lists of messages"
+        )
+    return {"messages": [*prompt, *reply]}
+
+
 def check_lm_row(row: Row) -> str:
     """Return the column with the tokens in the loss; a ValueError says what is wrong with a row."""
+    if has_completion(row):
+        row = reply_row(row["prompt"], row["completion"])
     if row.get("messages") is not None:
         _check_chat(row["messages"])
         return "messages"
     has_response = row.get("prompt") is not None and row.get("response") is not None
     if not has_response and row.get("text") is None:
-        error = NoColumn if row.keys().isdisjoint(("messages", "response", "text")) else ValueError
+        columns = ("messages", "response", "completion", "text")
+        error = NoColumn if row.keys().isdisjoint(columns) else ValueError
         pairs = "; `verl-like dpo` trains on 'chosen' and 'rejected'" if "chosen" in row else ""
         raise error(
-            "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; columns: "
-            f"{filled_columns(row)}{pairs}"
+            "it has neither 'messages', nor 'prompt' and 'response' (or 'completion'), nor 'text'; "
+            f"columns: {filled_columns(row)}{pairs}"
         )
     if has_response and row["prompt"] in ("", []):
         raise ValueError("'prompt' is empty")

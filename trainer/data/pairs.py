@@ -36,12 +36,13 @@ from trainer.data.lm_rows import (
     check_lm_row,
     cut_rows,
     encode_lm_row,
+    encode_reply,
     encode_rows,
     lm_batch,
     lm_columns,
+    reply_row,
     teaches,
 )
-from trainer.data.prompt_tokens import encode_prompt
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column
 from verl_like.errors import ConfigError
@@ -124,7 +125,7 @@ def check_pair(row: Row) -> None:
         raise ValueError(f"'chosen' and 'rejected' are equal: {str(row['chosen'])!r:.80}")
     for side in ("chosen", "rejected"):
         try:
-            check_lm_row(_lm_row(row.get("prompt"), row[side]))
+            check_lm_row(reply_row(row.get("prompt"), row[side]))
         except ValueError as problem:
             raise ValueError(f"{side!r}: {problem}") from problem
     _margin(row)
@@ -135,31 +136,10 @@ def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
     reply, prompt = row[side], row.get("prompt")
     try:
         if prompt is None:
-            return encode_lm_row(_lm_row(prompt, reply), tokenizer)
+            return encode_lm_row(reply_row(prompt, reply), tokenizer)
         return encode_reply(prompt, reply, tokenizer, row.get(f"{side}_finish_reason"))
     except ValueError as problem:
         raise ValueError(f"{side!r}: {problem}") from problem
-
-
-def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:
-    """Encode a prompt and its reply, which is a text or messages; only the reply is in the loss."""
-    encoded = encode_lm_row(_lm_row(prompt, reply, finish_reason), tokenizer)
-    if isinstance(reply, str):
-        return encoded
-    return encoded.from_token(len(encode_prompt(prompt, tokenizer)))
-
-
-def _lm_row(prompt: Any, reply: Any, finish_reason: Any = None) -> Row:
-    """Return a prompt, if any, and its reply as a row for `encode_lm_row`."""
-    if prompt is None:
-        return {"text" if isinstance(reply, str) else "messages": reply}
-    if isinstance(reply, str):
-        return {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
-    if not isinstance(prompt, list) or not isinstance(reply, list):
-        raise ValueError(
-            "the response must be a text, unless prompt and response are both lists of messages"
-        )
-    return {"messages": [*prompt, *reply]}
 
 
 def _margin(row: Row) -> float:
@@ -277,7 +257,7 @@ def check_labeled(row: Row) -> str | None:
             "it has neither 'prompt', 'completion' (or 'response') and 'label', nor 'chosen' and "
             f"'rejected'; columns: {filled_columns(row)}"
         )
-    check_lm_row(_lm_row(row["prompt"], row[columns[0]]))
+    check_lm_row(reply_row(row["prompt"], row[columns[0]]))
     if str(row["label"]).lower() not in LABELS:
         raise ValueError(f"'label' is {row['label']!r}, neither true nor false")
     return columns[0]

@@ -5,7 +5,7 @@ or plain text. The rows of the file (Parquet, JSONL or CSV) have these forms:
 
   {"messages": [{"role": "user", "content": "Hi"},
                 {"role": "assistant", "content": "Hello"}]}
-  {"prompt": "Hi", "response": "Hello"}
+  {"prompt": "Hi", "response": "Hello"}      (or "completion", as in TRL)
   {"text": "Hello"}
 
   data.max_length=2048           tokens per row; longer rows are cut (default:

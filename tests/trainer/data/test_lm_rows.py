@@ -12,6 +12,7 @@ import pytest
 
 from trainer.data.lm_rows import LMRow, encode_lm_row, lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
+from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import load_tokenizer
 from verl_like.errors import CheckpointError, ConfigError
 
@@ -89,6 +90,20 @@ def test_a_template_that_does_not_end_the_assistant_s_turn_is_reported(
     assert warning.startswith("data.train_files: 2 of 2 rows have none of the model's stop tokens")
     assert "('<eos>', '<eos>')" not in warning
     assert "{{ eos_token }} after an assistant's message (within its {% generation %}" in warning
+
+
+def test_rows_of_trl_have_the_completion_in_the_loss(tokenizer: Any) -> None:
+    text = encode_lm_row({"prompt": "say a", "completion": "aaa"}, tokenizer)
+    same = encode_lm_row({"prompt": "say a", "response": "aaa"}, tokenizer)
+    assert (text.ids.tolist(), text.in_loss.tolist()) == (same.ids.tolist(), same.in_loss.tolist())
+    # the prompt has a turn of the assistant, which is not in the loss
+    row = encode_lm_row({"prompt": CHAT[:3], "completion": CHAT[3:]}, tokenizer)
+    whole = encode_lm_row({"messages": CHAT}, tokenizer)
+    assert row.ids.tolist() == whole.ids.tolist()
+    begin = len(encode_prompt(CHAT[:3], tokenizer))
+    assert row.in_loss.tolist() == [False] * begin + whole.in_loss[begin:].tolist()
+    with pytest.raises(ValueError, match="both lists of messages"):
+        encode_lm_row({"prompt": "say a", "completion": CHAT[1:2]}, tokenizer)
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "with generation markers"])
