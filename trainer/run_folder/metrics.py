@@ -39,7 +39,7 @@ def _one_number(name: str, values: Any) -> float:
 
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""The KL to show: to the reference, or otherwise to the policy before the update."""
+"""The KL to show: to the reference if the run has one, or to the policy before the update."""
 ROUNDING = 1e-8
 """A KL of at most this size counts as 0."""
 WATCHED = {"actor/entropy": "entropy", "response_length/mean": "length", "actor/pg_loss": "loss"}
@@ -52,9 +52,9 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
     if "critic/score/mean" in metrics:
         numbers.append(f"reward {metrics['critic/score/mean']:.4g}")
 
-    kls = [metrics[name] for name in KL_NAMES if abs(metrics.get(name, 0.0)) > ROUNDING]
-    if kls:  # a KL of 0 compares a policy with itself
-        numbers.append(f"KL {kls[0]:.3g}")
+    kl = next((metrics[name] for name in KL_NAMES if name in metrics), 0.0)
+    if abs(kl) > ROUNDING:  # a KL of 0 compares a policy with itself
+        numbers.append(f"KL {kl:.3g}")
 
     for name, shown in WATCHED.items():
         if name in metrics:

@@ -66,6 +66,12 @@ def test_a_console_without_terminal_gets_lines(
     ]
 
 
+def test_kl_means_the_same_in_every_line_of_a_run() -> None:
+    same_weights = {**STEP, "actor/kl_loss": 0.0}  # the first step: the policy is the reference
+    assert not any("KL" in number for number in PPOTrainer.headline(same_weights))
+    assert "KL 0.3" in PPOTrainer.headline({**STEP, "actor/kl_loss": 0.3})
+
+
 @pytest.mark.parametrize("columns", [40, 100])
 def test_the_bar_has_the_width_of_the_terminal(columns: int) -> None:
     reader, writer = os.openpty()
