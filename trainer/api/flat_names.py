@@ -75,6 +75,7 @@ class RowKeys(RunKeys, total=False):
     desirable_weight: float
     undesirable_weight: float
     sft_coef: float
+    sft_agg_mode: str
     reference_free: bool
     ref: Section
 

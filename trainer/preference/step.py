@@ -33,8 +33,8 @@ from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
-from workers.config.rows import has_reference, loss_reads
-from workers.losses.preference.measures import measures
+from workers.config.rows import has_reference, has_sft_length, loss_reads
+from workers.losses.preference.measures import SFT_LENGTH, measures
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,11 @@ def labeled_columns(
         "mismatched_kl": kl.expand(len(desirable)).clone(),
         "label_share": torch.where(desirable, share, 1 - share),
     }
+
+
+def sft_length(num_tokens: Tensor) -> Tensor:
+    """Return the mean number of tokens of the chosen responses, for each pair."""
+    return num_tokens[:, 0].double().mean().expand(len(num_tokens)).clone()
 
 
 ONE_ROW = 1e-6
@@ -188,7 +193,10 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return shown(super().step(), "train")
 
     def with_columns(self, batch: DataProto) -> DataProto:
-        """Add the reference's log-probs and, for labeled rows, the columns of the KL estimate."""
+        """Add the reference's log-probs and the columns that depend on the whole batch."""
+        if has_sft_length(self.config):
+            mask = read_columns(batch, "response_mask")["response_mask"]
+            batch = write_columns(batch, **{SFT_LENGTH: sft_length(mask.count_nonzero(dim=-1))})
         if not has_reference(self.config):
             return batch
 
@@ -211,6 +219,8 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         masks = [read_columns(batch, "response_mask")["response_mask"] for batch in batches]
         num_tokens = torch.cat([mask.count_nonzero(dim=-1) for mask in masks])
         columns = {"log_probs": log_probs, "num_tokens": num_tokens.double()}
+        if has_sft_length(self.config):
+            columns[SFT_LENGTH] = sft_length(num_tokens)
         if has_reference(self.config):
             columns["ref_log_probs"] = self.reference["val"]
 

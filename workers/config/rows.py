@@ -113,6 +113,12 @@ def has_reference(run: Any) -> bool:
     return loss_reads(run, "ref_log_probs") and not run.reference_free
 
 
+def has_sft_length(run: Any) -> bool:
+    """True if the SFT loss of this run is a mean over all tokens of a step."""
+    is_over_tokens = run.sft_agg_mode == "token-mean" and not loss_reads(run, "desirable")
+    return bool(run.sft_coef) and is_over_tokens
+
+
 def takes(name: str) -> ReadWhen:
     """Return the condition that the run's loss has a parameter of that name."""
     return entry_takes(name, "preference loss", "loss")
@@ -178,6 +184,14 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     """Weight of bad responses."""
     sft_coef: float = config_field(0.0, at_least=0, read_when=LEARNS_PAIRS)
     """Weight of the SFT loss of the chosen response; 0 disables it."""
+    sft_agg_mode: str = config_field(
+        "seq-mean-token-mean",
+        choices=("seq-mean-token-mean", "token-mean"),
+        read_when=(LEARNS_PAIRS, unless("sft_coef", 0)),
+    )
+    """Average of the SFT loss: over responses of the mean over tokens, or, as in TRL, over all
+    tokens of a step's chosen responses.
+    """
     reference_free: bool = config_field(False, read_when=MAY_BE_REFERENCE_FREE)
     """Use a uniform reference instead of a model."""
     ref: ReferenceConfig = config_field(factory=ReferenceConfig, read_when=HAS_REFERENCE)

@@ -13,9 +13,14 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
-from workers.config.rows import PreferenceWorkerConfig, has_reference, loss_reads
+from workers.config.rows import (
+    PreferenceWorkerConfig,
+    has_reference,
+    has_sft_length,
+    loss_reads,
+)
 from workers.losses.aggregate import LossAndMetrics
-from workers.losses.preference.measures import LABELED_COLUMNS, measures
+from workers.losses.preference.measures import LABELED_COLUMNS, SFT_LENGTH, measures
 from workers.models.lora import adapter_off
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
@@ -61,7 +66,8 @@ class PreferenceWorker(RowWorker, ComputesReference):
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         columns = ["ref_log_probs"] if has_reference(config) else []
         is_labeled = loss_reads(config, "desirable")
-        self.loss_columns = [*columns, *(LABELED_COLUMNS if is_labeled else ("margin",))]
+        of_pairs = ["margin", *([SFT_LENGTH] if has_sft_length(config) else [])]
+        self.loss_columns = [*columns, *(LABELED_COLUMNS if is_labeled else of_pairs)]
         super().__init__(config)
 
     def reading(self) -> Reading:

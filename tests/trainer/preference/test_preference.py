@@ -208,6 +208,31 @@ def test_every_loss_learns(
     assert (tmp_path / FILE).exists() == (loss != "orpo")
 
 
+def test_the_sft_loss_is_a_mean_over_all_tokens_of_chosen_responses(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    """As in TRL's DPOTrainer with loss_type=[sigmoid, sft], for any number of passes."""
+    rows = [{"prompt": "say a", "chosen": "ab" * n, "rejected": "cd"} for n in (1, 2, 5, 12)]
+    files = {"train": write_jsonl(tmp_path / "rows.jsonl", rows)}
+    files["val"] = files["train"]
+    more = ("sft_coef=0.4", "sft_agg_mode=token-mean", "data.train_batch_size=4")
+    more += ("trainer.total_training_steps=1", *validating(files))
+    passes = ("data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=1")
+    steps = [
+        trained(*settings_of(tiny_dir, files, tmp_path / name, *more, *words))
+        for name, words in (("one", ()), ("four", passes))
+    ]
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    pairs = read_pairs("data.train_files", str(files["train"]), tokenizer, 32)
+    chosen = [row.chosen for row in pairs]
+    log_probs = log_probs_by_hand(tiny_dir / "model", chosen)
+    nll = -sum(log_probs) / sum(int(row.in_loss[1:].sum()) for row in chosen)
+    expected = math.log(2) + 0.4 * nll  # the reference is the model
+    for numbers_of_run in steps:
+        assert numbers_of_run[-1]["train/loss"] == pytest.approx(expected, abs=1e-4)
+        assert numbers_of_run[0]["val/loss"] == pytest.approx(expected, abs=1e-4)
+
+
 def test_without_a_reference_no_table_is_written(
     tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -24,6 +24,10 @@ LABELED_COLUMNS = ("desirable", "mismatched_kl", "label_share")
 """Columns that only labeled rows have. `label_share` is the fraction of the batch's rows with the
 same label as the row.
 """
+SFT_LENGTH = "sft_length"
+"""Column of pairs with `sft_agg_mode=token-mean`: the mean length of the batch's chosen responses,
+so that the mean over pairs is a mean over tokens.
+"""
 
 
 def measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
@@ -53,7 +57,8 @@ def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]
     log_probs, num_tokens = columns["log_probs"], columns["num_tokens"]
     loss = compute_losses(settings.loss, columns, settings)
     if settings.sft_coef:
-        loss = loss - settings.sft_coef * per_token(log_probs, num_tokens)[:, 0]
+        length = columns.get(SFT_LENGTH, num_tokens[:, 0])
+        loss = loss - settings.sft_coef * per_token(log_probs[:, 0], length)
 
     shown = _shown(columns, settings)
     margin = gap(shown["rewards"])

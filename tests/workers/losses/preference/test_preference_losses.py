@@ -179,6 +179,10 @@ def test_measures_of_pairs_by_hand() -> None:
 
     with_sft = measures(columns, settings_of("dpo", sft_coef=2.0))["loss"].tolist()
     assert with_sft == pytest.approx([values["loss"][0] + 2 * 1, values["loss"][1] + 2 * 4])
+    # chosen responses of 2 and 1 tokens: the mean over the pairs is the mean over 3 tokens
+    columns["sft_length"] = torch.full((2,), 1.5)
+    over_tokens = measures(columns, settings_of("dpo", sft_coef=2.0))["loss"].mean().item()
+    assert over_tokens == pytest.approx(sum(values["loss"]) / 2 + 2 * (2 + 4) / 3)
 
 
 def test_reference_free_is_a_reference_of_zeros() -> None:
