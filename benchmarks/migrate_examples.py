@@ -1,11 +1,13 @@
-"""Run `verl-like migrate` on all examples in a checkout of verl, OpenRLHF or TRL.
+"""Run `verl-like migrate` on all examples in checkouts of verl, OpenRLHF or TRL.
 
-    python benchmarks/migrate_examples.py FOLDER [--only PART]
+    python benchmarks/migrate_examples.py FOLDER [FOLDER ...] [--only PART]
 
-The script prints a line for every example, and how many have each outcome:
+The script prints a line for every example, and how many have each outcome, by what they need:
 
+- loads: `verl-like migrate` rejects it, but `verl-like ppo` takes its arguments as they are;
 - translated: every training in it becomes a command that composes here; for verl, its sizes, rates,
-  losses and lengths equal those that verl's own Hydra composes from the same arguments;
+  losses and lengths equal those that verl's own Hydra composes from the same arguments, and bash
+  can read what is printed;
 - refused: `verl-like migrate` rejects it, for the reason in the line;
 - not recognized: it has no training that `verl-like migrate` recognizes;
 - wrong: a value differs from verl's.
@@ -21,6 +23,7 @@ import ast
 import logging
 import os
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,8 +37,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.compose import load_config
 from trainer.config.unused_keys import unused_reason
+from trainer.migrate.recorder import record
 from trainer.migrate.systems import RECIPES, migrate
 from trainer.migrate.translation import Translation
+from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
 SCHEDULER = {
@@ -43,6 +48,7 @@ SCHEDULER = {
     **{"SLURM_CPUS_PER_TASK": "16", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"},
     **{"ARNOLD_WORKER_NUM": "1", "ARNOLD_WORKER_GPU": "8"},
 }
+MAIN_PPO = "verl.trainer.main_ppo"
 ARGUMENTS = ("8", "saved")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SAME = [
@@ -87,22 +93,62 @@ SFT_KEYS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--only", default="", help="part of the path of a script")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    folder = options.folder.resolve()
     os.environ |= SCHEDULER
+    for folder in options.folders:
+        count(folder.resolve(), options.only)
+
+
+def count(folder: Path, only: str) -> None:
+    """Print the outcome of every example in a checkout, and their counts."""
     os.chdir(folder)
     system = next(name for name in ("verl", "openrlhf", "trl") if (folder / name).is_dir())
-    counts: Counter[str] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for name, source in sources(system, folder):
-        if options.only in name:
+        if only in name:
             os.chdir((folder / name).parent if system == "openrlhf" else folder)
             kind, words = outcome(system, source)
-            counts[kind] += 1
-            print(f"{kind:15} {name}: {words}", flush=True)
-    print(", ".join(f"{kind} {count}" for kind, count in counts.most_common()))
+            need = needs(name, source)
+            counts[need, kind] += 1
+            print(f"{kind:15} {need:10} {name}: {words}", flush=True)
+    print(f"{system}: {sum(counts.values())} examples")
+    for need in sorted({need for need, _ in counts}):
+        kinds = {kind: number for (other, kind), number in counts.items() if other == need}
+        listed = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+        print(f"  {need} {sum(kinds.values())}: {listed}")
+
+
+NEEDS = {
+    "engine": r"(?i)megatron|veomni|torchtitan|automodel|mindspeed|deepspeed_legacy",
+    "images": r"(?i)image_key|video|images|[_/-]vl[_\W]|vlm|minicpm_o|glm4_1v",
+    "tools": r"(?i)multi_turn\.(enable|tool)|agent_loop|tool_config|--agent_func|environment",
+    "own code": r"main_generation|recipe\.\w+\.main|main_eval",
+}
+"""What an example needs besides FSDP and texts -> a pattern of its name or its lines."""
+
+
+def needs(name: str, source: str) -> str:
+    """Return what an example needs, or "text" if FSDP and rows of texts are enough."""
+    text = Path(source).read_text(encoding="utf-8") if os.path.isfile(source) else source
+    lines = [name, *(line for line in text.splitlines() if not line.lstrip().startswith("#"))]
+    matching = (need for need, pattern in NEEDS.items() if re.search(pattern, "\n".join(lines)))
+    return next(matching, "text")
+
+
+def loads(source: str, arguments: Sequence[str]) -> bool:
+    """Return whether `verl-like ppo` composes every command of verl's PPO in a script."""
+    commands = [command.words for command in record(source, arguments).commands]
+    trained = [words for words in commands if MAIN_PPO in words]
+    try:
+        for words in trained:
+            settings = words[words.index(MAIN_PPO) + 1 :]
+            load_config([word for word in settings if "$" not in word], PPO)
+    except ConfigError:
+        return False
+    return bool(trained)
 
 
 def sources(system: str, folder: Path) -> Iterator[tuple[str, str]]:
@@ -140,8 +186,12 @@ def outcome(system: str, source: str) -> tuple[str, str]:
             results = migrate(system, source, arguments)
     except ConfigError as err:
         words = " ".join(str(err).split("\n\nverl-like")[0].split())
-        kind = "not recognized" if words.startswith("no command runs") else "refused"
+        if system == "verl" and loads(source, arguments):
+            return "loads", words[:300]
+        kind = "not recognized" if words.startswith("there is no command") else "refused"
         return kind, words[:300]
+    for done in results:
+        subprocess.run(["bash", "-n", "-c", done.report(100)], check=True)
 
     wrong = [line for done in results for line in (differences(done) if system == "verl" else [])]
     told = f"{', '.join(done.program for done in results)}{' with arguments' if arguments else ''}"
@@ -198,7 +248,9 @@ def composed(words: Sequence[str]) -> Any:
             overrides.append(word)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder.resolve()), version_base=None):
-        return compose(name, overrides)
+        config = compose(name, overrides)
+    OmegaConf.set_struct(config, False)
+    return config
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -40,6 +40,11 @@ PLACES = {
 """Prefix of a key of the recipes on rows -> its prefix in PPO."""
 SCRIPTS = {**{name: name for name in PROGRAMS}, "reward_modeling": "reward"}
 """Script -> the command that it corresponds to."""
+HINTS = {
+    "orpo": " `verl-like dpo loss=orpo` differs: its NLL is a mean per pair, over the response; in "
+    "TRL, it is a mean over all tokens of a pass, and the prompt is in it."
+}
+"""Script -> what is nearest to it here."""
 PLACES_OF_SCRIPTS = ("examples.scripts.", "trl.scripts.", "trl.experimental.")
 FIELD = re.compile(r"\w+:(\s|$)")
 MARKS = {
@@ -61,7 +66,7 @@ def translate(command: Command) -> Translation | None:
     if name and last_name(name) not in SCRIPTS:
         raise ConfigError(
             f"{command.words[len(launcher)]} has no counterpart here; the supported scripts are "
-            f"{', '.join(SCRIPTS)}."
+            f"{', '.join(SCRIPTS)}.{HINTS.get(last_name(name), '')}"
         )
     fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}
     if "lora_target_modules" in fields:  # some scripts separate them by commas

@@ -167,13 +167,14 @@ def _reject_rewards(config: PPOConfig) -> None:
 
     # an estimator that compares samples needs several, which can differ
     name = algorithm.adv_estimator
-    if rollout.n < 2 and _compares_samples(name):
+    compares_samples = _compares_samples(name) and not has_only_teacher(config)
+    if rollout.n < 2 and compares_samples:
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
             f"but {ROLLOUT}.n={rollout.n} generates only one. Set {ROLLOUT}.n to 2 or more, or "
             "algorithm.adv_estimator=reinforce_plus_plus."
         )
-    if not rollout.do_sample and (_compares_samples(name) or compares_with_greedy(name)):
+    if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
         raise ConfigError(
             f"{ROLLOUT}.do_sample=false: all samples of a prompt would be the same greedy "
             f"response, but algorithm.adv_estimator={name} learns from their differences. Set "

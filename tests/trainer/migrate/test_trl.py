@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.trainer.migrate.words import composed, migrated, notes, translated, translated_whole
 from verl_like.errors import ConfigError
+from workers.training.optim import build_optimizer
 
 FIELDS = Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").splitlines()
 """Every field of TRL's four configurations, of `ModelConfig` and `ScriptArguments`."""
 NUMBERS = {"num_train_epochs": "2", "generation_batch_size": "16", "resume_from_checkpoint": "a"}
 TEXTS = {"loss_type": "dapo", "lr_scheduler_type": "cosine", "lora_target_modules": "q_proj v_proj"}
+TINY: dict[str, Any] = {
+    **{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
 GRPO = """
 accelerate launch --num_processes 4 trl/scripts/grpo.py \\
     --model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name trl-lib/tldr \\
@@ -96,7 +111,8 @@ def test_a_yaml_is_recognized_by_its_fields_or_its_command(tmp_path: Path) -> No
     text += "loss_weights: [1.0, 0.5]\nwarmup_steps: 0.1\nmax_length: 512\n"
     done = migrated("trl", text)
     config = composed(done)
-    assert (done.program, config.loss, config.beta, config.sft_coef) == ("dpo", "dpo", 0.2, 0.5)
+    assert (done.program, config.loss, config.beta) == ("dpo", "dpo", 0.2)
+    assert (config.sft_coef, config.sft_agg_mode) == (0.5, "token-mean")
     assert (config.optim.lr_warmup_steps, config.optim.lr_warmup_steps_ratio) == (-1, 0.1)
 
     (tmp_path / "dpo.yaml").write_text(text, encoding="utf-8")
@@ -168,3 +184,40 @@ def test_kto_has_its_weights_and_lengths(tmp_path: Path) -> None:
     assert config.data.max_length is None
     config = composed(translated_whole("trl", "trl kto --model_name_or_path m --dataset_name a/b"))
     assert (config.data.max_length, config.optim.lr, config.beta) == (1024, 1e-6, 0.1)
+
+
+def test_differences_by_definition_are_noted() -> None:
+    kto = "\n".join(
+        translated_whole("trl", "trl kto --model_name_or_path m --dataset_name a/b").absent
+    )
+    assert "in TRL, the response of the row before it in the pass" in kto
+    dpo = "trl dpo --model_name_or_path m --dataset_name a/b --loss_type sigmoid sft "
+    dpo += "--loss_weights 0.5 1"
+    done = translated_whole("trl", f"{dpo} --gradient_accumulation_steps 2")
+    assert composed(done).sft_coef == 2.0
+    assert any("over those of each pass" in line for line in done.absent)
+    assert any("divided by 0.5" in line for line in done.absent)
+    with pytest.raises(ConfigError, match="orpo.py has no counterpart.*the prompt is in it"):
+        translated_whole("trl", "python examples/scripts/orpo.py --dataset_name a/b")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(attention_bias=True, mlp_bias=True, **TINY),
+        Qwen3Config(head_dim=4, **TINY),
+        MixtralConfig(num_local_experts=2, **TINY),
+        GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16),
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_weights_decay_as_in_hf_s_trainer(config: Any, tmp_path: Path) -> None:
+    command = "trl sft --model_name_or_path m --dataset_name a/b --weight_decay 0.1"
+    optim = composed(translated_whole("trl", command)).optim
+    model = AutoModelForCausalLM.from_config(config)
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    groups = build_optimizer(model.parameters(), optim).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] == 0.1 for p in group["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in decayed}
+    all_names = {name for name, _ in model.named_parameters()}
+    assert names == all_names & set(trainer.get_decay_parameter_names(model)) < all_names

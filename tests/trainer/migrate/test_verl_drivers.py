@@ -176,3 +176,50 @@ def test_keys_that_verl_does_not_read_are_left_out() -> None:
     done = translated_whole("verl", f"{MAIN} trainer.logger=['console','swanlab']")
     assert done.settings["trainer.logger"] == "[console]"
     assert any("swanlab" in line for line in done.absent)
+
+
+DISTILLATION = """
+algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 distillation.enabled=True
+distillation.nnodes=1
+distillation.teacher_models.teacher_model.model_path=t
+distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=2
+distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_task_rewards=False
+distillation.distillation_loss.use_policy_gradient=True distillation.distillation_loss.topk=64
+distillation.distillation_loss.loss_max_clamp=10.0
+"""
+
+
+def test_a_teacher_of_verl_is_ours_if_the_log_ratio_is_an_advantage() -> None:
+    line = f"{MAIN} {DISTILLATION}".replace("\n", " ")
+    done = translated_whole("verl", line)
+    distillation = composed(done).distillation
+    assert (distillation.teacher_model.model_path, distillation.use_task_rewards) == ("t", False)
+    assert any("are not clamped" in line for line in done.absent)
+    for old, new, words in (
+        ("loss_mode=k1", "loss_mode=forward_kl_topk", "the advantage is the log-ratio"),
+        ("use_policy_gradient=True", "use_policy_gradient=False", "as a loss is not supported"),
+        ("teacher_models.teacher_model.model_path", "teacher_models.a.model_path", "one teacher"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            translated_whole("verl", line.replace(old, new))
+
+
+def test_the_engine_of_verl_s_models_is_fsdp() -> None:
+    for engine in ("dp", "fsdp", "fsdp2"):
+        assert composed(translated_whole("verl", f"{MAIN} model_engine={engine}"))
+    for engine in ("megatron", "veomni", "torchtitan"):
+        with pytest.raises(ConfigError, match=f"model_engine={engine}: models are sharded by FSDP"):
+            translated_whole("verl", f"{MAIN} model_engine={engine}")
+
+
+def test_keys_that_verl_moved_are_found() -> None:
+    words = "actor_rollout_ref.actor.policy_loss.loss_mode=sapo critic.enable=False "
+    words += "actor_rollout_ref.actor.policy_loss.tau_pos=1.5 data.max_prompt_length=300 "
+    words += "actor_rollout_ref.rollout.prompt_length=300 algorithm.adv_estimator=grpo "
+    words += "actor_rollout_ref.actor.checkpoint.strict=False actor_rollout_ref.rollout.n=2 "
+    words += "actor_rollout_ref.ref.fsdp_config.optimizer_offload=True"
+    done = translated_whole("verl", f"{MAIN} {words}")
+    assert composed(done).actor_rollout_ref.actor.policy_loss.args["tau_pos"] == 1.5
+    assert len([line for line in done.always if "critic.enable" in line or "strict" in line]) == 2
+    with pytest.raises(ConfigError, match="prompt_length=300: set data.max_prompt_length"):
+        translated_whole("verl", f"{MAIN} {words} data.max_prompt_length=200")
