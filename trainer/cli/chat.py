@@ -59,17 +59,18 @@ class Chat:
         """Load the model of a folder; temperature 0 means greedy decoding."""
         import torch
         from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
 
+        from workers.models.classes import model_class
         from workers.models.folder import read_hf_config
 
-        architectures = read_hf_config(folder).architectures or []
+        config = read_hf_config(folder)
+        architectures = config.architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):
             raise ConfigError(f"{folder} is a {architectures[0]}: it scores texts and cannot chat.")
         self.tokenizer = load_tokenizer(str(folder), "the model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = model_class(config).from_pretrained(
                 folder, dtype="auto", trust_remote_code=False
             )
         except (OSError, RuntimeError, SafetensorError, *UNREADABLE) as error:

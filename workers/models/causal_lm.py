@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig
 from workers.models.attention import resolve_attention
+from workers.models.classes import base_of, build_class, freeze_towers, language_of, model_class
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import precision_of
 
@@ -54,10 +55,17 @@ class ScalarHeadModel(nn.Module):
         self.config = causal_lm.config
         self.supports_gradient_checkpointing: bool = causal_lm.supports_gradient_checkpointing
         self._no_split_modules = causal_lm._no_split_modules
-        self.base_model_prefix: str = causal_lm.base_model_prefix
         self._keys_to_ignore_on_load_unexpected = causal_lm._keys_to_ignore_on_load_unexpected
         self._keep_in_fp32_modules_strict = causal_lm._keep_in_fp32_modules_strict
-        setattr(self, self.base_model_prefix, causal_lm.base_model)
+        body = base_of(causal_lm)
+        names = (name for name, child in causal_lm.named_modules() if child is body)
+        self.base_model_prefix: str = next(names)
+        owner: nn.Module = self
+        *owners, last = self.base_model_prefix.split(".")
+        for name in owners:
+            owner.add_module(name, nn.Module())
+            owner = owner.get_submodule(name)
+        owner.add_module(last, body)
         hidden_size = causal_lm.get_input_embeddings().embedding_dim
         self.score = Float32Linear(hidden_size, 1, bias=False, dtype=causal_lm.dtype)
         if not self.score.weight.is_meta:
@@ -66,7 +74,7 @@ class ScalarHeadModel(nn.Module):
     @property
     def body(self) -> Any:
         """The base model, without the language-model head."""
-        return getattr(self, self.base_model_prefix)
+        return self.get_submodule(self.base_model_prefix)
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the head, under the name that transformers uses."""
@@ -80,7 +88,12 @@ class ScalarHeadModel(nn.Module):
 
 def body_of(module: Any) -> Any:
     """Return the base model, without its token head or scalar head."""
-    return module.body if isinstance(module, ScalarHeadModel) else module.base_model
+    return module.body if isinstance(module, ScalarHeadModel) else base_of(module)
+
+
+def language_half(module: Any) -> Any:
+    """Return the part of the base model that rows of text run through."""
+    return language_of(body_of(module))
 
 
 def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
@@ -88,8 +101,6 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
 
     Its parameters are on the meta device; its buffers are on the CPU. It will compute on `device`.
     """
-    from transformers import AutoModelForCausalLM
-
     precision = precision_of(config, device.type)
     folder = model_folder(config.path)
     if not (folder / "config.json").is_file():
@@ -100,16 +111,11 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
 
     try:
         hf_config = read_hf_config(folder)
-        for name, value in hf_config.to_dict().items():
-            if "drop" in name and isinstance(value, float):
-                setattr(hf_config, name, 0.0)
-        model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
-        if model_cls is None:
-            raise ValueError(
-                "the installed transformers has no causal LM for model type "
-                f"{hf_config.model_type!r}"
-            )
-
+        for part in {id(part): part for part in (hf_config, hf_config.get_text_config())}.values():
+            for name, value in part.to_dict().items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(part, name, 0.0)
+        model_cls = model_class(hf_config)
         attention = resolve_attention(
             config.attn_implementation,
             device,
@@ -119,9 +125,8 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             f"{config.SECTION}.attn_implementation",
         )
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=precision.weights, attn_implementation=attention
-            )
+            model = build_class(hf_config, dtype=precision.weights, attn_implementation=attention)
+            freeze_towers(model)
             module = model if head == "token" else ScalarHeadModel(model)
     except (ValueError, OSError) as error:
         raise ConfigError(

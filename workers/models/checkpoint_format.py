@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.models.classes import meta_class
 from workers.models.folder import read_hf_config
 from workers.models.state import Named, named_state
 
@@ -162,8 +163,4 @@ class CheckpointFormat:
 
 def checkpoint_format(model_path: str) -> CheckpointFormat:
     """Return the format of the causal LM in this folder; only its configuration is read."""
-    from transformers import AutoModelForCausalLM
-
-    config = read_hf_config(model_path)
-    with torch.device("meta"):
-        return CheckpointFormat(AutoModelForCausalLM.from_config(config))
+    return CheckpointFormat(meta_class(read_hf_config(model_path)))

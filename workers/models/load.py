@@ -30,6 +30,7 @@ from workers.config import ModelConfig
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.checkpoint_format import WeightGroup, checkpoint_format
+from workers.models.classes import build_class
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
@@ -105,7 +106,7 @@ def load_weights(
         if head == "score" and SCORE in missing:
             raise ConfigError(f"the model {config.path!r} {NO_SCORE}")
         _reject_unfit(config, unfit)
-        stored_names = _load_converted(missing, config, source) if missing else set[str]()
+        stored_names = _load_converted(module, missing, config, source) if missing else set[str]()
         if not missing and full_module is not module:
             groups = checkpoint_format(str(source.path)).groups.values()
             stored_names = {name for group in groups for name in group.stored}
@@ -287,11 +288,14 @@ class Folder:
         return self.opened[file]
 
 
-def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Folder) -> set[str]:
+def _load_converted(
+    module: Any, missing: dict[str, Tensor], config: ModelConfig, source: Folder
+) -> set[str]:
     """Fill the weights that the folder stores in a different layout, and remove them from
     `missing`.
 
-    Returns the names of the folder's tensors from which they were converted.
+    Returns the names of the folder's tensors from which they were converted, and of a language
+    model's head that the module does not have.
     """
     groups, taken = checkpoint_format(str(source.path)).groups, set[str]()
     for name in [*missing]:
@@ -305,6 +309,9 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
         _reject_unfit(config, [*filter(None, wrong)])
         _fill_group(missing, group, source)
         taken |= set(group.stored)
+    if isinstance(module, ScalarHeadModel):
+        outside = (n for n in groups if not n.startswith(source.prefix))
+        taken |= {stored for name in outside for stored in groups[name].stored}
     return taken
 
 
@@ -398,14 +405,12 @@ def random_weights(config: ModelConfig) -> dict[str, Tensor]:
     The result has all weights of the causal LM by name, in float32 in host memory, and is equal on
     every rank.
     """
-    from transformers import AutoModelForCausalLM
-
     check_weights(f"{config.SECTION}.path", config.path, config)
     assert config.random_init_seed is not None, "a folder without weights and seed was let through"
     logger.info("the model %s: random weights, seed %d", config.path, config.random_init_seed)
     hf_config = read_hf_config(model_folder(config.path))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.random_init_seed)
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        model = build_class(hf_config, dtype=torch.float32)
     weights: dict[str, Tensor] = model.state_dict()
     return weights

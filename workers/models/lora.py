@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from verl_like.errors import ConfigError, nearest
 from workers.config import ModelConfig
 from workers.models.attention import log_once
-from workers.models.causal_lm import ScalarHeadModel
+from workers.models.causal_lm import ScalarHeadModel, language_half
+from workers.models.classes import has_towers
 from workers.models.state import Named
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
 
@@ -44,12 +45,14 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
         ) from error
 
     has_scalar_head = isinstance(module, ScalarHeadModel)
-    body = module.body if has_scalar_head else module
-    names = [name for name, child in module.named_modules() if _is_linear(child)]
+    body, language = (module.body if has_scalar_head else module), language_half(module)
+    if has_towers(module):
+        body = language  # adapters fit only the half that text runs through
+    names = [name for name, child in body.named_modules() if _is_linear(child)]
     linear = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     target, container = config.target_modules, body
     if target == "all-linear":
-        head, modules = body.get_output_embeddings(), body.named_modules()
+        head, modules = module.get_output_embeddings(), body.named_modules()
         target = [name for name, child in modules if _is_linear(child) and child is not head]
     if not isinstance(target, str):
         target = list(target)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.config import ModelConfig
 from workers.models.attention import heads_of, layer_configs
-from workers.models.causal_lm import Head, body_of, empty_model
+from workers.models.causal_lm import Head, body_of, empty_model, language_half
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
 from workers.models.pass_trace import PassShapes, PassTrace, trace_pass
@@ -247,7 +247,7 @@ def _of_stages(
 @cache
 def _whole(model: _Described, compute: torch.dtype, tp: int) -> ModelShapes:
     weights = _counted(model)
-    body, text = body_of(weights.module), weights.module.config.get_text_config()
+    body, text = language_half(weights.module), weights.module.config.get_text_config()
     if tp > 1:
         from workers.parallel import tensor  # imported late: it loads torch's DTensor
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_like.errors import BatchError, ConfigError
-from workers.models.causal_lm import body_of, replaced_forward
+from workers.models.causal_lm import replaced_forward
 from workers.models.support.proof import Support, relative_error
 from workers.parallel.experts import experts_of
 
@@ -174,7 +174,7 @@ def _in_mode(module: nn.Module, mode: TorchFunctionMode) -> AbstractContextManag
 def check_routers(module: Any) -> None:
     """Reject a model, on any device, whose choices cannot be recorded or replayed."""
     Routers(module)
-    config = body_of(module).config.get_text_config()
+    config = module.config
     if reason := Support.of(config).why_not(replayed_routing):
         raise ConfigError(
             f"{KEY}: the experts that a model of type {config.model_type!r} chooses cannot be "

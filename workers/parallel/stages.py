@@ -50,7 +50,7 @@ class StageParts:
     @classmethod
     def of(cls, module: Any) -> StageParts:
         """Find the parts; raise NoStages if the module is structured differently."""
-        body = getattr(module, module.base_model_prefix)
+        body = getattr(module, module.base_model_prefix, module)
         children, embeddings = dict(body.named_children()), body.get_input_embeddings()
         [*tables] = (name for name, child in children.items() if child is embeddings)
         [*lists] = (
@@ -211,7 +211,7 @@ class Stages:
 
     def __init__(self, module: Any, ranges: Sequence[range]) -> None:
         self.module, self.last = module, len(ranges) - 1
-        self.body = getattr(module, module.base_model_prefix)
+        self.body = getattr(module, module.base_model_prefix, module)
         parts = StageParts.of(module)
         owner, name = parts.embeddings
         self.received = Received(owner._modules[name])

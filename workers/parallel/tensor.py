@@ -294,7 +294,7 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
 
 def _body(module: Any) -> Any:
     """Return the base model without its head."""
-    return getattr(module, module.base_model_prefix)
+    return getattr(module, module.base_model_prefix, module)
 
 
 def _hook(layer: nn.Module, style: Whole) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -221,8 +220,7 @@ def cache_problem(config: Any, longest: int) -> str:
     differ, the rows are also decoded without a cache, because a class may compute the logits of a
     prefix differently from those of the whole row.
     """
-    support = replace(Support.of(config), config=config)  # this config, not that of its text model
-    return support.why_not(generation_with_cache, longest)
+    return Support.of(config).why_not(generation_with_cache, longest)
 
 
 def generation_with_cache(model: Any) -> str:

@@ -25,7 +25,7 @@ from torch import nn
 
 from verl_like.process.machine import memory_gib
 from workers.models.attention import heads_of, layer_configs
-from workers.models.causal_lm import body_of
+from workers.models.causal_lm import language_half
 from workers.training.microbatch import Rows, all_reduce
 from workers.training.packing import needed_lengths, split_segments
 
@@ -105,7 +105,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     num_tokens = lengths.sum() - engine.row_passes.num_shared(taken["input_ids"], reads)
 
     model = engine.whole_module
-    body, head = body_of(model), model.get_output_embeddings()
+    body, head = language_half(model), model.get_output_embeddings()
     config = body.config.get_text_config()
     is_looked_up = {id(m.weight) for m in body.modules() if isinstance(m, nn.Embedding)}
     per_token = 0.0

@@ -62,7 +62,7 @@ def prove_rows(
     ranks = None
     if group is not None:
         check_split(support, group.size(), reason)
-        ranks = SequenceRanks(group, support.config.num_attention_heads)
+        ranks = SequenceRanks(group, support.config.get_text_config().num_attention_heads)
     if reason not in ("", PADDED_BY_USER):
         logger.warning(
             "model type %s %s packed rows (%s), so it runs on padded rows, which is slower. Set "
@@ -112,7 +112,7 @@ def check_split(
     `section` is the key of its `parallel` section.
     """
     # state space models have no heads
-    num_heads = getattr(support.config, "num_attention_heads", num_ranks)
+    num_heads = getattr(support.config.get_text_config(), "num_attention_heads", num_ranks)
     if num_ranks <= num_heads and num_heads % num_ranks:
         raise ConfigError(
             f"{section}.sp={num_ranks} does not divide the {num_heads} attention heads of model "

@@ -13,9 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 WINDOW, POSITIONS, VOCAB, LAYERS, SEED = 16, 256, 128, 4, 16
 
@@ -148,6 +151,21 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 """Model type -> fields with other sizes."""
 
+MROPE = {
+    "text_config": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    }
+}
+TOWERS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2_vl": {"vision_config": {"embed_dim": 32, "depth": 2, "hidden_size": 32}, **MROPE},
+    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 32, "depth": 2}, **MROPE},
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        {"vision_config": {"out_hidden_size": 32, "depth": 2}},
+    ),
+}
+"""Model type -> section -> fields of its tower with other sizes."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2+window": (
         "qwen2",
@@ -201,8 +219,9 @@ class NotBuilt(Exception):
 
 
 def cases() -> list[str]:
-    """Return every model type of transformers with a causal LM, and the variants."""
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+    """Return every model type of transformers with a generative model, and the variants."""
+    types = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return [*types, *VARIANTS]
 
 
 def tiny_model_config(case: str) -> Any:
@@ -211,7 +230,10 @@ def tiny_model_config(case: str) -> Any:
     try:
         config_cls = CONFIG_MAPPING[model_type]
         default = config_cls().to_dict()
-        config = config_cls(**{**_shrunk(default), **EXCEPTIONS.get(model_type, {}), **fields})
+        small = _shrunk(default)
+        for section, others in TOWERS.get(model_type, {}).items():
+            small[section] = small.get(section, {}) | others
+        config = config_cls(**{**small, **EXCEPTIONS.get(model_type, {}), **fields})
     except Exception as error:
         raise NotBuilt(f"{model_type}: {type(error).__name__}: {error}") from error
     return config
@@ -229,6 +251,8 @@ def _shrunk(default: dict[str, Any]) -> dict[str, Any]:
                 small[name]["model_type"] = value["model_type"]
         elif name == "rope_parameters" and isinstance(value, dict):
             small[name] = _short_rope(value)
+            if "mrope_section" in value:  # pairs of time, height and width
+                small[name]["mrope_section"] = [2, 1, 1]
         elif name == "is_decoder":
             small[name] = True
         elif name.endswith("_token_id") and isinstance(value, int):
@@ -257,7 +281,9 @@ def build_tiny(config: Any) -> Any:
         try:
             # sdpa drops the soft cap of attention scores
             capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-            module = AutoModelForCausalLM.from_config(
+            has_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            auto_class = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+            module = auto_class.from_config(
                 config, dtype=torch.float32, attn_implementation="eager" if capped else None
             )
         except (AttributeError, TypeError, ValueError, RuntimeError, ImportError) as error:

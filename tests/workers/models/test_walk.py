@@ -21,7 +21,8 @@ from tests.workers.models.walk import (
 RESULTS: dict[str, list[str] | None] = json.loads((ROOT / "docs/data/models.json").read_text())
 FAST = (
     "llama qwen2+window mixtral+jitter phi3+longrope gemma2 gpt2 bloom deepseek_v3 llama4_text "
-    "gpt_oss gemma4_text+heads"
+    "gpt_oss gemma4_text+heads gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 llama4 internvl "
+    "llava mistral3 smolvlm idefics3"
 ).split()
 UNKNOWN = {"blt": "reads bytes through three models; its configuration has no layers of its own"}
 """Case -> why it is not walked."""

@@ -40,16 +40,15 @@ class Support:
     model_type: str
     """The model type, for messages."""
     config: Any
-    """The text model's config; its class is tested."""
+    """The model's config; its class is tested."""
     attention: str
     """The attention of the small model, on the CPU: eager or sdpa."""
 
     @classmethod
     def of(cls, config: Any, built_with: str = "") -> Support:
         """Return the support for a config, with this attention or by default the config's own."""
-        text = config.get_text_config()
-        is_eager = (built_with or text._attn_implementation) == "eager"
-        return cls(config.model_type, text, "eager" if is_eager else "sdpa")
+        is_eager = (built_with or config.get_text_config()._attn_implementation) == "eager"
+        return cls(config.model_type, config, "eager" if is_eager else "sdpa")
 
     def why_not(self, proof: Proof, longest: int | None = None) -> str:
         """Return why the tested way is wrong for rows of up to `longest` tokens (None: of any

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from workers.models.classes import model_class
+
 LIMIT = 16
 """Largest window, chunk and original context length in a stand-in, in tokens.
 
@@ -56,7 +58,8 @@ SIZES = {
     "attention_hidden_size intermediate_size n_inner ffn_dim dim_ff ffn_hidden_size "
     "dense_intermediate_size moe_intermediate_size shared_expert_intermediate_size "
     "shared_intermediate_size intermediate_size_mlp expert_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size embed_dim out_hidden_size vision_output_dim "
+    "projector_input_dim projector_output_dim projection_dim",
     16: "head_dim swa_head_dim dim_head kv_channels qk_nope_head_dim v_head_dim kv_lora_rank "
     "q_lora_rank linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim "
     "index_n_heads state_size ssm_state_size mamba_d_state hidden_size_per_layer_input "
@@ -72,7 +75,7 @@ SIZES = {
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
 """By config field of a width: its size in a stand-in."""
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth")
 PERIODS = (
     "period offset interval freq step pattern first_k_dense_replace max_window_layers "
     "num_kv_shared_layers num_dense_layers every_n_layers moe_layer_start_index block_types"
@@ -91,10 +94,11 @@ class ConfigByContent:
 
     @classmethod
     def of(cls, config: Any) -> ConfigByContent:
-        """Identify the config by all fields except its folder and those in `LEFT_OUT`."""
+        """Identify the config by its class and all fields but its folder and `LEFT_OUT`."""
         content = config.to_dict()
         for name in ("_name_or_path", *LEFT_OUT):
             content.pop(name, None)
+        content["class"] = model_class(config).__name__
         return cls(config, json.dumps(content, sort_keys=True, default=str))
 
 
@@ -105,14 +109,13 @@ def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
     run exceeds is set so high that no test row exceeds it either.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoModelForCausalLM
 
-    failures = []
+    cls, failures = model_class(config), []
     for with_widths in (True, False):
         try:
             small = shrunk(config, with_widths, longest)
             with torch.device("meta"):
-                sizes = AutoModelForCausalLM.from_config(small).num_parameters()
+                sizes = cls._from_config(small).num_parameters()
             if sizes > LARGEST:
                 raise ValueError(
                     f"a small model of its class would have {sizes:,} parameters, more than "
@@ -120,9 +123,7 @@ def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
                 )
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(
-                    small, dtype=torch.float32, attn_implementation=attention
-                )
+                model = cls._from_config(small, dtype=torch.float32, attn_implementation=attention)
                 _leave_defaults(model)
                 model.eval()(torch.arange(3, 8)[None], use_cache=False)
             return model
@@ -136,7 +137,7 @@ def reach(config: Any, longest: int) -> int:
 
     The stand-in is built for this length, so that more runs share it and its proofs.
     """
-    fields = config.to_dict()
+    fields = config.get_text_config().to_dict()
     rope = fields.get("rope_parameters")
     limits = [fields.get(name) for name in LIMITS]
     limits += [part.get("original_max_position_embeddings") for part in _parts(rope)]
@@ -147,6 +148,8 @@ def reach(config: Any, longest: int) -> int:
 def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
     """Return the config of the tiny model; without `with_widths`, layers keep their widths."""
     fields = copy.deepcopy(config.to_dict())
+    if config.get_text_config() is not config:
+        return _shrunk_parts(config, fields, with_widths, longest)
     count_name = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
     if fields.get("num_layers_per_stack"):
         # hrm_text counts a layer per pass, because every pass has a separate cache
@@ -175,6 +178,22 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
 
     for part in _parts(fields.get("rope_parameters")):
         _shrink_rope(part, fields, longest)
+    for name in LEFT_OUT:
+        fields.pop(name, None)
+    return type(config).from_dict(fields)
+
+
+def _shrunk_parts(
+    config: Any, fields: dict[str, Any], with_widths: bool, longest: int | None
+) -> Any:
+    """Shrink the config of the language half, and those of the towers, which text never reaches."""
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            is_text = part is config.get_text_config()
+            fields[name] = shrunk(part, with_widths or not is_text, longest).to_dict()
+    for name, value in fields.items():
+        if "token" in name and isinstance(value, int) and value >= VOCABULARY:
+            fields[name] = 1  # the ids of images, which no row of a proof has
     for name in LEFT_OUT:
         fields.pop(name, None)
     return type(config).from_dict(fields)
@@ -269,6 +288,10 @@ def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | No
         or fields.get("hidden_size", 0) // heads
     )
     part = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+    if sections := rope.get("mrope_section"):  # pairs of time, height and width
+        pairs = int(width * part) // 2
+        height = max(1, sections[1] * pairs // sum(sections))
+        rope["mrope_section"] = [pairs - 2 * height, height, height]
     for name in ("long_factor", "short_factor"):
         factors, pairs = rope.get(name), int(width * part) // 2
         if factors and pairs:

@@ -70,7 +70,7 @@ class NativeRolloutEngine(ModuleRolloutEngine):
         self.config = module.config.get_text_config()
         width = limits.prompt_width + limits.response_width
         check_model(self.config, width)
-        check_decoding(self.config, width)
+        check_decoding(module.config, width)
         self.owns_weights = owns_weights
         self.direct_agrees: bool | None = None
         """True if `DirectForward` agrees with the module; None before they are compared."""

@@ -196,7 +196,7 @@ def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tens
         tuple(6 + (7 + row) * place % (VOCABULARY - 6) for place in range(length))
         for row, length in enumerate(lengths)
     ]
-    config, positions = model.config, torch.tensor(lengths)
+    config, positions = model.config.get_text_config(), torch.tensor(lengths)
     width = slot_width(config, PROMPT_WIDTH, NUM_STEPS)
     slots = Slots(len(prompts), width, min_window(config), positions.device)
     cache = SlotCache(config.num_hidden_layers, slots)

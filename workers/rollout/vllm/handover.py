@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from workers.models.classes import meta_class
+from workers.models.folder import read_hf_config
 from workers.models.lora import add_adapter, is_adapter, save_adapter
-from workers.rollout.vllm.setup import ExpectedWeights, meta_model
+from workers.rollout.vllm.setup import ExpectedWeights
 from workers.weights.checksum import (
     NumberedTensor,
     checksum_of,
@@ -116,7 +118,7 @@ class AdapterFiles:
 
     def __init__(self, config: ModelConfig, model_path: str) -> None:
         self.config = config
-        self.module = meta_model(model_path)
+        self.module = meta_class(read_hf_config(model_path))
         add_adapter(self.module, config)
         named = self.module.named_parameters()
         self.shapes = {name: tensor.shape for name, tensor in named if is_adapter(name)}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.checkpoint_format import CheckpointFormat
+from workers.models.classes import meta_class
 from workers.models.folder import read_hf_config
 from workers.models.routing import Routers
 from workers.models.state import named_state
@@ -192,22 +193,14 @@ class ExpectedWeights:
         return sum(shape.numel() for shape in self.shapes.values())
 
 
-def meta_model(model_path: str) -> Any:
-    """Return the folder's model on the meta device, without weights."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(read_hf_config(model_path))
-
-
 def no_choices_of(model_path: str) -> Tensor:
     """Return an empty tensor of expert choices for this model, of shape [0, layers, choices]."""
-    return Routers(meta_model(model_path)).no_choices
+    return Routers(meta_class(read_hf_config(model_path))).no_choices
 
 
 def expected_weights(model_path: str) -> ExpectedWeights:
     """Return the weights that the model expects, from its config; tied weights count once."""
-    model = meta_model(model_path)
+    model = meta_class(read_hf_config(model_path))
     model.tie_weights()
     shapes = {name: weight.shape for name, weight in named_state(model)}
     first = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -19,7 +19,7 @@ import torch
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.models.attention import warn_once
-from workers.models.causal_lm import body_of, replaced_forward
+from workers.models.causal_lm import body_of, language_half, replaced_forward
 from workers.models.precision import computing_in
 from workers.parallel.dims import ParallelDims
 from workers.training.lm_head import ROWS_ON_GPU, TokenOutputs, columns_of_logits, rows_per_chunk
@@ -42,7 +42,11 @@ class Compile(ModelPart):
     def change(self, model: Model) -> None:
         """Find the layers, before FSDP replaces their classes."""
         names = set(model.module._no_split_modules or ())
-        self.layers = [layer for layer in model.module.modules() if type(layer).__name__ in names]
+        self.layers = [
+            layer
+            for layer in language_half(model.module).modules()
+            if type(layer).__name__ in names
+        ]
 
     def finish(self, model: Model) -> None:
         """Use the compiled layers if a short pass works on all ranks; every rank must call this."""
