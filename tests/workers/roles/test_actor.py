@@ -20,6 +20,7 @@ METRICS = {
     "grad_norm",
     "lr",
     "skipped_steps",
+    "weights_changed_fraction",
 }
 
 

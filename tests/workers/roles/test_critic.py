@@ -53,6 +53,7 @@ def test_updates_move_values_to_the_returns(one_layer_dir: Path) -> None:
     assert losses[0] == pytest.approx(0.5)
     assert losses[-1] < 0.05
     names = {"vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr", "skipped_steps"}
+    names |= {"weights_changed_fraction"}
     assert metrics.keys() == {f"critic/{name}" for name in names}
     assert all(type(value) is float for value in metrics.values())
 
