@@ -213,7 +213,8 @@ def differences(done: Translation) -> list[str]:
     pairs = of_sft(theirs, ours) if done.program == "sft" else of_ppo(theirs, ours)
     lines = []
     for key, (there, here) in pairs.items():
-        if not is_same(there, here) and key not in absent and is_read(ours, key):
+        is_compared = here is not None and key not in absent and is_read(ours, key)
+        if is_compared and not is_same(there, here):
             lines.append(f"{key} is {there} there, {here} here")
     return lines
 
@@ -308,7 +309,9 @@ def of_sft(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
         here: (value_of(theirs, there), value_of(ours, here)) for there, here in SFT_KEYS.items()
     }
     optim = theirs.optim
-    schedule = optim.get("lr_scheduler") or optim.get("warmup_style") or optim.lr_scheduler_type
+    schedule = (
+        optim.get("lr_scheduler") or optim.get("warmup_style") or optim.get("lr_scheduler_type")
+    )
     pairs["optim.lr_scheduler_type"] = schedule, ours.optim.lr_scheduler_type
     share = value_of(theirs, "optim.lr_warmup_steps_ratio")
     pairs["optim.lr_warmup_steps_ratio"] = share, ours.optim.lr_warmup_steps_ratio

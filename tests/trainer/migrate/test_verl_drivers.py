@@ -150,7 +150,8 @@ def test_sft_has_verl_s_defaults_and_torchrun_s_processes(tmp_path: Path) -> Non
 def test_sft_with_an_engine_is_translated() -> None:
     words = "model.path=y optim.lr=2e-5 optim.warmup_style=cosine optim.min_lr_ratio=0.1 "
     words += "engine=fsdp2 optim=fsdp2 engine.ulysses_sequence_parallel_size=2 "
-    words += "data.max_token_len_per_gpu=4096 checkpoint.save_contents=[model]"
+    words += "data.max_token_len_per_gpu=4096 checkpoint.save_contents=[model] "
+    words += "data.ignore_input_ids_mismatch=True"
     line = SFT.format(driver="sft_trainer", words=words).replace("$1", "2").replace("\\\n", "")
     config = composed(translated_whole("verl", line))
     assert (config.optim.lr, config.optim.lr_scheduler_type) == (2e-5, "cosine")
@@ -217,9 +218,11 @@ def test_keys_that_verl_moved_are_found() -> None:
     words += "actor_rollout_ref.actor.policy_loss.tau_pos=1.5 data.max_prompt_length=300 "
     words += "actor_rollout_ref.rollout.prompt_length=300 algorithm.adv_estimator=grpo "
     words += "actor_rollout_ref.actor.checkpoint.strict=False actor_rollout_ref.rollout.n=2 "
-    words += "actor_rollout_ref.ref.fsdp_config.optimizer_offload=True"
+    words += "actor_rollout_ref.ref.fsdp_config.optimizer_offload=True "
+    words += "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"
     done = translated_whole("verl", f"{MAIN} {words}")
     assert composed(done).actor_rollout_ref.actor.policy_loss.args["tau_pos"] == 1.5
+    assert composed(done).actor_rollout_ref.model.dtype == "bfloat16"
     assert len([line for line in done.always if "critic.enable" in line or "strict" in line]) == 2
     with pytest.raises(ConfigError, match="prompt_length=300: set data.max_prompt_length"):
         translated_whole("verl", f"{MAIN} {words} data.max_prompt_length=200")
