@@ -41,7 +41,8 @@ def begin(loaded: Loaded, seeds: tuple[int, int]) -> Episode | AgentEpisode:
     seed_globals(seeds[1])
     rng = np.random.default_rng(seeds[0])
     session = AgentSession(loaded.parse, loaded.players, loaded.reuses_replies)
-    return AgentEpisode(loaded.agent, loaded.kwargs, rng, session, loaded.endpoint)
+    url, listener = loaded.endpoint, loaded.listener
+    return AgentEpisode(loaded.agent, loaded.kwargs, rng, session, url, listener)
 
 
 class Episode:

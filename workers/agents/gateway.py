@@ -30,7 +30,6 @@ import os
 import queue
 import secrets
 import socket
-import socketserver
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,6 +97,8 @@ class AgentEpisode:
     session: AgentSession
     url: str
     """The address at which agents on other machines reach the policy, or ""."""
+    listener: int = -1
+    """With `url`: the descriptor of the socket at which their requests arrive."""
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the agent; return its first request, or raise if it ends without one."""
@@ -106,7 +107,7 @@ class AgentEpisode:
         root = f"http://127.0.0.1:{server.server_port}/{session.name}"
         if self.url:
             root = self.url
-            open_to_others(session)
+            open_to_others(session, self.listener)
         url = f"{root}/v1"
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name}
         os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": session.name}
@@ -439,26 +440,26 @@ def endpoint() -> AgentEndpoint:
 class OuterEndpoint(AgentEndpoint):
     """A server for agents on other machines, whose connections `workers.agents.router` forwards."""
 
-    address_family = socket.AF_UNIX
-    server_bind = socketserver.TCPServer.server_bind
     key_file = ""
 
 
 @cache
-def outer_endpoint() -> OuterEndpoint:
-    """Return the server of this process for other machines, on a socket in the process's folder."""
-    server = OuterEndpoint(f"{os.getpid()}.socket", _OuterHandler)  # type: ignore[arg-type]
+def outer_endpoint(listener: int) -> OuterEndpoint:
+    """Return the server of this process for other machines, which listens at this descriptor."""
+    server = OuterEndpoint(("", 0), _OuterHandler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=listener)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
-def open_to_others(session: AgentSession) -> None:
+def open_to_others(session: AgentSession, listener: int) -> None:
     """Create a link to this process's socket, named by the session's key, for the router."""
-    server = outer_endpoint()
+    server = outer_endpoint(listener)
     if server.key_file:
         os.remove(server.key_file)
     server.session, server.key_file = session, os.path.abspath(session.name)
-    os.symlink(os.path.abspath(str(server.server_address)), server.key_file)
+    os.symlink(server.socket.getsockname(), server.key_file)
 
 
 def _size(text: str, base: int, before: int = 0) -> int:

@@ -219,9 +219,16 @@ class EnvironmentHost:
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             process = _Process(next(self._numbers), ours)
-            order = ORDER.pack(OPEN, process.number)
-            with suppress(OSError), theirs:  # after an error, the message to the process fails
-                socket.send_fds(self._orders, [order], [theirs.fileno()])
+            order, passed = ORDER.pack(OPEN, process.number), [theirs]
+            with suppress(OSError), ExitStack() as closing:
+                closing.enter_context(theirs)
+                if self._router is not None:  # without network, a sandbox cannot create a listener
+                    listener = closing.enter_context(socket.socket(socket.AF_UNIX))
+                    listener.bind(os.path.join(self._router.folder, f"{process.number}.socket"))
+                    listener.listen()
+                    passed.append(listener)
+                # after an error, the message to the process fails
+                socket.send_fds(self._orders, [order], [end.fileno() for end in passed])
         process.step_timeout_s = step_timeout_s or self._step_timeout_s
         self._open[number] = process
         self._selector.register(process.socket, selectors.EVENT_READ, number)

@@ -123,6 +123,8 @@ class Loaded:
     """A function that plays a trajectory, instead of a class."""
     endpoint: str = ""
     reuses_replies: bool = False
+    listener: int = -1
+    """With `endpoint`: the descriptor of the process's listening socket."""
 
     @property
     def players(self) -> list[str]:

@@ -16,8 +16,9 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -31,11 +32,11 @@ from workers.rewards.process import describe_error, place_of
 
 FROM_JSON = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 TO_JSON = json.JSONEncoder().encode
-ROOM_FOR_ONE = socket.CMSG_SPACE(struct.calcsize("@i"))
-"""Buffer size of an ancillary message with one file descriptor."""
 ORDER = struct.Struct("!cQ")
 """Format of an order: open or kill, and the number of the process."""
 OPEN, KILL = b"o", b"k"
+MOST_PASSED = 2
+"""Maximum number of descriptors that come with an order."""
 WARM_UPS = 16
 """Number of calls that warm a function up; Python specializes it after a few calls."""
 PREFIX = b"(environment) "
@@ -93,25 +94,25 @@ def _fork_on_orders(
                 running = {number: other for number, other in running.items() if other != pid}
         if not ready:
             continue
-        order, sent, _, _ = orders.recvmsg(ORDER.size, ROOM_FOR_ONE)
+        order, passed, _, _ = socket.recv_fds(orders, ORDER.size, MOST_PASSED)
         if len(order) < ORDER.size:
             return
         order_kind, number = ORDER.unpack(order)
         if order_kind == KILL:
             _kill(running.pop(number, 0))
             continue
-        (theirs,) = struct.unpack("@i", sent[0][2])
         try:
             pid = os.fork()
         except OSError as error:  # too many processes, or no memory; only this trajectory fails
             print(f"cannot start a process for a trajectory: {error}", file=sys.stderr, flush=True)
-            os.close(theirs)
-            continue
+            pid = -1
         if pid == 0:
             orders.close()
-            _play(theirs, loaded, spec)
-        os.close(theirs)
-        running[number] = pid
+            _play(passed, loaded, spec)
+        for descriptor in passed:
+            os.close(descriptor)
+        if pid > 0:
+            running[number] = pid
 
 
 def _kill(pid: int) -> None:
@@ -123,11 +124,17 @@ def _kill(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) -> NoReturn:
-    """Reply to one trajectory after the other until the other end closes, then exit."""
+def _play(passed: Sequence[int], loaded: Mapping[str, Loaded], spec: EnvironmentSpec) -> NoReturn:
+    """Reply to one trajectory after the other until the other end closes, then exit.
+
+    The descriptors are those of the connection, and, with `environment.endpoint`, of a listener.
+    """
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
+        descriptor, *listeners = passed
+        if listeners:
+            loaded = {n: replace(code, listener=listeners[0]) for n, code in loaded.items()}
         _answer_all(descriptor, loaded, spec.sandbox.allow_cpu)
     except ConnectionError:
         pass  # the other end is gone

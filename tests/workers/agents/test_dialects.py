@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from tests.waiting import wait_until
 from tests.workers.agents.test_gateway import (
     ADD,
     ASK,
@@ -237,8 +237,7 @@ def test_other_machines_reach_a_session_by_its_key(
     )
 
     def send_requests() -> list[Any]:
-        while not (tmp_path / "key").is_file():
-            time.sleep(0.02)
+        wait_until((tmp_path / "key").is_file)
         address, key = (tmp_path / "key").read_text().split()
         body: Any = {"model": "any", "messages": ASK, "max_tokens": 4}
         replies: list[Any] = []
@@ -265,6 +264,7 @@ def test_other_machines_reach_a_session_by_its_key(
         (trajectory,) = loop.play(start, sampling_of(tokenizer), 1)
         replies = future.result(10)
     assert (trajectory.ended, trajectory.problem) == ("terminated", "")
+    assert trajectory.rewards[-1][1] == 0.0, "it can create Unix sockets"
     assert trajectory.num_turns == 3, "a repeated request is no turn"
     assert [reply.status_code for reply in replies] == [200, 200, 401, 401, 401, 401]
 
