@@ -39,7 +39,7 @@ class Count(Environment):
 
     def step(self, text):
         self.turns += 1
-        return TrajectoryEnd(1.0) if self.turns == self.goal else Observation("no", reward=-0.25)
+        return TrajectoryEnd(1.5) if self.turns == self.goal else Observation("no", reward=-0.25)
 """
 AGENT = """import json
 from urllib.error import HTTPError
@@ -283,7 +283,7 @@ def test_best_trajectories_become_chats(
         assert roles == ["user", "assistant"] * (len(roles) // 2)
         assert row["messages"][0]["content"].endswith("\ngo")
         assert row["messages"][2]["content"] == "no"
-        assert row["score"] == 1.25 - 0.25 * len(roles) / 2
+        assert row["score"] == 1.75 - 0.25 * len(roles) / 2
     read = read_lm_rows("data.train_files", f"{tmp_path}/best/selected.jsonl", tokenizer, 99)
     assert len(read) == len(rows) > 0
     with pytest.raises(ConfigError, match=r"selection\.format=pairs: .* neither tools nor pairs"):
@@ -313,8 +313,8 @@ def test_an_environment_is_played_by_hand_and_by_the_model(played: Path, chat_wi
     by_hand = chat_with(played, "count.py:Count", "a\nb\nc\n")
     assert by_hand[:3] == ["environment: 'go'", "> a", "environment: 'no', reward -0.25"]
     assert by_hand[-2:] in (
-        ["environment: end, reward 1", "2 turns, reward 0.75"],
-        ["environment: end, reward 1", "3 turns, reward 0.5"],
+        ["environment: end, reward 1.5", "2 turns, reward 1.25"],
+        ["environment: end, reward 1.5", "3 turns, reward 1"],
     )
     by_model = chat_with(played, "count.py:Count", "", "--max-turns", "1")
     assert by_model[1].startswith("policy: ")
