@@ -114,11 +114,26 @@ def _pool_of(config: RunConfig, role: str) -> tuple[str, int]:
     return pool, sum(config.resource_pool_spec.get(pool, []))
 
 
+def check_class_of(role: str, model: RoleModelSpec) -> None:
+    """Reject a model whose files lack weights of its class, or that no pass computes correctly."""
+    from workers.models.load import check_files
+    from workers.models.support.proof import Support
+    from workers.training.row_proof import row_kind  # slow: imports the engine, about 1 s
+
+    try:
+        check_files(model.meta_module, model.model, model.head)
+        row_kind(Support.of(model.meta_module.config), model.model.use_remove_padding)
+    except ConfigError as error:
+        raise ConfigError(f"role {role!r}: {error}") from error
+
+
 def check_axes_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
-    """Reject axes over which the role's model cannot be split."""
+    """Reject a model that cannot start, and axes over which it cannot be split."""
     _, ranks = _pool_of(config, role)
     if ranks == 0:
         return
+    if config.trainer.simulate is None:
+        check_class_of(role, model)
     try:
         sharding = model.sharding
         dims = dims_of(ranks, sharding)

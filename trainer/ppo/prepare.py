@@ -24,7 +24,7 @@ from workers.models.memory_shapes import check_adapter, meta_model
 from workers.models.quantize import check_quantizable
 from workers.models.tokenizers import check_same_tokenizer, set_template_variables
 from workers.rewards.weighted import make_rewards
-from workers.rollout.build import check_notes_routing
+from workers.rollout.build import check_notes_routing, engine_for
 
 
 def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
@@ -108,6 +108,14 @@ def check_models(config: PPOConfig) -> None:
             at_once = f"{section}.ppo_micro_batch_size_per_gpu", row.micro_samples
             check_passes(config, row.role, trained[row.role], rows, at_once)
 
+    engine = engine_for(policy.rollout.name, devices_of(config.trainer).type)
+    if engine == "native" and "actor" in models and config.trainer.simulate is None:
+        from workers.rollout.native import module_forward  # slow import: loads transformers
+
+        actors, width = models["actor"].meta_module.config, config.data.max_prompt_length
+        width += config.data.max_response_length
+        module_forward.check_model(actors.get_text_config(), width)
+        module_forward.check_decoding(actors, width)
     if policy.actor.router_aux_loss_coef > 0:
         from workers.training.parts import load_balancing  # slow import: loads the engine
 

@@ -101,6 +101,8 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
 
     Its parameters are on the meta device; its buffers are on the CPU. It will compute on `device`.
     """
+    from workers.models.support.stand_in import MODEL_ERRORS
+
     precision = precision_of(config, device.type)
     folder = model_folder(config.path)
     if not (folder / "config.json").is_file():
@@ -128,7 +130,7 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             model = build_class(hf_config, dtype=precision.weights, attn_implementation=attention)
             freeze_towers(model)
             module = model if head == "token" else ScalarHeadModel(model)
-    except (ValueError, OSError) as error:
+    except (*MODEL_ERRORS, OSError) as error:
         raise ConfigError(
             f"cannot load the model {config.path!r} as a causal LM: {error}"
         ) from error

@@ -71,7 +71,10 @@ def freeze_towers(module: Any) -> None:
     """Freeze the weights that rows of text do not reach: those of vision and audio towers."""
     if not has_towers(module):
         return
-    trained: list[nn.Module] = [language_of(base_of(module)), module.get_output_embeddings()]
+    head = module.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(module).__name__} has no head over a vocabulary")
+    trained: list[nn.Module] = [language_of(base_of(module)), head]
     kept = {id(weight) for part in trained for weight in part.parameters()}
     for weight in module.parameters():
         weight.requires_grad_(weight.requires_grad and id(weight) in kept)

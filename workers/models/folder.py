@@ -130,6 +130,12 @@ def _parsed(folder: str, _text: bytes | None) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, *UNREADABLE) as error:
+        if _text is not None and "auto_map" in json.loads(_text):
+            raise ConfigError(
+                f"{folder}: the model has custom code (`auto_map` in config.json), which is never "
+                "run, and the installed transformers has no class of its type. Use a version of "
+                "the model in a class of transformers, or upgrade transformers."
+            ) from error
         raise ConfigError(f"{folder}/config.json does not describe a model: {error}") from error
 
 

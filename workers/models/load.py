@@ -13,7 +13,7 @@ import logging
 import re
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -76,12 +76,13 @@ def load_model(
 def load_weights(
     module: Any, config: ModelConfig, head: Head, device: torch.device, full_module: Any = None
 ) -> None:
-    """Allocate every parameter on `device`, and load every weight.
+    """Allocate every parameter on `device`, and load every weight; on "meta", only compare shapes.
 
     If other ranks have other layers, `full_module` is the module with all layers, on the meta
     device.
     """
-    materialize(module, device)
+    if device.type != "meta":
+        materialize(module, device)
     full_module = module if full_module is None else full_module
     source = Folder(model_folder(config.path), module.base_model_prefix)
     may_start_at_zero = isinstance(module, ScalarHeadModel) and head == "scalar"
@@ -325,6 +326,8 @@ def _fill_group(missing: dict[str, Tensor], group: WeightGroup, source: Folder) 
         (weight,) = weights.values()
         _copy(weight, _Stacked([[source.find(name) for name in of_one] for of_one in stacked]))
         return
+    if all(weight.is_meta for weight in weights.values()):
+        return
     read = group.read(lambda name: source.find(name)[:])
     for name, weight in weights.items():
         _copy(weight, read[name])
@@ -385,8 +388,20 @@ def _describe_unused(module: Any, names: Iterable[str]) -> str:
 
 def _copy(weight: Tensor, stored: Any) -> None:
     local = local_shard(weight)
-    if local.numel():
+    if local.numel() and not local.is_meta:
         local.copy_(local_rows(weight, stored))
+
+
+def check_files(module: Any, config: ModelConfig, head: Head) -> None:
+    """Reject a folder whose weights do not fit the module, on the meta device; no weight is read.
+
+    Weights that are not downloaded yet are not checked.
+    """
+    folder = model_folder(config.path, weights=False)
+    files = {folder / file for file in Folder(folder, "").files.values()}
+    if files and all(file.is_file() for file in files):
+        here = replace(config, path=str(folder))
+        load_weights(module, here, head, torch.device("meta"))
 
 
 def check_weights(key: str, path: str, model: ModelConfig | None) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError, nearest_divisors
+from workers.models.classes import model_class
 from workers.models.folder import factor_border
 from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
@@ -87,6 +88,11 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
     if not reason:
         return "packed", ""
     if reason.startswith(NO_MODEL):
+        if not model_class(support.config).__name__.endswith("ForCausalLM"):
+            raise ConfigError(
+                f"model type {support.model_type} cannot be trained or scored on text: {reason}. "
+                "Choose a model of another type."
+            )
         return "padded", reason
     wrong = support.why_not(rows_padded)
     if not wrong or wrong.startswith(NO_MODEL):

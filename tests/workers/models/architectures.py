@@ -160,6 +160,9 @@ TOWERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_vl": {"vision_config": {"embed_dim": 32, "depth": 2, "hidden_size": 32}, **MROPE},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 32, "depth": 2}, **MROPE},
     **dict.fromkeys(
+        ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker"), MROPE
+    ),
+    **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         {"vision_config": {"out_hidden_size": 32, "depth": 2}},
     ),

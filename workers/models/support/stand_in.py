@@ -30,7 +30,7 @@ Limits that no row of the run exceeds are `POSITIONS` instead.
 POSITIONS = 128
 """Number of positions of a stand-in."""
 VOCABULARY = 64
-LARGEST = 60_000_000
+LARGEST = 80_000_000
 """Parameters of the largest stand-in, which takes a second or two to build."""
 
 MODEL_ERRORS = (

@@ -1,0 +1,59 @@
+"""Folders of published classes pass `check` and run, or `check` rejects them in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.integration.published import grpo, write_published
+from tests.integration.runs import POLICY_ALONE, overrides
+from trainer import load_config, run
+from verl_like.errors import ConfigError
+
+
+def check_run(tiny: Path, folder: Path, *more: str) -> None:
+    """Check a run on the model in the folder, as `verl-like check` does."""
+    keys = (f"actor_rollout_ref.model.path={folder}/model", "trainer.dry_run=true", *more)
+    run(load_config(overrides(tiny, folder / "run", *POLICY_ALONE, *keys)))
+
+
+def without(folder: Path, change: Any) -> None:
+    """Change the weights in the folder."""
+    file = folder / "model" / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_check_compares_names_and_shapes_of_the_weights(tiny_dir: Path, tmp_path: Path) -> None:
+    write_published("qwen2_vl", tiny_dir, tmp_path)
+    name = "visual.blocks.0.attn.qkv.weight"
+    without(tmp_path, lambda weights: weights.update({name: weights[name][:, :8].contiguous()}))
+    with pytest.raises(ConfigError, match=r"wrong shape: .*attn.qkv.weight .is \[96, 8\]"):
+        grpo(tmp_path).fit(steps=1)
+    without(tmp_path, lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=r"lacks 1 of its weights: .*blocks.0.attn.qkv.weight"):
+        check_run(tiny_dir, tmp_path)
+
+
+def test_check_rejects_an_engine_that_cannot_decode_the_model(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    write_published("gemma3", tiny_dir, tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout.name=native decodes only full attention"):
+        check_run(tiny_dir, tmp_path, "actor_rollout_ref.rollout.name=native")
+
+
+def test_check_rejects_a_model_with_code_of_its_own(tiny_dir: Path, tmp_path: Path) -> None:
+    write_published("llama", tiny_dir, tmp_path)
+    file = tmp_path / "model" / "config.json"
+    code = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | code))
+    with pytest.raises(
+        ConfigError, match="custom code .`auto_map` in config.json., which is never"
+    ):
+        check_run(tiny_dir, tmp_path)
