@@ -108,6 +108,15 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
             "environment.path and environment.paths are both set. Leave out one of them."
         )
     section.check_by_name()
+    longest = config.data.max_prompt_length
+    for name in ("", *section.by_name):
+        most = section.of(name).max_tokens_per_segment
+        if most is not None and most <= longest:
+            raise ConfigError(
+                f"environment.max_tokens_per_segment={most}{f' of {name}' * bool(name)} leaves no "
+                f"tokens after a prompt of data.max_prompt_length={longest}. Raise the first key, "
+                "or lower the second one."
+            )
     if section.history_tokens == "retokenized":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:

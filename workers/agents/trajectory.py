@@ -10,6 +10,7 @@ when it arrives. `workers.agents.loop` plays many trajectories with one engine.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -260,10 +261,11 @@ class Trajectory:
         width = self.setting.engine.limits.prompt_width
         if self.num_turns:
             length = len(self.sample.tokens) + len(ids)
-            if length >= self.setting.sampling.max_tokens:
+            most, begins_segment = self.setting.sampling.max_tokens, self.observation[1]
+            if length >= most or self._left_in_segment(ids, begins_segment) <= 0:
                 self.end(LENGTH_LIMIT)
             else:
-                self._append(ids, self.observation[1])
+                self._append(ids, begins_segment)
         elif len(ids) > width:
             words = f"it begins with {len(ids)} tokens of prompt and first observation"
             problem = (
@@ -282,6 +284,7 @@ class Trajectory:
         self.num_turns += 1
         self.num_sampled_in_take += len(sampled_ids)
         is_full = len(self.sample.tokens) == self.setting.sampling.max_tokens
+        is_full |= self._left_in_segment([]) == 0
         if sample.finish_reason == LENGTH_LIMIT and is_full:
             self.cut = LENGTH_LIMIT
             if self.request is None:
@@ -315,10 +318,20 @@ class Trajectory:
                 return rewritten, True
         return chat.text_between(stop, messages), False
 
+    def _left_in_segment(self, ids: Sequence[int], begins_segment: bool = False) -> float:
+        """Return the number of tokens that the segment may have after these ids."""
+        most = self.setting.config.max_tokens_per_segment
+        if most is None:
+            return math.inf
+        before = [] if begins_segment else self.sample.visible_ids
+        return most - len(before) - len(ids)
+
     def _append(self, ids: list[int], begins_segment: bool = False) -> None:
         """Append ids that the policy reads, so that a turn can start; the first are the prompt."""
         of_agent = None if self.request is None else self.request["max_tokens"]
         bounds = [n for n in (self.setting.config.max_tokens_per_turn, of_agent) if n is not None]
+        if (left := self._left_in_segment(ids, begins_segment)) < math.inf:
+            bounds.append(int(left))
         length = len(self.sample.tokens) + len(ids) if self.num_turns else 0
         end_at = length + min(bounds) if bounds else None
         if self.num_turns:
@@ -368,8 +381,13 @@ class Trajectory:
             self.cut = LENGTH_LIMIT
             words = f"{length} tokens since the first request, but data.max_response_length is"
             raise RejectedRequest(f"there are {words} {max_tokens}", "messages", TOO_LONG)
+        elif (left := self._left_in_segment(ids, is_whole)) <= 0:
+            self.cut, most = LENGTH_LIMIT, self.setting.config.max_tokens_per_segment or 0
+            words = f"{most - left:g} tokens, but environment.max_tokens_per_segment is {most}"
+            raise RejectedRequest(f"the conversation has {words}", "messages", TOO_LONG)
         else:
             self._append(ids, is_whole)
+        self.cut = ""  # of an earlier segment
         self.sample = replace(self.sample, stop_strings=stop_strings(served))
         self.request = {**request, "sampling": served}
 

@@ -32,6 +32,7 @@ HAS_CLASS = ReadWhen(
 
 LIMITS: dict[str, Any] = {
     "max_turns": int,
+    "max_tokens_per_segment": int,
     "step_timeout_s": (int, float),
     "trajectory_timeout_s": (int, float),
 }
@@ -86,6 +87,12 @@ class EnvironmentConfig(Section):
         None, above=0, hint="or null for all that remain of the response"
     )
     """Maximum tokens per turn; null: all that remain of the response."""
+    max_tokens_per_segment: int | None = config_field(
+        None, above=0, hint="or null for all that remain of the response"
+    )
+    """Maximum tokens per segment (branch of a chat), with its prompt; null: only
+    `data.max_response_length` limits the segments, all together.
+    """
     history_tokens: str = config_field("sampled", choices=("sampled", "retokenized"))
     """How a turn reads the older turns. `sampled`: as the sampled tokens; `retokenized`: as the
     chat template renders them, tokenized again.
@@ -101,7 +108,9 @@ class EnvironmentConfig(Section):
     by_name: dict[str, Any] = config_field(
         factory=dict, allows="{NAME: {max_turns: 30}}", read_when=HAS_SEVERAL
     )
-    """`max_turns`, `step_timeout_s` and `trajectory_timeout_s` of single environments, by name."""
+    """`max_turns`, `max_tokens_per_segment`, `step_timeout_s` and `trajectory_timeout_s` of single
+    environments, by name.
+    """
     retries: int = config_field(2, at_least=0, may_change_on_resume=True)
     """Maximum restarts of a trajectory whose environment failed."""
     reward_on_failure: float | None = config_field(

@@ -131,6 +131,13 @@ def test_a_number_of_trajectories_needs_no_file(tiny_dir: Path, tmp_path: Path) 
         (("environment=nowhere.py:Guess",), "nowhere.py:Guess: there is no such file"),
         ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0"),
         (
+            (
+                f"environment={{a: '{GAMES}:Count'}}",
+                "environment.by_name={a: {max_turns: 2, max_tokens_per_segment: 24}}",
+            ),
+            "max_tokens_per_segment=24 of a leaves no tokens after a prompt of .*_length=24",
+        ),
+        (
             (f"environment={GAMES}:NeedsLevel",),
             "environment: .reset. has the parameter 'level'.* no such column, only",
         ),

@@ -108,6 +108,40 @@ def never_stops(row, catches=True):
         return 0.25 if error.code in ("context_length_exceeded", None) else 0.0
 
 
+def fills_branches(row, names=("ab", "b")):
+    """Continue one conversation after the other until it is full; return the last one's turns."""
+    client = openai.OpenAI()
+    for name in names:
+        messages, turns = [{"role": "user", "content": name}], 0
+        try:
+            while True:
+                reply = client.chat.completions.create(messages=messages, model="any")
+                messages += [reply.choices[0].message, {"role": "user", "content": "x"}]
+                turns += 1
+        except openai.BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+    return float(turns)
+
+
+def compacts(row, fills_last):
+    """Begin a shorter conversation once one is full; continue it for a turn, or until it is full.
+
+    Return 1.
+    """
+    client = openai.OpenAI()
+    for content, is_filled in (("go", True), ("so", fills_last)):
+        messages, is_open = [{"role": "user", "content": content}], True
+        while is_open:
+            try:
+                reply = client.chat.completions.create(messages=messages, **SHORT)
+                messages += [reply.choices[0].message, {"role": "user", "content": "x"}]
+                is_open = is_filled
+            except openai.BadRequestError:
+                is_open = False
+    return 1.0
+
+
 def sends_special_tokens(row):
     client, messages = openai.OpenAI(), []
     for text in ("a<eos>", "b<eos>"):

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -138,6 +139,32 @@ def test_an_agent_may_give_a_reward_after_truncation(
     assert trajectory.sample.finish_reason == "length"
     assert sum(reward for _, reward in trajectory.rewards) == (0.25 if catches else 0.0)
     assert sampled_mask(trajectory)[-1]
+
+
+def test_each_branch_of_an_agent_has_its_own_limit(play: Play) -> None:
+    """Without a limit per segment, the first branch leaves no tokens for the second one."""
+    settings = {"max_tokens_per_turn": None, "max_turns": 99}
+    for most, num_segments in ((None, 1), (29, 2)):
+        (trajectory,) = play("fills_branches", max_tokens_per_segment=most, **settings)
+        sample = trajectory.sample
+        assert (trajectory.ended, trajectory.problem) == ("length", "")
+        borders = [-len(sample.prompt), *sample.segments, len(sample.tokens)]
+        lengths = [end - begin for begin, end in pairwise(borders)]
+        assert len(lengths) == num_segments
+        assert all(most is None or length <= most for length in lengths)
+        assert (trajectory.rewards[-1][1] > 0) == (num_segments == 2), "the second branch's turns"
+        assert sample.finish_reason == "length"
+
+
+@pytest.mark.parametrize("last", ["terminated", "length"])
+def test_an_agent_that_summarizes_a_full_conversation_is_not_truncated(
+    play: Play, last: str
+) -> None:
+    arguments = {"fills_last": last == "length"}
+    (trajectory,) = play("compacts", arguments=arguments, max_turns=99, max_tokens_per_segment=29)
+    assert (trajectory.ended, trajectory.problem) == (last, "")
+    assert len(trajectory.sample.segments) == 1
+    assert trajectory.rewards[-1][1] == 1.0
 
 
 def test_only_a_prompt_that_is_too_long_is_rejected(play: Play) -> None:

@@ -284,7 +284,10 @@ def test_a_file_without_a_class_is_not_mistaken_for_an_adapter() -> None:
     [
         ("import os; os._exit(3)", "could not be loaded: its process ended with exit code 3"),
         ("import os, time; os.kill(os.getppid(), 9); time.sleep(9)", "its supervisor are gone"),
-        ("raise SystemExit(2)", r"^environment=\S+ends.py:Any cannot be imported: it ends the proce"),
+        (
+            "raise SystemExit(2)",
+            r"^environment=\S+ends.py:Any cannot be imported: it ends the proce",
+        ),
     ],
 )
 def test_code_that_ends_its_process_is_rejected(tmp_path: Path, code: str, words: str) -> None:

@@ -206,6 +206,17 @@ def test_all_segments_share_the_width_of_a_response(play: Play) -> None:
         assert sample.truncated_log_probs is not None
 
 
+def test_a_limit_of_a_segment_includes_its_prompt(play: Play) -> None:
+    settings: dict[str, Any] = {"max_tokens_per_turn": None, "max_tokens_per_segment": 30}
+    for history in ("sampled", "retokenized"):
+        for trajectory in play(history, max_turns=99, **settings):
+            lengths = [len(one.prompt) + len(one.tokens) for one in segments_of(trajectory.sample)]
+            assert max(lengths) <= 30
+            assert trajectory.ended in ("length", "terminated")
+            if trajectory.ended == "length" and trajectory.sample.is_sampled[-1]:
+                assert (lengths[-1], trajectory.sample.finish_reason) == (30, "length")
+
+
 def test_a_trajectory_that_the_template_rejects_is_left_out(play: Play) -> None:
     rejects = CHATML.replace(
         "{{ m.content }}",
