@@ -49,7 +49,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("__init__", "extend"),
     ],
     "workers": [
-        ("chats", "columns", "config", "cpu"),
+        ("chats", "columns", "config", "cpu", "images"),
         ("thoughts",),
         ("parallel",),
         ("losses", "models", "rewards"),

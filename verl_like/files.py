@@ -65,6 +65,12 @@ def draft_beside(path: Path) -> Path:
     return path.with_name(DRAFT + secrets.token_hex(8))
 
 
+def cache_folder(kind: str) -> Path:
+    """Return `$XDG_CACHE_HOME/verl_like/<kind>`, by default in ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "verl_like" / kind
+
+
 def make_private(folder: Path) -> None:
     """Make a folder that only its user can enter; an existing folder keeps its mode."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

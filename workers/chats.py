@@ -6,7 +6,8 @@ OpenAI's format writes a content as `"a"` or as `[{"type": "text", "text": "a"}]
 read one of these forms or both, which may depend on the message's role, and some read only the
 first part. A short chat, rendered once per template, role and form, shows what a template reads.
 
-A part that is not a text, such as an image, is an error.
+An image is the part `{"type": "image", "path": ..., "sha": ...}` (`trainer.data.images`), which a
+template gets without path and hash. Any other part that is not a text is an error.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ MEDIA = ("image", "image_url", "video", "video_url", "audio", "audio_url", "inpu
 MARKS = ("qxjone", "qxjtwo")
 """Texts of a short chat that are looked for in its rendered text."""
 Part = dict[str, str]
+IMAGE = {"type": "image"}
+IMAGE_TYPES = ("image", "image_url", "input_image")
+"""Types of parts that are images, in data files and in the APIs."""
 
 
 def read_parts(content: Sequence[Any], place: str) -> list[Part]:
-    """Return text parts without other keys, such as those that Parquet files fill with None.
+    """Return text and images without other keys, such as those that Parquet files fill with None.
 
-    A ValueError names the first part that is not a text. `place` names the message.
+    A ValueError names the first part that is neither. `place` names the message.
     """
     parts = []
     for number, part in enumerate(content):
         if not isinstance(part, Mapping):
             raise ValueError(f"part {number} of {place} is {part!r:.80}, not an object with a type")
+        if part.get("type") == "image" and part.get("sha"):
+            parts.append(IMAGE)
+            continue
         media = [name for name in MEDIA if part.get(name) is not None]
         kind = part.get("type") or (media[0] if media else "text")
         if kind not in TEXT_TYPES or media:
@@ -54,7 +61,18 @@ def text_of(content: Any, place: str = "the message") -> str:
         return content or ""
     if not isinstance(content, list | tuple):
         raise ValueError(f"the content of {place} is {content!r:.80}, not a text")
-    return "".join(part["text"] for part in read_parts(content, place))
+    return "".join(part.get("text", "<image>") for part in read_parts(content, place))
+
+
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return path and hash of each image in the messages."""
+    return [
+        (part["path"], part["sha"])
+        for message in messages
+        if isinstance(message["content"], list | tuple)
+        for part in message["content"]
+        if isinstance(part, Mapping) and part.get("type") == "image"
+    ]
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
@@ -76,7 +94,10 @@ def _for_template(tokenizer: Any, message: Mapping[str, Any], place: str) -> dic
     filled = {name: value for name, value in message.items() if value is not None}
     content, forms = message["content"], list(FORMS)
     if isinstance(content, list | tuple):
-        texts = [part["text"] for part in read_parts(content, place)]
+        parts = read_parts(content, place)
+        if IMAGE in parts:
+            return {**filled, "content": parts}
+        texts = [part["text"] for part in parts]
     elif isinstance(content, str):
         texts, forms = [content], ["text", "part"]
     else:

@@ -136,13 +136,19 @@ COLUMNS: dict[str, Column] = {
         _loaded("extra_info"),
         _loaded("row_columns", " (if rows have further columns)"),
         _loaded("players", " (if environments have several players)"),
+        _loaded("images", " (if rows have images)"),
     )
 }
 
+IMAGES = "images"
+"""Column with the references to each row's images (`workers.images`); in a pass, the images of its
+tokens.
+"""
 PLAYERS = "players"
 """Column with the names of the players of each row's environment."""
 NAMED = ("uid", "sample_index")
-SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *NAMED)
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+SEQUENCES = (*TOKENS, "responses", "response_mask", IMAGES, *NAMED)
 """The columns that a pass over the samples reads."""
 
 F = TypeVar("F", bound=Callable[..., Any])

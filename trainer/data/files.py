@@ -19,10 +19,13 @@ from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
 from verl_like.registry import load_from
 from verl_like.signatures import CallSignature, check_call
+from workers.chats import IMAGE_TYPES
 from workers.rewards.functions import GIVE_REWARD
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
+IMAGE_REFS = "image_refs"
+"""The references to a row's images, in the row that a reader returns."""
 DATA_SOURCE = "prompts"
 """Default `data_source` of a row, which is part of the names of validation metrics."""
 RULE_COLUMNS = ("data_source", "reward_model")
@@ -127,6 +130,16 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
     return row
 
 
+def has_images(row: Row, columns: Sequence[str], image_key: str | None) -> bool:
+    """Return True if the row has images in the column `image_key`, or in chats in `columns`."""
+    if image_key and row.get(image_key):
+        return True
+    chats = [row[name] for name in columns if isinstance(row.get(name), list)]
+    contents = [m.get("content") for chat in chats for m in chat if isinstance(m, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") in IMAGE_TYPES for part in parts)
+
+
 def ground_truth_of(row: Row) -> Any:
     """Return the row's column `ground_truth` or, without it, `answer`; None if it has neither."""
     return row.get("ground_truth", row.get("answer"))
@@ -196,6 +209,11 @@ def rows_of_files(
 def is_num_prompts(files: Any) -> bool:
     """Return whether `files` is a number of prompts that an environment makes."""
     return type(files) is int
+
+
+def folders_of(names: Sequence[str]) -> list[Path]:
+    """Return the folders of data files, and the current one, for relative paths of images."""
+    return [*dict.fromkeys(Path(name).parent for name in names), Path()]
 
 
 def names_of(files: str | int | Sequence[str] | None) -> list[str]:
@@ -295,7 +313,7 @@ def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
 
 def extra_columns(names: Iterable[str], prompt_key: str) -> list[str]:
     """Return the columns outside verl's schema, sorted."""
-    return sorted({*names} - {prompt_key, *RULE_COLUMNS, "extra_info"})
+    return sorted({*names} - {prompt_key, *RULE_COLUMNS, "extra_info", IMAGE_REFS})
 
 
 def is_plain(value: Any) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +37,13 @@ from trainer.data.files import (
     Row,
     filled_columns,
     first_rows,
+    folders_of,
     good_rows,
+    has_images,
     names_of,
     rows_of_files,
 )
-from trainer.data.prompt_table import Entry, cache_key, cached_rows
+from trainer.data.prompt_table import Entry, cache_key, cached_rows, check_cacheable
 from trainer.data.prompt_tokens import (
     check_length,
     check_messages,
@@ -52,7 +54,8 @@ from trainer.data.prompt_tokens import (
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
-from workers.chats import TEMPLATE_ERRORS, render_chat, text_of
+from workers.chats import TEMPLATE_ERRORS, images_of, render_chat, text_of
+from workers.columns import IMAGES
 from workers.models.folder import generation_eos
 from workers.rollout.sample import LENGTH_LIMIT
 
@@ -63,14 +66,18 @@ class LMRow:
 
     ids: NDArray[np.int64]
     in_loss: NDArray[np.bool_]
+    images: Sequence[tuple[str, str]] = ()
+    """Path and hash of each image."""
 
     def cut(self, max_length: int) -> LMRow:
-        """Return the first `max_length` tokens."""
-        return LMRow(self.ids[:max_length], self.in_loss[:max_length])
+        """Return the first `max_length` tokens; a longer row with images leaves the loss."""
+        if self.images and len(self.ids) > max_length:
+            return replace(self, in_loss=np.zeros_like(self.in_loss))
+        return replace(self, ids=self.ids[:max_length], in_loss=self.in_loss[:max_length])
 
     def from_token(self, start: int) -> LMRow:
         """Return the row with the tokens before `start` taken out of the loss."""
-        return LMRow(self.ids, self.in_loss & (np.arange(len(self.ids)) >= start))
+        return replace(self, in_loss=self.in_loss & (np.arange(len(self.ids)) >= start))
 
 
 class EncodedRow(NamedTuple):
@@ -80,6 +87,8 @@ class EncodedRow(NamedTuple):
     numbers: Sequence[float] = ()
 
 
+IMAGE_COLUMNS = ("images", "image")
+"""The columns that may have a row's images."""
 Encode = Callable[[Row, Any], EncodedRow]
 """Maps (row, tokenizer) to the encoded row. A ValueError says what is wrong with the row."""
 
@@ -100,12 +109,25 @@ def encode_rows(
     otherwise it stops the run.
     """
     names = names_of(files)
+    folders = folders_of(names)
     dropped = DroppedCharacters(tokenizer)
 
     def encode_and_note(where: str, row: Row) -> EncodedRow:
-        encoded = encode(row, tokenizer)
+        image_key = next((name for name in IMAGE_COLUMNS if row.get(name)), None)
+        refs: Sequence[tuple[str, str]] = ()
+        chat = "prompt" if row.get("messages") is None else "messages"
+        if has_images(row, [chat], image_key):
+            from trainer.data.images import take_images
+
+            row, refs = take_images(row, [chat], image_key, folders)
+        try:
+            encoded = encode(row, tokenizer)
+        except ConfigError as error:  # the model reads no images
+            raise ConfigError(f"{where}: {error}") from error
         dropped.note(row)
-        return encoded
+        if not refs:
+            return encoded
+        return encoded._replace(sides=[replace(side, images=refs) for side in encoded.sides])
 
     def read() -> Iterator[EncodedRow | None]:
         dropped.counts.clear()
@@ -114,7 +136,9 @@ def encode_rows(
 
     def cells() -> Iterator[dict[str, Any] | None]:
         for row in read():
+            check_cacheable(row.sides[0].images if row else ())
             yield row and {
+                "images": row.sides[0].images,
                 "ids": [side.ids for side in row.sides],
                 "in_loss": [side.in_loss.view(np.uint8) for side in row.sides],
                 "numbers": list(row.numbers),
@@ -129,6 +153,7 @@ def encode_rows(
             "ids": pa.list_(pa.list_(pa.int64())),
             "in_loss": pa.list_(pa.list_(pa.uint8())),
             "numbers": pa.list_(pa.float64()),
+            "images": pa.list_(pa.list_(pa.string())),
         }
         entry = cached_rows("rows", entry_key, columns, cells)
         dropped.warn(key)
@@ -151,9 +176,12 @@ def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
             for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
         ]
         ends = sides_of_rows.offsets.to_numpy().tolist()
-        numbers = block.column("numbers").to_pylist()
-        for begin, end, its_numbers in zip(ends[:-1], ends[1:], numbers, strict=True):
-            yield EncodedRow(sides[begin:end], its_numbers)
+        numbers, images = block.column("numbers").to_pylist(), block.column("images").to_pylist()
+        for begin, end, its_numbers, refs in zip(ends[:-1], ends[1:], numbers, images, strict=True):
+            of_row = sides[begin:end]
+            if refs:
+                of_row = [replace(side, images=list(map(tuple, refs))) for side in of_row]
+            yield EncodedRow(of_row, its_numbers)
 
 
 def teaches(sides: Sequence[LMRow]) -> bool:
@@ -365,7 +393,8 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
             "add chat_template.jinja to the model folder"
         )
 
-    if isinstance(template, str) and GENERATION_MARKER.search(template):
+    is_marked = isinstance(template, str) and GENERATION_MARKER.search(template)
+    if is_marked and not images_of(messages):
         try:
             encoded = render_chat(
                 tokenizer,
@@ -419,9 +448,13 @@ def _with_end(ids: list[int], tokenizer: Any) -> NDArray[np.int64]:
 
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
     """Return a batch with the columns that `TrainEngine.update` reads."""
-    return DataProto.from_dict(
-        tensors=lm_columns(rows, pad_token_id), non_tensors={"uid": list(uids)}
-    )
+    others = {"uid": list(uids), **image_column(rows)}
+    return DataProto.from_dict(tensors=lm_columns(rows, pad_token_id), non_tensors=others)
+
+
+def image_column(rows: Sequence[LMRow]) -> dict[str, list[Any]]:
+    """Return the column with the rows' images, if there are any."""
+    return {IMAGES: [row.images for row in rows]} if any(row.images for row in rows) else {}
 
 
 def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, RaggedTensor]:

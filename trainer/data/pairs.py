@@ -38,6 +38,7 @@ from trainer.data.lm_rows import (
     encode_lm_row,
     encode_reply,
     encode_rows,
+    image_column,
     lm_batch,
     lm_columns,
     reply_row,
@@ -163,7 +164,8 @@ def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) 
         name: column.unflatten(0, (-1, 2)) for name, column in columns.items()
     }
     tensors["margin"] = torch.tensor([row.margin for row in rows])
-    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
+    others = {"uid": list(uids), **image_column([row.chosen for row in rows])}
+    return DataProto.from_dict(tensors=tensors, non_tensors=others)
 
 
 RESPONSES = ("completion", "response")
@@ -268,7 +270,7 @@ def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
     prompt, response = int(row.in_loss.argmax()), int(other.in_loss.argmax())
     ids = np.concatenate([row.ids[:prompt], other.ids[response:]])
     in_loss = np.concatenate([row.in_loss[:prompt], other.in_loss[response:]])
-    return LMRow(ids, in_loss).cut(max_length)
+    return LMRow(ids, in_loss, row.images).cut(max_length)
 
 
 def labeled_batch(rows: Sequence[LabeledRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

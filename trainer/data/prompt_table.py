@@ -32,9 +32,12 @@ from numpy.typing import NDArray
 from trainer.data.config import DataConfig
 from trainer.data.dropped import DroppedCharacters
 from trainer.data.files import (
+    IMAGE_REFS,
     Row,
     extra_columns,
+    folders_of,
     good_rows,
+    has_images,
     is_plain,
     names_of,
     other_columns,
@@ -43,7 +46,7 @@ from trainer.data.files import (
 )
 from trainer.data.prompt_tokens import encode_prompt, readable
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
+from verl_like.files import cache_folder, write_whole
 
 logger = logging.getLogger(__name__)
 CACHED_FROM_BYTES = 64 * 2**20
@@ -52,7 +55,7 @@ ROWS_PER_BLOCK = 1000
 """Rows in memory while an entry is written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
 """A new entry removes entries of its kind that no run has opened for this long."""
-FORMAT = 6
+FORMAT = 7
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 
 
@@ -87,6 +90,9 @@ def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | No
         "chat_template": tokenizer.chat_template,
     }
     stats = [(str(path.resolve()), path.stat()) for path in paths]
+    model = Path(tokenizer.name_or_path)
+    of_processor = [model / name for name in ("preprocessor_config.json", "processor_config.json")]
+    stats += [(str(path.resolve()), path.stat()) for path in of_processor if path.is_file()]
     changed = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     depends_on = {"format": FORMAT, "files": changed, "tokenizer": tokens, **settings}
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
@@ -168,10 +174,10 @@ def _open(folder: Path) -> Entry | None:
     return Entry(folder, table, summary)
 
 
-def cache_folder(kind: str) -> Path:
-    """Return `$XDG_CACHE_HOME/verl_like/<kind>`, by default in ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "verl_like" / kind
+def check_cacheable(refs: Sequence[tuple[str, str]]) -> None:
+    """Raise an error if an image is a file of the user, which may change."""
+    if any(Path(path).parent != cache_folder("images") for path, _ in refs):
+        raise NotPlainError("their images are files, which may change")
 
 
 Encoded = tuple[Row, NDArray[np.int64]]
@@ -190,6 +196,8 @@ class PromptTable:
     """Returns the tokens of a row's prompt, by number."""
     lengths: NDArray[np.int32]
     """Number of tokens of every prompt, before any cut."""
+    has_images: bool
+    """True if any row has images."""
     sources: Any
     """Every row's data_source, as an Arrow array."""
     num_bad: int
@@ -225,12 +233,21 @@ def read_prompts(
     config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool, limit: int | None = None
 ) -> PromptTable:
     """Return the valid rows of the files that `data.<setting>` names."""
+    folders = folders_of(names_of(getattr(config, setting)))
 
     dropped = DroppedCharacters(tokenizer)
 
     def encode(where: str, row: Row) -> Encoded:
+        if has_images(row, [config.prompt_key], config.image_key):
+            from trainer.data.images import take_images
+
+            row, refs = take_images(row, [config.prompt_key], config.image_key, folders)
+            row[IMAGE_REFS] = refs
         row = prompt_row(row, config.prompt_key, needs_rules)
-        tokens = encode_prompt(row[config.prompt_key], tokenizer)
+        try:
+            tokens = encode_prompt(row[config.prompt_key], tokenizer)
+        except ConfigError as error:  # the model reads no images
+            raise ConfigError(f"{where}: {error}") from error
         dropped.note(row, (config.prompt_key,))
         check_length_of(where, len(tokens), config)
         return row, tokens
@@ -244,7 +261,8 @@ def read_prompts(
     if not config.custom_cls.path and limit is None:
         settings = {"needs_rules": needs_rules, "on_bad_row": config.on_bad_row}
         names = names_of(getattr(config, setting))
-        key = cache_key(names, tokenizer, prompt_key=config.prompt_key, **settings)
+        columns = {"prompt_key": config.prompt_key, "image_key": config.image_key}
+        key = cache_key(names, tokenizer, **columns, **settings)
     table = None if key is None else cached_prompts(key, read, config.prompt_key)
     if table is None:
         table = prompts_in_memory(read, config.prompt_key)
@@ -281,6 +299,7 @@ def prompts_in_memory(read: Read, prompt_key: str) -> PromptTable:
         sources=pa.array([_source_of(row) for row, _ in good], pa.string()),
         num_bad=len(encoded) - len(good),
         columns=other_columns((row for row, _ in good), prompt_key),
+        has_images=any(IMAGE_REFS in row for row, _ in good),
     )
 
 
@@ -300,6 +319,7 @@ def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
                 yield None
                 continue
             row, tokens = encoded
+            check_cacheable(row.get(IMAGE_REFS, ()))
             if odd := [name for name, value in row.items() if not is_plain(value)]:
                 raise NotPlainError(f"column {odd[0]!r} has values that JSON cannot represent")
             names.update(row)
@@ -307,7 +327,11 @@ def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
 
     columns = {"row": pa.string(), "tokens": pa.list_(pa.int32()), "source": pa.string()}
     entry = cached_rows(
-        "prompts", key, columns, cells, lambda: {"columns": extra_columns(names, prompt_key)}
+        "prompts",
+        key,
+        columns,
+        cells,
+        lambda: {"columns": extra_columns(names, prompt_key), "has_images": IMAGE_REFS in names},
     )
     if entry is None:
         return None

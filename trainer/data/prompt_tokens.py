@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.chats import TEMPLATE_ERRORS, render_chat, text_of
+from workers.chats import TEMPLATE_ERRORS, images_of, render_chat, text_of
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character: JSON can contain it, but UTF-8 and tokenizers cannot represent it."""
@@ -41,7 +41,10 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
 
 
 def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:
-    """Return the messages as text, formatted by the tokenizer's chat template."""
+    """Return the messages as text, formatted by the tokenizer's chat template.
+
+    The text has the tokens of images in their places.
+    """
     from jinja2 import TemplateError
 
     try:
@@ -50,6 +53,12 @@ def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) 
         )
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise ValueError(f"the chat template rejects it: {error}") from error
+    if refs := images_of(messages):
+        from workers.images import ImageRef
+        from workers.models.images import image_reader
+
+        reader = image_reader(tokenizer.name_or_path)
+        text = reader.expanded(text, [ImageRef(*ref) for ref in refs])
     check_length(text)
     return text
 

@@ -21,14 +21,14 @@ import torch
 
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
-from trainer.data.files import listing, row_limit
+from trainer.data.files import IMAGE_REFS, listing, row_limit
 from trainer.data.loader import check_same_rows, digest_of_rows, epoch_order
 from trainer.data.model_config import small_files_of
 from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
-from workers.columns import PLAYERS
+from workers.columns import IMAGES, PLAYERS
 from workers.models.folder import UNREADABLE
 from workers.models.tokenizers import check_template
 from workers.rewards.code import find_open_assert
@@ -81,6 +81,13 @@ class PromptSet:
         self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
         self.num_overlong = len(lengths) - len(self.rows)
         self.num_truncated = len(self.rows) - int(fits.sum())
+        if self._table.has_images and self.num_truncated:
+            raise ConfigError(
+                f"data.{setting}, row {int((~fits).argmax())}: the prompt has "
+                f"{int(lengths[~fits][0])} tokens, more than data.max_prompt_length="
+                f"{config.max_prompt_length}, and prompts with images cannot be truncated. Raise "
+                "this limit, or set data.filter_overlong_prompts=true."
+            )
         self.columns = self._table.columns
         self.players_of: Callable[[dict[str, Any]], list[str]] | None = None
         """Returns the players of a row's environment, if a run has several players."""
@@ -129,7 +136,7 @@ class PromptSet:
         def compute() -> str:
             numbered = ((number, self._table.row(number)) for number in self.rows.tolist())
             return digest_of_rows(
-                (self._tokens(number), {name: row.get(name) for name in names})
+                (self._tokens(number), {name: row.get(name) for name in names} | _hashes_of(row))
                 for number, row in numbered
             )
 
@@ -180,6 +187,7 @@ class PromptSet:
                 "reward_model": [row["reward_model"] for row in rows],
                 "extra_info": [row.get("extra_info") or {} for row in rows],
                 **({"row_columns": others} if self.columns else {}),
+                **({IMAGES: list(map(_refs_of, rows))} if self._table.has_images else {}),
                 **({PLAYERS: list(map(self.players_of, others))} if self.players_of else {}),
             },
             meta_info={
@@ -187,6 +195,16 @@ class PromptSet:
                 "pad_token_id": self._tokenizer.pad_token_id,
             },
         )
+
+
+def _refs_of(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return path and hash of each image of a row."""
+    return tuple((path, sha) for path, sha in row.get(IMAGE_REFS, ()))
+
+
+def _hashes_of(row: dict[str, Any]) -> dict[str, list[str]]:
+    refs = _refs_of(row)
+    return {IMAGE_REFS: [sha for _, sha in refs]} if refs else {}
 
 
 class PromptLoader:

@@ -18,6 +18,7 @@ from verl_like.errors import ConfigError, nearest
 
 Sample = dict[str, Any]
 """The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
+IMAGES = "images"
 SAMPLE_FIELDS = {
     "data_source": "the data set that the prompt is from",
     "solution_str": "the response as text",
@@ -26,6 +27,7 @@ SAMPLE_FIELDS = {
     "raw_prompt": "the prompt as the row has it: text, or a conversation",
     "uid": "ROW-EPOCH of the prompt",
     "num_tokens": "tokens of the response",
+    IMAGES: "the images of the prompt, as a list of PIL images",
 }
 """By parameter of a reward function: its value. Plural names get lists over the whole batch."""
 SPLIT_FIELDS = {
@@ -137,8 +139,9 @@ class RewardCall:
 
     def __call__(self, sample: Sample) -> Any:
         """Call the function on a sample; a coroutine function returns a coroutine."""
-        read = dict(sample) if self.takes_rest else {}
-        read |= {name: sample[entry] for name, entry in self.fields.items() if entry in sample}
+        read = {name: _value(sample, name) for name in sample} if self.takes_rest else {}
+        fields = self.fields.items()
+        read |= {name: _value(sample, entry) for name, entry in fields if entry in sample}
         return self.function(**(read | self.kwargs))
 
     def whole_batch(self, samples: Sequence[Sample]) -> Any:
@@ -149,6 +152,10 @@ class RewardCall:
 
 def _value(sample: Sample, entry: str) -> Any:
     """Return an entry of a sample; a completion is text, or messages if the prompt is a chat."""
+    if entry == IMAGES:
+        from workers.images import ImageRef, opened
+
+        return [opened(ImageRef(*ref)) for ref in sample.get(IMAGES, ())]
     if entry != COMPLETIONS or COMPLETIONS in sample:
         return sample.get(entry)
     text = sample["solution_str"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
-from workers.columns import count_ones, read_columns, token_rows
+from workers.columns import IMAGES, count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
 from workers.rewards.failures import Failures, group_by_kind
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
@@ -161,6 +161,7 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
         "raw_prompt": columns.get("raw_prompt", [""] * len(batch)),
         "uid": columns.get("uid", rows),
         "num_tokens": count_ones(batch, "response_mask").tolist(),
+        IMAGES: columns.get(IMAGES, [()] * len(batch)),
     }
     others: Iterable[Mapping[str, Any]] = columns.get("row_columns", [{}] * len(batch))
     values = zip(*fields.values(), strict=True)

@@ -37,7 +37,7 @@ from verl_like.process.worker import Worker
 from workers.agents.faults import Faults
 from workers.agents.players import Players, trajectory_columns
 from workers.agents.trajectory import Trajectory
-from workers.columns import NAMED, batch_columns, require
+from workers.columns import IMAGES, NAMED, batch_columns, require
 from workers.config import WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos
 from workers.models.state import named_state
@@ -109,6 +109,7 @@ class RolloutWorker(WeightReceiver, Worker):
         """
         self.open_process_group()
         self.engine = build_engine(self._whole_config, self)
+        self.engine.model_path = self.policy.model.path
 
     def close(self) -> None:
         """Close the engine, if there is one."""
@@ -116,7 +117,7 @@ class RolloutWorker(WeightReceiver, Worker):
             self.engine.close()
 
     @register(dispatch_mode=SPLIT, readonly=True)
-    @batch_columns(reads=("input_ids", "attention_mask", *NAMED))
+    @batch_columns(reads=("input_ids", "attention_mask", IMAGES, *NAMED))
     @in_step
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Return one response per row.
@@ -182,6 +183,9 @@ class RolloutWorker(WeightReceiver, Worker):
                 "rollout: meta_info has no pad_token_id. Set it to the tokenizer's pad token, or "
                 "to its eos if it has none, as the trainer's data loader does."
             )
+        if IMAGES in data.non_tensor_batch:  # no sample reads an image token without an image
+            stops = (*sampling.stop_token_ids, self.engine.image_reader.token_id)
+            sampling = replace(sampling, stop_token_ids=stops)
         attempt = data.meta_info.get("attempt", 0)
         stream = "validate" if data.meta_info.get("validate") else "train"
         seed_of = partial(sample_seed, self.seed, attempt=attempt, stream=stream)

@@ -13,12 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample
 from workers.weights.checksum import checksum_of
+
+if TYPE_CHECKING:
+    from workers.models.images import ImageReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +166,8 @@ class RolloutEngine(ABC):
     """False if the engine generates with the trainer's module."""
     is_follower: bool = False
     """True if another rank of this engine leads, that is, schedules and returns the samples."""
+    model_path: str = ""
+    """The model's folder, which has the image processor."""
     num_bytes: int = 0
     """Size of the weights that a sync loads, for the metric `perf/weight_sync_mib`."""
     vocab_size: int
@@ -180,6 +187,14 @@ class RolloutEngine(ABC):
         self._ids = itertools.count()
         self._running: dict[int, Sample] = {}
         self._sampling: SamplingParams | None = None
+
+    @cached_property
+    def image_reader(self) -> ImageReader:
+        """The reader of images in prompts; an error if the model reads none."""
+        from workers.models.folder import model_folder
+        from workers.models.images import image_reader
+
+        return image_reader(str(model_folder(self.model_path, weights=False)))
 
     @property
     def num_running(self) -> int:

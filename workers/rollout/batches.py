@@ -3,8 +3,8 @@
 Each row has a hash of the tokens that the engine read and sampled (`sample_hash`). The trainer
 checks it before the update (`check_sample_hashes`), so a tokenizer, stage or hook cannot change
 these tokens unnoticed, unless it drops the column. The hash covers the prompt, the response, the
-weight version of each token (which also marks observed tokens), and where segments start. It does
-not cover other columns, such as log-probs.
+weight version of each token (which also marks observed tokens), where segments start, and the bytes
+of the images. It does not cover other columns, such as log-probs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.errors import BatchError, RolloutError
-from workers.columns import read_columns, require, token_counts
+from workers.columns import IMAGES, read_columns, require, token_counts
 from workers.models.routing import COLUMN as ROUTED
 from workers.rollout.sample import Sample
 
@@ -51,12 +51,15 @@ def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Samp
         masks = data.padded("attention_mask") != 0
         prompts = [row[mask] for row, mask in zip(ids, masks, strict=True)]
     indices, uids = data.padded("sample_index").tolist(), data.non_tensor_batch["uid"]
+    images = data.non_tensor_batch.get(IMAGES, [()] * len(data))
     ends = data.padded("end_at").tolist() if "end_at" in data.columns else [None] * len(data)
     samples = []
     for row, prompt in enumerate(prompts[: data.num_real_rows]):
         uid, index = str(uids[row]), indices[row]
         name = f"uid {uid} sample {index}"
-        samples.append(Sample(prompt.tolist(), seed_of(uid, index), name, end_at=ends[row]))
+        refs = tuple((path, sha) for path, sha in images[row])
+        seed = seed_of(uid, index)
+        samples.append(Sample(prompt.tolist(), seed, name, end_at=ends[row], images=refs))
     return samples
 
 
@@ -137,9 +140,9 @@ NAMED = 3
 
 
 def sample_hash(sample: Sample) -> int:
-    """Return the hash of a sample's prompt, response, weight versions and segments."""
+    """Return the hash of a sample's prompt, response, weight versions, segments and images."""
     prompt, versions = np.asarray(sample.prompt), sample.versions.numpy()
-    return _hash(prompt, sample.tokens.numpy(), versions, sample.segments)
+    return _hash(prompt, sample.tokens.numpy(), versions, sample.segments, sample.images)
 
 
 def check_sample_hashes(batch: DataProto) -> dict[str, float]:
@@ -157,6 +160,7 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
         _rows(batch, "responses"),
         _rows(batch, "token_versions"),
         _segments(batch),
+        list(batch.non_tensor_batch.get(IMAGES, [()] * len(batch))),
     )
     expected = read_columns(batch, COLUMN)[COLUMN].tolist()
     wrong = [
@@ -201,9 +205,15 @@ def _segments(batch: DataProto) -> list[list[int]]:
 
 
 def _hash(
-    prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray, segments: Sequence[int]
+    prompt: np.ndarray,
+    tokens: np.ndarray,
+    versions: np.ndarray,
+    segments: Sequence[int],
+    images: Sequence[tuple[str, str]],
 ) -> int:
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=8)
     for part in (prompt, tokens, versions, segments):
         digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+    for _, sha in images:
+        digest.update(bytes.fromhex(sha))
     return int.from_bytes(digest.digest(), "little", signed=True)

@@ -142,7 +142,7 @@ class _Decoding:
 
         ids = [*self.sample.prompt, *self.tokens[: self.position]]
         row = torch.tensor([ids], device=self.engine.module.device)
-        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        more = self._images(row) if self.cache is None else {"past_key_values": self.cache}
         with nullcontext() if self.routers is None else self.routers.recording() as noted:
             output = self.engine.module.generate(
                 row,
@@ -156,7 +156,7 @@ class _Decoding:
                 ),
                 logits_processor=[self],
                 stopping_criteria=[self._finished],
-                **cache,
+                **more,
             )
         if noted is not None:
             chosen = noted.take()
@@ -167,6 +167,14 @@ class _Decoding:
             self.routed = chosen
         if self.engine.uses_cache:
             self.cache = output.past_key_values
+
+    def _images(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of the first pass over a sample with images."""
+        if not self.sample.images:
+            return {}
+        images = self.engine.images
+        numbers = images.of_row(ids[0].cpu(), self.sample.images, self.sample.name)
+        return images.arguments({"input_ids": ids}, numbers, ids.device)
 
     def so_far(self) -> Sample:
         """Return the sample with its tokens so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from workers.models.tensor_files import byte_view
 from workers.rollout.base import EngineLimits, RolloutEngine
 from workers.weights.checksum import NamedTensors, digest_of, float32_hash, hashes_of
 from workers.weights.module_writer import ModuleWriter
+
+if TYPE_CHECKING:
+    from workers.models.image_input import ImageInput
 
 
 class ModuleRolloutEngine(RolloutEngine):
@@ -32,6 +35,13 @@ class ModuleRolloutEngine(RolloutEngine):
         )
         self._shapes: list[torch.Size] = []
         self.int8 = Int8Hashes()
+
+    @cached_property
+    def images(self) -> ImageInput:
+        """The images in prompts; an error if the model reads none."""
+        from workers.models.image_input import ImageInput
+
+        return ImageInput(self.module, self.image_reader)
 
     @cached_property
     def routers(self) -> Routers:

@@ -72,6 +72,7 @@ class Sample:
             layers, choices]. If new weights have read a token again, it has their choices, which
             match its keys and values.
         cached: keys and values for the next turn; the engine fills an empty `CachedStates`.
+        images: paths and hashes of the prompt's images (`workers.images.ImageRef`).
     """
 
     prompt: Sequence[int]
@@ -87,6 +88,7 @@ class Sample:
     segments: tuple[int, ...] = ()
     routed_experts: Tensor | None = None
     cached: CachedStates | None = None
+    images: tuple[tuple[str, str], ...] = ()
 
     def with_response(
         self,

@@ -24,6 +24,7 @@ import torch
 
 from verl_like.batch.ragged import rectangle_of
 from verl_like.errors import ConfigError
+from workers.columns import IMAGES
 from workers.models.causal_lm import set_training_mode
 from workers.models.precision import computing_in
 from workers.models.routing import COLUMN as ROUTED
@@ -185,7 +186,7 @@ class TrainEngine(Model):
         verl. Token ids, their mask and their positions are padded only if the loss declares them.
         """
         totals: dict[str, torch.Tensor] = {}
-        names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
+        names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED, IMAGES}
         passes = self.layers.train(self.reading, batches, loss)
         with computing_in(self.module, self.cast):
             for outputs, columns, num_real, losses in passes:
@@ -234,7 +235,11 @@ class TrainEngine(Model):
     def cut(self, columns: RowColumns, budget: MicroBatchBudget) -> Cuts:
         """Return the rows of every micro-batch."""
         reads, num_stages = self.reading.reads(columns), self.dims.pp
-        cuts = self.row_passes.cut(columns["input_ids"], reads, budget)
+        ids = columns["input_ids"]
+        if IMAGES in columns:  # a prefix is shared only if its images are equal
+            numbers = columns[IMAGES].values[:, 0]
+            ids = ids.with_values(torch.where(numbers > 0, -numbers, ids.values))
+        cuts = self.row_passes.cut(ids, reads, budget)
         if budget.tokens is None or num_stages == 1:
             return cuts
         # at least as many micro-batches as stages, so that all stages have work
@@ -285,6 +290,10 @@ class TrainEngine(Model):
         check_rows(self.module, rows.columns["input_ids"])
         for part in self.parts:
             part.check_rows(rows.columns)
+        if IMAGES in data.non_tensor_batch:
+            images = list(data.non_tensor_batch[IMAGES][: len(rows)])
+            ids = rows.columns["input_ids"]
+            rows.columns[IMAGES] = self.image_input.of_rows(ids, images, rows.names)
         return rows
 
 

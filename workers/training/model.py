@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from verl_like.batch.ragged import RaggedTensor
+from verl_like.errors import ConfigError
 from workers.models.causal_lm import Head
 from workers.models.lora import adapter_parts, merged_tensors, split_tensors
 from workers.models.precision import Precision
@@ -36,6 +39,7 @@ from workers.training.role_model import RoleModelSpec
 from workers.weights.checksum import checksum_of
 
 if TYPE_CHECKING:
+    from workers.models.image_input import ImageInput
     from workers.training.loss import Loss
 
 PartT = TypeVar("PartT", bound="ModelPart")
@@ -138,6 +142,24 @@ class Model:
         """True if no other rank takes part in a pass, and nothing gathers weights."""
         return self.dims.world == 1 and not self.is_sharded
 
+    @cached_property
+    def image_input(self) -> ImageInput:
+        """The images in the rows of passes; an error if the model reads none."""
+        from workers.models.folder import model_folder
+        from workers.models.image_input import ImageInput
+        from workers.models.images import image_reader
+
+        folder = model_folder(self.model_config.path, weights=False)
+        images = ImageInput(self.module, image_reader(str(folder)))
+        if self.row_passes.ranks is not None:
+            raise ConfigError(
+                "rows with images cannot be split over ranks. Set parallel.sp=1, or leave the "
+                "images out."
+            )
+        if images.looks_ahead:
+            self.row_passes = replace(self.row_passes, kind="padded", shares=False)
+        return images
+
     @property
     def packs(self) -> bool:
         """True if rows are concatenated without padding."""
@@ -174,6 +196,9 @@ class Model:
     def feed(self, columns: RowColumns, reads: RaggedTensor) -> Feed:
         """Return the arguments of one forward pass, after showing them to the model's parts."""
         feed = self.row_passes.feed(columns, reads, self.device)
+        if feed.images is not None:
+            images = self.image_input.arguments(feed.inputs, feed.images, self.device)
+            feed.inputs.update(images)
         for part in self.parts:
             part.fed(feed)
         return feed

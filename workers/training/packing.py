@@ -24,6 +24,7 @@ from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
+from workers.columns import IMAGES
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.offload import to_device
@@ -95,6 +96,8 @@ class Feed:
 
     The routers choose if it is None, and for padding, which has -1.
     """
+    images: Tensor | None = None
+    """[tokens, 1 or 4], on the CPU: 1 + the number of the token's image (0: text), positions."""
 
     def gathered(self, columns: Columns) -> Columns:
         """Gather columns over the positions read here into columns over those read on all ranks."""
@@ -204,6 +207,8 @@ class RowPasses:
         tokens["reads"] = segments.values[needed]
         if ROUTED in columns:  # counted from 1, so that 0 marks padding
             tokens[ROUTED] = columns[ROUTED].values[needed].short() + 1
+        if IMAGES in columns:
+            tokens[IMAGES] = columns[IMAGES].values[needed]
         if not lengths.any():
             tokens = {
                 name: values.new_zeros(1, *values.shape[1:]) for name, values in tokens.items()
@@ -246,6 +251,7 @@ class RowPasses:
             split=split,
             is_real=is_real,
             routed=to_device(tokens[ROUTED], device) - 1 if ROUTED in tokens else None,
+            images=tokens.get(IMAGES),
         )
 
 
@@ -256,6 +262,7 @@ def _padded(tokens: Columns, lengths: Tensor, device: torch.device) -> Feed:
         name: RaggedTensor(values, lengths, width).padded() for name, values in tokens.items()
     }
     mask, routed = padded.pop("reads"), padded.pop(ROUTED, None)
+    images = padded.pop(IMAGES, None)
     padded["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
     inputs = {name: to_device(column, device) for name, column in padded.items()}
 
@@ -268,6 +275,7 @@ def _padded(tokens: Columns, lengths: Tensor, device: torch.device) -> Feed:
         packed=False,
         is_real=inputs["attention_mask"].flatten() != 0,
         routed=None if routed is None else to_device(routed.flatten(0, 1), device) - 1,
+        images=None if images is None else images.flatten(0, 1),
     )
 
 

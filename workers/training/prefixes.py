@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
+from workers.columns import IMAGES
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.offload import to_device
 from workers.training.attention import Copies, RowLayout
@@ -76,14 +77,15 @@ def share_prefixes(
     off.
 
     `tokens` has the columns input_ids, position_ids and reads of all rows, concatenated. If rows
-    name the experts of their tokens, tokens are equal only if their experts are.
+    name the experts or the images of their tokens, these must be equal, too.
     """
     places = torch.cat([torch.arange(length) for length in lengths])
     if len(lengths) < 2 or not torch.equal(tokens["position_ids"], places):
         return None
     compared = tokens["input_ids"][:, None]
-    if ROUTED in tokens:
-        compared = torch.cat([compared, tokens[ROUTED].flatten(1)], dim=1)
+    for name in (ROUTED, IMAGES):
+        if name in tokens:
+            compared = torch.cat([compared, tokens[name].flatten(1)], dim=1)
     rows, reads = (column.split(list(lengths)) for column in (compared, tokens["reads"]))
     shared = shared_lengths(rows, reads)
     if sum(shared) <= SMALLEST_SHARE * sum(lengths):

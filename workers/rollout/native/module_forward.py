@@ -16,7 +16,7 @@ pass (longrope), which would leave keys with other factors in the cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,8 @@ from workers.rollout.native.kv_cache import (
     slot_width,
 )
 
+AddImages = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
 
 class ModuleForward:
     """Reads tokens into a slot cache and returns the logits of the next token."""
@@ -49,12 +51,18 @@ class ModuleForward:
         self.takes_logits_to_keep = "logits_to_keep" in parameters
 
     def prefill(
-        self, prompts: Sequence[tuple[int, ...]], width: int, sources: Tensor, first: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        width: int,
+        sources: Tensor,
+        first: int,
+        images: AddImages | None = None,
     ) -> Tensor:
         """Read prompts into consecutive slots; return the logits after each prompt.
 
         Slot `first + i` gets prompt `sources[i]`, padded to `width`. The logits are
-        [prompts, vocabulary].
+        [prompts, vocabulary]. `images` maps input_ids and position_ids to the further arguments of
+        a pass over prompts with images.
         """
         device = self.slots.columns.device
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
@@ -64,20 +72,30 @@ class ModuleForward:
         mask = self.slots.target_prefill(lengths, width, sources, first)
         # the head needs `MIN_ROWS_OF_MKL` rows, too
         num_logits = -(-MIN_ROWS_OF_MKL // len(prompts))
-        return self._logits(ids, positions, mask, num_logits)
+        more = images({"input_ids": ids, "position_ids": positions}) if images else {}
+        positions = more.pop("position_ids", positions)
+        return self._logits(ids, positions, mask, num_logits, **more)
 
-    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor, shifts: Tensor | None = None) -> Tensor:
         """Read one token into each of the slots 0, 1, ...; return the logits after it.
 
-        The logits are [rows, vocabulary].
+        The logits are [rows, vocabulary]. `shifts` [rows] are added to positions on three axes.
         """
-        mask = self.slots.target_decode(positions)
-        return self._logits(ids[:, None], positions[:, None], mask, 1)
+        mask, places = self.slots.target_decode(positions), positions[:, None]
+        if shifts is not None:
+            axes = (places + shifts[:, None]).expand(3, -1, -1)
+            places = torch.cat([places[None], axes])
+        return self._logits(ids[:, None], places, mask, 1)
 
     def _logits(
-        self, ids: Tensor, positions: Tensor, attention_mask: Tensor, num_logits: int
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention_mask: Tensor,
+        num_logits: int,
+        **inputs: Any,
     ) -> Tensor:
-        inputs: dict[str, Any] = {
+        inputs |= {
             "attention_mask": attention_mask,
             "past_key_values": self.cache,
             "use_cache": True,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from workers.rollout.native.kv_cache import (
     whole_blocks,
 )
 from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.native.slot_table import SlotTable, Waiting
+from workers.rollout.native.slot_table import Row, SlotTable, Waiting
 from workers.rollout.native.turn_cache import TurnCache, restore, with_states
 from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample, num_read_at_once
 from workers.rollout.sampling import sample_tokens, uniforms
@@ -209,14 +210,14 @@ class Scheduler:
             return []
 
         group: list[Waiting] = []
-        distinct: set[tuple[int, ...]] = set()
+        distinct: set[Row] = set()
         most_tokens = PREFILL_PROMPTS * self.engine.limits.prompt_width
         reads_responses = self.waiting[0].read_at_once > 0
         while self.waiting and len(group) < count:
             if (self.waiting[0].read_at_once > 0) != reads_responses:
                 break
-            distinct.add(self.waiting[0].text)
-            num_tokens = len(distinct) * max(map(len, distinct))
+            distinct.add(self.waiting[0].row)
+            num_tokens = len(distinct) * max(len(text) for text, _ in distinct)
             if group and (len(distinct) > PREFILL_PROMPTS or num_tokens > most_tokens):
                 break
             group.append(self.waiting.popleft())
@@ -227,30 +228,42 @@ class Scheduler:
 
         Samples with the same text share its row of the pass. Return the finished samples.
         """
-        texts = [entry.text for entry in group]
-        distinct = list(dict.fromkeys(texts))
-        row_of = {text: row for row, text in enumerate(distinct)}
-        sources = torch.tensor([row_of[text] for text in texts], device=self.device)
+        distinct = list(dict.fromkeys(entry.row for entry in group))
+        row_of = {row: place for place, row in enumerate(distinct)}
+        sources = torch.tensor([row_of[entry.row] for entry in group], device=self.device)
 
-        longest = max(map(len, distinct))
+        longest = max(len(text) for text, _ in distinct)
         width = whole_blocks(longest)
         if not any(entry.read_at_once for entry in group):
             width = prefill_width(longest, self.engine.limits.prompt_width)
         rows = rows_of_pass(len(distinct), max(MIN_ROWS, -(-self.fewest_rows // width)))
-        prompts = [*distinct, *[(0,)] * (rows - len(distinct))]
+        prompts = [*(text for text, _ in distinct), *[(0,)] * (rows - len(distinct))]
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
-        logits = self.forward.prefill(prompts, width, sources, self.num_active)
+        images = self._image_numbers(distinct)
+        more = {}
+        if images:
+            shape = rows, width
+            more["images"] = partial(self.engine.images.left_padded, numbers=images, shape=shape)
+        logits = self.forward.prefill(prompts, width, sources, self.num_active, **more)
         self.longest = max(self.longest, longest - 1)  # a prefill may come before the next decode
 
         slots = np.arange(self.num_active, self.num_active + len(group))
         for slot, entry in zip(slots.tolist(), group, strict=True):
             self.table.put(slot, entry, entry.read_at_once)
+            self.table.shifts[slot] = shift_of(images[row_of[entry.row]]) if images else 0
         if self.noted is not None:
             routed = self.noted.take().unflatten(0, (rows, width))
-            for slot, text in zip(slots.tolist(), texts, strict=True):
-                self.table.routed[slot] = [routed[row_of[text], width - len(text) :]]
+            for slot, entry in zip(slots.tolist(), group, strict=True):
+                self.table.routed[slot] = [routed[row_of[entry.row], width - len(entry.text) :]]
         self.num_active += len(group)
         return self._append(slots, logits[sources])
+
+    def _image_numbers(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Return the numbers of the rows' tokens (`ImageInput`); nothing if no row has images."""
+        if not any(images for _, images in rows):
+            return []
+        of_row = self.engine.images.of_row
+        return [of_row(torch.tensor(text), images, "a prompt") for text, images in rows]
 
     def _decode(self) -> dict[int, Sample]:
         """Sample a token for each of the slots 0..num_active-1; return the finished samples.
@@ -266,8 +279,12 @@ class Scheduler:
         ids = table.tokens[rows, steps]
 
         self.cache.fit(self.longest + 2, self.num_active)
+        shifts = torch.from_numpy(table.shifts[rows])
+        more = {"shifts": shifts.to(self.device)} if shifts.any() else {}
         logits = self.forward.decode(
-            torch.from_numpy(ids).to(self.device), torch.from_numpy(positions).to(self.device)
+            torch.from_numpy(ids).to(self.device),
+            torch.from_numpy(positions).to(self.device),
+            **more,
         )
         if self.noted is not None:
             routed = self.noted.take().split(1)
@@ -329,6 +346,11 @@ class Scheduler:
             table.move(movers, gaps)
         self.num_active = left
         return taken
+
+
+def shift_of(numbers: Tensor) -> int:
+    """Return how far the images of a row shift the position of its next token (`ImageInput`)."""
+    return int(numbers[:, 1:].max()) + 1 - len(numbers) if numbers.shape[1] > 1 else 0
 
 
 def rows_of_pass(count: int, least: int) -> int:

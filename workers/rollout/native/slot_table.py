@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from workers.rollout.sample import CachedStates, Sample
 
+Row = tuple[tuple[int, ...], tuple[tuple[str, str], ...]]
+"""Tokens, and the images among them."""
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -26,6 +29,11 @@ class Waiting:
     def text(self) -> tuple[int, ...]:
         """The tokens that are read in this pass."""
         return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
+
+    @property
+    def row(self) -> Row:
+        """The tokens and the images that are read in this pass."""
+        return self.text, self.sample.images
 
 
 class SlotTable:
@@ -44,6 +52,8 @@ class SlotTable:
         """Response tokens so far: those in the cache, and the one to be read next."""
         self.forced = np.zeros(num_slots, dtype=np.int64)
         """Response tokens that the sample had when it was submitted."""
+        self.shifts = np.zeros(num_slots, dtype=np.int64)
+        """How far images shift the positions of the tokens after them (Qwen-VL)."""
         self.longest = np.zeros(num_slots, dtype=np.int64)
         """Maximum response tokens of the sample."""
         self.num_sampled = np.zeros(num_slots, dtype=np.int64)

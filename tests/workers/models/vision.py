@@ -1,0 +1,280 @@
+"""Folders of tiny vision-language models of published classes, with tokenizer and processor.
+
+`save_pretrained` writes each folder. Sizes that may differ are unequal.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from workers.models.images import images_only
+
+TEXT = "".join(chr(code) for code in range(32, 127)) + "\n"
+TEMPLATE = (
+    "{%- for message in messages %}{{ '<|' + message.role + '|>' }}"
+    "{%- if message.content is string %}{{ message.content }}{%- else %}"
+    "{%- for part in message.content %}{%- if part.type == 'image' %}IMAGE"
+    "{%- else %}{{ part.text }}{%- endif %}{%- endfor %}{%- endif %}{{ '<|end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
+)
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 1024,
+}
+
+
+def tokenizer_with(special: dict[str, str], placeholder: str, others: tuple[str, ...] = ()) -> Any:
+    """Return a tokenizer of characters and special tokens; the template writes `placeholder`."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokens += [*special.values(), *others]
+    vocab = {token: number for number, token in enumerate([*dict.fromkeys(tokens), *TEXT])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<|end|>",
+        extra_special_tokens=special,
+    )
+    tokenizer.add_tokens(tokens[2:], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", placeholder)
+    return tokenizer
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+def _processor(name: str, *parts: Any, **settings: Any) -> Any:
+    import transformers
+
+    cls = getattr(transformers, name)
+    return images_only(cls)(*parts, *(None for _ in cls.get_attributes()[2:]), **settings)
+
+
+def _qwen(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
+    def make() -> tuple[Any, Any]:
+        from transformers import AutoConfig
+
+        special = {
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+        }
+        tokenizer = tokenizer_with(special, "<|vision_start|><|image_pad|><|vision_end|>")
+        patch = 8 if kind.startswith("qwen2") else 8
+        image_processor = _class("qwen2_vl", "Qwen2VLImageProcessorPil")(
+            patch_size=patch,
+            merge_size=2,
+            size={"shortest_edge": 16 * 16, "longest_edge": 80 * 80},
+        )
+        common = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2}
+        vision: dict[str, Any] = {
+            "qwen2_vl": {"embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2},
+            "qwen2_5_vl": {
+                "hidden_size": 24,
+                "out_hidden_size": 32,
+                "intermediate_size": 40,
+                "fullatt_block_indexes": [1],
+                "window_size": 32,
+            },
+        }.get(
+            kind,
+            {
+                "hidden_size": 24,
+                "out_hidden_size": 32,
+                "intermediate_size": 40,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
+            },
+        )
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+        text: dict[str, Any] = SIZES | {"rope_parameters": rope}
+        if kind == "qwen3_5":
+            vision.pop("deepstack_visual_indexes")
+            rope |= {"partial_rotary_factor": 1.0, "mrope_interleaved": True}
+            text |= {
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 6,
+            }
+        if kind == "qwen3_vl":
+            rope["mrope_interleaved"] = True
+        if kind.startswith("qwen2"):
+            text.pop("head_dim")
+            rope["mrope_section"] = [1, 1, 2]
+        config = AutoConfig.for_model(
+            kind,
+            text_config=text,
+            vision_config=common | vision,
+            image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+            video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+            vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+            vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        )
+        return config, _processor(processor, image_processor, tokenizer)
+
+    return make
+
+
+def _gemma3() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    special = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    tokenizer = tokenizer_with(special, "<start_of_image>")
+    image_processor = _class("gemma3", "Gemma3ImageProcessorPil")(size={"height": 32, "width": 32})
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=SIZES
+        | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config=_siglip(image_size=32, patch_size=8),
+        mm_tokens_per_image=4,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+    )
+    processor = _processor("Gemma3Processor", image_processor, tokenizer, image_seq_length=4)
+    return config, processor
+
+
+def _siglip(**sizes: Any) -> dict[str, Any]:
+    shape: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    return shape | {"num_attention_heads": 2} | sizes
+
+
+def _llava() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    tokenizer = tokenizer_with({"image_token": "<image>"}, "<image>")
+    image_processor = _class("llava", "LlavaImageProcessorPil")(
+        size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}
+    )
+    config = AutoConfig.for_model(
+        "llava",
+        text_config=SIZES | {"model_type": "llama"},
+        vision_config=_siglip(image_size=24, patch_size=8)
+        | {"model_type": "clip_vision_model", "projection_dim": 16},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=9,
+    )
+    processor = _processor(
+        "LlavaProcessor",
+        image_processor,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    return config, processor
+
+
+def _internvl() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    special = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = tokenizer_with(special, "<IMG_CONTEXT>")
+    image_processor = _class("got_ocr2", "GotOcr2ImageProcessorPil")(
+        size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=3
+    )
+    config = AutoConfig.for_model(
+        "internvl",
+        text_config=SIZES | {"model_type": "qwen2"},
+        vision_config=_siglip(patch_size=[8, 8], image_size=[32, 32]),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    processor = _processor("InternVLProcessor", image_processor, tokenizer, image_seq_length=4)
+    return config, processor
+
+
+def _idefics(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
+    def make() -> tuple[Any, Any]:
+        from transformers import AutoConfig
+
+        special = {
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        }
+        grid = tuple(f"<row_{row}_col_{col}>" for row in range(1, 4) for col in range(1, 4))
+        tokenizer = tokenizer_with(special, "<image>", grid)
+        name = "Idefics3ImageProcessorPil" if kind == "idefics3" else "SmolVLMImageProcessorPil"
+        image_processor = _class(kind, name)(
+            size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+        )
+        config = AutoConfig.for_model(
+            kind,
+            text_config=SIZES | {"model_type": "llama"},
+            vision_config=_siglip(image_size=32, patch_size=8),
+            scale_factor=2,
+            image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        )
+        return config, _processor(processor, image_processor, tokenizer, image_seq_len=4)
+
+    return make
+
+
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "qwen2_vl": _qwen("qwen2_vl", "Qwen2VLProcessor"),
+    "qwen2_5_vl": _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor"),
+    "qwen3_vl": _qwen("qwen3_vl", "Qwen3VLProcessor"),
+    "qwen3_5": _qwen("qwen3_5", "Qwen3VLProcessor"),
+    "gemma3": _gemma3,
+    "internvl": _internvl,
+    "llava": _llava,
+    "idefics3": _idefics("idefics3", "Idefics3Processor"),
+    "smolvlm": _idefics("smolvlm", "SmolVLMProcessor"),
+}
+
+
+def write_model(family: str, folder: Path, seed: int = 0) -> Path:
+    """Write a tiny model of the family's published class, and return its folder."""
+    from transformers import AutoModelForImageTextToText
+
+    config, processor = FAMILIES[family]()
+    config.get_text_config().pad_token_id = 0
+    config.get_text_config().eos_token_id = 1
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():  # larger than the default, so that errors show
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Return an image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)

@@ -1,0 +1,134 @@
+"""Image files: references to them, which travel in place of pixels, and how they are opened.
+
+    ref = image_ref(row["image"], [Path("data")])   # path and hash of a file
+    image = opened(ref)                             # an upright RGB image of PIL
+
+This module does not import torch, because reward processes import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_like.errors import ConfigError
+from verl_like.files import cache_folder, write_whole
+
+MOST_PIXELS = 100_000_000
+"""Larger images are rejected, since a small file can contain a huge image."""
+
+
+class ImageRef(NamedTuple):
+    """The file of an image, and the SHA-256 of its bytes."""
+
+    path: str
+    sha: str
+
+
+def image_ref(value: Any, folders: Sequence[Path] = (Path(),)) -> ImageRef:
+    """Return the reference to an image; a ValueError says what is wrong with it.
+
+    `value` is a path (relative to one of the `folders`), bytes, an image of PIL, a `data:` URL, or
+    a dict with one of them under `bytes`, `path`, `image`, `url` or `image_url`. Images that are
+    not files are written to the cache folder `images`.
+    """
+    if isinstance(value, Mapping):
+        keys = ("bytes", "path", "image", "url", "image_url")
+        filled = [key for key in keys if value.get(key) is not None]
+        if not filled:
+            raise ValueError(f"an image has none of the keys {', '.join(keys)}: {value!r:.80}")
+        return image_ref(value[filled[0]], folders)
+    if isinstance(value, str) and value.startswith("data:"):
+        value = _bytes_of_url(value)
+    elif isinstance(value, str) and "://" in value and not value.startswith("file://"):
+        raise ValueError(f"the image {value!r:.80} is not on this machine. Download it first")
+    if isinstance(value, str | Path):
+        name = Path(str(value).removeprefix("file://")).expanduser()
+        paths = [folder / name for folder in folders]
+        path = next((path for path in paths if path.is_file()), paths[0])
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"the image {path} is not readable: {error.strerror}") from error
+        _check(data, str(path))
+        return ImageRef(str(path.absolute()), hashlib.sha256(data).hexdigest())
+    if hasattr(value, "save") and hasattr(value, "mode"):  # an image of PIL
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        value = buffer.getvalue()
+    if not isinstance(value, bytes):
+        raise ValueError(f"an image is {value!r:.80}, not a path, bytes or an image of PIL")
+    _check(value, "an image in the row")
+    return _stored(value)
+
+
+def _bytes_of_url(url: str) -> bytes:
+    import base64
+
+    header, _, body = url.partition(",")
+    try:
+        if not header.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return base64.b64decode(body, validate=True)
+    except ValueError as error:
+        raise ValueError(f"the image {url!r:.40} is not readable: {error}") from error
+
+
+def _stored(data: bytes) -> ImageRef:
+    """Write the bytes to the cache folder, under their hash."""
+    folder = cache_folder("images")
+    sha = hashlib.sha256(data).hexdigest()
+    path = folder / sha
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, data)
+    return ImageRef(str(path), sha)
+
+
+def _check(data: bytes, name: str) -> None:
+    """Raise a ValueError unless the bytes are an image of a reasonable size."""
+    try:
+        _decoded(data)
+    except (OSError, ValueError, SyntaxError, MemoryError) as error:
+        reason = "it is empty" if not data else str(error).split("<")[0].strip()
+        raise ValueError(f"{name} is not a readable image: {reason}") from error
+
+
+def _decoded(data: bytes) -> Any:
+    """Return the image in RGB, turned upright."""
+    from PIL import Image, ImageOps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            image: Image.Image = Image.open(io.BytesIO(data))
+        except Image.DecompressionBombError as error:
+            raise ValueError(str(error)) from error
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+        image = ImageOps.exif_transpose(image)
+    if image.mode == "P" or "transparency" in image.info:
+        image = image.convert("RGBA")
+    if image.mode in ("RGBA", "LA"):  # transparent pixels are white
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def opened(ref: ImageRef) -> Any:
+    """Return the image; raise an error if its file has changed since the row was read."""
+    try:
+        data = Path(ref.path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the image {ref.path} is not readable here: {error.strerror}. Put images on storage "
+            "that all nodes share; for images inside of data files, set XDG_CACHE_HOME to it."
+        ) from error
+    if hashlib.sha256(data).hexdigest() != ref.sha:
+        raise ConfigError(f"the image {ref.path} has changed since this run read its rows.")
+    return _decoded(data)

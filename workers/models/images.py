@@ -1,0 +1,231 @@
+"""The tokens and tensors of images, by the processor of a model's folder.
+
+    reader = image_reader(folder)
+    text = reader.expanded(text, refs)      # the tokens of every image in its place
+    inputs = reader.inputs(refs)            # pixel_values and others, as one batch
+
+A batch has references to images (`workers.images`) instead of pixels. Each process opens and
+processes the images of its own rows, once while they stay in its cache.
+
+The image processor of the model's folder runs on one backend (`BACKEND`) in every process. Its
+backends compute different pixels, so trainer and rollout would otherwise see different images.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError
+from workers.images import ImageRef, opened
+
+BACKEND = "pil"
+"""Backend of transformers' image processors: it runs on every machine."""
+CACHE_BYTES = 2 * 2**30
+"""Processed images that a process keeps."""
+
+
+def has_vision(config: Any) -> bool:
+    """Return whether models with this config read images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+@cache
+def image_reader(folder: str) -> ImageReader:
+    """Return the reader of the model in this folder, one per process."""
+    return ImageReader(folder)
+
+
+class ImageReader:
+    """Turns images into tokens and tensors, with the processor of a model's folder."""
+
+    def __init__(self, folder: str) -> None:
+        """Load the image processor and the tokenizer; a ConfigError says what is missing."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        config = AutoConfig.from_pretrained(folder)
+        if not has_vision(config):
+            raise ConfigError(
+                f"the model {folder} ({config.model_type}) does not read images. Leave the images "
+                "out, or use a vision-language model."
+            )
+        self.token_id = image_token_id(config)
+        self.processor = _load_processor(
+            folder, config.model_type, AutoTokenizer.from_pretrained(folder)
+        )
+        self.refs: list[ImageRef] = []
+        """The images that passes of this process name by their number here."""
+        self._numbers: dict[ImageRef, int] = {}
+        self._inputs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._tokens_of_size: dict[tuple[int, int], str] = {}
+
+    @property
+    def placeholder(self) -> str:
+        """The text that stands for an image in a prompt."""
+        token: str = self.processor.image_token
+        return token
+
+    def expanded(self, text: str, refs: Sequence[ImageRef]) -> str:
+        """Return the text with the tokens of every image in the place of its placeholder.
+
+        A ValueError says that there are more or fewer placeholders than images.
+        """
+        count = text.count(self.placeholder)
+        if count != len(refs):
+            raise ValueError(f"it has {len(refs)} images and {count} places for them")
+        if not refs:
+            return text
+        tokens = [self._tokens_of(opened(ref)) for ref in refs]
+        (result,), _ = self.processor.get_text_with_replacements([text], tokens)
+        return str(result)
+
+    def _tokens_of(self, image: Any) -> str:
+        """Return the text that expands to an image's tokens, which depends only on its size."""
+        if image.size not in self._tokens_of_size:
+            _, (self._tokens_of_size[image.size],) = self._process(image)
+        return self._tokens_of_size[image.size]
+
+    def _process(self, image: Any) -> tuple[Any, list[str]]:
+        processor = self.processor
+        settings = processor._merge_kwargs(
+            processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
+            return_tensors="pt",
+        )["images_kwargs"]
+        processed: tuple[Any, list[str]] = processor._process_images([[image]], **settings)
+        return processed
+
+    def num_tokens(self, ref: ImageRef) -> int:
+        """Return the number of tokens at which the model reads features of the image."""
+        return int(self._inputs_of(ref)[NUM_TOKENS])
+
+    def _inputs_of(self, ref: ImageRef) -> dict[str, Tensor]:
+        """Return the tensors of one image, processed once while they are in the cache."""
+        inputs = self._inputs.get(ref.sha)
+        if inputs is None:
+            processed, (text,) = self._process(opened(ref))
+            unused = {*self.processor.unused_input_names, "num_patches", "rows", "cols"}
+            inputs = {
+                name: torch.as_tensor(v) for name, v in processed.items() if name not in unused
+            }
+            if "pixel_attention_mask" in inputs:  # [1, tiles, ...] becomes [tiles, 1, ...]
+                inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
+            ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            inputs[NUM_TOKENS] = torch.tensor(ids.count(self.token_id))
+            self._inputs[ref.sha] = inputs
+            size = sum(_num_bytes(kept) for kept in self._inputs.values())
+            while size > CACHE_BYTES and len(self._inputs) > 1:
+                size -= _num_bytes(self._inputs.popitem(last=False)[1])
+        else:
+            self._inputs.move_to_end(ref.sha)
+        return inputs
+
+    def inputs(self, refs: Sequence[ImageRef]) -> dict[str, Tensor]:
+        """Return the tensors of the images as one batch, in order."""
+        parts = [self._inputs_of(ref) for ref in refs]
+        names = [name for name in parts[0] if name != NUM_TOKENS]
+        return {name: _joined([part[name] for part in parts]) for name in names}
+
+    def places(self, ids: Tensor, refs: Sequence[ImageRef], name: str) -> Tensor:
+        """Return 1 + the number of the image that each token of a row belongs to, 0 for text.
+
+        Tokens that the policy samples end a response, so the first ones in a row are the images'.
+        """
+        counts = [self.num_tokens(ref) for ref in refs]
+        found = (ids == self.token_id).nonzero().squeeze(1)
+        if len(found) < sum(counts):
+            raise ConfigError(
+                f"{name} has {len(found)} image tokens, but its {len(refs)} images have "
+                f"{sum(counts)}. Do not truncate prompts with images (data.truncation)."
+            )
+        numbers = torch.tensor([1 + self._number(ref) for ref in refs], dtype=torch.int64)
+        places = torch.zeros_like(ids)
+        places[found[: sum(counts)]] = numbers.repeat_interleave(
+            torch.tensor(counts, dtype=torch.int64)
+        )
+        return places
+
+    def _number(self, ref: ImageRef) -> int:
+        if ref not in self._numbers:
+            self._numbers[ref] = len(self.refs)
+            self.refs.append(ref)
+        return self._numbers[ref]
+
+    def refs_at(self, places: Tensor) -> list[ImageRef]:
+        """Return the images whose tokens are at these places, in order."""
+        numbers: list[int] = places[places > 0].tolist()
+        refs: list[ImageRef] = []
+        done = 0
+        while done < len(numbers):
+            refs.append(self.refs[numbers[done] - 1])
+            done += self.num_tokens(refs[-1])
+        return refs
+
+
+NUM_TOKENS = "num_tokens"
+
+
+def image_token_id(config: Any) -> int:
+    """Return the token at which a model with this config reads features of an image."""
+    names = ("image_token_id", "image_token_index")
+    ids = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+    if not ids:
+        raise ConfigError(f"models of type {config.model_type!r} have no image token.")
+    token: int = ids[0]
+    return token
+
+
+def _num_bytes(inputs: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in inputs.values())
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the images' tensors as one, padded with zeros where sizes differ."""
+    sizes = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+        pad = [amount for size in reversed(missing) for amount in (0, size)]
+        padded.append(torch.nn.functional.pad(part, pad) if any(missing) else part)
+    return torch.cat(padded)
+
+
+def images_only(cls: Any) -> Any:
+    """Return a subclass of a processor class of transformers that has no other parts."""
+    kinds = classmethod(lambda cls: ["image_processor", "tokenizer"])
+    return type(cls.__name__, (cls,), {"get_attributes": kinds})
+
+
+def _load_processor(folder: str, model_type: str, tokenizer: Any) -> Any:
+    """Return the processor of transformers without its parts for videos and sound.
+
+    They would need torchvision, which not every machine has.
+    """
+    import transformers
+    from transformers.models.auto import processing_auto
+
+    names: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    try:
+        settings, _ = transformers.ProcessorMixin.get_processor_dict(folder)
+        name = settings.get("processor_class") or names[model_type]
+        cls = getattr(transformers, name)
+        image_processor = transformers.AutoImageProcessor.from_pretrained(folder, backend=BACKEND)
+        return images_only(cls).from_args_and_dict(
+            [image_processor, tokenizer, *(None for _ in cls.get_attributes()[2:])], settings
+        )
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"the images of model type {model_type!r} need a package that is not installed: "
+            f"{reason:.200}. Install it (pip install torchvision num2words)."
+        ) from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot load the image processor of the model {folder}: {error}. Copy "
+            "preprocessor_config.json and processor_config.json from the base model."
+        ) from error
