@@ -438,10 +438,10 @@ def test_a_text_of_many_openings_is_parsed_in_linear_time() -> None:
     starts = ("<tool_call><function=f>", "<tool_call>f<arg_key>", "[TOOL_CALLS]f")
     for opening in openings:
         for start in (*starts, "<|tool_call>call:", "", "[f("):
-            began = time.monotonic()
+            began = time.process_time()
             parse(start + opening * 5000)
             call_like(start + opening * 5000)
-            assert time.monotonic() - began < 2
+            assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

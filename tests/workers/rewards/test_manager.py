@@ -174,7 +174,7 @@ def test_errors_name_the_keys_of_one_reward_in_the_list(tokenizer: Any) -> None:
     ("code", "words"),
     [
         ("def f(:", "broken.py, line 1: invalid syntax: def f"),
-        ("import sys; sys.exit(2)", r"SystemExit: it called sys.exit\(2\)"),
+        ("import sys; sys.exit(2)", r"it ends the process, with sys.exit\(2\)"),
         (
             "from verl_like.process.sandbox import reject_nested_run as run\nrun()",
             "Put the lines that start a run under `if __name__ == '__main__':`",
