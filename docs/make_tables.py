@@ -30,7 +30,7 @@ from cards import (
     preset_sources,
     preset_text,
 )
-from model_table import model_lists
+from model_table import model_table
 from worked_tables import memory_table, token_weights
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
@@ -705,7 +705,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "flat-names": ("python.md", flat_name_table),
     **{page.removesuffix(".md"): (page, partial(key_table, page)) for page in KEY_PAGES},
     "rewards": ("rewards.md", reward_key_table),
-    "models": ("models.md", model_lists),
+    "models": ("models.md", model_table),
     "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
     "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
     "async-keys": ("async.md", partial(recipe_key_table, ASYNC, PPOConfig)),

@@ -9,10 +9,43 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.integration.published import grpo, write_published
+from tests import ROOT
+from tests.integration.published import crash_of, grpo, write_published
 from tests.integration.runs import POLICY_ALONE, overrides
+from tests.workers.models.architectures import NotBuilt
 from trainer import load_config, run
 from verl_like.errors import ConfigError
+
+RESULTS: dict[str, list[str] | None] = json.loads((ROOT / "docs/data/models.json").read_text())
+FAST = (
+    "gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 llama4 internvl llava mistral3 smolvlm "
+    "idefics3 llama qwen3 gemma2 gpt2 deepseek_v3 blip-2"
+).split()
+
+
+def check(case: str, tiny: Path, folder: Path) -> None:
+    """Check that the class starts as `docs/models.md` says."""
+    result, row = crash_of(case, tiny, folder).partition(":")[0], RESULTS[case]
+    assert row is not None
+    assert result == row[4]
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_a_published_class_runs_or_is_rejected_before_it_starts(
+    case: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    check(case, tiny_dir, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c, row in RESULTS.items() if row and len(row) > 4])
+def test_every_class_of_the_table_runs_or_is_rejected(
+    case: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    try:
+        check(case, tiny_dir, tmp_path)
+    except NotBuilt as reason:
+        pytest.skip(str(reason))
 
 
 def check_run(tiny: Path, folder: Path, *more: str) -> None:

@@ -20,6 +20,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from workers.models.support.stand_in import MODEL_ERRORS
+
 WINDOW, POSITIONS, VOCAB, LAYERS, SEED = 16, 256, 128, 4, 16
 
 SIZES = (
@@ -159,6 +161,13 @@ MROPE = {
 TOWERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_vl": {"vision_config": {"embed_dim": 32, "depth": 2, "hidden_size": 32}, **MROPE},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 32, "depth": 2}, **MROPE},
+    "glm4v_moe": {
+        "text_config": {
+            "head_dim": 16,
+            "rope_parameters": MROPE["text_config"]["rope_parameters"]
+            | {"partial_rotary_factor": 0.5},
+        }
+    },
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker"), MROPE
     ),
@@ -289,7 +298,7 @@ def build_tiny(config: Any) -> Any:
             module = auto_class.from_config(
                 config, dtype=torch.float32, attn_implementation="eager" if capped else None
             )
-        except (AttributeError, TypeError, ValueError, RuntimeError, ImportError) as error:
+        except MODEL_ERRORS as error:
             raise NotBuilt(f"{config.model_type}: {type(error).__name__}: {error}") from error
         _move_state(module)
     return module.eval()

@@ -11,6 +11,7 @@ from tests import ROOT
 from tests.workers.models.architectures import NotBuilt, build_tiny, cases, tiny_model_config
 from tests.workers.models.walk import (
     LARGEST_ERROR,
+    PARTS,
     compute_reference,
     make_rows,
     outcome,
@@ -24,7 +25,10 @@ FAST = (
     "gpt_oss gemma4_text+heads gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 llama4 internvl "
     "llava mistral3 smolvlm idefics3"
 ).split()
-UNKNOWN = {"blt": "reads bytes through three models; its configuration has no layers of its own"}
+UNKNOWN = {
+    "blt": "reads bytes through three models; its configuration has no layers of its own",
+    "glm5_next": "its default configuration has heads of size 0",
+}
 """Case -> why it is not walked."""
 
 
@@ -32,7 +36,9 @@ def check(case: str, folder: Path) -> None:
     """Check that every part is right or rejected, and agrees with `docs/models.md`."""
     results = walk(case, folder)
     assert not {part: result for part, result in results.items() if result.startswith("wrong")}
-    assert RESULTS[case] == list(outcome(results))
+    row = RESULTS[case]
+    assert row is not None
+    assert row[: len(PARTS)] == list(outcome(results))
 
 
 @pytest.mark.parametrize("case", FAST)
