@@ -286,6 +286,7 @@ class Conversation:
         if "rejected" in answer:
             self.is_cut = answer["is_cut"]
             raise RejectedRequest(**answer["rejected"])
+        self.is_cut = False  # it goes on with a new segment
         turn, self._num_turns = self._num_turns, self._num_turns + 1
         self._tools = request.tools
         self._history = []

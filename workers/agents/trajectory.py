@@ -383,7 +383,7 @@ class Trajectory:
             raise RejectedRequest(f"there are {words} {max_tokens}", "messages", TOO_LONG)
         elif (left := self._left_in_segment(ids, is_whole)) <= 0:
             self.cut, most = LENGTH_LIMIT, self.setting.config.max_tokens_per_segment or 0
-            words = f"{most - left:g} tokens, but environment.max_tokens_per_segment is {most}"
+            words = f"{int(most - left)} tokens, but environment.max_tokens_per_segment is {most}"
             raise RejectedRequest(f"the conversation has {words}", "messages", TOO_LONG)
         else:
             self._append(ids, is_whole)

@@ -124,10 +124,10 @@ def fills_branches(row, names=("ab", "b")):
     return float(turns)
 
 
-def compacts(row, fills_last):
+def compacts(row, fills_last, fails=False):
     """Begin a shorter conversation once one is full; continue it for a turn, or until it is full.
 
-    Return 1.
+    Return 1, or fail after that.
     """
     client = openai.OpenAI()
     for content, is_filled in (("go", True), ("so", fills_last)):
@@ -139,7 +139,7 @@ def compacts(row, fills_last):
                 is_open = is_filled
             except openai.BadRequestError:
                 is_open = False
-    return 1.0
+    return 1.0 / (not fails)
 
 
 def sends_special_tokens(row):

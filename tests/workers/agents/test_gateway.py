@@ -165,6 +165,10 @@ def test_an_agent_that_summarizes_a_full_conversation_is_not_truncated(
     assert (trajectory.ended, trajectory.problem) == (last, "")
     assert len(trajectory.sample.segments) == 1
     assert trajectory.rewards[-1][1] == 1.0
+    (trajectory,) = play(
+        "compacts", arguments=arguments | {"fails": True}, max_turns=99, max_tokens_per_segment=29
+    )
+    assert ("ZeroDivisionError" in trajectory.problem) == (last == "terminated")
 
 
 def test_only_a_prompt_that_is_too_long_is_rejected(play: Play) -> None:
