@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from trainer.data.config import DataConfig
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import CheckpointError, ConfigError
+from verl_like.errors import CheckpointError, ConfigError, nearest
 from verl_like.files import json_line
 from verl_like.registry import load_object
 from verl_like.signatures import CallSignature, check_call
@@ -50,6 +50,56 @@ def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[in
                 f"return {num_prompts} integers from 0 to {num_prompts - 1}."
             )
         return positions
+
+    return order
+
+
+def order_by_share(
+    names: Sequence[str], shares: Mapping[str, float], config: DataConfig, seed: int
+) -> Callable[[int], Positions]:
+    """Return a function like `epoch_order`; every batch has these shares of the prompts' names.
+
+    An epoch ends before a name needs one of its prompts for the second time.
+    """
+    if config.sampler is not None:
+        raise ConfigError(
+            f"data.sampler={config.sampler} also sets the order of the prompts. Leave it out, or "
+            "the shares in environment.by_name."
+        )
+    if unknown := sorted({*names} - {*shares}):
+        raise ConfigError(
+            f"data.train_files: a row's environment is {unknown[0]!r}, but environment.paths has "
+            f"only {', '.join(shares)}.{nearest(unknown[0], shares)}"
+        )
+    size = config.train_batch_size
+    counts = {name: int(share * size) for name, share in shares.items()}
+    by_rest = sorted(shares, key=lambda name: counts[name] - shares[name] * size)
+    for name in by_rest[: size - sum(counts.values())]:
+        counts[name] += 1
+    rows = {name: np.flatnonzero(np.array(names) == name) for name in shares}
+    for name, count in counts.items():
+        if count == 0:
+            raise ConfigError(
+                f"environment.by_name: {name}'s share={shares[name]:g} of data.train_batch_size="
+                f"{size} is less than a prompt. Raise one of them."
+            )
+        if len(rows[name]) < count:
+            raise ConfigError(
+                f"environment.by_name: a step needs {count} prompts of {name!r} (share="
+                f"{shares[name]:g} of data.train_batch_size={size}), but data.train_files has "
+                f"{len(rows[name])}. Add prompts, or lower one of these keys."
+            )
+    num_batches = min(len(rows[name]) // count for name, count in counts.items())
+
+    @lru_cache(maxsize=1)
+    def order(epoch: int) -> Positions:
+        rng, columns = np.random.default_rng([seed, epoch]), []
+        for name, count in counts.items():
+            num_used = num_batches * count
+            others_first = np.roll(rows[name], -epoch * num_used)
+            places = rng.permutation(rows[name]) if config.shuffle else others_first
+            columns.append(places[:num_used].reshape(num_batches, count))
+        return rng.permuted(np.concatenate(columns, axis=1), axis=1).reshape(-1)
 
     return order
 

@@ -22,13 +22,15 @@ import torch
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.data.files import IMAGE_REFS, listing, row_limit
-from trainer.data.loader import check_same_rows, digest_of_rows, epoch_order
+from trainer.data.loader import check_same_rows, digest_of_rows, epoch_order, order_by_share
 from trainer.data.model_config import small_files_of
 from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
+from workers.agents.host import COLUMN
 from workers.columns import IMAGES, PLAYERS
+from workers.config import has_environment
 from workers.models.folder import UNREADABLE
 from workers.models.tokenizers import check_template
 from workers.rewards.code import find_open_assert
@@ -142,6 +144,10 @@ class PromptSet:
 
         return self._table.remembered(f"digest of rows: {self._cut}", compute)
 
+    def texts(self, column: str) -> list[str]:
+        """Return a column of all prompts as texts."""
+        return [str(self._table.row(number).get(column)) for number in self.rows.tolist()]
+
     @property
     def _cut(self) -> tuple[Any, ...]:
         """Settings that determine which rows remain, and their lengths."""
@@ -210,7 +216,8 @@ def _hashes_of(row: dict[str, Any]) -> dict[str, list[str]]:
 class PromptLoader:
     """An endless, resumable source of prompt batches, epoch after epoch.
 
-    `num_left_over` is the number of prompts that each epoch drops because they do not fill a batch.
+    `num_left_over` is the number of prompts that each epoch drops because they do not fill a batch,
+    or exceed the share of their environment.
     """
 
     def __init__(
@@ -226,9 +233,15 @@ class PromptLoader:
         self._trainer: TrainerConfig = config.trainer
         limit = row_limit(config)
         self.prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules, limit)
-        self.num_left_over = len(self.prompts) % self._config.train_batch_size
-        self._num_taken = 0
-        self._order = epoch_order(config.data, self._trainer.seed, len(self.prompts))
+        self._num_taken, seed = 0, self._trainer.seed
+        self._num_batches: int = len(self.prompts) // self._config.train_batch_size
+        shares = config.environment.shares if has_environment(config) else {}
+        if shares:
+            self._order = order_by_share(self.prompts.texts(COLUMN), shares, config.data, seed)
+            self._num_batches = len(self._order(0)) // self._config.train_batch_size
+        else:
+            self._order = epoch_order(config.data, seed, len(self.prompts))
+        self.num_left_over = len(self.prompts) - len(self) * self._config.train_batch_size
         self._sets = [self.prompts]
         self.validation: PromptSet | None = None
         """The prompts of `data.val_files`, if there are any."""
@@ -244,14 +257,15 @@ class PromptLoader:
                 f"{self.prompts.story}. A batch of data.train_batch_size={size} needs more than "
                 f"the remaining {number}. Add prompts, or {other}."
             )
-        skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
+        why = "shares in environment.by_name" if shares else "incomplete batch"
+        skipped = f"; the last {self.num_left_over} of each epoch are skipped ({why})"
         logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")
         if self.validation is not None:
             logger.info("%s", self.validation.story)
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
-        return len(self.prompts) // self._config.train_batch_size
+        return self._num_batches
 
     @property
     def total_steps(self) -> int:

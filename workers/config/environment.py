@@ -33,6 +33,7 @@ HAS_CLASS = ReadWhen(
 LIMITS: dict[str, Any] = {
     "max_turns": int,
     "max_tokens_per_segment": int,
+    "share": (int, float),
     "step_timeout_s": (int, float),
     "trajectory_timeout_s": (int, float),
 }
@@ -109,7 +110,7 @@ class EnvironmentConfig(Section):
         factory=dict, allows="{NAME: {max_turns: 30}}", read_when=HAS_SEVERAL
     )
     """`max_turns`, `max_tokens_per_segment`, `step_timeout_s` and `trajectory_timeout_s` of single
-    environments, by name.
+    environments, by name, and `share`: the fraction of each step's prompts.
     """
     retries: int = config_field(2, at_least=0, may_change_on_resume=True)
     """Maximum restarts of a trajectory whose environment failed."""
@@ -124,7 +125,13 @@ class EnvironmentConfig(Section):
 
     def of(self, name: str) -> EnvironmentConfig:
         """Return the settings of the environment with this name."""
-        return changed(self, self.by_name.get(name, {}))
+        limits = self.by_name.get(name, {})
+        return changed(self, {key: limits[key] for key in limits if key != "share"})
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The fraction of each environment in the prompts of a step, by name; {} if none is set."""
+        return {name: limits["share"] for name, limits in self.by_name.items() if "share" in limits}
 
     def check_by_name(self) -> None:
         """Reject `by_name` with unknown environments, or with other keys or values."""
@@ -142,3 +149,9 @@ class EnvironmentConfig(Section):
                     raise ConfigError(f"{where}: set {keys} to numbers.{nearest(key, LIMITS)}")
                 if limit <= 0:
                     raise ConfigError(f"{where}: {key} must be above 0.")
+        shares, total = self.shares, sum(self.shares.values())
+        if shares and (shares.keys() != self.paths.keys() or abs(total - 1) > 1e-6):
+            raise ConfigError(
+                f"environment.by_name={self.by_name}: give each of {', '.join(self.paths)} a "
+                f"share, so that their sum is 1; now it is {total:g}."
+            )

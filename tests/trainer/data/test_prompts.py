@@ -116,6 +116,51 @@ def test_a_total_of_prompts_ends_in_a_smaller_batch(make_loader: Any) -> None:
     assert uids(resumed, 1) == [uids(make_loader(train_batch_size=100), 5)[4][:50]]
 
 
+def share_loader(tmp_path: Path, tokenizer: Any, counts: dict[str, int], **data: Any) -> Any:
+    """A loader of rows of environments, of which `a` shall have a fifth of each step."""
+    rows = [{"environment": name, **GOOD} for name, count in counts.items() for _ in range(count)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = make_config(tmp_path / "rows.jsonl", **{"train_batch_size": 10, **data})
+    config.environment.paths = dict.fromkeys(("a", "b"), "guess.py:Guess")
+    config.environment.by_name = {"a": {"share": 0.2}, "b": {"share": 0.8}}
+    config.environment.check_by_name()
+    return PromptLoader(config, tokenizer)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_environment_has_its_share_of_each_step(
+    tmp_path: Path, tokenizer: Any, shuffle: bool
+) -> None:
+    """The file has 13 rows of `a` and 31 of `b`, of which an epoch needs eight per step."""
+    loader = share_loader(tmp_path, tokenizer, {"a": 13, "b": 31}, shuffle=shuffle)
+    assert (len(loader), loader.total_steps) == (3, 6)
+    batches = uids(loader, 30)
+    for names in batches:
+        assert sum(int(uid.partition("-")[0]) < 13 for uid in names) == 2
+    used = [uid for names in batches for uid in names]
+    assert len({*used}) == len(used) == 300, "no prompt occurs twice in an epoch"
+    assert {uid.partition("-")[0] for uid in used} == {*map(str, range(44))}, "all rows are used"
+    assert uids(share_loader(tmp_path, tokenizer, {"a": 13, "b": 31}, shuffle=shuffle), 30) == (
+        batches
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "data", "words"),
+    [
+        ({"a": 9, "b": 9, "bb": 1}, {}, "is 'bb', but environment.paths has only a, b. Did you"),
+        ({"a": 1, "b": 31}, {}, "needs 2 prompts of 'a'.* has 1"),
+        ({"a": 9, "b": 9}, {"train_batch_size": 2}, "0.2 of data.train_batch_size=2 is less than"),
+        ({"a": 9, "b": 9}, {"sampler": "my.order"}, "data.sampler=my.order also sets the order"),
+    ],
+)
+def test_impossible_shares_are_rejected(
+    tmp_path: Path, tokenizer: Any, counts: dict[str, int], data: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        share_loader(tmp_path, tokenizer, counts, **data)
+
+
 def test_overlong_prompts_are_filtered_and_counted(make_loader: Any, tmp_path: Path) -> None:
     files = write_jsonl(tmp_path / "p.jsonl", ["a" * length for length in (3, 20, 4, 30)])
     loader = make_loader(files, filter_overlong_prompts=True, train_batch_size=2, shuffle=False)

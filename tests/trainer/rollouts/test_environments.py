@@ -125,6 +125,36 @@ def test_a_number_of_trajectories_needs_no_file(tiny_dir: Path, tmp_path: Path) 
     assert all(re.search(r"\d", text) for text in counts)
 
 
+def test_each_of_several_environments_is_validated_and_has_its_share(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    for file, names in (
+        ("train", ["count"] * 2 + ["silent"] * 9),
+        ("val", ["count", *["silent"] * 3]),
+    ):
+        rows = [json.dumps({"prompt": "a", "environment": name}) for name in names]
+        (tmp_path / f"{file}.jsonl").write_text("\n".join(rows))
+    play(
+        tiny_dir,
+        tmp_path / "run",
+        *POLICY_ALONE,
+        f"environment={{count: '{GAMES}:Count', silent: '{GAMES}:Silent'}}",
+        "environment.by_name={count: {share: 0.25}, silent: {share: 0.75}}",
+        f"data.train_files={tmp_path}/train.jsonl",
+        f"data.val_files={tmp_path}/val.jsonl",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+    )
+    first, last = lines(tmp_path / "run")
+    for name, share, num_turns, success in (("count", 0.25, 3, 1.0), ("silent", 0.75, 1, 0.0)):
+        prefix = f"agents/by_environment/{name}"
+        assert first[f"{prefix}/share"] == last[f"{prefix}/share"] == share
+        validated = {
+            key.rpartition("/")[2]: n for key, n in last.items() if f"val-aux/{prefix}/" in key
+        }
+        assert validated == {"share": share, "mean": num_turns, "num_failed": 0, "success": success}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

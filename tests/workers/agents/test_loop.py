@@ -333,6 +333,8 @@ def test_each_environment_has_its_own_limits_and_metrics(model: Any, tokenizer: 
         ({"go": {"max_turns": 1.5}}, "set max_turns, "),
         ({"go": {"max_turns": 0}}, "max_turns must be above 0"),
         ({"go": 3}, "set max_turns, "),
+        ({"go": {"share": 1.0}}, "give each of chess, go a share"),
+        ({"go": {"share": 0.3}, "chess": {"share": 0.6}}, "now it is 0.9"),
     ],
 )
 def test_invalid_settings_by_name_are_rejected(by_name: Any, words: str) -> None:
