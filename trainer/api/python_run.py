@@ -34,6 +34,7 @@ from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.folder import committed, read_marker
 from trainer.run_folder.result import RunResult
+from verl_like.calls.wire import RAISED_IN
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import make_private
 from verl_like.process.sandbox import reject_nested_run
@@ -62,8 +63,10 @@ def bare_errors(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except VerlLikeError as error:
-            # for example a callback's error; a wrong setting has only our own
-            cause = None if isinstance(error, ConfigError) else error.__cause__
+            cause = error.__cause__  # for example a callback's error
+            if isinstance(error, ConfigError):  # its message suffices, also if a worker raised it
+                notes: list[str] = getattr(error, "__notes__", [])
+                cause, notes[:] = None, [note for note in notes if not note.startswith(RAISED_IN)]
             raise error.with_traceback(None) from cause
 
     return call

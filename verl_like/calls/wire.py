@@ -34,6 +34,10 @@ BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
 """The forms of a data-parallel method's result (`verl_like.calls.result`)."""
 
 
+RAISED_IN = "raised in "
+"""Start of the note with the traceback in a worker."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A placeholder in a call for the value of part number `part`.
@@ -110,7 +114,7 @@ class RemoteError(NamedTuple):
             error = WorkerError(
                 f"{where} raised {self.type_name}, an exception that cannot be sent to the driver."
             )
-        error.add_note(f"raised in {where}\n{self.traceback.rstrip()}")
+        error.add_note(f"{RAISED_IN}{where}\n{self.traceback.rstrip()}")
         return error
 
 

@@ -19,8 +19,10 @@ from trainer.api.flat_names import (
     settings_of,
     trl_names,
 )
+from trainer.api.python_run import bare_errors
 from trainer.config.keys import named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
+from verl_like.calls.wire import RemoteError
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
 
@@ -212,3 +214,14 @@ def test_typed_keys_are_complete(keys: Any, classes: list[Any]) -> None:
     of_trl = {*trl_names(classes[0]._flat_names), "train_dataset", "eval_dataset"}
     of_trl |= {"processing_class"} | ({"reward_funcs"} if PPO in classes else set())
     assert {*keys.__annotations__} == (known | of_trl) - {"reward"}  # a parameter
+
+
+def test_a_wrong_setting_found_in_a_worker_is_shown_without_its_traceback() -> None:
+    @bare_errors
+    def load() -> None:
+        error = ConfigError("the model is damaged")
+        raise RemoteError.of(error).rebuild("rank 1 of actor")
+
+    with pytest.raises(ConfigError, match="the model is damaged") as caught:
+        load()
+    assert getattr(caught.value, "__notes__", []) == []
