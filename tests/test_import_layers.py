@@ -71,7 +71,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("best_of_n", "compare"),
         ("async_training",),
         ("planner",),
-        ("check_loss", "evaluation", "replay", "serve"),
+        ("check_loss", "evaluation", "rehearsal", "replay", "serve"),
         ("migrate",),
         ("recipe_command",),
         ("main_ppo", "api"),

@@ -67,6 +67,20 @@ def run(
     """
     if config.trainer.dry_run:
         return check(config, trainer_cls, callbacks)
+    return run_steps(config, trainer_cls, callbacks)
+
+
+def run_steps(
+    config: RunConfig,
+    trainer_cls: type[Trainer] | None = None,
+    callbacks: Sequence[object] = (),
+    observers: Sequence[object] = (),
+    shorten: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple,
+) -> RunResult:
+    """Run to the end, like `run`; with `trainer.dry_run`, on the first rows of large files.
+
+    `observers` follow those of every run. `shorten` changes the trainer's inputs.
+    """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
 
     with ExitStack() as at_end:
@@ -81,11 +95,11 @@ def run(
             return RunResult.of(config, trainer_cls.role)
 
         of_attempt = at_end.enter_context(ExitStack())
-        inputs = trainer_cls.prepare(config, of_attempt)
+        inputs = shorten(trainer_cls.prepare(config, of_attempt))
         config = trainer_cls.resolve_config(config)
         folder = open_run_folder(config, lock)
 
-        observers, ended = active_observers(config, trainer_cls), False
+        observers, ended = [*active_observers(config, trainer_cls), *observers], False
         try:
             attempts_of = Attempts(config, trainer_cls, observers, callbacks, stop)
             with closing(attempts_of) as attempts:

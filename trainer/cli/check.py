@@ -1,4 +1,5 @@
-r"""usage: verl-like check [RECIPE] [--gpus 8xH100] [--full] [key=value ...]
+r"""usage: verl-like check [RECIPE] [--gpus 8xH100] [--full] [--rehearse]
+           [key=value ...]
 
 Checks a run without starting it:
 
@@ -19,6 +20,10 @@ whether they fit the GPUs.
                        metrics to watch
   --measured RUN_DIR   with async: predict the time of a step from the seconds
                        of a PPO run (implies --full)
+  --rehearse           then run two small steps on this machine's CPU, resume
+                       for a third, and export: your data, code and checkpoints
+                       with a tiny model of your model's class; it writes only
+                       into a temporary folder
 """
 
 from __future__ import annotations
@@ -154,6 +159,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", default="")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--measured", default="")
+    parser.add_argument("--rehearse", action="store_true")
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
         if hint := word.startswith("--") and nearest(
@@ -181,6 +187,11 @@ def main(arguments: Sequence[str]) -> None:
     def start(config: RunConfig, recipe: Recipe[Any], settings: Sequence[str]) -> RunResult:
         plan = partial(full_plan, measured=options.measured, recipe=recipe, settings=settings)
         result = check(config, plan=plan if full else None)
+        if options.rehearse:
+            from trainer.rehearsal.rehearse import rehearse
+
+            print("\nRehearsal: two steps, a resume and an export", flush=True)
+            print("", *rehearse(config), "", sep="\n", flush=True)
         words = [word for word in rest if word.partition("=")[0] not in SET_HERE]
         if config.trainer.simulate is not None:
             keys, trainer = keys_set(known_settings(settings, recipe)), config.trainer

@@ -1,0 +1,279 @@
+"""The small job of a rehearsal: the user's configuration with sizes that fit this machine's CPU.
+
+    small = small_config(config, folder)        # writes stand-ins of its models into `folder`
+
+Kept: data, template, tokenizer, reward, environment, losses, trainer class, roles, LoRA, the order
+of pools. Changed: the models' sizes, batches, lengths, ranks, the engine, and every output folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trainer.config.keys import leaves_of
+from trainer.config.schema import RunConfig
+from verl_like.config_key import changed
+from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
+from workers.config import ParallelConfig, RolloutConfig, has_environment
+from workers.config.conditions import is_bare_config
+from workers.models.causal_lm import model_class
+from workers.models.folder import SMALL_FILES, model_folder, read_hf_config
+from workers.models.support.stand_in import (
+    LARGEST,
+    LENGTHS,
+    MODEL_ERRORS,
+    VOCABULARIES,
+    shrunk,
+)
+
+C = TypeVar("C", bound=RunConfig)
+STEPS = 2
+SAMPLES, MOST_PER_PROMPT, ROWS = 32, 16, 4
+"""Samples per step (more if 4 prompts have more), samples per prompt, and rows per step."""
+RESPONSE, RESPONSE_OF_TURNS, TURN, TURNS = 16, 512, 8, 4
+"""Longest response without and with an environment, and a turn's tokens, and turns."""
+AXES = ("tp", "sp", "pp", "ep")
+PLAIN: dict[str, Any] = {
+    "attn_implementation": "auto",
+    "compile": "off",
+    "fp8_linear": False,
+    "param_offload": None,
+    "optimizer_offload": None,
+    "fsdp_size": -1,
+}
+"""Key of any section -> its value on CPUs."""
+AT_MOST = {
+    "micro_batch_size_per_gpu": ROWS,
+    "ppo_micro_batch_size_per_gpu": ROWS,
+    "log_prob_micro_batch_size_per_gpu": ROWS,
+    "max_num_seqs": 2 * SAMPLES,
+    "kv_cache_gib": 0.5,
+    "max_num_gen_batches": 2,
+    "max_turns": TURNS,
+}
+"""Key of any section -> its largest value."""
+OF_EVERY_RUN: dict[str, Any] = {
+    "trainer.device": "cpu",
+    "trainer.backend": "local",
+    "trainer.simulate": None,
+    "trainer.dry_run": True,  # reads only the first rows of large files
+    "trainer.nnodes": 1,
+    "trainer.total_epochs": None,
+    "trainer.total_training_steps": STEPS,
+    "trainer.save_freq": 1,
+    "trainer.logger": [],
+    "trainer.stop_at": {},
+    "trainer.max_restarts": 0,
+    "trainer.resume_mode": "auto",
+    "trainer.resume_from_path": None,
+    "cpus_per_process": None,
+    "pool_resources": {},
+    "faults": {},
+}
+OF_SAMPLING: dict[str, Any] = {
+    "data.total_prompts": None,
+    "reward.max_failed_fraction": 0.0,
+    "environment.max_failed_fraction": 0.0,
+    "actor_rollout_ref.rollout.server_urls": [],
+    "actor_rollout_ref.rollout.engine_kwargs": {},
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+}
+OF_ASYNC: dict[str, Any] = {
+    "async_training.sample_routes": None,
+    "async_training.weight_routes": None,
+    "async_training.prompts_per_call": None,
+    "async_training.max_inflight_samples": None,
+    "async_training.generator_settings": {},
+}
+
+
+def small_config(config: C, folder: Path) -> C:
+    """Return the configuration of the rehearsal, which writes only into `folder`."""
+    changes = OF_EVERY_RUN | {"trainer.default_local_dir": str(folder / "run")}
+    models: dict[str, str] = {}
+
+    def small_model(path: str) -> str:
+        if path not in models:
+            models[path] = str(write_stand_in(path, folder / f"model_{len(models)}"))
+        return models[path]
+
+    for key, section in leaves_of(config):
+        value = getattr(section, key.leaf)
+        is_model = key.name.endswith("model.path") or key.leaf == "model_path"
+        if is_model and value:
+            changes[key.name] = small_model(value)
+        elif key.leaf in PLAIN:
+            changes[key.name] = PLAIN[key.leaf]
+        elif key.leaf in AT_MOST and value is not None:
+            changes[key.name] = min(value, AT_MOST[key.leaf])
+        elif key.leaf == "strategy":
+            changes[key.name] = value.removesuffix("+offload").removesuffix("_offload")
+        elif key.leaf == "fsdp_config":
+            changes[key.name] = {}
+        elif key.leaf == "quantization" and value == "fp8":
+            changes[key.name] = None
+        elif key.leaf == "parallel" and value:
+            own = vars(getattr(config, "parallel", ParallelConfig())) | value
+            changes[key.name] = value | folded(own)
+    if isinstance(parallel := getattr(config, "parallel", None), ParallelConfig):
+        changes |= {f"parallel.{axis}": size for axis, size in folded(vars(parallel)).items()}
+    changes |= _sizes(config)
+    if hasattr(config, "selection") and config.selection.file:
+        changes["selection.file"] = str(folder / Path(config.selection.file).name)
+    rewards = list(config.reward.list) if hasattr(config, "reward") else []
+    for number, reward in enumerate(rewards):
+        if reward.kind == "model":
+            rewards[number] = changed(reward, {"path": small_model(reward.path)})
+        changes["reward.list"] = rewards
+    return changed(_with_few_ranks(config), changes)
+
+
+def folded(axes: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of parallel axes on two ranks: the first axis in use gets both."""
+    used = next((axis for axis in AXES if axes.get(axis, 1) > 1), "")
+    return {"shard": -1, **{axis: 2 if axis == used else 1 for axis in AXES}}
+
+
+def _with_few_ranks(config: C) -> C:
+    """Return the configuration with at most two ranks per pool; one if there are many pools."""
+    spec, pools = config.resource_pool_spec, expand_roles(config.role_mapping)
+    whole = vars(getattr(config, "parallel", ParallelConfig()))
+    split = {
+        pool
+        for role, pool in pools.items()
+        if max(folded(whole | _axes_of(config, role)).values(), default=1) > 1
+    }
+    sizes = {
+        pool: [min(2 if len(spec) < 3 or pool in split else 1, sum(nodes))]
+        for pool, nodes in spec.items()
+    }
+    changes: dict[str, Any] = {
+        "resource_pool_spec": sizes,
+        "trainer.n_gpus_per_node": sum(map(sum, sizes.values())),
+    }
+    if hasattr(config, "async_training"):
+        trainers = sizes[pools["actor"]][0]
+        changes |= OF_ASYNC | {"async_training.trainers": trainers}
+    return changed(config, changes)
+
+
+def _axes_of(config: RunConfig, role: str) -> dict[str, Any]:
+    """Return the axes that a role sets for itself."""
+    policy = getattr(config, "actor_rollout_ref", None)
+    section = getattr(config, role, None) or getattr(policy, role, None)
+    return getattr(section, "parallel", None) or {}
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """Return the sizes of batches, lengths and mini-batches, with the divisors of the user's."""
+    data, batch = config.data, config.data.train_batch_size
+    if not hasattr(config, "actor_rollout_ref"):
+        return {"data.train_batch_size": min(batch, ROWS)}
+    rollout: RolloutConfig = config.actor_rollout_ref.rollout
+    n = min(rollout.n, MOST_PER_PROMPT)
+    prompts = min(batch, max(4, SAMPLES // n // 4 * 4))
+    longest = RESPONSE_OF_TURNS if has_environment(config) else RESPONSE
+    response, penalty = min(data.max_response_length, longest), config.reward.overlong_penalty
+    changes = OF_SAMPLING | {
+        "data.train_batch_size": prompts,
+        "data.max_response_length": response,
+        "actor_rollout_ref.rollout.n": n,
+    }
+    if rollout.name == "vllm":
+        changes["actor_rollout_ref.rollout.name"] = "native"
+    if "n" in rollout.val_kwargs:
+        changes["actor_rollout_ref.rollout.val_kwargs.n"] = min(rollout.val_kwargs["n"], 2)
+    if "min_tokens" in rollout.sampling_kwargs:
+        least = min(rollout.sampling_kwargs["min_tokens"], response)
+        changes["actor_rollout_ref.rollout.sampling_kwargs.min_tokens"] = least
+    if has_environment(config):
+        turn = config.environment.max_tokens_per_turn or TURN
+        changes["environment.max_tokens_per_turn"] = min(turn, TURN)
+    if penalty.len > response:
+        changes["reward.overlong_penalty.len"] = response
+    for name in ("actor_rollout_ref.actor", "critic"):
+        section = config
+        for part in name.split("."):
+            section = getattr(section, part, None)
+        mini = getattr(section, "ppo_mini_batch_size", None)
+        if mini is not None:
+            is_whole = mini >= batch or prompts < 4 or prompts % 2
+            changes[f"{name}.ppo_mini_batch_size"] = prompts if is_whole else prompts // 2
+    if getattr(config, "ptx", None) is not None and config.ptx.batch_size:
+        changes["ptx.batch_size"] = min(config.ptx.batch_size, ROWS)
+    return changes
+
+
+def write_stand_in(path: str, out: Path) -> Path:
+    """Write a tiny model of the class of the model at `path`, with its tokenizer and template.
+
+    It has the vocabulary, special tokens and positions of the model, and random weights. A folder
+    without weights stays without.
+    """
+    folder = model_folder(path, weights=False)
+    config = read_hf_config(folder)
+    small = _small(config, path)
+    small.architectures = config.architectures
+    if is_bare_config(path):
+        small.save_pretrained(out)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = _class_of(config)._from_config(small, dtype=torch.float32)
+        model.save_pretrained(out)
+    for file in (file for pattern in SMALL_FILES for file in folder.glob(pattern)):
+        if file.name != "config.json" and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, out / file.name)
+    return out
+
+
+def _small(config: Any, path: str) -> Any:
+    """Return the config of the tiny model, with narrow layers if the class allows it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    failures, whole = [], copy.deepcopy(config)
+    text = whole.get_text_config()
+    if getattr(text, "use_sliding_window", None) is False:
+        text.max_window_layers = 1  # no layer has a window, so two layers have every kind
+    for with_widths in (True, False):
+        try:
+            small = shrunk(whole, with_widths)
+            _keep_tokens(config, small)
+            with torch.device("meta"):
+                size = _class_of(config)._from_config(small).num_parameters()
+            if size <= 2 * LARGEST:
+                return small
+            failures.append(f"its smallest model has {size:,} parameters")
+        except (*MODEL_ERRORS, StrictDataclassError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    raise ConfigError(
+        f"--rehearse: no small model of the class of {path!r} could be built "
+        f"({failures[0].splitlines()[0]}). Leave out --rehearse, which needs one."
+    )
+
+
+def _keep_tokens(config: Any, small: Any) -> None:
+    """Give the small config the vocabulary, token ids and positions of the whole one."""
+    for name, value in config.to_dict().items():
+        part = getattr(config, name, None)
+        if name in config.sub_configs and part is not None:
+            _keep_tokens(part, getattr(small, name))
+        elif (
+            name in (*VOCABULARIES, *LENGTHS) or "token_id" in name or name.endswith("token_index")
+        ):
+            setattr(small, name, value)
+
+
+def _class_of(config: Any) -> Any:
+    """Return the class that the folder names, or the language model of its type."""
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    return getattr(transformers, name, None) or model_class(config)
