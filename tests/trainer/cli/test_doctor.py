@@ -48,7 +48,7 @@ def test_a_missing_package_ends_with_its_command(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(doctor.importlib.metadata, "version", without)
     lines = {finding.subject: str(finding) for finding in doctor.check_packages()}
     assert lines["ray"].startswith("FAIL")
-    assert lines["ray"].endswith("-m pip install 'ray>=2.50'")
+    assert "-m pip install 'ray>=" in lines["ray"]
     assert lines["vllm"].startswith("-   ")
     assert lines["transformers"].startswith("FAIL  transformers  99.0, not in the range")
 
