@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,9 +151,11 @@ def test_vllm_gets_the_dtype_of_the_rollout(
     config.actor_rollout_ref.rollout.name = "vllm"
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     monkeypatch.setattr(
-        "workers.rollout.vllm.engine.VllmRolloutEngine", lambda settings, *_, **__: settings
+        "workers.rollout.vllm.engine.VllmRolloutEngine",
+        lambda settings, *_, **__: SimpleNamespace(settings=settings, close=lambda: None),
     )
-    assert started(RolloutWorker, config).engine.dtype == "bfloat16"
+    engine: Any = started(RolloutWorker, config).engine
+    assert engine.settings.dtype == "bfloat16"
 
 
 def test_a_bfloat16_actor_sends_bfloat16_weights_and_the_gap_is_small(one_layer_dir: Path) -> None:
