@@ -21,10 +21,10 @@ loops and files, and arguments after the script go to the script. Comments below
 each command list what happened to each flag: renamed, built in, or not
 supported (with an alternative). A comment above it begins with "incomplete:" if
 it needs something else. Defaults that differ between the two systems are set
-explicitly. You can save the output as a script. A command is rejected if leaving
-out one of its flags would change the experiment. With --prove as the last
-argument, it also compares loss and estimator with verl's or TRL's own functions
-on small batches.
+explicitly. You can save the output as a script. A command is rejected if
+leaving out one of its flags would change the experiment. With --prove as the
+last argument, it also compares loss and estimator with verl's or TRL's own
+functions on small batches.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ of a run:
   trainer.backend=ray|local
 
 By default, the server listens only on this machine (port 8000; 0 picks a free
-port) and rejects requests of web pages. To open it to other machines, set --host
-and --token-env, the name of an environment variable that holds a key (it must
-begin with tml-), and put a TLS proxy in front of it. --token=KEY also sets the
-key, but other users of this machine see it in the list of processes. The loss
-stable_reinforce has no public formula: with
+port) and rejects requests of web pages. To open it to other machines, set
+--host and --token-env, the name of an environment variable that holds a key (it
+must begin with tml-), and put a TLS proxy in front of it. --token=KEY also sets
+the key, but other users of this machine see it in the list of processes. The
+loss stable_reinforce has no public formula: with
 --stable-reinforce=importance_sampling the server computes that loss instead.
 """
 
