@@ -58,7 +58,7 @@ class Watch:
 
     def _score(self, trainer: Any, prompts: Any) -> None:
         rewards, width = trainer.rollouts.rewards, trainer.config.data.max_response_length
-        parts = [part for part in rewards.parts if part.config.kind == "function"]
+        parts = [part for part in rewards.parts if part.manager and part.config.kind == "function"]
         places = np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_SCORED_ROWS)).astype(int)
         rows = prompts.rows[places].tolist()
         for part in parts:
@@ -81,10 +81,6 @@ class Watch:
         """Note the stage."""
         self.phase = f"in the stage {stage!r} of step {trainer.global_step}"
 
-    def on_stage_end(self, trainer: Any, stage: str, result: Any) -> None:
-        """Note that the stage is over."""
-        self.phase = f"in step {trainer.global_step}, after the stage {stage!r}"
-
     def on_validate_begin(self, trainer: Any) -> None:
         """Note the validation."""
         self.phase = f"in the validation after step {trainer.global_step}"
@@ -105,10 +101,6 @@ class Watch:
                     "number. Look at the loss, the advantages and the rewards of this step."
                 )
         self.phase = f"after step {step}, as its metrics and its checkpoint were written"
-
-    def on_save_end(self, trainer: Any, folder: Path) -> None:
-        """Note the checkpoint."""
-        self.phase = f"after the checkpoint of step {trainer.global_step}"
 
 
 def rehearse(config: RunConfig) -> list[str]:
@@ -204,7 +196,8 @@ def phase(now: str | Watch) -> Iterator[None]:
         yield
     except Exception as error:
         words = now if isinstance(now, str) else f"in {now.run}, {now.phase}"
-        error.add_note(f"The rehearsal failed {words}.")
+        strict = " It allows no failed sample." if isinstance(error, RewardError) else ""
+        error.add_note(f"The rehearsal failed {words}.{strict}")
         raise
 
 

@@ -37,8 +37,10 @@ C = TypeVar("C", bound=RunConfig)
 STEPS = 2
 SAMPLES, MOST_PER_PROMPT, ROWS = 32, 16, 4
 """Samples per step (more if 4 prompts have more), samples per prompt, and rows per step."""
-RESPONSE, RESPONSE_OF_TURNS, TURN, TURNS = 16, 512, 8, 4
+RESPONSE, RESPONSE_OF_TURNS, TURN, TURNS = 16, 512, 8, 8
 """Longest response without and with an environment, and a turn's tokens, and turns."""
+RESUMES = ("model", "optimizer", "extra")
+"""What a checkpoint needs so that a run resumes with equal numbers."""
 AXES = ("tp", "sp", "pp", "ep")
 PLAIN: dict[str, Any] = {
     "attn_implementation": "auto",
@@ -57,6 +59,8 @@ AT_MOST = {
     "kv_cache_gib": 0.5,
     "max_num_gen_batches": 2,
     "max_turns": TURNS,
+    "critic_warmup": 1,
+    "update_every": 1,
 }
 """Key of any section -> its largest value."""
 OF_EVERY_RUN: dict[str, Any] = {
@@ -115,6 +119,8 @@ def small_config(config: C, folder: Path) -> C:
             changes[key.name] = min(value, AT_MOST[key.leaf])
         elif key.leaf == "strategy":
             changes[key.name] = value.removesuffix("+offload").removesuffix("_offload")
+        elif key.leaf == "save_contents":
+            changes[key.name] = [*value, *(part for part in RESUMES if part not in value)]
         elif key.leaf == "fsdp_config":
             changes[key.name] = {}
         elif key.leaf == "quantization" and value == "fp8":

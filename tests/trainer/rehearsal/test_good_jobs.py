@@ -48,6 +48,19 @@ SLOW = {
     ),
     "reward function": ("ppo", "algorithm=grpo", "reward=<file>:fine_reward"),
     "many samples": ("ppo", "algorithm=grpo", "actor_rollout_ref.rollout.n=64"),
+    "reward model": (
+        *("ppo", "algorithm=grpo", "reward.model.enable=true"),
+        "reward.model.path=<classifier>",
+    ),
+    "quantized reference": (
+        *("ppo", "algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=true"),
+        "actor_rollout_ref.ref.quantization=int8",
+    ),
+    "checkpoints without state": (
+        *("ppo", "algorithm=grpo"),
+        "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+    ),
+    "critic first": ("ppo", "trainer.critic_warmup=2"),
     "validation": ("ppo", "algorithm=grpo", "data.val_files=<tiny>/val.parquet"),
     "environment": ("ppo", "algorithm=grpo", "environment=<file>:Counts"),
     "a teacher": (
@@ -59,7 +72,7 @@ SLOW = {
     "lora sft": ("sft", "model.lora_rank=8"),
     "dpo": ("dpo",),
     "simpo": ("dpo", "loss=simpo"),
-    "reward model": ("reward-model",),
+    "reward model training": ("reward-model",),
     "best of n": ("best-of-n",),
 }
 
@@ -68,9 +81,10 @@ SLOW = {
     "job", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_a_job_without_a_bug_passes(
-    job: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: str, tiny_dir: Path, tmp_path: Path, classifier: Path
 ) -> None:
     name, *more = {**FAST, **SLOW}[job]
+    more = [word.replace("<classifier>", str(classifier)) for word in more]
     config = load_config(settings_of(name, tiny_dir, tmp_path, *more), RECIPES[name])
     before = sorted(tmp_path.rglob("*"))
     text = "\n".join(rehearse(config))
