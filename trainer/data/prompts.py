@@ -106,6 +106,11 @@ class PromptSet:
         return len(self.rows)
 
     @property
+    def has_images(self) -> bool:
+        """True if any row has images."""
+        return self._table.has_images
+
+    @property
     def data_sources(self) -> set[str]:
         """Names of the rows' data sources, which select the rule-based rewards."""
         return set(self._table.first_of_sources(self.rows))
@@ -313,6 +318,11 @@ class PromptLoader:
         """Columns outside verl's schema that both training and validation rows have."""
         columns = self.prompts.columns
         return [name for name in columns if all(name in files.columns for files in self._sets)]
+
+    @property
+    def has_images(self) -> bool:
+        """True if any row for training or validation has images."""
+        return any(prompts.has_images for prompts in self._sets)
 
     @property
     def has_truth(self) -> bool:

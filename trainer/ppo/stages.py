@@ -31,7 +31,12 @@ from trainer.ppo.metrics import compute_data_metrics, speed
 from trainer.ppo.roles import scorings_of
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.record import Metrics, Run
-from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
+from trainer.rollouts.rollouts import (
+    Rollouts,
+    join_results,
+    replaceable_roles,
+    rollout_arguments,
+)
 from trainer.rollouts.samples import repeat_prompts
 from trainer.run_folder.metrics import headline, reduce_metrics
 from verl_like.batch.protocol import DataProto
@@ -279,12 +284,12 @@ class PPOTrainer(Trainer):
         return self.loader.total_steps
 
     def init_arguments(self, role: str) -> dict[str, Any]:
-        """Return the number of steps for the learning-rate schedule of the actor or critic."""
+        """Tell actor and critic the number of steps, and the rollout if prompts have images."""
         if role == "critic":
             return {"total_steps": self.total_steps}
         if role == "actor":
             return {"total_steps": max(self.total_steps - self.config.trainer.critic_warmup, 1)}
-        return {}
+        return rollout_arguments(self.groups, role, self.loader.has_images)
 
     def before_steps(self) -> None:
         """Send weights to the rollout before it generates."""

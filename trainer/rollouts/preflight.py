@@ -83,6 +83,16 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
         check_version(devices_of(config.trainer).type)
 
 
+def check_images(config: Any, has_images: bool) -> None:
+    """Reject prompts with images if vLLM servers would read them."""
+    if has_images and config.actor_rollout_ref.rollout.server_urls:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.server_urls: vLLM servers read only text here, but the "
+            "prompts have images. Leave this key out to run vLLM in the rollout's processes, or "
+            "set data.image_key=null to leave out the images."
+        )
+
+
 def sampling_code(config: Any) -> list[str]:
     """Return names or paths of the engines and environments that rollout workers load."""
     roles = map(config.of_role, expand_roles(config.role_mapping))  # engines may differ

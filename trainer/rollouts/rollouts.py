@@ -159,6 +159,12 @@ def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
     return frozenset(replaceable)
 
 
+def rollout_arguments(groups: WorkerGroups, role: str, has_images: bool) -> dict[str, Any]:
+    """Return the arguments of `init_model` if the role is a rollout whose prompts have images."""
+    reads_images = has_images and issubclass(groups[role].roles[role], RolloutWorker)
+    return {"reads_images": True} if reads_images else {}
+
+
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """Combine prompt rows with the rollout's samples."""
     of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}

@@ -15,7 +15,7 @@ from trainer.loop import Trainer
 from trainer.record import Run
 from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
-from trainer.rollouts.rollouts import Rollouts, replaceable_roles
+from trainer.rollouts.rollouts import Rollouts, replaceable_roles, rollout_arguments
 from trainer.run_folder.metrics import headline
 from verl_like.errors import ConfigError
 from workers.config import scores_by_rule
@@ -42,6 +42,10 @@ class SamplingOnlyTrainer(Trainer):
     def worker_code(cls, config: Any) -> list[str]:
         """Return the worker classes, the rollout engine and the environments."""
         return [*super().worker_code(config), *preflight.sampling_code(config)]
+
+    def init_arguments(self, role: str) -> dict[str, Any]:
+        """Tell the rollout if prompts have images."""
+        return rollout_arguments(self.groups, role, self.prompts.has_images)
 
     def replaceable_roles(self) -> frozenset[str]:
         """Return the rollout and the reward models."""
@@ -70,6 +74,7 @@ class SamplingOnlyTrainer(Trainer):
             raise ConfigError(f"{prompts.story}: no prompt is left. {way_out}")
         logger.info("%s", prompts.story)
         preflight.note_players(kinds, prompts)
+        preflight.check_images(config, prompts.has_images)
 
         rewards = make_rewards(config, tokenizer, prompts)
         at_end.enter_context(closing(rewards))

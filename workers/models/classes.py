@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from workers.models.state import named_state
+
 
 def model_class(config: Any) -> Any:
     """Return the class that the config names in `architectures`, or that of its model type.
@@ -67,14 +69,20 @@ def has_towers(module: Any) -> bool:
     return module.config.get_text_config() is not module.config
 
 
-def freeze_towers(module: Any) -> None:
-    """Freeze the weights that rows of text do not reach: those of vision and audio towers."""
+def tower_weights(module: Any) -> set[str]:
+    """Return the names of weights that rows of text do not reach: vision and audio towers."""
     if not has_towers(module):
-        return
+        return set()
     head = module.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(module).__name__} has no head over a vocabulary")
-    trained: list[nn.Module] = [language_of(base_of(module)), head]
-    kept = {id(weight) for part in trained for weight in part.parameters()}
-    for weight in module.parameters():
-        weight.requires_grad_(weight.requires_grad and id(weight) in kept)
+    language: list[nn.Module] = [language_of(base_of(module)), head]
+    read = {id(weight) for part in language for _, weight in named_state(part)}
+    return {name for name, weight in named_state(module) if id(weight) not in read}
+
+
+def freeze_towers(module: Any) -> None:
+    """Freeze the weights of vision and audio towers."""
+    frozen = tower_weights(module)
+    for name, weight in module.named_parameters():
+        weight.requires_grad_(weight.requires_grad and name not in frozen)

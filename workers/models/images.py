@@ -100,6 +100,25 @@ class ImageReader:
         processed: tuple[Any, list[str]] = processor._process_images([[image]], **settings)
         return processed
 
+    def collapsed(self, ids: Sequence[int], images: Sequence[Any]) -> list[int]:
+        """Return the ids with one placeholder per image, which other programs expand.
+
+        A ValueError says that an image's tokens are not there.
+        """
+        tokenizer = self.processor.tokenizer
+        placeholder = tokenizer.convert_tokens_to_ids(self.placeholder)
+        collapsed: list[int] = []
+        rest = list(ids)
+        for number, image in enumerate(images, start=1):
+            tokens = tokenizer(self._tokens_of(image), add_special_tokens=False)["input_ids"]
+            starts = (n for n, token in enumerate(rest) if token == tokens[0])
+            start = next((n for n in starts if rest[n : n + len(tokens)] == tokens), None)
+            if start is None:
+                raise ValueError(f"the {len(tokens)} tokens of image {number} are not in it")
+            collapsed += [*rest[:start], placeholder]
+            rest = rest[start + len(tokens) :]
+        return collapsed + rest
+
     def num_tokens(self, ref: ImageRef) -> int:
         """Return the number of tokens at which the model reads features of the image."""
         return int(self._inputs_of(ref)[NUM_TOKENS])

@@ -102,13 +102,14 @@ class RolloutWorker(WeightReceiver, Worker):
         """By a sample's number in the engine: the `request` that `submit` received with its row."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
+    def init_model(self, reads_images: bool = False) -> None:
         """Build the engine, which cannot generate before the first sync.
 
-        If the actor is in the same process, call this after the actor's `init_model`.
+        With `reads_images`, vLLM loads the vision tower. If the actor is in the same process, call
+        this after the actor's `init_model`.
         """
         self.open_process_group()
-        self.engine = build_engine(self._whole_config, self)
+        self.engine = build_engine(self._whole_config, self, reads_images)
         self.engine.model_path = self.policy.model.path
 
     def close(self) -> None:
@@ -303,9 +304,9 @@ class SamplerWorker(RolloutWorker):
     is_frozen = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
+    def init_model(self, reads_images: bool = False) -> None:
         """Build the engine and load the folder's weights into it."""
-        super().init_model()
+        super().init_model(reads_images)
         waits_for_weights = self.config.name == "vllm"
         loaded = self.engine.named_weights()  # native and hf have read the folder already
         self.engine.load_weights(self.folder_weights() if waits_for_weights else loaded)

@@ -196,9 +196,9 @@ class ServedRolloutWorker(RolloutWorker):
     """Generates with the sampling parameters of each batch instead of the configured ones."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
+    def init_model(self, reads_images: bool = False) -> None:
         """Build the engine, and let it decode text to look for stop strings."""
-        super().init_model()
+        super().init_model(reads_images)
         tokenizer = tokenizer_of(self.policy.model.path)
         self.engine.decode = partial(tokenizer.decode, skip_special_tokens=False)
 

@@ -153,7 +153,9 @@ def ranks_per_engine(config: WorkersConfig) -> int:
     return rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
 
 
-def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
+def build_engine(
+    config: WorkersConfig, worker: Worker, reads_images: bool = False
+) -> RolloutEngine:
     """Return the engine of this rank, stale until the first sync."""
     policy = config.actor_rollout_ref
     rollout = policy.rollout
@@ -171,7 +173,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
 
     if rollout.name == "vllm":
         torch.cuda.empty_cache()  # vLLM allocates outside torch's cache
-        return _vllm_engine(config, worker, limits, decode)
+        return _vllm_engine(config, worker, limits, decode, reads_images)
 
     dtype = rollout_dtype(policy, worker.device.type)
     may_share = rollout.name == "native" and not rollout.quantization
@@ -234,6 +236,7 @@ def _vllm_engine(
     worker: Worker,
     limits: EngineLimits,
     decode: Callable[[list[int]], str] | None,
+    reads_images: bool = False,
 ) -> RolloutEngine:
     from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.lockstep import Lockstep
@@ -251,6 +254,7 @@ def _vllm_engine(
         notes_routing=replays_routing(policy),
         adapter=policy.model if loads_base else None,
         options=options,
+        reads_images=reads_images and not policy.rollout.server_urls,
     )
     if urls := policy.rollout.server_urls:
         return VllmRolloutEngine(settings, limits, decode=decode, server_url=urls[worker.rank])

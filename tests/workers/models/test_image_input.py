@@ -66,10 +66,10 @@ class Case:
         return logits
 
 
-def make_case(family: str, folder: Path) -> Case:
+def make_case(family: str, folder: Path, for_vllm: bool = False) -> Case:
     from transformers import AutoModelForImageTextToText
 
-    write_model(family, folder)
+    write_model(family, folder, for_vllm=for_vllm)
     module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).double()
     reader = ImageReader(str(folder))
     for number, size in enumerate(SIZES):

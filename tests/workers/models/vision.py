@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,11 +258,27 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
-def write_model(family: str, folder: Path, seed: int = 0) -> Path:
+def set_head_size_32(config: Any) -> None:
+    """Change the language half to heads of size 32, the smallest that vLLM has on CPUs."""
+    text, vision = config.get_text_config(), config.vision_config
+    text.update({"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1})
+    if hasattr(text, "head_dim"):
+        text.head_dim = 32
+    if "mrope_section" in text.rope_parameters:
+        text.rope_parameters["mrope_section"] = [4, 6, 6]
+    if config.model_type == "qwen2_vl":
+        vision.hidden_size = 64
+    elif config.model_type.startswith("qwen"):
+        vision.out_hidden_size = 64
+
+
+def write_model(family: str, folder: Path, seed: int = 0, for_vllm: bool = False) -> Path:
     """Write a tiny model of the family's published class, and return its folder."""
     from transformers import AutoModelForImageTextToText
 
     config, processor = FAMILIES[family]()
+    if for_vllm:
+        set_head_size_32(config)
     config.get_text_config().pad_token_id = 0
     config.get_text_config().eos_token_id = 1
     torch.manual_seed(seed)
@@ -271,6 +288,10 @@ def write_model(family: str, folder: Path, seed: int = 0) -> Path:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+    if for_vllm and family.startswith("qwen"):  # vLLM loads it, although it gets no videos
+        kind = "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor"
+        settings = {"video_processor_type": kind, "patch_size": 8, "merge_size": 2}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 

@@ -29,7 +29,7 @@ class Sampler(RolloutWorker):
     """Several ranks in this process, each with its own engine."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
+    def init_model(self, reads_images: bool = False) -> None:
         self.engine = build_engine(self._whole_config, self)
         self.engine.commit(0)
 

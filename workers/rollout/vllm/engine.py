@@ -66,7 +66,7 @@ class VllmRolloutEngine(RolloutEngine):
         super().__init__(limits, decode)
         self.settings, self.lockstep = settings, lockstep
         self.is_follower = lockstep is not None and not lockstep.leads
-        self.expected = expected_weights(settings.model_path)
+        self.expected = expected_weights(settings.model_path, settings.reads_images)
         self.vocab_size = self.expected.vocab_size
         adapter = settings.adapter
         self.adapter = None if adapter is None else AdapterFiles(adapter, settings.model_path)
@@ -150,6 +150,12 @@ class VllmRolloutEngine(RolloutEngine):
             free += range(self._num_rows, self._num_rows + missing)
             self._num_rows += missing
         requests = []
+        names = [sample.name for sample in samples.values() if sample.images]
+        if names and not self.settings.reads_images:
+            raise RolloutError(
+                f"rollout: {names[0]} has images, but this vLLM reads only text. Call "
+                "init_model(reads_images=True), without actor_rollout_ref.rollout.server_urls."
+            )
         for row, (number, sample) in zip(free, samples.items(), strict=False):
             tokens = sample.tokens.tolist()
             self._requests[number] = _Request(sample, row, tokens)
@@ -161,7 +167,7 @@ class VllmRolloutEngine(RolloutEngine):
                 "extra_args": {"row": row, "key": sample.seed, "made": len(tokens)},
             }
             ids, salt = [*sample.prompt, *tokens], f"load {self._num_loads}"
-            requests.append(VllmRequest(number, ids, salt, params))
+            requests.append(VllmRequest(number, ids, salt, params, sample.name, sample.images))
         self.vllm.begin(asdict(sampling), self._num_rows, requests)
 
     def _advance(self, budget: TakeBudget) -> dict[int, Sample]:

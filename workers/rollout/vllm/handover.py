@@ -90,7 +90,8 @@ class Handover:
             name = self.expected.tied.get(sent_name, sent_name)
             if self._arriving.fits(name, tensor):
                 self._hashes[name] = tensor.shape, float32_hash(tensor)
-                yield name, tensor
+                if name not in self.expected.unread:
+                    yield name, tensor
 
     def verify(self, arrivals: list[Arrivals]) -> None:
         """Raise a `WeightSyncError` that lists all problems, if there are any.

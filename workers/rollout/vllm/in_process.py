@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
+from workers.images import ImageRef, opened
+from workers.models.images import image_reader
 from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks
@@ -19,9 +22,13 @@ from workers.rollout.vllm.setup import (
     VllmRequest,
     VllmSettings,
     check_version,
+    image_options,
     merge_hint,
     process_environment,
 )
+
+_opened = lru_cache(maxsize=8)(opened)
+"""The samples of a prompt arrive one after the other."""
 
 
 class InProcessVllm:
@@ -32,6 +39,8 @@ class InProcessVllm:
     ) -> None:
         self.settings, self.limits, self.lockstep = settings, limits, lockstep
         self.llm = self.start()
+        if settings.reads_images:
+            self._share_image_processor()
         self._lacks_cache = False
         """True while the KV cache is not allocated, because syncing weights needs the memory."""
 
@@ -57,7 +66,7 @@ class InProcessVllm:
                 options["distributed_executor_backend"] = self.lockstep.executor
         if settings.adapter is not None:
             options |= lora_options(settings.adapter.lora_rank)
-        options |= settings.options
+        options |= image_options(settings) | settings.options
         if self.lockstep is not None and options["async_scheduling"]:
             raise ConfigError(
                 "actor_rollout_ref.rollout.engine_kwargs.async_scheduling with "
@@ -73,7 +82,7 @@ class InProcessVllm:
                 return LLM(
                     model=settings.model_path,
                     load_format="dummy" if settings.adapter is None else "auto",
-                    skip_tokenizer_init=True,
+                    skip_tokenizer_init=not settings.reads_images,
                     dtype=settings.dtype,
                     tensor_parallel_size=num_ranks,
                     max_model_len=limits.prompt_width + limits.response_width,
@@ -84,7 +93,7 @@ class InProcessVllm:
                     worker_extension_cls=EXTENSION,
                     **options,
                 )
-        except (ValueError, RuntimeError, NotImplementedError) as error:
+        except (ValueError, RuntimeError, OSError, ImportError) as error:
             num_tokens = limits.prompt_width + limits.response_width
             memory = f"kv_cache_gib={limits.kv_cache_gib:g}"
             if settings.device_type == "cuda":
@@ -94,6 +103,12 @@ class InProcessVllm:
                 f"{' '.join(str(error).split())[:500]} (actor_rollout_ref.rollout.{memory}, "
                 f"{num_tokens} tokens per sample).{merge_hint(settings)}"
             ) from error
+
+    def _share_image_processor(self) -> None:
+        """Let vLLM compute the pixels that the trainer computes, by the same image processor."""
+        processor = self.llm.llm_engine.renderer.get_mm_processor().info.get_hf_processor()
+        ours = image_reader(self.settings.model_path).processor
+        processor.image_processor = ours.image_processor
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `WorkerExtension` in every worker of this process."""
@@ -117,9 +132,35 @@ class InProcessVllm:
 
         params = VllmParams(**request.params, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": request.cache_salt}
+        prompt |= self._image_prompt(request)
         has_adapter = self.settings.adapter is not None
         adapter = LoRARequest(ADAPTER, 1, "loaded by syncs") if has_adapter else None
-        self.llm.llm_engine.add_request(str(request.number), prompt, params, lora_request=adapter)
+        engine = self.llm.llm_engine
+        name = engine.add_request(str(request.number), prompt, params, lora_request=adapter)
+        read = engine.output_processor.request_states[name].prompt_token_ids
+        if request.images and read != request.token_ids:
+            engine.abort_request([str(request.number)])
+            raise RolloutError(
+                f"rollout: vLLM reads {len(read)} tokens for the prompt of {request.name}, which "
+                f"has {len(request.token_ids)}: its processor expands the {len(request.images)} "
+                "images to other tokens. Set actor_rollout_ref.rollout.name=hf."
+            )
+
+    def _image_prompt(self, request: VllmRequest) -> dict[str, Any]:
+        """Return the parts of a prompt with images: vLLM itself expands one token per image."""
+        if not request.images:
+            return {}
+        refs = [ImageRef(*ref) for ref in request.images]
+        images = [_opened(ref) for ref in refs]
+        try:
+            ids = image_reader(self.settings.model_path).collapsed(request.token_ids, images)
+        except ValueError as error:
+            raise RolloutError(f"rollout: the prompt of {request.name}: {error}.") from error
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"image": images},
+            "multi_modal_uuids": {"image": [ref.sha for ref in refs]},
+        }
 
     def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int]]]:
         """Run one decode step; yield the new tokens of requests, by number."""
@@ -176,7 +217,9 @@ class InProcessVllm:
         """Do nothing, because nothing was paused."""
 
     def drop_prefixes(self, of_running: bool) -> bool:
-        """Drop cached keys and values; return True if vLLM succeeded."""
+        """Drop cached keys and values, and features of images; return True if vLLM succeeded."""
+        if self.settings.reads_images:
+            self.llm.llm_engine.reset_encoder_cache()
         return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
 
     def sleep(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.checkpoint_format import CheckpointFormat
-from workers.models.classes import meta_class
+from workers.models.classes import meta_class, tower_weights
 from workers.models.folder import read_hf_config
 from workers.models.routing import Routers
 from workers.models.state import named_state
@@ -153,6 +153,8 @@ class VllmSettings:
     """If set, vLLM loads the base model from `model_path`, and syncs send its LoRA adapter."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `LLM` class."""
+    reads_images: bool = False
+    """True if prompts may have images; otherwise vLLM loads no vision tower."""
 
 
 def merge_hint(settings: VllmSettings) -> str:
@@ -175,6 +177,9 @@ class VllmRequest:
     """Requests share cached prefixes only with requests that have the same salt."""
     params: dict[str, Any]
     """Arguments of vLLM's `SamplingParams`."""
+    name: str = "sample"
+    images: tuple[tuple[str, str], ...] = ()
+    """Paths and hashes of the prompt's images."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,8 @@ class ExpectedWeights:
     vocab_size: int
     checkpoint: CheckpointFormat
     """Converts weights to the format of checkpoints, which vLLM's loaders expect."""
+    unread: frozenset[str] = frozenset()
+    """Weights that vLLM does not load: those of towers, if it reads only text."""
 
     @property
     def num_elements(self) -> int:
@@ -198,7 +205,26 @@ def no_choices_of(model_path: str) -> Tensor:
     return Routers(meta_class(read_hf_config(model_path))).no_choices
 
 
-def expected_weights(model_path: str) -> ExpectedWeights:
+def image_options(settings: VllmSettings) -> dict[str, Any]:
+    """Return vLLM's options for a class with towers: to read images, or only text."""
+    config = read_hf_config(settings.model_path)
+    if config.get_text_config() is config:
+        return {}
+    if not settings.reads_images:
+        return {"language_model_only": True}
+    from workers.models.image_input import ImageInput
+    from workers.models.images import image_reader
+
+    if ImageInput(meta_class(config), image_reader(settings.model_path)).looks_ahead:
+        raise ConfigError(
+            f"{NAME}=vllm: the images of model type {config.model_type!r} are not supported, "
+            f"because their tokens attend to later ones. Set {NAME}=hf, or data.image_key=null to "
+            "leave out the images."
+        )
+    return {"limit_mm_per_prompt": {"video": 0, "audio": 0}, "mm_device_do_normalize": False}
+
+
+def expected_weights(model_path: str, reads_images: bool = False) -> ExpectedWeights:
     """Return the weights that the model expects, from its config; tied weights count once."""
     model = meta_class(read_hf_config(model_path))
     model.tie_weights()
@@ -207,4 +233,5 @@ def expected_weights(model_path: str) -> ExpectedWeights:
     named = model.named_parameters(remove_duplicate=False)
     tied = {name: first[id(parameter)] for name, parameter in named if name not in shapes}
     vocab_size = model.config.get_text_config().vocab_size
-    return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model))
+    unread = frozenset() if reads_images else frozenset(tower_weights(model))
+    return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model), unread)
