@@ -56,14 +56,24 @@ def image_ref(value: Any, folders: Sequence[Path] = (Path(),)) -> ImageRef:
             raise ValueError(f"the image {path} is not readable: {error.strerror}") from error
         _check(data, str(path))
         return ImageRef(str(path.absolute()), hashlib.sha256(data).hexdigest())
-    if hasattr(value, "save") and hasattr(value, "mode"):  # an image of PIL
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        value = buffer.getvalue()
+    if is_picture(value):
+        value = as_png(value)
     if not isinstance(value, bytes):
         raise ValueError(f"an image is {value!r:.80}, not a path, bytes or an image of PIL")
     _check(value, "an image in the row")
     return _stored(value)
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether the value is an image of PIL."""
+    return hasattr(value, "save") and hasattr(value, "mode")
+
+
+def as_png(picture: Any) -> bytes:
+    """Return an image of PIL as the bytes of an upright PNG file in RGB."""
+    buffer = io.BytesIO()
+    _upright_rgb(picture).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def _bytes_of_url(url: str) -> bytes:
@@ -100,7 +110,7 @@ def _check(data: bytes, name: str) -> None:
 
 def _decoded(data: bytes) -> Any:
     """Return the image in RGB, turned upright."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -111,7 +121,16 @@ def _decoded(data: bytes) -> Any:
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
-        image = ImageOps.exif_transpose(image)
+        return _upright_rgb(image)
+
+
+def _upright_rgb(image: Any) -> Any:
+    """Return the image in RGB, turned as its EXIF data says."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # PIL's own conversion makes values above 255 white
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if image.mode == "P" or "transparency" in image.info:
         image = image.convert("RGBA")
     if image.mode in ("RGBA", "LA"):  # transparent pixels are white

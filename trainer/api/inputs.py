@@ -11,8 +11,10 @@ one run by role:
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from trainer.data.files import DATA_SOURCE, ground_truth_of
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_line, write_whole
+from workers.images import as_png, is_picture
 
 Row = dict[str, Any]
 FILE_ENDINGS = (".parquet", ".csv", ".jsonl", ".json", ".gz")
@@ -167,12 +170,13 @@ def rows_in_memory(data: Any, subject: str) -> list[Any]:
 def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool = True) -> str:
     """Write one JSON object per line; name the row of a value that JSON cannot represent.
 
-    Raise if the file already has other rows, unless rows `may_differ`.
+    Images of PIL are written to the folder `images` next to the file. Raise if the file already has
+    other rows, unless rows `may_differ`.
     """
     lines = []
     for number, row in enumerate(rows):
         try:
-            lines.append(json_line(row, _plain))
+            lines.append(json_line(row, partial(_plain, folder=path.parent)))
         except TypeError as err:
             raise ConfigError(
                 f"{subject}, row {number}: {err}. Drop the column, or pass a parquet file."
@@ -187,9 +191,16 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
     return str(path)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, folder: Path) -> Any:
+    """Return a value that JSON can represent: for an image, its path below the `folder`."""
     if hasattr(value, "tolist"):  # a NumPy or torch value
         return value.tolist()
+    if is_picture(value):
+        data = as_png(value)
+        path = folder / "images" / f"{hashlib.sha256(data).hexdigest()}.png"
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, data)
+        return str(path.relative_to(folder))
     raise TypeError(f"JSON cannot represent {value!r:.60}, of type {type(value).__name__}")
 
 

@@ -28,8 +28,9 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.unused_keys import unused_reason
-from trainer.data.files import good_rows
+from trainer.data.files import folders_of, good_rows
 from trainer.data.formats import json_rows
+from trainer.data.lm_rows import with_refs
 from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.folder import committed, read_marker
@@ -180,7 +181,12 @@ class PythonRun:
                 written = enumerate(json_rows(Path(derived[key])))
                 name = self._data_names[key]
                 named = ((f"{name}, row {number}", row) for number, (_, row) in written)
-                for _ in good_rows(named, lambda _, row: self._check_row(row, config), "error"):
+                folders = folders_of([derived[key]])
+
+                def check(_: str, row: Row, folders: Sequence[Path] = folders) -> None:
+                    self._check_row(self._with_refs(row, config, folders), config)
+
+                for _ in good_rows(named, check, "error"):
                     pass
         inline_pools = config.resource_pool_spec.keys() - config.child_pools
         on_gpus = devices_of(config.trainer).type == "cuda"
@@ -204,6 +210,10 @@ class PythonRun:
     def _rows_of(self, key: str, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
         """Convert texts, chats and dicts with columns to rows as in the recipe's files."""
         return [text_row(item) for item in items]
+
+    def _with_refs(self, row: Row, config: Any, folders: Sequence[Path]) -> Row:
+        """Return the row with references to images in its chat, as the recipe reads it."""
+        return with_refs(row, folders)[0]
 
     def _check_row(self, row: Row, config: Any) -> None:
         """Raise a ValueError if the row's columns or their types are not those of the recipe."""

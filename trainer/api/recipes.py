@@ -174,6 +174,11 @@ class PPO(PythonRun):
             self._defaults["data.train_batch_size"] = len(rows)
         return rows
 
+    def _with_refs(self, row: Row, config: Any, folders: Sequence[Path]) -> Row:
+        """Return the row with references to images in its prompt."""
+        prompt_key, image_key = config.data.prompt_key, config.data.image_key
+        return files.with_image_refs(row, [prompt_key], image_key, folders)[0]
+
     def _check_row(self, row: Row, config: Any) -> None:
         """Check the columns of a prompt, unless the user's class reads them."""
         if not config.data.custom_cls.path:

@@ -11,7 +11,9 @@ trained model), or a global_step_N in one. On a terminal it asks for messages
 (/new restarts, Ctrl-D ends) and shows the replies while they are generated.
 From a pipe the whole input is one message, and only the reply is printed. By
 default, a reply has at most 512 tokens, each the most likely one (--temperature
-0).
+0). A line /image PATH before a message puts an image at its beginning:
+
+  (echo /image cat.png; echo "What is this?") | verl-like chat runs/verl_like/ppo
 
 usage: verl-like chat MODEL --environment FILE.py:CLASS
            [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON]
@@ -42,6 +44,7 @@ from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer, with_observation
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec, in_full
+from workers.chats import images_of
 from workers.models.folder import UNREADABLE
 from workers.thoughts import ThoughtReader, split_thoughts
 
@@ -49,6 +52,7 @@ Answer = dict[str, Any]
 STEP_S = 30.0
 """Longest time for an environment's reply."""
 FORGET = "/new"
+IMAGE = "/image "
 PROMPT = "> "
 
 
@@ -76,7 +80,9 @@ class Chat:
         except (OSError, RuntimeError, SafetensorError, *UNREADABLE) as error:
             raise ConfigError(f"{folder}: cannot load a model from its weights: {error}") from error
         self.model = model.to(device).eval()
-        self.first = [{"role": "system", "content": system}] if system else []
+        self.first: list[dict[str, Any]] = []
+        if system:
+            self.first.append({"role": "system", "content": system})
         self.messages = list(self.first)
         self.sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": temperature > 0}
         if temperature > 0:
@@ -84,9 +90,19 @@ class Chat:
             self.sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
     def answer(self, text: str) -> str:
-        """Print the model's reply to the conversation with this message, and return it."""
-        self.messages.append({"role": "user", "content": text})
-        tokens = self.generate(self._inputs(text))
+        """Print the model's reply to the conversation with this message, and return it.
+
+        Lines `/image PATH` at the beginning of the message are images.
+        """
+        parts, text = _image_parts(text)
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        self.messages.append({"role": "user", "content": content})
+        try:
+            inputs = self._inputs(text)
+        except ConfigError:
+            self.messages.pop()
+            raise
+        tokens = self.generate(inputs)
         reader = ThoughtReader.of(self.tokenizer)
         reply = reader.text_of(tokens)
         if reader.hides:
@@ -135,7 +151,33 @@ class Chat:
             text = written(self.messages, self.tokenizer, add_generation_prompt=True)
         except ValueError as error:
             raise ConfigError(f"{self.tokenizer.name_or_path}: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        if refs := images_of(self.messages):
+            inputs.update(self._image_inputs(inputs["input_ids"], refs))
+        return inputs
+
+    def _image_inputs(self, ids: Any, refs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        from workers.models.image_input import ImageInput
+        from workers.models.images import image_reader
+
+        images = ImageInput(self.model, image_reader(self.tokenizer.name_or_path))
+        numbers = images.of_row(ids[0], refs, "the message")
+        return images.arguments({"input_ids": ids}, numbers, ids.device)
+
+
+def _image_parts(text: str) -> tuple[list[dict[str, str]], str]:
+    """Return the parts of the images at the beginning of a message, and the rest of it."""
+    from workers.images import image_ref
+
+    parts = []
+    while text.startswith(IMAGE):
+        line, _, text = text.partition("\n")
+        try:
+            ref = image_ref(line.removeprefix(IMAGE).strip())
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from error
+        parts.append({"type": "image", **ref._asdict()})
+    return parts, text
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -169,28 +211,38 @@ def main(arguments: Sequence[str]) -> None:
             max_tokens=options.max_tokens,
             temperature=options.temperature,
         )
-    if options.seed is not None:
-        import torch
+        if options.seed is not None:
+            import torch
 
-        torch.manual_seed(options.seed)
-    if options.environment or options.tools:
-        play(chat, options)
-    elif sys.stdin.isatty():
-        talk(chat)
-    else:
-        chat.answer(sys.stdin.read().rstrip("\n"))
+            torch.manual_seed(options.seed)
+        if options.environment or options.tools:
+            play(chat, options)
+        elif sys.stdin.isatty():
+            talk(chat)
+        else:
+            chat.answer(sys.stdin.read().rstrip("\n"))
 
 
 def talk(chat: Chat) -> None:
     """Read messages from the terminal until Ctrl-D or Ctrl-C."""
-    print(f"{FORGET} starts a new conversation, Ctrl-D ends")
+    print(f"{FORGET} starts a new conversation, {IMAGE}PATH adds an image, Ctrl-D ends")
+    images = ""
     while True:
         try:
             text = input(PROMPT).strip()
             if text == FORGET:
                 chat.forget()
+                images = ""
+            elif text.startswith(IMAGE):
+                images += f"{text}\n"
             elif text:
-                chat.answer(text)
+                message, images = images + text, ""
+                try:
+                    chat.answer(message)
+                except ConfigError as error:
+                    if not message.startswith(IMAGE):
+                        raise
+                    print(error)  # for example, of a path with a typo
         except (EOFError, KeyboardInterrupt):
             print()
             return

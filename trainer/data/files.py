@@ -140,6 +140,20 @@ def has_images(row: Row, columns: Sequence[str], image_key: str | None) -> bool:
     return any(isinstance(part, dict) and part.get("type") in IMAGE_TYPES for part in parts)
 
 
+def with_image_refs(
+    row: Row, columns: Sequence[str], image_key: str | None, folders: Sequence[Path]
+) -> tuple[Row, Sequence[tuple[str, str]]]:
+    """Return the row with references to images in its chats, and the references.
+
+    The code for images is imported only if a row has some.
+    """
+    if not has_images(row, columns, image_key):
+        return row, ()
+    from trainer.data.images import take_images
+
+    return take_images(row, columns, image_key, folders)
+
+
 def ground_truth_of(row: Row) -> Any:
     """Return the row's column `ground_truth` or, without it, `answer`; None if it has neither."""
     return row.get("ground_truth", row.get("answer"))

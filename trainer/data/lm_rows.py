@@ -39,9 +39,9 @@ from trainer.data.files import (
     first_rows,
     folders_of,
     good_rows,
-    has_images,
     names_of,
     rows_of_files,
+    with_image_refs,
 )
 from trainer.data.prompt_table import Entry, cache_key, cached_rows, check_cacheable
 from trainer.data.prompt_tokens import (
@@ -93,6 +93,13 @@ Encode = Callable[[Row, Any], EncodedRow]
 """Maps (row, tokenizer) to the encoded row. A ValueError says what is wrong with the row."""
 
 
+def with_refs(row: Row, folders: Sequence[Path]) -> tuple[Row, Sequence[tuple[str, str]]]:
+    """Return the row with references to images in its chat, and the references."""
+    image_key = next((name for name in IMAGE_COLUMNS if row.get(name)), None)
+    chat = "prompt" if row.get("messages") is None else "messages"
+    return with_image_refs(row, [chat], image_key, folders)
+
+
 def encode_rows(
     key: str,
     files: Any,
@@ -113,13 +120,7 @@ def encode_rows(
     dropped = DroppedCharacters(tokenizer)
 
     def encode_and_note(where: str, row: Row) -> EncodedRow:
-        image_key = next((name for name in IMAGE_COLUMNS if row.get(name)), None)
-        refs: Sequence[tuple[str, str]] = ()
-        chat = "prompt" if row.get("messages") is None else "messages"
-        if has_images(row, [chat], image_key):
-            from trainer.data.images import take_images
-
-            row, refs = take_images(row, [chat], image_key, folders)
+        row, refs = with_refs(row, folders)
         try:
             encoded = encode(row, tokenizer)
         except ConfigError as error:  # the model reads no images

@@ -37,12 +37,12 @@ from trainer.data.files import (
     extra_columns,
     folders_of,
     good_rows,
-    has_images,
     is_plain,
     names_of,
     other_columns,
     prompt_row,
     rows_of_prompts,
+    with_image_refs,
 )
 from trainer.data.prompt_tokens import encode_prompt, readable
 from verl_like.errors import ConfigError
@@ -238,10 +238,8 @@ def read_prompts(
     dropped = DroppedCharacters(tokenizer)
 
     def encode(where: str, row: Row) -> Encoded:
-        if has_images(row, [config.prompt_key], config.image_key):
-            from trainer.data.images import take_images
-
-            row, refs = take_images(row, [config.prompt_key], config.image_key, folders)
+        row, refs = with_image_refs(row, [config.prompt_key], config.image_key, folders)
+        if refs:
             row[IMAGE_REFS] = refs
         row = prompt_row(row, config.prompt_key, needs_rules)
         try:
@@ -249,7 +247,7 @@ def read_prompts(
         except ConfigError as error:  # the model reads no images
             raise ConfigError(f"{where}: {error}") from error
         dropped.note(row, (config.prompt_key,))
-        check_length_of(where, len(tokens), config)
+        check_length_of(where, len(tokens), config, IMAGE_REFS in row)
         return row, tokens
 
     def read() -> Iterator[Encoded | None]:
@@ -271,18 +269,23 @@ def read_prompts(
     dropped.warn(f"data.{setting}")
     if len(table.lengths):
         longest = int(np.argmax(table.lengths))
-        check_length_of(f"data.{setting}, row {longest}", int(table.lengths[longest]), config)
+        where, length = f"data.{setting}, row {longest}", int(table.lengths[longest])
+        check_length_of(where, length, config, table.has_images)
     return table
 
 
-def check_length_of(where: str, num_tokens: int, config: DataConfig) -> None:
-    """Raise an error for a prompt that is too long, unless such prompts are dropped or cut."""
+def check_length_of(where: str, num_tokens: int, config: DataConfig, has_images: bool) -> None:
+    """Raise an error for a prompt that is too long, unless such prompts are dropped or cut.
+
+    Prompts with images cannot be cut, so the error does not advise it.
+    """
     stays = config.truncation != "error" or config.filter_overlong_prompts
     if num_tokens > config.max_prompt_length and not stays:
         raise ConfigError(
             f"{where}: the prompt has {num_tokens} tokens, but data.max_prompt_length="
             f"{config.max_prompt_length}. Raise this limit, or set "
-            "data.filter_overlong_prompts=true, or data.truncation=left|right."
+            "data.filter_overlong_prompts=true"
+            f"{'' if has_images else ', or data.truncation=left|right'}."
         )
 
 

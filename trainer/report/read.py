@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.report.accounts import read_ledger
 from trainer.report.calls import AFTER_STEP, TracedCall, read_timeline
+from trainer.report.thumbnails import Thumbnail, Thumbnails
 from trainer.report.trajectories import (
     TRAJECTORIES_PER_STEP,
     ShownTrajectory,
@@ -30,7 +31,7 @@ SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5
 WRITTEN_FIELDS = (
     "step", "uid", "sample", "data_source", "input", "output", "gts", "score", "turns", "ended",
-    "problem", "columns",
+    "problem", "columns", "images",
 )  # fmt: skip
 """The known fields of a sample's line; other fields come from rewards."""
 
@@ -48,6 +49,8 @@ class ShownSample:
     """The values that rewards returned besides the score, by name."""
     trajectory: ShownTrajectory | None = None
     """The sample's turns, if it has several."""
+    images: Sequence[Thumbnail] = ()
+    """The images of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,7 @@ def _is_number(value: Any) -> bool:
 def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
     """Return samples of some steps, first and last included, with the best and worst of each."""
     samples = []
+    thumbnails = Thumbnails()
     for path in spread(_sample_files(folder), SAMPLED_STEPS):
         rows = _read_lines(path, notes)
         rows.sort(key=_score_of, reverse=True)
@@ -208,6 +212,7 @@ def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
                     truth=_shorten(_truth(row)),
                     parts=_shorten(", ".join(_parts(row))),
                     trajectory=trajectory_of(row) if has_turns else None,
+                    images=thumbnails.of(row["images"]) if "images" in row else (),
                 )
             )
     return samples

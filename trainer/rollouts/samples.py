@@ -20,7 +20,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import PLAYERS, player_uid, read_column, sample_scores, token_rows
+from workers.columns import IMAGES, PLAYERS, player_uid, read_column, sample_scores, token_rows
 from workers.rewards.manager import decode_responses, decode_rows
 
 EXTRA = "reward_extra/"
@@ -106,6 +106,9 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         "gts": [rule["ground_truth"] for rule in columns["reward_model"]],
         "score": sample_scores(batch).tolist(),
     }
+    if IMAGES in columns:
+        images = [[{"path": path, "sha": sha} for path, sha in refs] for refs in columns[IMAGES]]
+        fields["images"] = images
     fields |= turn_fields(batch, tokenizer)
     if "policy_version" in batch.columns:
         fields["weight_version"] = read_column(batch, "policy_version").tolist()

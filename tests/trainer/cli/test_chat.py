@@ -110,7 +110,8 @@ def test_a_terminal_is_read_until_it_ends(
     talk(chat)
     response = greedy(tiny_dir / "model", [user("say a")], 6)
     assert len(chat.messages) == 2
-    expected = f"/new starts a new conversation, Ctrl-D ends\n{response}\n{response}\n\n"
+    first = "/new starts a new conversation, /image PATH adds an image, Ctrl-D ends"
+    expected = f"{first}\n{response}\n{response}\n\n"
     assert capsys.readouterr().out == expected
 
 

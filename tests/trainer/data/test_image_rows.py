@@ -1,0 +1,118 @@
+"""Rows with images become tokens as the processor of transformers writes them, or are rejected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.workers.models.vision import picture, write_model
+from trainer.data.config import DataConfig
+from trainer.data.lm_rows import read_lm_rows
+from trainer.data.prompts import PromptSet, load_tokenizer
+from verl_like.errors import ConfigError
+from workers.images import ImageRef
+from workers.models.images import ImageReader
+
+SIZES = ((40, 70), (90, 30), (33, 33))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a model and pictures."""
+    folder = tmp_path_factory.mktemp("images")
+    write_model("qwen2_vl", folder / "model")
+    for number, size in enumerate(SIZES):
+        picture(*size, seed=number).save(folder / f"{number}.png")
+    return folder
+
+
+def prompts_of(folder: Path, file: Path, row: dict[str, Any], **settings: Any) -> PromptSet:
+    row["images"] = [str(folder / name) for name in row["images"]]
+    file.write_text(json.dumps(row), encoding="utf-8")
+    config = DataConfig(train_files=str(file), train_batch_size=1, **settings)
+    return PromptSet(config, "train_files", load_tokenizer(f"{folder}/model"), needs_rules=False)
+
+
+@pytest.mark.parametrize(
+    ("images", "text"),
+    [
+        (["0.png"], "<image>What is this?"),
+        (["0.png", "0.png", "0.png"], "<image>Is it<image>the same<image>?"),
+        (["0.png", "1.png"], "<image><image>Compare."),
+        (["1.png", "0.png", "2.png"], "Compare <image><image><image>"),
+        (["0.png", "2.png"], "no place for them"),
+    ],
+)
+def test_images_have_the_tokens_and_pixels_of_transformers(
+    images: list[str], text: str, folder: Path, tmp_path: Path
+) -> None:
+    row = {"prompt": [{"role": "user", "content": text}], "images": images}
+    prompts = prompts_of(folder, tmp_path / "rows.jsonl", row, max_prompt_length=256)
+    (batch,) = prompts.in_order()
+
+    processor = ImageReader(f"{folder}/model").processor
+    token = processor.image_token
+    place = f"<|vision_start|>{token}<|vision_end|>"
+    content = text.replace("<image>", place) if "<image>" in text else place * 2 + text
+    theirs = processor(
+        images=[Image.open(folder / name) for name in images],
+        text=[f"<|user|>{content}<|end|><|assistant|>"],
+        return_tensors="pt",
+    )
+    assert batch.padded("input_ids")[0].tolist()[-theirs["input_ids"].shape[1] :] == (
+        theirs["input_ids"][0].tolist()
+    )
+    refs = batch.non_tensor_batch["images"][0]
+    assert [Path(path).name for path, _ in refs] == images
+    ours = ImageReader(f"{folder}/model").inputs([ImageRef(*ref) for ref in refs])
+    assert ours["pixel_values"].equal(theirs["pixel_values"])
+    assert ours["image_grid_thw"].equal(theirs["image_grid_thw"])
+
+
+@pytest.mark.parametrize("truncation", ["error", "left", "right"])
+def test_an_image_longer_than_the_limit_is_rejected_without_advice_to_truncate(
+    truncation: str, folder: Path, tmp_path: Path
+) -> None:
+    row = {"prompt": [{"role": "user", "content": "<image>"}], "images": ["0.png"]}
+    limit = {"max_prompt_length": 8, "truncation": truncation}
+    with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, .*data.max_pro") as caught:
+        prompts_of(folder, tmp_path / "rows.jsonl", row, **limit)
+    assert "data.filter_overlong_prompts=true." in str(caught.value)
+    assert "data.truncation" not in str(caught.value)
+
+    kept = prompts_of(folder, tmp_path / "rows.jsonl", row, **limit, filter_overlong_prompts=True)
+    assert (len(kept), kept.num_overlong) == (0, 1)
+
+
+def test_a_text_longer_than_the_limit_may_be_truncated(folder: Path, tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "a long text"}], "images": []}
+    with pytest.raises(ConfigError, match="or data.truncation=left|right"):
+        prompts_of(folder, tmp_path / "rows.jsonl", row, max_prompt_length=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("empty.png", "it is empty"), (".", "Is a directory"), ("text.txt", "cannot identify")],
+)
+@pytest.mark.parametrize("kind", ["prompts", "rows"])
+def test_a_bad_image_is_named_with_file_and_line(
+    kind: str, name: str, words: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "text.txt").write_text("text")
+    chat = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "a"}]
+    good = {"prompt": chat[:1], "messages": chat, "images": [str(folder / "0.png")]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(good | {'images': [name]})}\n")
+    tokenizer = load_tokenizer(f"{folder}/model")
+    config = DataConfig(train_files=str(path), max_prompt_length=256)
+    read = {
+        "prompts": lambda: PromptSet(config, "train_files", tokenizer, needs_rules=False),
+        "rows": lambda: read_lm_rows("data.train_files", str(path), tokenizer, max_length=256),
+    }[kind]
+    with pytest.raises(ConfigError, match=rf"rows.jsonl, line 2: .*{words}"):
+        read()

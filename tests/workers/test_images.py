@@ -1,0 +1,190 @@
+"""Images of every kind are read as PIL reads them, or rejected with the reason."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from tests.workers.models.vision import picture
+from workers.images import image_ref, opened
+
+Make = Callable[[], tuple[bytes, Any]]
+"""Returns the bytes of an image file, and the pixels that a model should get."""
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def loaded(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def cmyk() -> tuple[bytes, Any]:
+    data = saved(picture(30, 20).convert("CMYK"), "JPEG")
+    return data, loaded(data).convert("RGB")
+
+
+def palette() -> tuple[bytes, Any]:
+    data = saved(picture(30, 20).convert("P"), "PNG")
+    assert loaded(data).mode == "P"
+    return data, loaded(data).convert("RGB")
+
+
+def rotated(orientation: int) -> tuple[bytes, Any]:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(picture(30, 20), "JPEG", exif=exif)
+    upright = ImageOps.exif_transpose(loaded(data))
+    assert (upright.size == (20, 30)) == (orientation > 4)
+    return data, upright
+
+
+def gray_16() -> tuple[bytes, Any]:
+    values = np.linspace(0, 65535, 600).astype(np.uint16).reshape(20, 30)
+    data = saved(Image.fromarray(values), "PNG")
+    assert loaded(data).mode == "I;16"
+    return data, Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+
+
+def gray() -> tuple[bytes, Any]:
+    data = saved(picture(30, 20).convert("L"), "PNG")
+    return data, loaded(data).convert("RGB")
+
+
+def black_and_white() -> tuple[bytes, Any]:
+    data = saved(picture(30, 20).convert("1"), "PNG")
+    return data, loaded(data).convert("RGB")
+
+
+def on_white(data: bytes) -> Image.Image:
+    image = loaded(data).convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white
+
+
+def transparent() -> tuple[bytes, Any]:
+    image = picture(30, 20).convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    data = saved(image, "PNG")
+    return data, on_white(data)
+
+
+def transparent_gray() -> tuple[bytes, Any]:
+    image = picture(30, 20).convert("LA")
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    data = saved(image, "PNG")
+    return data, on_white(data)
+
+
+def transparent_palette() -> tuple[bytes, Any]:
+    data = saved(picture(30, 20).convert("P"), "PNG", transparency=3)
+    return data, on_white(data)
+
+
+def animated() -> tuple[bytes, Any]:
+    frames = [picture(30, 20, seed=number) for number in range(2)]
+    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    return data, loaded(data).convert("RGB")
+
+
+def large() -> tuple[bytes, Any]:
+    image = Image.new("RGB", (10_000, 5_000), "red")
+    return saved(image, "PNG", compress_level=1), image
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(cmyk, palette, gray_16, gray, black_and_white),
+        *(transparent, transparent_gray, transparent_palette, animated, large),
+        *(lambda n=n: rotated(n) for n in (1, 3, 6, 8)),
+    ],
+)
+def test_an_image_of_every_kind_is_read_as_pil_converts_it(make: Make, tmp_path: Path) -> None:
+    data, expected = make()
+    path = tmp_path / "a path with spaces.png"
+    path.write_bytes(data)
+    for value in (path, str(path), {"path": str(path)}, f"file://{path}"):
+        image = opened(image_ref(value))
+        assert (image.mode, image.size) == ("RGB", expected.size)
+        difference = np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)
+        assert np.abs(difference).max() <= 1, "blending rounds"
+        if image.size[0] > 1000:
+            break
+
+
+@pytest.mark.parametrize("make", [cmyk, gray_16, transparent_palette, lambda: rotated(6)])
+def test_an_image_of_pil_has_the_pixels_of_its_file(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data, _ = make()
+    (tmp_path / "file").write_bytes(data)
+    ours, in_memory = (opened(image_ref(value)) for value in (tmp_path / "file", loaded(data)))
+    assert np.array_equal(np.asarray(ours), np.asarray(in_memory))
+
+
+def header_only(width: int, height: int) -> bytes:
+    """Return a PNG file that claims to have this size."""
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 9) + b"IDAT"
+
+
+def text_bomb() -> bytes:
+    """Return a PNG file with a compressed text of 256 MiB."""
+    data = saved(picture(4, 4), "PNG")
+    body = b"zTXtcomment\0\0" + zlib.compress(bytes(2**28), 1)
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    end = data.index(b"IDAT") - 4
+    return data[:end] + chunk + data[end:]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is not a readable image: it is empty"),
+        (b"no image at all", "is not a readable image: cannot identify image file"),
+        (saved(picture(40, 40), "PNG")[:-400], "is not a readable image: .*truncated"),
+        (saved(picture(40, 40), "JPEG")[:-400], "is not a readable image: .*truncated"),
+        (header_only(11_000, 10_000), "it has 11000 x 10000 pixels, more than 100,000,000"),
+        (header_only(60_000, 60_000), "Image size .3600000000 pixels. exceeds limit"),
+        (text_bomb(), "Decompressed data too large"),
+    ],
+)
+def test_a_file_that_is_no_image_is_rejected(data: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=words) as caught:
+        image_ref("image.png", [tmp_path])
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{folder}", "is not readable: Is a directory"),
+        ("{folder}/no.png", "is not readable: No such file"),
+        ("https://example.org/a.png", "is not on this machine. Download it first"),
+        ("data:image/png,abc", "it is not base64"),
+        ({"height": 3}, "has none of the keys bytes, path"),
+        (7, "an image is 7, not a path, bytes or an image of PIL"),
+    ],
+)
+def test_a_value_that_is_no_image_is_rejected(value: Any, words: str, tmp_path: Path) -> None:
+    if isinstance(value, str):
+        value = value.format(folder=tmp_path)
+    with pytest.raises(ValueError, match=words):
+        image_ref(value)
