@@ -105,6 +105,39 @@ def test_a_resumed_run_and_packed_rows_have_the_numbers_of_a_plain_run(
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
 
 
+def test_a_step_with_images_is_replayed_bit_for_bit(rows: Path, tmp_path: Path) -> None:
+    from trainer.replay.replay import replay
+
+    model = write_model("qwen2_vl", tmp_path / "model")
+    more = ("trainer.save_freq=1", "trainer.batch_steps_to_keep=2", "trainer.n_gpus_per_node=1")
+    run(load_config(overrides(rows, model, tmp_path / "run", *more)))
+    assert not replay(tmp_path / "run", 2).differences
+    assert not replay(tmp_path / "run", 2, stage="update").differences
+
+
+def test_a_resume_with_another_image_processor_is_rejected(rows: Path, tmp_path: Path) -> None:
+    from verl_like.errors import CheckpointError
+
+    model = write_model("qwen2_vl", tmp_path / "model")
+    more = ("trainer.save_freq=1", "trainer.n_gpus_per_node=1")
+    settings = overrides(rows, model, tmp_path / "run", *more)
+    run(load_config([*settings, "trainer.total_training_steps=1"]))
+    file = next(model.glob("*processor_config.json"))
+    file.write_text(file.read_text() + " ", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="model has other contents now"):
+        run(load_config(settings))
+
+
+def test_asynchronous_training_reads_images(rows: Path, tmp_path: Path) -> None:
+    from trainer.async_training.recipe import ASYNC
+
+    model = write_model("qwen2_vl", tmp_path / "model")
+    settings = overrides(rows, model, tmp_path / "run", "trainer.n_gpus_per_node=2")
+    run(load_config(settings, ASYNC))
+    for step in lines(tmp_path / "run"):
+        assert step["actor/grad_norm"] > 0
+
+
 def test_two_ranks_have_the_numbers_of_one(rows: Path, tmp_path: Path) -> None:
     model = write_model("qwen2_5_vl", tmp_path / "model")
     for ranks in (1, 2):

@@ -146,6 +146,28 @@ def check_axes_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
         raise ConfigError(f"role {role!r}: {error}") from error
 
 
+def check_reads_images(models: Mapping[str, RoleModelSpec]) -> None:
+    """Reject models that cannot read the images in the rows of this run, or not on these axes."""
+    from workers.models.folder import model_folder, shared_hf_config
+    from workers.models.images import has_vision
+
+    for role, model in models.items():
+        path = model.model.path
+        config = shared_hf_config(model_folder(path, weights=False))
+        if not has_vision(config):
+            raise ConfigError(
+                f"role {role!r}: {model.key}={path} ({config.model_type}) does not read images, "
+                "but the rows of this run have images. Use a vision-language model with the "
+                "policy's tokenizer, or remove the images from the rows."
+            )
+        if (ranks := model.sharding.sp) > 1:
+            raise ConfigError(
+                f"role {role!r}: {model.axes_key}.sp={ranks}, but the rows of this run have "
+                f"images, whose tokens are not split over ranks. Set {model.axes_key}.sp=1; "
+                "strategy=fsdp shards the model."
+            )
+
+
 def check_checkpoint_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
     """Reject a resume from a checkpoint of another model; the load rejects a damaged checkpoint."""
     trainer = config.trainer

@@ -453,7 +453,7 @@ def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> D
     return DataProto.from_dict(tensors=lm_columns(rows, pad_token_id), non_tensors=others)
 
 
-def image_column(rows: Sequence[LMRow]) -> dict[str, list[Any]]:
+def image_column(rows: Sequence[Any]) -> dict[str, list[Any]]:
     """Return the column with the rows' images, if there are any."""
     return {IMAGES: [row.images for row in rows]} if any(row.images for row in rows) else {}
 

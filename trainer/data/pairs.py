@@ -65,6 +65,11 @@ class PairRow:
         """Both rows, by the names of their fields."""
         return {"chosen": self.chosen, "rejected": self.rejected}
 
+    @property
+    def images(self) -> Sequence[tuple[str, str]]:
+        """Path and hash of each image, which both sides have."""
+        return self.chosen.images
+
 
 def read_pairs(
     key: str,
@@ -164,7 +169,7 @@ def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) 
         name: column.unflatten(0, (-1, 2)) for name, column in columns.items()
     }
     tensors["margin"] = torch.tensor([row.margin for row in rows])
-    others = {"uid": list(uids), **image_column([row.chosen for row in rows])}
+    others = {"uid": list(uids), **image_column(rows)}
     return DataProto.from_dict(tensors=tensors, non_tensors=others)
 
 
@@ -186,6 +191,11 @@ class LabeledRow:
     def sides(self) -> dict[str, LMRow]:
         """Both rows, by the names of their fields."""
         return {"response": self.response, "mismatched": self.mismatched}
+
+    @property
+    def images(self) -> Sequence[tuple[str, str]]:
+        """Path and hash of each image of the prompt."""
+        return self.response.images
 
 
 def read_labeled(
@@ -224,8 +234,8 @@ def read_labeled(
     # response of the row that is `shift` places after it, where `shift` is the size of the largest
     # group. So that row has another prompt, unless more than half of the rows have the same prompt.
     order = np.random.default_rng([seed, len(labeled)]).permutation(len(labeled)).tolist()
-    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labeled]
-    groups: dict[bytes, list[int]] = {}
+    prompts = [(row.ids[: row.in_loss.argmax()].tobytes(), *row.images) for row, _ in labeled]
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for number in order:
         groups.setdefault(prompts[number], []).append(number)
     together = [number for group in groups.values() for number in group]

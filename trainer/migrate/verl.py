@@ -31,6 +31,7 @@ SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
 """A setting that may contain shell variables, which Hydra's parser rejects."""
 WITH_IMAGES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vision|llava|omni|internvl)(?![a-z])")
 """Names of models that read images."""
+FREEZES = "actor_rollout_ref.actor.freeze_vision_tower"
 MODULES = {
     "linear_qkv": "q_proj,k_proj,v_proj",
     "linear_proj": "o_proj",
@@ -59,7 +60,7 @@ def translate(command: Command) -> Translation | None:
     if _fits(program, *SFT):
         settings = _settings_of(words)
         done = translate_sft(last_name(program), launcher, settings)
-        _images(settings, "model.path", done)
+        _trains_tower(settings, "model", done)
         return done
 
     done = Translation()
@@ -74,7 +75,7 @@ def translate(command: Command) -> Translation | None:
         done.always.append(f"--config-name {name}: its keys are those of {file}")
     settings |= _settings_of(words)
     done.original = dict(settings)
-    _images(settings, "actor_rollout_ref.model.path", done)
+    _trains_tower(settings, "actor_rollout_ref.model", done)
     if _fits(program, FULLY_ASYNC, ONE_STEP_OFF):
         done.program = "async"
         is_fully = _fits(program, FULLY_ASYNC)
@@ -124,14 +125,15 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def _images(settings: Mapping[str, str], path: str, done: Translation) -> None:
-    """Reject models with images, which verl reads by default; the model's name identifies them."""
-    if WITH_IMAGES.search(settings.get(path, "")) and "data.image_key" not in settings:
-        done.rejected.append(
-            f"{path}={settings[path]}: multimodal models are not supported, and verl "
-            "reads the column images by default; if your rows have none, set "
-            "data.image_key=null"
-        )
+def _trains_tower(settings: Mapping[str, str], model: str, done: Translation) -> None:
+    """Train the vision tower as verl does by default; the model's name identifies such models.
+
+    `model` is the section of the model.
+    """
+    reads_images = WITH_IMAGES.search(settings.get(f"{model}.path", ""))
+    has_lora = settings.get(f"{model}.lora_rank", "0") != "0"
+    if (reads_images or "data.image_key" in settings) and not has_lora and FREEZES not in settings:
+        done.default(FREEZES, "false", {f"{model}.freeze_vision_tower": "false"})
 
 
 def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) -> None:

@@ -6,7 +6,12 @@ import os
 from contextlib import ExitStack, closing
 from typing import Any
 
-from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes
+from trainer.config.checks import (
+    check_axes_of,
+    check_checkpoint_of,
+    check_passes,
+    check_reads_images,
+)
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
@@ -52,6 +57,8 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     at_end.enter_context(closing(rewards))
     reject_wrong_results(rewards, loader.prompts, tokenizer, config.data.max_response_length)
     ptx = make_ptx_loader(config, tokenizer)
+    if loader.has_images or (ptx is not None and any(row.images for row in ptx.rows)):
+        check_reads_images(models_of(config))
     check_memory(config, devices_of(config.trainer))
     return tokenizer, loader, rewards, ptx
 

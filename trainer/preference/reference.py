@@ -28,12 +28,14 @@ FILE = "reference.safetensors"
 
 
 def hash_of(rows: Iterable[LMRow]) -> str:
-    """Return a hash of the rows' tokens and loss masks."""
+    """Return a hash of the rows' tokens, loss masks and images."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row.ids).to_bytes(8, "little"))
         digest.update(row.ids.tobytes())
         digest.update(row.in_loss.tobytes())
+        for _, sha in row.images:
+            digest.update(sha.encode())
     return digest.hexdigest()
 
 

@@ -15,10 +15,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+from trainer.config.checks import check_reads_images
 from trainer.data.files import check_files
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
 from trainer.loop import Trainer
+from trainer.memory import role_models
 from trainer.observers.alarms import AlarmRule, skipped_updates, unchanged_weights
 from trainer.record import Metrics, Run
 from trainer.rows.config import RowConfig
@@ -109,6 +111,8 @@ class RowTrainer(Trainer, Generic[R]):
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
         make_batch = partial(cls.make_batch, pad_token_id=tokenizer.pad_token_id)
         loader = RowLoader(rows, config.trainer.seed, make_batch)
+        if has_images(rows):
+            check_reads_images(role_models(config))
         if not data.val_files:
             return (loader,)
         return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
@@ -167,6 +171,12 @@ class RowTrainer(Trainer, Generic[R]):
         """Restore the state of `state_dict`."""
         super().load_state_dict(state)
         self.loader.load_state_dict(state["loader"])
+
+
+def has_images(rows: Sequence[Any]) -> bool:
+    """True if any row has images; rows may be numbered."""
+    unnumbered = (row[-1] if isinstance(row, tuple) else row for row in rows)
+    return any(getattr(row, "images", ()) for row in unnumbered)
 
 
 def step_sizes(config: RowConfig) -> str:

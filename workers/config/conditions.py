@@ -52,6 +52,14 @@ def is_bare_config(path: str) -> bool:
     return (folder / "config.json").is_file() and not weights
 
 
+def may_read_images(path: str) -> bool:
+    """True for the folder of a model with a vision tower, and for any name on the hub."""
+    file = Path(path).expanduser() / "config.json"
+    if file.is_file():
+        return '"vision_config"' in file.read_text(encoding="utf-8")
+    return "/" in path and not file.parent.parent.exists()
+
+
 def policy_loss_of(run: Any) -> str:
     """Return the name of the policy loss: `loss_mode`, unless `bypass_mode` selects REINFORCE."""
     correction = run.algorithm.rollout_correction

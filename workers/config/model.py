@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, unless, when
-from workers.config.conditions import SAVES, is_bare_config
+from workers.config.conditions import SAVES, is_bare_config, may_read_images
 
 STRATEGIES: dict[str, tuple[str, bool]] = {
     "single": ("single", False),
@@ -55,6 +55,11 @@ PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """Allowed names in `checkpoint.save_contents`."""
 HAS_LORA = unless("lora_rank", 0)
+TOWER_MAY_LEARN = ReadWhen(
+    "the model has a vision tower, and `lora_rank` is 0",
+    lambda model, _: model.lora_rank == 0 and may_read_images(model.path),
+    "the model has no vision tower, or LoRA trains only the language half",
+)
 HAS_STAGES = unless("pp", 1)
 HAS_NO_WEIGHTS = ReadWhen(
     "the folder of `path` has no weights",
@@ -257,6 +262,10 @@ class ModelConfig(Section):
     """Compile layers with torch.compile; `auto`: only on GPUs."""
     fp8_linear: bool = config_field(False, may_change_on_resume=True)
     """Train linear layers in float8 (Ada, Hopper and newer)."""
+    freeze_vision_tower: bool = config_field(
+        True, read_when=TOWER_MAY_LEARN, verl="actor_rollout_ref.actor.freeze_vision_tower"
+    )
+    """Train only the language half of a vision-language model."""
     lora_rank: int = config_field(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = config_field(16, above=0, read_when=HAS_LORA)

@@ -128,7 +128,8 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
         )
         with _parameters_on_meta():
             model = build_class(hf_config, dtype=precision.weights, attn_implementation=attention)
-            freeze_towers(model)
+            if config.freeze_vision_tower:
+                freeze_towers(model)
             module = model if head == "token" else ScalarHeadModel(model)
     except (*MODEL_ERRORS, OSError) as error:
         raise ConfigError(

@@ -37,12 +37,15 @@ def shard(
     compute_dtype: torch.dtype | None,
     strategy: str = "fsdp",
     efsdp_mesh: DeviceMesh | None = None,
+    language: Any = None,
 ) -> bool:
     """Shard with FSDP2: one unit per decoder layer and one for the rest, or one for everything.
 
     With shard_grad_op, layers stay gathered from one pass to the next, like the unit of the rest.
     A layer's experts that are spread over ranks form a separate unit on `efsdp_mesh`. In the
     forward pass, each layer prefetches the weights of the next layer, if the rank has all layers.
+    If the model has a vision tower, `language` is the part of it that all rows run through. The
+    tower belongs to the unit of the rest, because only ranks whose rows have images run its layers.
 
     Return True if the model is one unit. Small models are, because the latency of collectives
     dominates their time. The unit of the rest is used at the beginning and the end of a pass, so it
@@ -71,7 +74,7 @@ def shard(
                 mp_policy=policy,
                 shard_placement_fn=partial(cut_of_experts, size=efsdp_mesh["efsdp"].size()),
             )
-    for child in module.modules():
+    for child in (module if language is None else language).modules():
         if type(child).__name__ in layers:
             fully_shard(
                 child, mesh=mesh, reshard_after_forward=strategy == "fsdp", mp_policy=policy

@@ -14,7 +14,7 @@ import torch
 
 from verl_like.process.info import OWN_PROCESS
 from workers.models.attention import head_size, log_once
-from workers.models.causal_lm import empty_model
+from workers.models.causal_lm import empty_model, language_half
 from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
 from workers.models.support.proof import Support
@@ -67,7 +67,9 @@ def build_model(model: Model, worker: Worker) -> None:
         mesh, strategy = model.groups.fsdp_mesh, model.sharding.strategy
         efsdp_mesh = model.groups.efsdp_mesh if model.dims.ep > 1 else None
         cast = model.precision.cast
-        model.is_one_unit = shard(model.module, mesh, cast, strategy, efsdp_mesh)
+        model.is_one_unit = shard(
+            model.module, mesh, cast, strategy, efsdp_mesh, language_half(model.module)
+        )
     load_weights(model.module, model.model_config, model.head, model.device, model.whole_module)
     if model.is_sharded and model.settings.trains:
         model.gradient_watch = GradientWatch(model.module)

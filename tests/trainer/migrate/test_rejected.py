@@ -60,8 +60,7 @@ OTHER_EXPERIMENTS = {
     },
     ("verl", VERL): {
         f"{ROLLOUT}.multi_turn.enable=True": "multi_turn.enable=True: set environment.tools",
-        "data.image_key=images": "multimodal models are not supported",
-        "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B": "reads the column images by default",
+        "data.video_key=clips": "videos are not supported",
         f"{MOE}=0.1": "router_aux_loss_coef",
         "trainer.project_name=${trainer.experiment_name}": "replace the variable with its value",
         f"{ROLLOUT}.n=": "rollout.n is empty: the script reads its value from",
