@@ -10,10 +10,17 @@ RESULTS = Path(__file__).resolve().parent / "data" / "models.json"
 NOT_CHAT_MODELS = (
     "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert "
     "data2vec-text electra ernie git marian mbart megatron-bert moshi mvp pegasus plbart "
-    "prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm "
-    "xlm-roberta xlm-roberta-xl xlnet xmod"
+    "pi0 prophetnet rembert roberta roberta-prelayernorm roc_bert roformer shieldgemma2 trocr "
+    "vision-encoder-decoder whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod"
 ).split()
 """Encoders, and decoders for translation, speech or images; the page does not list them."""
+IMAGES = {
+    **dict.fromkeys(
+        "idefics3 internvl llava qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split(), "packed"
+    ),
+    **dict.fromkeys(("gemma3", "qwen3_5"), "padded"),
+}
+"""Families of `tests/workers/models/vision.py` -> the layout of their rows with images."""
 Outcome = Sequence[str]
 """Rows, gradient checkpointing, native decoding, export, and whether runs start.
 
@@ -50,7 +57,8 @@ def model_table() -> str:
             cells: tuple[str, ...] = ("rejected", "–", "–", "–", "–", "–")
         else:
             assert export == "yes", f"{case}: the page says so"
-            cells = (starts, "yes", layout, NATIVE[native], "not tried", "not tried")
+            images = IMAGES.get(case, "not tried")
+            cells = (starts, "yes", layout, NATIVE[native], "not tried", images)
         rows.setdefault(cells, []).append(f"`{case}`")
     order = sorted(rows, key=lambda cells: ("yes not tried rejected".find(cells[0]), cells[1:]))
     lines = [f"| {' | '.join(cells)} | {', '.join(rows[cells])} |" for cells in order]
@@ -64,8 +72,9 @@ def _exceptions(shown: Mapping[str, Outcome]) -> str:
 
 
 def _not_tested(results: Mapping[str, Outcome | None]) -> str:
-    names = [f"`{case}`" for case, outcome in results.items() if outcome is None]
+    unknown = [case for case, outcome in results.items() if outcome is None]
+    names = [f"`{case}`" for case in unknown if case not in NOT_CHAT_MODELS]
     return (
-        "Not tested, because transformers does not build them from a small configuration alone: "
-        f"{', '.join(names)}."
+        "Not tested, because transformers does not build them from a small configuration alone, or "
+        f"only with `timm` (`fast_vlm`, `gemma3n`, `perception_lm`): {', '.join(names)}."
     )

@@ -10,6 +10,8 @@ import yaml
 
 from tests import ROOT
 from tests.conftest import load
+from tests.workers.models import vision
+from tests.workers.models.test_image_input import PADDED
 from trainer.config.keys import leaf_keys
 from trainer.ppo.recipe import PPO
 from workers.config import OptimConfig
@@ -25,6 +27,11 @@ NAMES = re.compile(rf'"((?:{FAMILIES})/\w+(?:/\w+)?)"')
 def test_a_table_is_current(name: str) -> None:
     path, text = load("docs/make_tables.py").filled(name)
     assert path.read_text(encoding="utf-8") == text, "run: python docs/make_tables.py"
+
+
+def test_the_table_of_models_has_the_layouts_of_rows_with_images() -> None:
+    layouts = {family: "padded" if family in PADDED else "packed" for family in vision.FAMILIES}
+    assert load("docs/model_table.py").IMAGES == layouts
 
 
 def test_the_keys_that_are_usually_set_exist_on_their_page() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import assert_same_numbers, two_steps, with_experts
+from tests.integration.published import write_published
+from tests.integration.runs import POLICY_ALONE, assert_same_numbers, two_steps, with_experts
 from verl_like.errors import ConfigError
 from workers.config import ParallelConfig
 from workers.training.parts.load_balancing import check_routers
@@ -15,6 +16,7 @@ POLICY = "actor_rollout_ref"
 SECTIONS = (f"{POLICY}.actor", f"{POLICY}.ref", "critic")
 OF_TWO = ["pp=2", "sp=2", "tp=2"]
 """Axes of actor, reference and critic on two ranks."""
+SLOW = pytest.mark.slow
 REQUIRED = ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm")
 
 
@@ -24,9 +26,44 @@ def on_two(tiny: Path, folder: Path, axes: list[str], *more: str) -> list[dict[s
     return two_steps(tiny, folder, "trainer.n_gpus_per_node=2", *set_axes, *more)
 
 
+def with_tower(case: str, tiny: Path, folder: Path) -> tuple[str, ...]:
+    """Write a published class with a vision tower; return the keys of a run on it."""
+    write_published(case, tiny, folder)
+    return (
+        *POLICY_ALONE,
+        f"{POLICY}.model.path={folder}/model",
+        f"{POLICY}.rollout.name=hf",  # native does not decode Gemma 3
+    )
+
+
 def test_two_ranks_that_share_a_model_equal_one_process(tiny_dir: Path, tmp_path: Path) -> None:
     of_one = two_steps(tiny_dir, tmp_path / "one")
     assert_same_numbers(on_two(tiny_dir, tmp_path / "two", OF_TWO), of_one, *REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("case", "axis"),
+    [
+        pytest.param(case, axis, marks=() if (case, axis) == ("gemma3", "tp=2") else SLOW)
+        for case in ("gemma3", "qwen2_vl")
+        for axis in ("shard=2", "tp=2", "sp=2")
+    ],
+)
+def test_two_ranks_that_share_a_model_with_a_tower_equal_one_process(
+    case: str, axis: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    keys = with_tower(case, tiny_dir, tmp_path)
+    two = "trainer.n_gpus_per_node=2", f"{POLICY}.actor.parallel.{axis}"
+    of_one = two_steps(tiny_dir, tmp_path / "one", *keys)
+    steps = two_steps(tiny_dir, tmp_path / "two", *keys, *two)
+    assert_same_numbers(steps, of_one, "actor/pg_loss", "actor/grad_norm")
+
+
+def test_stages_of_a_model_with_a_tower_are_rejected(tiny_dir: Path, tmp_path: Path) -> None:
+    keys = with_tower("gemma3", tiny_dir, tmp_path)
+    two = "trainer.n_gpus_per_node=2", f"{POLICY}.actor.parallel.pp=2"
+    with pytest.raises(ConfigError, match="pp=2: model type gemma3 cannot be split into stages"):
+        two_steps(tiny_dir, tmp_path / "two", *keys, *two)
 
 
 @pytest.mark.slow

@@ -117,13 +117,18 @@ def check_models(config: PPOConfig) -> None:
             check_passes(config, row.role, trained[row.role], rows, at_once)
 
     engine = engine_for(policy.rollout.name, devices_of(config.trainer).type)
-    if engine == "native" and "actor" in models and config.trainer.simulate is None:
-        from workers.rollout.native import module_forward  # slow import: loads transformers
-
+    if "actor" in models and config.trainer.simulate is None:
         actors, width = models["actor"].meta_module.config, config.data.max_prompt_length
         width += config.data.max_response_length
-        module_forward.check_model(actors.get_text_config(), width)
-        module_forward.check_decoding(actors, width)
+        if engine == "native":
+            from workers.rollout.native import module_forward  # slow import: loads transformers
+
+            module_forward.check_model(actors.get_text_config(), width)
+            module_forward.check_decoding(actors, width)
+        elif engine == "hf":
+            from workers.rollout import hf
+
+            hf.check_decoding(actors, width)
     if policy.actor.router_aux_loss_coef > 0:
         from workers.training.parts import load_balancing  # slow import: loads the engine
 

@@ -133,7 +133,7 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             module = model if head == "token" else ScalarHeadModel(model)
     except (*MODEL_ERRORS, OSError) as error:
         raise ConfigError(
-            f"cannot load the model {config.path!r} as a causal LM: {error}"
+            f"cannot load the model {config.path!r} as a causal LM: {' '.join(str(error).split())}"
         ) from error
 
     can_recompute = model.supports_gradient_checkpointing

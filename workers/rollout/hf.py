@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.models.folder import factor_border
 from workers.models.state import named_state
-from workers.models.support.proof import Support, relative_error
+from workers.models.support.proof import FAILS, Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
 from workers.rollout.module_engine import ModuleRolloutEngine
@@ -128,7 +128,7 @@ class _Decoding:
 
     def run(self, max_tokens: int | None) -> None:
         """Generate until the sample is finished, or has `max_tokens` more tokens."""
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, GenerationMixin
 
         self.finish_reason, self.end = "", self.max_length
         if max_tokens is not None:
@@ -143,8 +143,11 @@ class _Decoding:
         ids = [*self.sample.prompt, *self.tokens[: self.position]]
         row = torch.tensor([ids], device=self.engine.module.device)
         more = self._images(row) if self.cache is None else {"past_key_values": self.cache}
+        # janus overrides `generate`, and drops the logits processor
+        generate: Any = GenerationMixin.generate
         with nullcontext() if self.routers is None else self.routers.recording() as noted:
-            output = self.engine.module.generate(
+            output = generate(
+                self.engine.module,
                 row,
                 attention_mask=torch.ones_like(row),
                 generation_config=GenerationConfig(
@@ -247,6 +250,25 @@ def generation_with_cache(model: Any) -> str:
     if worst <= LARGEST_ERROR:
         return ""
     return f"with it, the logits of a small model of its class are off by {worst:.0e}"
+
+
+def check_decoding(config: Any, longest: int) -> None:
+    """Reject a class whose `generate` raises an error on text, with a cache and without."""
+    support = Support.of(config)
+    for way in (generation_with_cache, generation_without_cache):
+        reason = support.why_not(way, longest)
+        if not reason.startswith(FAILS):
+            return
+    raise ConfigError(
+        f"actor_rollout_ref.rollout.name=hf cannot decode model type {config.model_type!r}: "
+        f"{reason}. Set actor_rollout_ref.rollout.name=native or vllm."
+    )
+
+
+def generation_without_cache(model: Any) -> str:
+    """Return "" if the model decodes without a cache; it raises an error otherwise."""
+    _greedy_logits(model, PROMPTS[0], use_cache=False)
+    return ""
 
 
 def _prompt_of(length: int) -> Tensor:

@@ -124,6 +124,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "hidden_size": 32},
+    "mistral4": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -159,6 +160,7 @@ MROPE = {
     }
 }
 TOWERS: dict[str, dict[str, dict[str, Any]]] = {
+    "kosmos-2": {"text_config": {"layers": 4, "embed_dim": 32}},
     "qwen2_vl": {"vision_config": {"embed_dim": 32, "depth": 2, "hidden_size": 32}, **MROPE},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 32, "depth": 2}, **MROPE},
     "glm4v_moe": {
@@ -257,7 +259,7 @@ def _shrunk(default: dict[str, Any]) -> dict[str, Any]:
     for name, value in default.items():
         if name == "per_layer_config":
             continue  # its class derives it from sizes such as `global_head_dim`
-        if isinstance(value, dict) and name.endswith("_config"):
+        if isinstance(value, dict) and (name.endswith("_config") or "model_type" in value):
             small[name] = {**_shrunk(value)}
             if "model_type" in value:
                 small[name]["model_type"] = value["model_type"]

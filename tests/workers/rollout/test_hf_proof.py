@@ -11,7 +11,7 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.models.walk import LARGEST_ERROR, decoding_error
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
-from workers.rollout.hf import HFRolloutEngine
+from workers.rollout.hf import HFRolloutEngine, check_decoding
 
 
 @pytest.mark.parametrize("case", ["minimax", "recurrent_gemma"])
@@ -42,3 +42,17 @@ def test_rows_longer_than_a_change_of_rotary_factors_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"first 16 tokens .* 'phi3' .* now 17, to 16 or less"):
         HFRolloutEngine(module, EngineLimits(8, 9))
     HFRolloutEngine(module, EngineLimits(8, 8))
+
+
+@pytest.mark.slow
+def test_a_class_with_its_own_generate_is_decoded_with_the_engines_noise() -> None:
+    module = build_tiny(tiny_model_config("janus"))  # its `generate` drops logits processors
+    engine = HFRolloutEngine(module, EngineLimits(32, 64))
+    assert decoding_error(engine, module, num_prompts=1) < LARGEST_ERROR
+
+
+def test_a_class_whose_generate_fails_is_rejected_before_a_run() -> None:
+    config = build_tiny(tiny_model_config("qwen2_5_omni_thinker")).config
+    with pytest.raises(ConfigError, match=r"hf cannot decode model type 'qwen2_5_omni_thinker'"):
+        check_decoding(config, 96)
+    check_decoding(build_tiny(tiny_model_config("minimax")).config, 96)  # only its cache is wrong

@@ -27,6 +27,8 @@ LONGEST = "{longest}"
 """Placeholder in a reason for the number of tokens of the run's longest row."""
 NO_MODEL = "there is no small model of its class to prove it on"
 """Beginning of a reason if no test was possible."""
+FAILS = "a small model of its class fails"
+"""Beginning of a reason if the test raised an error."""
 
 
 Proof = Callable[[Any], str]
@@ -73,7 +75,7 @@ def _answer_of(proof: Proof, config: ConfigByContent, attention: str, longest: i
         return proof(model)
     except MODEL_ERRORS as error:
         failure = f"{type(error).__name__}: {_first_line(error)}"
-        return f"a small model of its class fails ({failure})"
+        return f"{FAILS} ({failure})"
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

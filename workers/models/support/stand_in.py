@@ -247,6 +247,9 @@ def _shrink_widths(fields: dict[str, Any]) -> None:
         for name, size in (("head_dim", 8), ("qk_head_dim", 24)):
             if fields.get(name):
                 fields[name] = size
+        for part in _parts(fields.get("rope_parameters")):
+            if part.get("partial_rotary_factor"):
+                part["partial_rotary_factor"] = 1.0  # of a head of `qk_rope_head_dim`
     # the heads of a state space model fill its inner width
     inner = int(64 * (fields.get("mamba_expand") or fields.get("expand") or 0))
     for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):
