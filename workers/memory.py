@@ -237,7 +237,8 @@ class _Rank:
         """
         shapes = self.shapes
         if self.shards == 1:
-            copied = (self.weight_dtype != self.compute) * shapes.num_weights * shapes.compute_bytes
+            cast = shapes.num_weights - shapes.num_int8 * (self.spec.quantization == "nf4")
+            copied = (self.weight_dtype != self.compute) * cast * shapes.compute_bytes
             return Moments(copied, copied)
         gathered = shapes.num_weights - shapes.num_in_experts * (1 - 1 / self.dims.ep)
         outside = shapes.num_outside_layers

@@ -315,8 +315,8 @@ def _reject_losses(config: PPOConfig) -> None:
 
 def _reject_weights(config: PPOConfig) -> None:
     """Reject settings of weight sync, quantization and reference that contradict each other."""
-    policy, models = config.actor_rollout_ref, models_of(config, without_users=True)
-    # only weights sent between processes can lose a bucket, and int8 weights cannot be offloaded
+    policy = config.actor_rollout_ref
+    # only weights sent between processes can lose a bucket
     pools = expand_roles(config.role_mapping)
     receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
     chance = config.injected_faults.drop_weight_bucket
@@ -326,13 +326,6 @@ def _reject_weights(config: PPOConfig) -> None:
             "another pool. It does if a rollout has a pool of its own: placement=standalone, or "
             "`verl-like async`."
         )
-    for model in models.values():
-        if model.quantization and model.fsdp.param_offload:
-            raise ConfigError(
-                f"{model.section}.quantization={model.quantization} keeps all weights on the "
-                f"device, and {model.section}.fsdp_config.param_offload=true would offload them. "
-                "Leave one of the keys out."
-            )
 
     # a reference that follows the actor has no weights of its own, and is not int8
     every, lora_rank = policy.ref.update_every, policy.model.lora_rank
@@ -395,7 +388,8 @@ def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
 def check_quantized_device(config: Any) -> None:
     """Reject int8 and fp8 on devices that do not support them, for PPO and best-of-n."""
     device = devices_of(config.trainer).type
-    if any(model.quantization for model in models_of(config, without_users=True).values()):
+    models = models_of(config, without_users=True).values()
+    if any(model.quantization == "int8" for model in models):
         check_device(device)
     for rollout in rollouts_of(config):
         check_quantization(rollout, device)

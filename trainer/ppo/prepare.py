@@ -148,7 +148,9 @@ def check_models(config: PPOConfig) -> None:
             sections[section] = (model.strategy if model.trains else "", model.section, model.fsdp)
     check_offload(config.trainer, sections)
 
-    rounded = [(model.model, model.head) for model in models.values() if model.quantization]
+    rounded = [
+        (model.model, model.head) for model in models.values() if model.quantization == "int8"
+    ]
     if policy.rollout.quantization == "int8":
         rounded.append((policy.model, "token"))
     for described, head in rounded:

@@ -30,7 +30,10 @@ from workers.training.manifest import MANIFEST, MARKER, read_manifest, reject_ch
 
 SECTIONS = ("{role}.model", "actor_rollout_ref.model", "model")
 """Sections where a configuration may have the model of a role; the first existing one counts."""
-COPIED = ("path", "random_init_seed", "dtype", "lora_rank", "lora_alpha", "target_modules")
+COPIED = (
+    *("path", "random_init_seed", "dtype"),
+    *("lora_rank", "lora_alpha", "target_modules", "quantization"),
+)
 """Keys of the model that determine its weights; others only affect how passes compute."""
 
 

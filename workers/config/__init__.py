@@ -95,7 +95,8 @@ def critic_model(config: WorkersConfig) -> ModelConfig:
     """Return the critic's complete model settings."""
     settings = dict(vars(config.critic.model))
     del settings["fsdp_config"]
-    return replace(config.actor_rollout_ref.model, **settings)
+    model = replace(config.actor_rollout_ref.model, **settings)
+    return model if model.lora_rank > 0 else replace(model, quantization=None)
 
 
 def teacher_model(config: WorkersConfig) -> ModelConfig:

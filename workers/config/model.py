@@ -51,6 +51,8 @@ ATTENTIONS = (
 COMPILES = ("auto", "on", "off")
 QUANTIZATIONS = ("int8",)
 """Number formats for the linear weights of a role that is not trained."""
+BASE_QUANTIZATIONS = ("nf4",)
+"""Number formats for the linear weights of a frozen base under adapters."""
 PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """Allowed names in `checkpoint.save_contents`."""
@@ -274,6 +276,10 @@ class ModelConfig(Section):
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
     """Layers with adapters: `all-linear` (without head and routed experts), or names ([q_proj])."""
+    quantization: str | None = config_field(None, choices=BASE_QUANTIZATIONS)
+    """`nf4`: store the base's linear weights in 4 bits, unsharded on each rank (QLoRA); needs
+    `lora_rank`. null disables quantization.
+    """
 
 
 @dataclass(kw_only=True)

@@ -24,6 +24,7 @@ from workers.config import ModelConfig
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel, language_half
 from workers.models.classes import has_towers
+from workers.models.quantize import plain
 from workers.models.state import Named
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
 
@@ -138,7 +139,8 @@ def merged_tensors(module: nn.Module, tensors: Named) -> Iterator[tuple[str, Ten
     """
     layers = adapted_layers(module)
     parts: dict[str, Tensor] = {}  # the parts of a layer that have arrived, until it is complete
-    for name, tensor in tensors:
+    for name, weight in tensors:
+        tensor = plain(weight)
         prefix, kind = _split(name)
         layer = layers.get(prefix)
         if layer is None:
@@ -163,7 +165,8 @@ def split_tensors(module: nn.Module, tensors: Named) -> Iterator[tuple[str, Tens
     All other tensors have the same names as in `merged_tensors`.
     """
     layers = adapted_layers(module)
-    for name, tensor in tensors:
+    for name, weight in tensors:
+        tensor = plain(weight)
         prefix, kind = _split(name)
         if prefix not in layers:
             yield name, tensor

@@ -25,7 +25,8 @@ from workers.config import ModelConfig
 from workers.models.attention import heads_of, layer_configs
 from workers.models.causal_lm import Head, body_of, empty_model, language_half
 from workers.models.folder import model_folder
-from workers.models.lora import add_adapter
+from workers.models.lora import add_adapter, is_adapter
+from workers.models.nf4 import BLOCK, check_nf4
 from workers.models.pass_trace import PassShapes, PassTrace, trace_pass
 from workers.models.quantize import quantizable
 from workers.parallel.experts import experts_of
@@ -50,7 +51,7 @@ class ModelShapes:
     num_weights: int
     num_trained: int
     num_int8: int
-    """Weights of linear layers that quantization stores as int8."""
+    """Weights of linear layers that quantization stores as int8 or in 4 bits."""
     num_scales: int
     """Number of float32 scales of the int8 weights."""
     num_layers: int
@@ -78,9 +79,10 @@ class ModelShapes:
         """Return the bytes of the weights in this dtype, or quantized."""
         if not quantization:
             return self.num_weights * dtype.itemsize
-        return (self.num_weights - self.num_int8) * dtype.itemsize + (
-            self.num_int8 + 4 * self.num_scales
-        )
+        linears = self.num_int8 + 4 * self.num_scales
+        if quantization == "nf4":
+            linears = self.num_int8 // 2 + 4 * self.num_int8 // BLOCK
+        return (self.num_weights - self.num_int8) * dtype.itemsize + linears
 
     def trained_pass(self, num_tokens: int, head: int, checkpointing: bool) -> Moments | None:
         """Return the bytes of a forward and backward pass: at the head, and in a layer.
@@ -170,7 +172,9 @@ class CountedWeights:
         self.embeddings = {id(embeddings)}
         self.is_tied = own_head is not None and own_head.weight is embeddings
         self.trains_head = own_head is not None and own_head.weight.requires_grad
-        self.linears = [layer.weight for _, layer in quantizable(module)]
+        self.linears = [
+            layer.weight for name, layer in quantizable(module) if not is_adapter(f"{name}.")
+        ]
 
         layers = set(module._no_split_modules or ())
         in_layers = (child for child in module.modules() if type(child).__name__ in layers)
@@ -304,6 +308,7 @@ def meta_model(config: ModelConfig, head: Head) -> Any:
 
 
 def check_adapter(config: ModelConfig, head: Head) -> None:
-    """Raise if adapters do not fit the configured `target_modules`. No weights are loaded."""
+    """Raise if adapters or the base's quantization do not fit the model. No weights are loaded."""
+    check_nf4(config)
     if config.lora_rank > 0:
         meta_model(config, head)

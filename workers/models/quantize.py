@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,68 +42,66 @@ ROWS_AT_ONCE = 1024
 """Rows of a weight that are quantized at a time, to bound the memory."""
 
 
-class Int8Weight(Tensor):
-    """A weight [out, in] that reports a float dtype but is stored as int8.
+class QuantizedWeight(Tensor):
+    """A weight [out, in] that reports a float dtype but is stored as integers and scales.
 
-    `linear` multiplies the int8 numbers, and `copy_` into it quantizes. Any other operation sees
-    the dequantized floats, and must not write to them.
+    `linear` uses the class's own product, and `copy_` into the weight quantizes. Any other
+    operation sees the dequantized floats, and must not write to them.
     """
 
     numbers: Tensor
-    """Integers [in, out], the fastest layout for integer products."""
     scales: Tensor
-    """Scales [out] in float32."""
 
     @staticmethod
-    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Weight:
+    def __new__(
+        cls, numbers: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> Self:
         """Create a wrapper with the weight's shape, dtype and device, without memory of its own."""
-        shape = (numbers.shape[1], numbers.shape[0])
-        weight: Int8Weight = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=numbers.device
+        weight: Self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=numbers.device
         )
         return weight
 
-    def __init__(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, numbers: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
         self.numbers, self.scales = numbers, scales
 
     @classmethod
-    def empty(cls, out_width: int, in_width: int, dtype: torch.dtype, device: Any) -> Int8Weight:
+    def empty(cls, out_width: int, in_width: int, dtype: torch.dtype, device: Any) -> Self:
         """Allocate memory for a weight."""
-        numbers = torch.empty(in_width, out_width, dtype=torch.int8, device=device)
-        return cls(numbers, torch.empty(out_width, device=device), dtype)
+        raise NotImplementedError
 
     def floats(self) -> Tensor:
         """Return the dequantized weight."""
-        numbers = self.numbers.t().contiguous()
-        return numbers.float().mul_(self.scales[:, None]).to(self.dtype)
+        raise NotImplementedError
 
-    def free(self) -> None:
-        """Free the memory of the numbers and scales."""
-        self.numbers, self.scales = self.numbers.new_empty(0, 0), self.scales.new_empty(0)
+    def write(self, values: Tensor) -> None:
+        """Quantize `values`, which have the weight's shape."""
+        raise NotImplementedError
 
-    def allocate(self) -> None:
-        """Allocate memory for the numbers and scales; their values are undefined."""
-        self.numbers = self.numbers.new_empty(self.shape[1], self.shape[0])
-        self.scales = self.scales.new_empty(self.shape[0])
+    def product_with(self, input: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        """Return `linear(input, self, bias)`."""
+        raise NotImplementedError
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, torch.dtype]]:
         """Return the inner tensors; torch calls this when it moves a module."""
-        return ["numbers", "scales"], self.dtype
+        return ["numbers", "scales"], (self.shape, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, parts: dict[str, Tensor], dtype: torch.dtype, *_: Any
-    ) -> Int8Weight:
+        cls, parts: dict[str, Tensor], context: tuple[torch.Size, torch.dtype], *_: Any
+    ) -> Self:
         """Rebuild the weight from its inner tensors; torch calls this."""
-        return cls(parts["numbers"], parts["scales"], dtype)
+        return cls(parts["numbers"], parts["scales"], *context)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run `linear` on integers, before torch turns it into a transposition and a product."""
-        if func is linear and isinstance(args[1], Int8Weight):
-            return int8_linear(*args, **(kwargs or {}))
+        """Run `product_with`, before torch turns `linear` into a transposition and a product."""
+        if func is linear and isinstance(args[1], QuantizedWeight):
+            return args[1].product_with(args[0], *args[2:], **(kwargs or {}))
         if func is Tensor.detach:
             return args[0]  # it has no gradient; torch raises here under `inference_mode`
         with torch._C.DisableTorchFunctionSubclass():  # so that results are plain tensors
@@ -116,40 +114,75 @@ class Int8Weight(Tensor):
         """Handle copies and empty weights; run any other operation on the dequantized floats."""
         kwargs, aten, first = kwargs or {}, torch.ops.aten, args[0]
         if func is aten.detach.default:
-            return cls(first.numbers, first.scales, first.dtype)
+            return cls(first.numbers, first.scales, first.shape, first.dtype)
         if func is aten.empty_like.default:
             device = kwargs.get("device") or first.device
             out_width, in_width = first.shape
             return cls.empty(out_width, in_width, first.dtype, device)
-        if func is aten.copy_.default and isinstance(first, Int8Weight):
-            write(first, args[1])
+        if func is aten.copy_.default and isinstance(first, QuantizedWeight):
+            if args[1].shape != first.shape:
+                raise ValueError(
+                    f"values of shape {list(args[1].shape)} do not fit a quantized weight of shape "
+                    f"{list(first.shape)}"
+                )
+            first.write(args[1])
             return first
-        if func._schema.is_mutable and isinstance(first, Int8Weight):
+        if func._schema.is_mutable and isinstance(first, QuantizedWeight):
             raise TypeError(
-                f"{func} would write to a weight that is quantized to int8. Write with copy_()."
+                f"{func} would write to a weight that is quantized. Write with copy_()."
             )
 
-        plain = [arg.floats() if isinstance(arg, Int8Weight) else arg for arg in args]
-        return func(*plain, **kwargs)
+        return func(*(plain(arg) for arg in args), **kwargs)
 
 
-def write(weight: Int8Weight, values: Tensor) -> None:
-    """Quantize `values` into `weight`, block by block; a non-finite value makes its row NaN."""
-    if values.shape != weight.shape:
-        raise ValueError(
-            f"values of shape {list(values.shape)} do not fit an int8 weight of shape "
-            f"{list(weight.shape)}"
+def plain(value: Any) -> Any:
+    """Return a quantized weight as floats, and anything else as it is."""
+    return value.floats() if isinstance(value, QuantizedWeight) else value
+
+
+class Int8Weight(QuantizedWeight):
+    """A weight whose `numbers` are int8, [in, out], the fastest layout for integer products.
+
+    `scales` has one float32 number per output.
+    """
+
+    @classmethod
+    def empty(cls, out_width: int, in_width: int, dtype: torch.dtype, device: Any) -> Self:
+        """Allocate memory for a weight."""
+        numbers = torch.empty(in_width, out_width, dtype=torch.int8, device=device)
+        scales = torch.empty(out_width, device=device)
+        return cls(numbers, scales, (out_width, in_width), dtype)
+
+    def floats(self) -> Tensor:
+        """Return the dequantized weight."""
+        numbers = self.numbers.t().contiguous()
+        return numbers.float().mul_(self.scales[:, None]).to(self.dtype)
+
+    def write(self, values: Tensor) -> None:
+        """Quantize `values` block by block; a non-finite value makes its row NaN."""
+        rows = zip(
+            values.split(ROWS_AT_ONCE),
+            self.numbers.split(ROWS_AT_ONCE, dim=1),
+            self.scales.split(ROWS_AT_ONCE),
+            strict=True,
         )
-    rows = zip(
-        values.split(ROWS_AT_ONCE),
-        weight.numbers.split(ROWS_AT_ONCE, dim=1),
-        weight.scales.split(ROWS_AT_ONCE),
-        strict=True,
-    )
-    for row_values, numbers, scales in rows:
-        row_numbers, row_scales = quantized(row_values.to(weight.device))
-        numbers.copy_(row_numbers.t())
-        scales.copy_(row_scales[:, 0])
+        for row_values, numbers, scales in rows:
+            row_numbers, row_scales = quantized(row_values.to(self.device))
+            numbers.copy_(row_numbers.t())
+            scales.copy_(row_scales[:, 0])
+
+    def product_with(self, input: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        """Return a product of integers; it has no gradient."""
+        return int8_linear(input, self, bias)
+
+    def free(self) -> None:
+        """Free the memory of the numbers and scales."""
+        self.numbers, self.scales = self.numbers.new_empty(0, 0), self.scales.new_empty(0)
+
+    def allocate(self) -> None:
+        """Allocate memory for the numbers and scales; their values are undefined."""
+        self.numbers = self.numbers.new_empty(self.shape[1], self.shape[0])
+        self.scales = self.scales.new_empty(self.shape[0])
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +224,7 @@ def quantize_linears(module: nn.Module, device: torch.device) -> None:
     check_device(device.type)
     check_quantizable(module)
     for _, layer in list(quantizable(module)):
-        _make_room(layer)
+        make_room(layer, Int8Weight)
 
 
 def check_quantizable(module: nn.Module) -> None:
@@ -209,11 +242,11 @@ def check_quantizable(module: nn.Module) -> None:
         )
 
 
-def _make_room(layer: nn.Linear) -> None:
-    """Replace the layer's weight with an empty int8 weight."""
+def make_room(layer: nn.Linear, kind: type[QuantizedWeight]) -> None:
+    """Replace the layer's weight with an empty weight of this kind."""
     weight = layer.weight
     out_width, in_width = weight.shape
-    room = Int8Weight.empty(out_width, in_width, weight.dtype, weight.device)
+    room = kind.empty(out_width, in_width, weight.dtype, weight.device)
     layer.weight = nn.Parameter(room, requires_grad=False)
 
 
@@ -223,7 +256,7 @@ def int8_rounding(model: Any) -> str:
     exact = model(ids, use_cache=False).logits.float()
     for _, layer in list(quantizable(model)):
         values = layer.weight
-        _make_room(layer)
+        make_room(layer, Int8Weight)
         layer.weight.copy_(values)
     error = relative_error(model(ids, use_cache=False).logits, exact)
     if error <= LARGEST_ERROR:

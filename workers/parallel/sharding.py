@@ -62,7 +62,7 @@ def resolve_sharding(
             raise ConfigError(
                 f"{axes_key(section)}.{axis}={axes[axis]} {why}, but quantization={quantization} "
                 f"keeps all linear weights on every rank. Set {axes_key(section)}.{axis}=1. If the "
-                "model does not fit a rank as int8, leave out the quantization instead."
+                f"model does not fit a rank as {quantization}, leave out the quantization instead."
             )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
@@ -76,6 +76,11 @@ def resolve_sharding(
         raise ConfigError(
             f"quantization={quantization} keeps the whole model on every rank, but {name}={size}. "
             f"Set {name} to 1, or leave out the quantization."
+        )
+    if quantization and config.param_offload:
+        raise ConfigError(
+            f"quantization={quantization} keeps all weights on the device, and {section}."
+            "param_offload=true would offload them. Leave one of the keys out."
         )
     if unsharded and size not in (-1, 1):
         raise ConfigError(
@@ -150,9 +155,9 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
         )
     if strategy in ("single", "ddp"):
         raise ConfigError(
-            f"{key} distributes the experts over ranks, but strategy={strategy} (which int8 "
-            "weights imply) keeps the whole model on every rank. Set strategy=fsdp without "
-            "quantization, or leave parallel.ep at 1."
+            f"{key} distributes the experts over ranks, but strategy={strategy} (which "
+            "quantized weights imply) keeps the whole model on every rank. Set strategy=fsdp "
+            "without quantization, or leave parallel.ep at 1."
         )
     size = dims.shard * dims.sp
     if size % dims.ep:

@@ -62,6 +62,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             FSDPConfig(**actor.fsdp_config),
             actor.strategy,
             trains=True,
+            quantization=policy.model.quantization,
             has_average=actor.ema_decay is not None,
             saved=actor.checkpoint.save_contents,
             section="actor_rollout_ref.actor",

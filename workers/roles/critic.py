@@ -70,14 +70,15 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "critic") -> RoleModelSpec:
         """Describe the value model, which is trained."""
-        critic = config.critic
+        critic, model = config.critic, critic_model(config)
         return RoleModelSpec(
             "critic.model.path",
-            critic_model(config),
+            model,
             FSDPConfig(**critic.model.fsdp_config),
             critic.strategy,
             "scalar",
             trains=True,
+            quantization=model.quantization,
             saved=critic.checkpoint.save_contents,
             section="critic.model",
             rows=critic.ppo_micro_batch_size_per_gpu,
@@ -167,7 +168,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         """Describe the critic's model, but frozen and without the critic's parallel axes."""
         model = CriticWorker.role_model(config)
         fsdp = replace(model.fsdp, fsdp_size=-1)
-        return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None)
+        return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None, quantization=None)
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")

@@ -56,12 +56,13 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
         follows = ref.update_every is not None
         is_apart = ref.model.path is not None
+        base_quantization = None if is_apart else policy.model.quantization
         return RoleModelSpec(
             "actor_rollout_ref.ref.model.path" if is_apart else "actor_rollout_ref.model.path",
             reference_model(policy),
             FrozenFSDPConfig(**ref.fsdp_config),
             policy.actor.strategy,
-            quantization=ref.quantization,
+            quantization=ref.quantization or base_quantization,
             has_average=follows and ref.ema_decay > 0,
             saved=("model",) if follows else (),
             section="actor_rollout_ref.ref",

@@ -61,6 +61,7 @@ class RowWorker(CheckpointMixin, ModelWorker):
             model.strategy,
             cls.head,
             trains=True,
+            quantization=model.quantization,
             saved=config.checkpoint.save_contents,
             parallel=config.parallel,
             section="model",

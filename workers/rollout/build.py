@@ -55,6 +55,8 @@ def takes_adapter(policy: ActorRolloutRefConfig) -> bool:
     """True if the engine loads the base model itself, so that syncs send only the LoRA adapter."""
     rollout = policy.rollout
     is_vllm = rollout.name == "vllm" and not rollout.server_urls
+    if policy.model.quantization:
+        return False  # the engine's own base is not rounded as the trainer's
     return is_vllm and policy.model.lora_rank > 0 and not rollout.merge_lora
 
 

@@ -18,6 +18,7 @@ from workers.models.causal_lm import Head, empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
 from workers.models.memory_shapes import meta_model
+from workers.models.nf4 import quantize_base
 from workers.models.state import named_state
 from workers.training.checkpoint import reject_other_model, stored_weights
 from workers.training.hf_export import write_model_folder
@@ -76,6 +77,8 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
 
     head: Head = "scalar" if f"model.{SCORE}" in saved else "token"
     module = empty_model(model_config, head, CPU)
+    if has_adapter and model_config.quantization:
+        quantize_base(module)
     if has_adapter:
         add_adapter(module, model_config)
     load_weights(module, model_config, head, CPU)

@@ -184,14 +184,14 @@ def test_a_weight_has_only_memory_for_int8_when_it_is_read(
 ) -> None:
     make_model(tmp_path)
     sizes: list[int] = []
-    write = quantize.write
+    write = Int8Weight.write
 
     def write_and_measure(weight: Int8Weight, values: Tensor) -> None:
         parts = weight.numbers, weight.scales
         sizes.append(sum(part.untyped_storage().nbytes() for part in parts))
         write(weight, values)
 
-    monkeypatch.setattr(quantize, "write", write_and_measure)
+    monkeypatch.setattr(Int8Weight, "write", write_and_measure)
     module = load_model(ModelConfig(path=str(tmp_path)), "token", CPU, "int8")
     weights = [weight for weight in module.parameters() if isinstance(weight, Int8Weight)]
     sizes = sizes[-len(weights) :]  # the proof on a small model writes first

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from verl_like.errors import ConfigError
 from workers.models.support.proof import Support
 from workers.training.model import Model, ModelPart
-from workers.training.parts.layers import ExpertSpread, Int8, Lora, MatrixSplit, RouterReplay
+from workers.training.parts.layers import NF4, ExpertSpread, Int8, Lora, MatrixSplit, RouterReplay
 from workers.training.row_proof import PADDED_BY_USER, check_split
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def parts_of(model: Model) -> list[ModelPart]:
     config, dims, settings = model.model_config, model.dims, model.settings
     parts: list[ModelPart] = []
     if settings.quantization:
-        parts.append(Int8())
+        parts.append(NF4() if settings.quantization == "nf4" else Int8())
     if settings.trains and config.lora_rank > 0:
         parts.append(Lora())
     if dims.pp > 1:
@@ -50,7 +50,8 @@ def parts_of(model: Model) -> list[ModelPart]:
         from workers.training.parts.float8 import Float8
 
         parts.append(Float8())
-    if config.compile == "on" or (config.compile == "auto" and model.device.type == "cuda"):
+    compiles = model.device.type == "cuda" and settings.quantization != "nf4"
+    if config.compile == "on" or (config.compile == "auto" and compiles):
         from workers.training.parts.compile import Compile
 
         parts.append(Compile())

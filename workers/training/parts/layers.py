@@ -1,4 +1,4 @@
-"""Parts that change the layers of a model by one call: int8, LoRA, experts, routers, matrices.
+"""Parts that change the layers of a model by one call: int8, nf4, LoRA, experts, routers, matrices.
 
 The modules of expert and tensor parallelism are imported only if the part is used.
 """
@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from workers.models.lora import add_adapter
+from workers.models.nf4 import check_nf4, quantize_base
 from workers.models.quantize import quantize_linears
 from workers.models.routing import COLUMN as ROUTED
 from workers.models.routing import Routers
@@ -26,6 +27,18 @@ class Int8(ModelPart):
     def change(self, model: Model) -> None:
         """Allocate int8 weights; each weight is quantized as it is loaded."""
         quantize_linears(model.module, model.device)
+
+
+class NF4(ModelPart):
+    """A base of 4-bit weights (`quantization=nf4`)."""
+
+    def check(self, model: Model) -> None:
+        """Reject settings that do not work with a 4-bit base."""
+        check_nf4(model.model_config)
+
+    def change(self, model: Model) -> None:
+        """Allocate 4-bit weights; each weight is quantized as it is loaded."""
+        quantize_base(model.module)
 
 
 class Lora(ModelPart):

@@ -1,0 +1,90 @@
+"""Runs with a 4-bit base: GRPO and SFT, resumes, exports, and a vision-language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.integration.runs import (
+    POLICY_ALONE,
+    lines,
+    numbers,
+    overrides,
+    overrides_on_rows,
+    write_jsonl,
+)
+from tests.integration.test_images import overrides as image_overrides
+from tests.integration.test_images import write_rows
+from tests.workers.models.vision import write_model
+from trainer import load_config, run
+from trainer.run_folder.saved_model import find_saved_model
+from trainer.sft.recipe import SFT
+
+pytest.importorskip("bitsandbytes")
+
+QLORA = ("lora_rank=4", "quantization=nf4")
+POLICY = (
+    *POLICY_ALONE,
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update per step
+    *(f"actor_rollout_ref.model.{setting}" for setting in QLORA),
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "trainer.backend=local",
+    "trainer.n_gpus_per_node=1",
+    "trainer.save_freq=1",
+)
+
+
+def grpo(tiny: Path, folder: Path, steps: int) -> None:
+    settings = overrides(tiny, folder, *POLICY, f"trainer.total_training_steps={steps}")
+    run(load_config(settings))
+
+
+def test_a_resumed_grpo_run_has_the_numbers_of_an_unbroken_run(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    grpo(tiny_dir, whole, 2)
+    grpo(tiny_dir, parts, 1)
+    grpo(tiny_dir, parts, 2)
+    assert numbers(parts) == numbers(whole)
+    first, second = lines(whole)
+    assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-6)  # the reference has the same base
+    for step in (first, second):
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] < 1e-4
+
+    # the exported model has dequantized base + adapter in floats
+    out = tmp_path / "exported"
+    find_saved_model(whole, in_checkpoint=True).export(out)
+    exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(whole / "model").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir / "model").state_dict()
+    for name, weight in saved.items():
+        torch.testing.assert_close(exported[name], weight, rtol=0, atol=0)
+        rounded = float((weight - base[name]).norm() / base[name].norm())
+        assert (rounded > 0.05) == (".layers." in name and "norm" not in name), name
+
+
+def test_an_epoch_of_sft_learns(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefghij"]
+    files = {"train": write_jsonl(tmp_path / "train.jsonl", rows)}
+    more = (f"model.{setting}" for setting in QLORA)
+    settings = overrides_on_rows(
+        *(tiny_dir, files, tmp_path / "run"), *more, "data.train_batch_size=4", "optim.lr=1e-2"
+    )
+    run(load_config([*settings, "trainer.total_epochs=1"], SFT))
+    losses = [line["train/loss"] for line in lines(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+
+
+def test_the_language_half_of_a_vision_model_is_trained_on_images(tmp_path: Path) -> None:
+    rows, model = write_rows(tmp_path), write_model("qwen2_vl", tmp_path / "model")
+    settings = [f"actor_rollout_ref.model.{setting}" for setting in QLORA]
+    settings.append("actor_rollout_ref.rollout.name=hf")  # gets merged weights by syncs
+    run(load_config(image_overrides(rows, model, tmp_path / "run", *settings)))
+    for step in lines(tmp_path / "run"):
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] < 1e-4
