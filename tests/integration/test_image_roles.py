@@ -120,8 +120,9 @@ def test_a_role_without_eyes_is_rejected_by_its_key(
     tokenizer = AutoTokenizer.from_pretrained(model)
     sizes = AutoConfig.from_pretrained(tiny_dir / "model")
     sizes.vocab_size, sizes.pad_token_id, sizes.eos_token_id = 160, 0, 1
-    sizes.num_labels = 1
-    cls = AutoModelForSequenceClassification if "reward" in key else AutoModelForCausalLM
+    cls = AutoModelForCausalLM
+    if key == "reward.model.path":
+        sizes.num_labels, cls = 1, AutoModelForSequenceClassification
     cls.from_config(sizes).save_pretrained(text)
     tokenizer.save_pretrained(text)
     settings = overrides(rows, model, tmp_path / "run", *more, f"{key}={text}")
