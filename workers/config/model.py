@@ -276,7 +276,7 @@ class ModelConfig(Section):
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
     """Layers with adapters: `all-linear` (without head and routed experts), or names ([q_proj])."""
-    quantization: str | None = config_field(None, choices=BASE_QUANTIZATIONS)
+    quantization: str | None = config_field(None, choices=BASE_QUANTIZATIONS, read_when=HAS_LORA)
     """`nf4`: store the base's linear weights in 4 bits, unsharded on each rank (QLoRA); needs
     `lora_rank`. null disables quantization.
     """

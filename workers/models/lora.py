@@ -24,7 +24,7 @@ from workers.config import ModelConfig
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel, language_half
 from workers.models.classes import has_towers
-from workers.models.quantize import plain
+from workers.models.nf4 import NF4Weight
 from workers.models.state import Named
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
 
@@ -140,7 +140,7 @@ def merged_tensors(module: nn.Module, tensors: Named) -> Iterator[tuple[str, Ten
     layers = adapted_layers(module)
     parts: dict[str, Tensor] = {}  # the parts of a layer that have arrived, until it is complete
     for name, weight in tensors:
-        tensor = plain(weight)
+        tensor = weight.floats() if isinstance(weight, NF4Weight) else weight
         prefix, kind = _split(name)
         layer = layers.get(prefix)
         if layer is None:
@@ -166,7 +166,7 @@ def split_tensors(module: nn.Module, tensors: Named) -> Iterator[tuple[str, Tens
     """
     layers = adapted_layers(module)
     for name, weight in tensors:
-        tensor = plain(weight)
+        tensor = weight.floats() if isinstance(weight, NF4Weight) else weight
         prefix, kind = _split(name)
         if prefix not in layers:
             yield name, tensor

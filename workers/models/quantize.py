@@ -132,12 +132,8 @@ class QuantizedWeight(Tensor):
                 f"{func} would write to a weight that is quantized. Write with copy_()."
             )
 
-        return func(*(plain(arg) for arg in args), **kwargs)
-
-
-def plain(value: Any) -> Any:
-    """Return a quantized weight as floats, and anything else as it is."""
-    return value.floats() if isinstance(value, QuantizedWeight) else value
+        plain = [arg.floats() if isinstance(arg, QuantizedWeight) else arg for arg in args]
+        return func(*plain, **kwargs)
 
 
 class Int8Weight(QuantizedWeight):
