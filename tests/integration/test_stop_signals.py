@@ -13,6 +13,7 @@ import pytest
 from tests import ROOT
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from tests.integration.slow_steps import LOST_IN, SIGNALED_IN
+from tests.waiting import wait_until
 from trainer.run_folder.folder import committed
 
 MARK = "TEST_OF_STOP_SIGNALS"
@@ -56,13 +57,12 @@ def assert_stops(
     output = done.stdout + done.stderr
     assert done.returncode == 128 + signal.Signals[number], output
     assert done.stdout.count("signal\n") == 1, output
-    last = done.stderr.strip().splitlines()[-1]
     if part in BEFORE_STEPS:
-        assert last.startswith(f"Stopped by {number} at once"), output
+        assert f"\nStopped by {number} at once" in done.stderr, output
     else:
         saved = folder / f"global_step_{SIGNALED_IN}"
         where = f"after step {SIGNALED_IN} of 9, saved in {saved}"
-        assert last.startswith(f"Stopped by {number} {where}; "), output
+        assert f"\nStopped by {number} {where}; " in done.stderr, output
         assert SIGNALED_IN in committed(folder)
         assert [line["step"] for line in lines(folder)] == [1, 2, 3]
         if part == "validation":
@@ -72,7 +72,7 @@ def assert_stops(
     if part != "prepare" or loss != "nothing":
         assert f"Stopped by {number}" in (folder / "report.html").read_text(encoding="utf-8")
     assert not (folder / "run.lock").exists() or not (folder / "run.lock").read_bytes()
-    assert living(str(folder)) == []
+    wait_until(lambda: not living(str(folder)))  # without its head, a cluster ends a bit later
 
 
 @pytest.mark.ray
