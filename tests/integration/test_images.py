@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def write_rows(folder: Path) -> Path:
     """Write rows with 1, 2 and no images, and the pictures; return the file."""
     for number, size in enumerate(SIZES):
         picture(*size, seed=number).save(folder / f"{number}.png")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"images": [f"{number % 3}.png"] * (number % 3 > 0) + ["2.png"] * (number % 3 > 1)}
         for number in range(8)
     ]
