@@ -22,6 +22,7 @@ from tests.workers.models.vision import write_model
 from trainer import load_config, run
 from trainer.run_folder.saved_model import find_saved_model
 from trainer.sft.recipe import SFT
+from verl_like.errors import ConfigError
 
 pytest.importorskip("bitsandbytes")
 
@@ -66,6 +67,15 @@ def test_a_resumed_grpo_run_has_the_numbers_of_an_unbroken_run(
         torch.testing.assert_close(exported[name], weight, rtol=0, atol=0)
         rounded = float((weight - base[name]).norm() / base[name].norm())
         assert (rounded > 0.05) == (".layers." in name and "norm" not in name), name
+
+
+def test_a_4_bit_base_without_lora_is_rejected_before_the_run(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    quantized = "actor_rollout_ref.model.quantization=nf4"
+    settings = overrides(tiny_dir, tmp_path / "run", *POLICY_ALONE, quantized)
+    with pytest.raises(ConfigError, match="lora_rank=0: 4-bit weights cannot be trained"):
+        run(load_config([*settings, "trainer.backend=local", "trainer.n_gpus_per_node=1"]))
 
 
 def test_an_epoch_of_sft_learns(tiny_dir: Path, tmp_path: Path) -> None:

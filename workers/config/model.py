@@ -62,6 +62,11 @@ TOWER_MAY_LEARN = ReadWhen(
     lambda model, _: model.lora_rank == 0 and may_read_images(model.path),
     "the model has no vision tower, or LoRA trains only the language half",
 )
+HAS_FROZEN_BASE = ReadWhen(
+    "`lora_rank` is above 0",
+    lambda model, _: model.lora_rank > 0 or model.quantization is not None,  # rejected by a check
+    "lora_rank is 0",
+)
 HAS_STAGES = unless("pp", 1)
 HAS_NO_WEIGHTS = ReadWhen(
     "the folder of `path` has no weights",
@@ -276,7 +281,9 @@ class ModelConfig(Section):
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
     """Layers with adapters: `all-linear` (without head and routed experts), or names ([q_proj])."""
-    quantization: str | None = config_field(None, choices=BASE_QUANTIZATIONS, read_when=HAS_LORA)
+    quantization: str | None = config_field(
+        None, choices=BASE_QUANTIZATIONS, read_when=HAS_FROZEN_BASE
+    )
     """`nf4`: store the base's linear weights in 4 bits, unsharded on each rank (QLoRA); needs
     `lora_rank`. null disables quantization.
     """
