@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.runs import POLICY_ALONE, overrides, with_experts
+from tests.integration.runs import POLICY_ALONE, overrides, with_experts, write_jsonl
+from tests.workers.models.vision import picture, write_model
 from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
 from trainer.ppo import update
@@ -127,8 +128,23 @@ def recorders(
         "actor_rollout_ref.actor.router_replay.mode=R3",
         with_experts(tiny_dir, folder / "model", num_hidden_layers=WIDTHS["layers"]),
     ]
+    picture(33, 33).save(folder / "a.png")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "<image>a"}],
+            "images": ["a.png"],
+            "data_source": "verl_like/tiny_letters",
+            "reward_model": {"ground_truth": "a"},
+        }
+    ]
+    images = [
+        *POLICY_ALONE,
+        f"actor_rollout_ref.model.path={write_model('qwen2_vl', folder / 'vision')}",
+        f"data.train_files={write_jsonl(folder / 'rows.jsonl', rows * 8)}",
+    ]
     recorders = []
     runs = {"all": every_role, "own": own_columns, "remax": remax, "players": players}
+    runs["images"] = images
     for name, changes in runs.items():
         with pytest.MonkeyPatch.context() as patch:
             recorders.append(Recorder(patch))
