@@ -141,7 +141,8 @@ class Killer:
         if role == REWARDS:
             scorers = [part.manager._scorer for part in self._trainer.rollouts.rewards.parts]
             processes = [process for scorer in scorers for process in scorer._processes]
-            pids = [proc._supervisor.pid for proc in processes if proc._supervisor is not None]
+            supervised = [process._supervised for process in processes]
+            pids = [each._process.pid for each in supervised if each is not None]
             return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         name, _, rank = role.partition("/")
         return [self._trainer.groups[name].transport.started[int(rank or 0)].pid]

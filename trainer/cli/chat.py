@@ -13,7 +13,7 @@ From a pipe the whole input is one message, and only the reply is printed. By
 default, a reply has at most 512 tokens, each the most likely one (--temperature
 0). A line /image PATH before a message puts an image at its beginning:
 
-  (echo /image cat.png; echo "What is this?") | verl-like chat runs/verl_like/ppo
+  (echo /image a.png; echo "What is it?") | verl-like chat runs/verl_like/ppo
 
 usage: verl-like chat MODEL --environment FILE.py:CLASS
            [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON]

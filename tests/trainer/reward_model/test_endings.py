@@ -13,6 +13,8 @@ import pytest
 from trainer.data.pairs import PairRow, read_pairs
 from trainer.reward_model.step import end_as_samples_do
 
+OWN_ENDING = "{{ eos_token if message.role == 'assistant' }}"
+"""The end of an assistant's turn in the tiny model's template."""
 QUESTION = {"role": "user", "content": "say a"}
 TEXTS = {"prompt": "say a", "chosen": "aa", "rejected": "bb"}
 
@@ -22,7 +24,8 @@ def with_ending(tokenizer: Any, ending: str) -> Any:
     changed = copy.deepcopy(tokenizer)
     content = "{{ message.content }}"
     ended = f"{content}{{{{ '{ending}' if message.role == 'assistant' else '' }}}}"
-    changed.chat_template = tokenizer.chat_template.replace(content, ended)
+    plain = tokenizer.chat_template.replace(OWN_ENDING, "")
+    changed.chat_template = plain.replace(content, ended)
     return changed
 
 
@@ -58,8 +61,9 @@ def test_whitespace_after_the_stop_token_is_removed(
 def test_a_template_without_a_stop_token_gets_a_warning(
     tokenizer: Any, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    changed = with_ending(tokenizer, "")
     with caplog.at_level(logging.WARNING, logger="trainer"):
-        rows = read(tokenizer, tiny_dir, tmp_path / "pairs.jsonl", chats())
+        rows = read(changed, tiny_dir, tmp_path / "pairs.jsonl", chats())
     assert ends(rows, tokenizer) == ["aa", "bb"]
     assert "2 of 2 responses do not end with a stop token (<eos>)" in caplog.text
 

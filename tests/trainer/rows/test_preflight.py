@@ -16,6 +16,12 @@ from verl_like.errors import ConfigError
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 
 
+@pytest.fixture(autouse=True)
+def no_check_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of these tests have only a length in their configuration."""
+    monkeypatch.setattr("trainer.config.checks.check_class_of", lambda role, model: None)
+
+
 @pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
 def test_rows_longer_than_the_models_positions_are_rejected(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({name: 16}), encoding="utf-8")
