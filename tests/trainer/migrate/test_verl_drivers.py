@@ -157,7 +157,7 @@ def test_sft_with_an_engine_is_translated() -> None:
     assert (config.optim.lr, config.optim.lr_scheduler_type) == (2e-5, "cosine")
     assert (config.data.use_dynamic_bsz, config.data.max_token_len_per_gpu) == (True, 4096)
     assert config.parallel.sp == 2
-    config = composed(translated_whole("verl", line.replace("path=y", "path=Qwen3-VL-2B")))
+    config = composed(translated_whole("verl", line.replace("path=y", "path=Qwen/Qwen3-VL-2B")))
     assert not config.model.freeze_vision_tower, "verl trains it"
 
 
