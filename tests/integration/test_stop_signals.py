@@ -83,7 +83,7 @@ def test_sigterm_in_a_part_that_outlasts_rays_handler_stops_a_run_on_ray(
     assert_stops(tiny_dir, tmp_path, "ray", "SIGTERM", part)
 
 
-@pytest.mark.ray
+@pytest.mark.slow  # under pytest-xdist, the end of its cluster reaches pytest's processes, too
 def test_sigterm_in_a_long_step_stops_a_run_that_has_lost_its_cluster(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
