@@ -16,9 +16,10 @@ NOT_CHAT_MODELS = (
 """Encoders, and decoders for translation, speech or images; the page does not list them."""
 IMAGES = {
     **dict.fromkeys(
-        "idefics3 internvl llava qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split(), "packed"
+        "idefics3 internvl llava mistral3 qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split(), "packed"
     ),
-    **dict.fromkeys(("gemma3", "qwen3_5"), "padded"),
+    **dict.fromkeys(("gemma3", "llama4", "qwen3_5"), "padded"),
+    "gemma4": "packed or padded",
 }
 """Families of `tests/workers/models/vision.py` -> the layout of their rows with images."""
 Outcome = Sequence[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import torch
 
 from tests.integration.runs import lines, numbers
 from tests.integration.test_images import overrides, write_rows
+from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.models.vision import write_model
 from trainer import load_config, run
+from trainer.config.checks import check_reads_images
 from trainer.preference.recipe import DPO
 from trainer.preference.step import PreferenceTrainer
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.reward_model.step import RewardModelTrainer
 from verl_like.errors import ConfigError
+from workers.config import ModelConfig
+from workers.training.role_model import RoleModelSpec
 
 ROLES = (
     "algorithm.adv_estimator=gae",
@@ -128,6 +133,14 @@ def test_a_role_without_eyes_is_rejected_by_its_key(
     settings = overrides(rows, model, tmp_path / "run", *more, f"{key}={text}")
     with pytest.raises(ConfigError, match=f"{key}=.* does not read images"):
         run(load_config(settings))
+
+
+def test_a_critic_whose_base_model_reads_no_images_is_rejected(tmp_path: Path) -> None:
+    build_tiny(tiny_model_config("llama4")).save_pretrained(tmp_path)
+    spec = RoleModelSpec("critic.model.path", ModelConfig(path=str(tmp_path)), head="scalar")
+    with pytest.raises(ConfigError, match="the base model of 'llama4' does not read images"):
+        check_reads_images({"critic": spec})
+    check_reads_images({"actor": replace(spec, head="token")})
 
 
 @pytest.mark.parametrize(("axis", "words"), [("sp", "images"), ("pp", "split into stages")])

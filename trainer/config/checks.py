@@ -148,6 +148,7 @@ def check_axes_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
 
 def check_reads_images(models: Mapping[str, RoleModelSpec]) -> None:
     """Reject models that cannot read the images in the rows of this run, or not on these axes."""
+    from workers.models.causal_lm import body_reads_images
     from workers.models.folder import model_folder, shared_hf_config
     from workers.models.images import has_vision
 
@@ -159,6 +160,12 @@ def check_reads_images(models: Mapping[str, RoleModelSpec]) -> None:
                 f"role {role!r}: {model.key}={path} ({config.model_type}) does not read images, "
                 "but the rows of this run have images. Use a vision-language model with the "
                 "policy's tokenizer, or remove the images from the rows."
+            )
+        if model.head != "token" and not body_reads_images(model.meta_module):
+            raise ConfigError(
+                f"role {role!r}: {model.key}={path}: in transformers, the base model of "
+                f"{config.model_type!r} does not read images, only the model with its token head, "
+                "so it cannot score rows with images. Use another model for this role."
             )
         if (ranks := model.sharding.sp) > 1:
             raise ConfigError(

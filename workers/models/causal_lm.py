@@ -96,6 +96,11 @@ def language_half(module: Any) -> Any:
     return language_of(body_of(module))
 
 
+def body_reads_images(module: Any) -> bool:
+    """Return False if the class has its vision tower outside of its base model, as Llama 4 has."""
+    return language_half(module) is not body_of(module)
+
+
 def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
     """Return the module for the model in `config.path`, in evaluation mode.
 

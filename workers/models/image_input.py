@@ -34,6 +34,7 @@ class ImageInput:
         self.reader = reader
         body = body_of(module)
         self.types = [name for name in TYPES if name in inspect.signature(body.forward).parameters]
+        self.dtype: torch.dtype = body.dtype
         self.rope = next((part for part in body.modules() if hasattr(part, "get_rope_index")), None)
         """The module that computes positions on three axes, if the class has such positions."""
         both_ways = getattr(body.config.get_text_config(), "use_bidirectional_attention", None)
@@ -78,7 +79,9 @@ class ImageInput:
         refs = self.reader.refs_at(places)
         added = self.reader.inputs(refs) if refs else {}
         added |= {name: (places > 0).long().view(shape) for name in self.types}
-        added = {name: tensor.to(device) for name, tensor in added.items()}
+        for name, tensor in added.items():
+            dtype = self.dtype if tensor.is_floating_point() else None
+            added[name] = tensor.to(device, dtype)
         if self.rope is not None and "position_ids" in inputs:
             axes = numbers[:, 1:].T.reshape(3, *shape).to(device)
             added["position_ids"] = torch.cat([inputs["position_ids"][None], axes])

@@ -215,9 +215,18 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def images_only(cls: Any) -> Any:
-    """Return a subclass of a processor class of transformers that has no other parts."""
-    kinds = classmethod(lambda cls: ["image_processor", "tokenizer"])
-    return type(cls.__name__, (cls,), {"get_attributes": kinds})
+    """Return a subclass of a processor class of transformers whose other parts may be None."""
+
+    def check(processor: Any, name: str, part: Any) -> Any:
+        return part if part is None else cls.check_argument_for_proper_class(processor, name, part)
+
+    return type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
+
+
+def parts_of(cls: Any, image_processor: Any, tokenizer: Any) -> list[Any]:
+    """Return the parts of a processor of this class, in its order; the others are None."""
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+    return [parts.get(name) for name in cls.get_attributes()]
 
 
 def _load_processor(folder: str, model_type: str, tokenizer: Any) -> Any:
@@ -234,16 +243,16 @@ def _load_processor(folder: str, model_type: str, tokenizer: Any) -> Any:
         name = settings.get("processor_class") or names[model_type]
         cls = getattr(transformers, name)
         image_processor = transformers.AutoImageProcessor.from_pretrained(folder, backend=BACKEND)
-        return images_only(cls).from_args_and_dict(
-            [image_processor, tokenizer, *(None for _ in cls.get_attributes()[2:])], settings
-        )
-    except ImportError as error:
+        parts = parts_of(cls, image_processor, tokenizer)
+        return images_only(cls).from_args_and_dict(parts, settings)
+    except (ImportError, OSError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"the images of model type {model_type!r} need a package that is not installed: "
-            f"{reason:.200}. Install it (pip install torchvision num2words)."
-        ) from error
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ImportError) or "optional dependencies" in reason:
+            raise ConfigError(
+                f"the images of model type {model_type!r} need a package that is not installed: "
+                "run `pip install torchvision num2words`, with the torchvision that belongs to "
+                f"your torch ({reason:.200})."
+            ) from error
         raise ConfigError(
             f"cannot load the image processor of the model {folder}: {error}. Copy "
             "preprocessor_config.json and processor_config.json from the base model."

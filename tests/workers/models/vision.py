@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from workers.models.images import images_only
+from workers.models.images import images_only, parts_of
 
 TEXT = "".join(chr(code) for code in range(32, 127)) + "\n"
 TEMPLATE = (
@@ -63,11 +64,13 @@ def _class(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"transformers.models.{module}"), name)
 
 
-def _processor(name: str, *parts: Any, **settings: Any) -> Any:
+def _processor(name: str, image_processor: Any, tokenizer: Any, **settings: Any) -> Any:
     import transformers
 
-    cls = getattr(transformers, name)
-    return images_only(cls)(*parts, *(None for _ in cls.get_attributes()[2:]), **settings)
+    cls = images_only(getattr(transformers, name))
+    processor = cls(*parts_of(cls, image_processor, tokenizer), **settings)
+    cls.get_attributes = classmethod(lambda cls: ["image_processor", "tokenizer"])  # are saved
+    return processor
 
 
 def _qwen(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
@@ -245,6 +248,117 @@ def _idefics(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
     return make
 
 
+GEMMA4_SMALL = {  # as in E2B and E4B
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 160,
+}
+GEMMA4_LARGE = {  # as in 31B
+    "use_bidirectional_attention": "vision",
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+
+
+def _gemma4(text: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
+    def make() -> tuple[Any, Any]:
+        from transformers import AutoConfig
+
+        special = {
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        }
+        tokenizer = tokenizer_with(special, "<|image|>", ("<|video|>",))
+        image_processor = _class("gemma4", "Gemma4ImageProcessorPil")(
+            patch_size=4, max_soft_tokens=70, pooling_kernel_size=3
+        )
+        ids = {
+            name: tokenizer.convert_tokens_to_ids(token)
+            for name, token in {
+                "image_token_id": "<|image|>",
+                "video_token_id": "<|video|>",
+                "audio_token_id": "<|audio|>",
+                "boi_token_id": "<|image>",
+                "eoi_token_id": "<image|>",
+            }.items()
+        }
+        config = AutoConfig.for_model(
+            "gemma4",
+            text_config=SIZES | {"sliding_window": 16, "global_head_dim": 16} | text,
+            vision_config=_siglip(
+                patch_size=4, head_dim=12, num_key_value_heads=2, position_embedding_size=64
+            ),
+            audio_config=None,
+            **ids,
+        )
+        return config, _processor("Gemma4Processor", image_processor, tokenizer)
+
+    return make
+
+
+def _llama4() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    names = ("<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+    special = {"image_token": "<|image|>", "patch_token": "<|patch|>"}
+    tokenizer = tokenizer_with(special, "<|image|>", names)
+    image_processor = _class("llama4", "Llama4ImageProcessor")(
+        size={"height": 32, "width": 32}, max_patches=3
+    )
+    config = AutoConfig.for_model(
+        "llama4",
+        text_config=SIZES
+        | {
+            "intermediate_size_mlp": 56,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 32,
+            "floor_scale": 16,
+        },
+        vision_config=_siglip(
+            image_size=32,
+            patch_size=8,
+            intermediate_size=96,
+            vision_output_dim=28,
+            projector_input_dim=28,
+            projector_output_dim=28,
+        ),
+        image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<|image_start|>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<|image_end|>"),
+    )
+    return config, _processor("Llama4Processor", image_processor, tokenizer, patch_size=8)
+
+
+def _mistral3() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    tokenizer = tokenizer_with({"image_token": "[IMG]"}, "[IMG]", ("[IMG_BREAK]", "[IMG_END]"))
+    image_processor = _class("pixtral", "PixtralImageProcessorPil")(
+        patch_size={"height": 8, "width": 8}, size={"longest_edge": 80}
+    )
+    config = AutoConfig.for_model(
+        "mistral3",
+        text_config=SIZES | {"model_type": "mistral", "sliding_window": None},
+        vision_config=_siglip(image_size=80, patch_size=8, head_dim=12) | {"model_type": "pixtral"},
+        spatial_merge_size=2,
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+    )
+    sizes = {"patch_size": 8, "spatial_merge_size": 2}
+    return config, _processor("PixtralProcessor", image_processor, tokenizer, **sizes)
+
+
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_vl": _qwen("qwen2_vl", "Qwen2VLProcessor"),
     "qwen2_5_vl": _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor"),
@@ -255,7 +369,23 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "llava": _llava,
     "idefics3": _idefics("idefics3", "Idefics3Processor"),
     "smolvlm": _idefics("smolvlm", "SmolVLMProcessor"),
+    "gemma4": _gemma4(GEMMA4_SMALL),
+    "gemma4_large": _gemma4(GEMMA4_LARGE),
+    "llama4": _llama4,
+    "mistral3": _mistral3,
 }
+
+
+TORCHVISION = {"gemma4", "gemma4_large", "llama4", "mistral3"}
+"""Families whose processors in transformers import torchvision, which `.venv-vllm` has."""
+
+
+def case(family: str, *more: Any) -> Any:
+    """Return parameters of a test; those that need torchvision run with the tests of vLLM."""
+    return pytest.param(family, *more, marks=[pytest.mark.vllm] if family in TORCHVISION else [])
+
+
+CASES = [case(family) for family in FAMILIES]
 
 
 def set_head_size_32(config: Any) -> None:

@@ -8,17 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.models import vision
 from tests.workers.models.test_image_input import make_case
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample, sample_seed
 
-NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "idefics3", "smolvlm")
+NATIVE = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "idefics3", "smolvlm"),
+    "mistral3",
+)
+HF = ("gemma3", "qwen3_5", "gemma4", "gemma4_large", "llama4")
 
 
 def engine_of(name: str, module: Any, folder: Path) -> RolloutEngine:
-    limits = EngineLimits(prompt_width=192, response_width=12, max_num_seqs=4, kv_cache_gib=1.0)
+    limits = EngineLimits(prompt_width=448, response_width=12, max_num_seqs=4, kv_cache_gib=1.0)
     engine: RolloutEngine
     if name == "hf":
         engine = HFRolloutEngine(module, limits)
@@ -30,14 +35,14 @@ def engine_of(name: str, module: Any, folder: Path) -> RolloutEngine:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"),
+    ("family", "name"),
     [
-        *(("native", family) for family in NATIVE),
-        *(("hf", f) for f in (*NATIVE, "gemma3", "qwen3_5")),
+        *(vision.case(family, "native") for family in NATIVE),
+        *(vision.case(family, "hf") for family in (*NATIVE, *HF)),
     ],
 )
 def test_samples_after_images_have_the_log_probs_of_transformers(
-    name: str, family: str, tmp_path: Path
+    family: str, name: str, tmp_path: Path
 ) -> None:
     case = make_case(family, tmp_path)
     case.module.float()

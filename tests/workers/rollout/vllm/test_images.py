@@ -11,8 +11,8 @@ import torch
 
 from tests.integration.runs import lines
 from tests.integration.test_images import overrides, write_rows
+from tests.workers.models import vision
 from tests.workers.models.test_image_input import Case, make_case
-from tests.workers.models.vision import FAMILIES as EVERY_FAMILY
 from tests.workers.models.vision import picture, write_model
 from tests.workers.rollout.vllm.fakes import engine_on
 from tests.workers.rollout_engines import load, make_model
@@ -143,7 +143,7 @@ def test_rows_with_images_are_rejected_for_a_server(tmp_path: Path) -> None:
         run(load_config(overrides(rows, model, tmp_path / "run", *settings, server)))
 
 
-@pytest.mark.parametrize("family", EVERY_FAMILY)
+@pytest.mark.parametrize("family", vision.CASES)
 def test_collapsed_ids_have_one_placeholder_per_image(family: str, tmp_path: Path) -> None:
     case = make_case(family, tmp_path)
     tokenizer = case.reader.processor.tokenizer
