@@ -6,8 +6,9 @@ OpenAI's format writes a content as `"a"` or as `[{"type": "text", "text": "a"}]
 read one of these forms or both, which may depend on the message's role, and some read only the
 first part. A short chat, rendered once per template, role and form, shows what a template reads.
 
-An image is the part `{"type": "image", "path": ..., "sha": ...}` (`trainer.data.images`), which a
-template gets without path and hash. Any other part that is not a text is an error.
+An image is the part `{"type": "image", "path": ..., "sha": ..., "width": ..., "height": ...}`
+(`trainer.data.images`), of which a template gets only the type. Any other part that is not a text
+is an error.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def text_of(content: Any, place: str = "the message") -> str:
     return "".join(part.get("text", "<image>") for part in read_parts(content, place))
 
 
-def images_of(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return path and hash of each image in the messages."""
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, int]]:
+    """Return path, hash, width and height of each image in the messages."""
     return [
-        (part["path"], part["sha"])
+        (part["path"], part["sha"], part["width"], part["height"])
         for message in messages
         if isinstance(message["content"], list | tuple)
         for part in message["content"]

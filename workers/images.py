@@ -1,6 +1,6 @@
 """Image files: references to them, which travel in place of pixels, and how they are opened.
 
-    ref = image_ref(row["image"], [Path("data")])   # path and hash of a file
+    ref = image_ref(row["image"], [Path("data")])   # path, hash and size of an image
     image = opened(ref)                             # an upright RGB image of PIL
 
 This module does not import torch, because reward processes import it.
@@ -23,10 +23,12 @@ MOST_PIXELS = 100_000_000
 
 
 class ImageRef(NamedTuple):
-    """The file of an image, and the SHA-256 of its bytes."""
+    """The file of an image, the SHA-256 of its bytes, and the size of the upright image."""
 
     path: str
     sha: str
+    width: int
+    height: int
 
 
 def image_ref(value: Any, folders: Sequence[Path] = (Path(),)) -> ImageRef:
@@ -54,14 +56,14 @@ def image_ref(value: Any, folders: Sequence[Path] = (Path(),)) -> ImageRef:
             data = path.read_bytes()
         except OSError as error:
             raise ValueError(f"the image {path} is not readable: {error.strerror}") from error
-        _check(data, str(path))
-        return ImageRef(str(path.absolute()), hashlib.sha256(data).hexdigest())
+        size = _checked_size(data, str(path))
+        return ImageRef(str(path.absolute()), hashlib.sha256(data).hexdigest(), *size)
     if is_picture(value):
         value = as_png(value)
     if not isinstance(value, bytes):
         raise ValueError(f"an image is {value!r:.80}, not a path, bytes or an image of PIL")
-    _check(value, "an image in the row")
-    return _stored(value)
+    size = _checked_size(value, "an image in the row")
+    return ImageRef(*_stored(value), *size)
 
 
 def is_picture(value: Any) -> bool:
@@ -88,28 +90,42 @@ def _bytes_of_url(url: str) -> bytes:
         raise ValueError(f"the image {url!r:.40} is not readable: {error}") from error
 
 
-def _stored(data: bytes) -> ImageRef:
-    """Write the bytes to the cache folder, under their hash."""
+def _stored(data: bytes) -> tuple[str, str]:
+    """Write the bytes to the cache folder, under their hash; return path and hash."""
     folder = cache_folder("images")
     sha = hashlib.sha256(data).hexdigest()
     path = folder / sha
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_whole(path, data)
-    return ImageRef(str(path), sha)
+    return str(path), sha
 
 
-def _check(data: bytes, name: str) -> None:
-    """Raise a ValueError unless the bytes are an image of a reasonable size."""
+def _checked_size(data: bytes, name: str) -> tuple[int, int]:
+    """Return width and height of the upright image; a ValueError says that it is not readable.
+
+    The file is decoded to its end, since a damaged one may have a valid beginning. JPEG files are
+    decoded at an eighth of their size, which takes half of the time.
+    """
+    from PIL import ExifTags
+
     try:
-        _decoded(data)
+        image = _header(data)
+        size: tuple[int, int] = image.size
+        image.draft(None, (1, 1))
+        is_reduced = image.size != size
+        upright = _upright_rgb(image)
+        if not is_reduced:
+            return upright.size[0], upright.size[1]
+        is_turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return size[::-1] if is_turned else size
     except (OSError, ValueError, SyntaxError, MemoryError) as error:
         reason = "it is empty" if not data else str(error).split("<")[0].strip()
         raise ValueError(f"{name} is not a readable image: {reason}") from error
 
 
-def _decoded(data: bytes) -> Any:
-    """Return the image in RGB, turned upright."""
+def _header(data: bytes) -> Any:
+    """Return the image, not yet decoded, if it has a reasonable size."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -121,7 +137,7 @@ def _decoded(data: bytes) -> Any:
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
-        return _upright_rgb(image)
+        return image
 
 
 def _upright_rgb(image: Any) -> Any:
@@ -150,4 +166,4 @@ def opened(ref: ImageRef) -> Any:
         ) from error
     if hashlib.sha256(data).hexdigest() != ref.sha:
         raise ConfigError(f"the image {ref.path} has changed since this run read its rows.")
-    return _decoded(data)
+    return _upright_rgb(_header(data))

@@ -117,8 +117,10 @@ def test_an_image_of_every_kind_is_read_as_pil_converts_it(make: Make, tmp_path:
     path = tmp_path / "a path with spaces.png"
     path.write_bytes(data)
     for value in (path, str(path), {"path": str(path)}, f"file://{path}"):
-        image = opened(image_ref(value))
+        ref = image_ref(value)
+        image = opened(ref)
         assert (image.mode, image.size) == ("RGB", expected.size)
+        assert (ref.width, ref.height) == image.size
         difference = np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)
         assert np.abs(difference).max() <= 1, "blending rounds"
         if image.size[0] > 1000:

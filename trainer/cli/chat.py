@@ -156,7 +156,7 @@ class Chat:
             inputs.update(self._image_inputs(inputs["input_ids"], refs))
         return inputs
 
-    def _image_inputs(self, ids: Any, refs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    def _image_inputs(self, ids: Any, refs: Sequence[Sequence[Any]]) -> dict[str, Any]:
         from workers.models.image_input import ImageInput
         from workers.models.images import image_reader
 

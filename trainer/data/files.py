@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_split, parquet_rows
@@ -21,6 +21,9 @@ from verl_like.registry import load_from
 from verl_like.signatures import CallSignature, check_call
 from workers.chats import IMAGE_TYPES
 from workers.rewards.functions import GIVE_REWARD
+
+if TYPE_CHECKING:
+    from workers.images import ImageRef
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -142,7 +145,7 @@ def has_images(row: Row, columns: Sequence[str], image_key: str | None) -> bool:
 
 def with_image_refs(
     row: Row, columns: Sequence[str], image_key: str | None, folders: Sequence[Path]
-) -> tuple[Row, Sequence[tuple[str, str]]]:
+) -> tuple[Row, Sequence[ImageRef]]:
     """Return the row with references to images in its chats, and the references.
 
     The code for images is imported only if a row has some.

@@ -20,12 +20,13 @@ memory-map the cache.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +60,9 @@ from workers.columns import IMAGES
 from workers.models.folder import generation_eos
 from workers.rollout.sample import LENGTH_LIMIT
 
+if TYPE_CHECKING:
+    from workers.images import ImageRef
+
 
 @dataclass(frozen=True)
 class LMRow:
@@ -66,8 +70,7 @@ class LMRow:
 
     ids: NDArray[np.int64]
     in_loss: NDArray[np.bool_]
-    images: Sequence[tuple[str, str]] = ()
-    """Path and hash of each image."""
+    images: Sequence[ImageRef] = ()
 
     def cut(self, max_length: int) -> LMRow:
         """Return the first `max_length` tokens; a longer row with images leaves the loss."""
@@ -93,7 +96,7 @@ Encode = Callable[[Row, Any], EncodedRow]
 """Maps (row, tokenizer) to the encoded row. A ValueError says what is wrong with the row."""
 
 
-def with_refs(row: Row, folders: Sequence[Path]) -> tuple[Row, Sequence[tuple[str, str]]]:
+def with_refs(row: Row, folders: Sequence[Path]) -> tuple[Row, Sequence[ImageRef]]:
     """Return the row with references to images in its chat, and the references."""
     image_key = next((name for name in IMAGE_COLUMNS if row.get(name)), None)
     chat = "prompt" if row.get("messages") is None else "messages"
@@ -137,9 +140,10 @@ def encode_rows(
 
     def cells() -> Iterator[dict[str, Any] | None]:
         for row in read():
-            check_cacheable(row.sides[0].images if row else ())
+            images = row.sides[0].images if row else ()
+            check_cacheable(images)
             yield row and {
-                "images": row.sides[0].images,
+                "images": json.dumps(images),
                 "ids": [side.ids for side in row.sides],
                 "in_loss": [side.in_loss.view(np.uint8) for side in row.sides],
                 "numbers": list(row.numbers),
@@ -154,7 +158,7 @@ def encode_rows(
             "ids": pa.list_(pa.list_(pa.int64())),
             "in_loss": pa.list_(pa.list_(pa.uint8())),
             "numbers": pa.list_(pa.float64()),
-            "images": pa.list_(pa.list_(pa.string())),
+            "images": pa.string(),
         }
         entry = cached_rows("rows", entry_key, columns, cells)
         dropped.warn(key)
@@ -178,10 +182,13 @@ def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
         ]
         ends = sides_of_rows.offsets.to_numpy().tolist()
         numbers, images = block.column("numbers").to_pylist(), block.column("images").to_pylist()
-        for begin, end, its_numbers, refs in zip(ends[:-1], ends[1:], numbers, images, strict=True):
+        for begin, end, its_numbers, text in zip(ends[:-1], ends[1:], numbers, images, strict=True):
             of_row = sides[begin:end]
-            if refs:
-                of_row = [replace(side, images=list(map(tuple, refs))) for side in of_row]
+            if refs := json.loads(text):
+                from workers.images import ImageRef
+
+                refs = [ImageRef(*ref) for ref in refs]
+                of_row = [replace(side, images=refs) for side in of_row]
             yield EncodedRow(of_row, its_numbers)
 
 

@@ -24,7 +24,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ from verl_like.batch.ragged import Column
 from verl_like.errors import ConfigError
 from workers.columns import write_columns
 
+if TYPE_CHECKING:
+    from workers.images import ImageRef
+
 logger = logging.getLogger(__name__)
 
 
@@ -66,8 +69,8 @@ class PairRow:
         return {"chosen": self.chosen, "rejected": self.rejected}
 
     @property
-    def images(self) -> Sequence[tuple[str, str]]:
-        """Path and hash of each image, which both sides have."""
+    def images(self) -> Sequence[ImageRef]:
+        """References to the images, which both sides have."""
         return self.chosen.images
 
 
@@ -193,8 +196,8 @@ class LabeledRow:
         return {"response": self.response, "mismatched": self.mismatched}
 
     @property
-    def images(self) -> Sequence[tuple[str, str]]:
-        """Path and hash of each image of the prompt."""
+    def images(self) -> Sequence[ImageRef]:
+        """References to the images of the prompt."""
         return self.response.images
 
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,9 @@ from trainer.data.prompt_tokens import encode_prompt, readable
 from verl_like.errors import ConfigError
 from verl_like.files import cache_folder, write_whole
 
+if TYPE_CHECKING:
+    from workers.images import ImageRef
+
 logger = logging.getLogger(__name__)
 CACHED_FROM_BYTES = 64 * 2**20
 """Files that are smaller in total are read at every start."""
@@ -55,7 +58,7 @@ ROWS_PER_BLOCK = 1000
 """Rows in memory while an entry is written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
 """A new entry removes entries of its kind that no run has opened for this long."""
-FORMAT = 7
+FORMAT = 8
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 
 
@@ -174,9 +177,9 @@ def _open(folder: Path) -> Entry | None:
     return Entry(folder, table, summary)
 
 
-def check_cacheable(refs: Sequence[tuple[str, str]]) -> None:
+def check_cacheable(refs: Sequence[ImageRef]) -> None:
     """Raise an error if an image is a file of the user, which may change."""
-    if any(Path(path).parent != cache_folder("images") for path, _ in refs):
+    if any(Path(ref[0]).parent != cache_folder("images") for ref in refs):
         raise NotPlainError("their images are files, which may change")
 
 

@@ -208,14 +208,14 @@ class PromptSet:
         )
 
 
-def _refs_of(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return path and hash of each image of a row."""
-    return tuple((path, sha) for path, sha in row.get(IMAGE_REFS, ()))
+def _refs_of(row: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
+    """Return the references to the images of a row, as plain values."""
+    return tuple(tuple(ref) for ref in row.get(IMAGE_REFS, ()))
 
 
 def _hashes_of(row: dict[str, Any]) -> dict[str, list[str]]:
     refs = _refs_of(row)
-    return {IMAGE_REFS: [sha for _, sha in refs]} if refs else {}
+    return {IMAGE_REFS: [sha for _, sha, *_ in refs]} if refs else {}
 
 
 class PromptLoader:

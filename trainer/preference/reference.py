@@ -34,8 +34,8 @@ def hash_of(rows: Iterable[LMRow]) -> str:
         digest.update(len(row.ids).to_bytes(8, "little"))
         digest.update(row.ids.tobytes())
         digest.update(row.in_loss.tobytes())
-        for _, sha in row.images:
-            digest.update(sha.encode())
+        for image in row.images:
+            digest.update(image.sha.encode())
     return digest.hexdigest()
 
 

@@ -56,7 +56,7 @@ def _data_uri(path: str, sha: str) -> str:
     try:
         if not Path(path).is_file() or Path(path).stat().st_size > MOST_BYTES:
             return ""  # reading a pipe or a device might not end
-        image = opened(ImageRef(path, sha))
+        image = opened(ImageRef(path, sha, 0, 0))
     except (ConfigError, OSError, ValueError, SyntaxError, MemoryError):
         return ""
     image.thumbnail((PIXELS, PIXELS))

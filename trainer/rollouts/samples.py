@@ -107,7 +107,9 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         "score": sample_scores(batch).tolist(),
     }
     if IMAGES in columns:
-        images = [[{"path": path, "sha": sha} for path, sha in refs] for refs in columns[IMAGES]]
+        images = [
+            [{"path": path, "sha": sha} for path, sha, *_ in refs] for refs in columns[IMAGES]
+        ]
         fields["images"] = images
     fields |= turn_fields(batch, tokenizer)
     if "policy_version" in batch.columns:

@@ -45,6 +45,7 @@ class ImageInput:
         self, ids: RaggedTensor, images: Sequence[Sequence[Any]], names: Sequence[str]
     ) -> RaggedTensor:
         """Return the numbers of all tokens; `images` has the references of each row, or pair."""
+        self.reader.load(ref for refs in images for ref in refs or ())
         sides = ids.lengths[0].numel() if len(ids) else 1
         numbers = [torch.zeros(0, 1 if self.rope is None else 4, dtype=torch.int64)]
         for place, row in enumerate(ids.flatten().rows()):
@@ -60,8 +61,7 @@ class ImageInput:
             return places[:, None]
         positions = torch.arange(len(ids)).expand(3, -1)
         if refs:
-            inputs = self.reader.inputs(refs)
-            grids = {name: tensor for name, tensor in inputs.items() if name.endswith("_thw")}
+            grids = self.reader.grids(refs)
             types = (places > 0).int()[None]
             positions = self.rope.get_rope_index(ids[None], mm_token_type_ids=types, **grids)[0][
                 :, 0

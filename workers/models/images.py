@@ -14,14 +14,17 @@ backends compute different pixels, so trainer and rollout would otherwise see di
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from verl_like.process.machine import usable_cores
 from workers.images import ImageRef, opened
 
 BACKEND = "pil"
@@ -33,6 +36,17 @@ CACHE_BYTES = 2 * 2**30
 def has_vision(config: Any) -> bool:
     """Return whether models with this config read images."""
     return getattr(config, "vision_config", None) is not None
+
+
+class Layout(NamedTuple):
+    """The tokens of every image of one size."""
+
+    text: str
+    ids: list[int]
+    num_tokens: int
+    """Number of tokens at which the model reads features of the image."""
+    grids: dict[str, Tensor]
+    """The tensors that positions depend on."""
 
 
 @cache
@@ -62,7 +76,14 @@ class ImageReader:
         """The images that passes of this process name by their number here."""
         self._numbers: dict[ImageRef, int] = {}
         self._inputs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._tokens_of_size: dict[tuple[int, int], str] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._lock = Lock()
+        """Held to tokenize, which one thread at a time may do."""
+        self._settings = self.processor._merge_kwargs(
+            self.processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs,
+            return_tensors="pt",
+        )["images_kwargs"]
 
     @property
     def placeholder(self) -> str:
@@ -80,37 +101,46 @@ class ImageReader:
             raise ValueError(f"it has {len(refs)} images and {count} places for them")
         if not refs:
             return text
-        tokens = [self._tokens_of(opened(ref)) for ref in refs]
+        tokens = [self._layout_of(ref).text for ref in refs]
         (result,), _ = self.processor.get_text_with_replacements([text], tokens)
         return str(result)
 
-    def _tokens_of(self, image: Any) -> str:
-        """Return the text that expands to an image's tokens, which depends only on its size."""
-        if image.size not in self._tokens_of_size:
-            _, (self._tokens_of_size[image.size],) = self._process(image)
-        return self._tokens_of_size[image.size]
+    def _layout_of(self, ref: ImageRef) -> Layout:
+        """Return the tokens of an image, which depend only on its size."""
+        size = ref.width, ref.height
+        if size not in self._layouts:
+            from PIL import Image
 
-    def _process(self, image: Any) -> tuple[Any, list[str]]:
+            # the values of the pixels do not matter, so they are not computed
+            blank = Image.new("RGB", size)
+            self._process(blank, resample=0, do_rescale=False, do_normalize=False)
+        return self._layouts[size]
+
+    def _process(self, image: Any, **settings: Any) -> dict[str, Tensor]:
+        """Return the tensors of an image, and note the layout of its size."""
         processor = self.processor
-        settings = processor._merge_kwargs(
-            processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
-            return_tensors="pt",
-        )["images_kwargs"]
-        processed: tuple[Any, list[str]] = processor._process_images([[image]], **settings)
-        return processed
+        processed, (text,) = processor._process_images([[image]], **(self._settings | settings))
+        unused = {*processor.unused_input_names, "num_patches", "rows", "cols"}
+        inputs = {name: torch.as_tensor(v) for name, v in processed.items() if name not in unused}
+        if "pixel_attention_mask" in inputs:  # [1, tiles, ...] becomes [tiles, 1, ...]
+            inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
+        if image.size not in self._layouts:
+            with self._lock:
+                ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            grids = {name: tensor for name, tensor in inputs.items() if name.endswith("_thw")}
+            self._layouts[image.size] = Layout(text, ids, ids.count(self.token_id), grids)
+        return inputs
 
-    def collapsed(self, ids: Sequence[int], images: Sequence[Any]) -> list[int]:
+    def collapsed(self, ids: Sequence[int], refs: Sequence[ImageRef]) -> list[int]:
         """Return the ids with one placeholder per image, which other programs expand.
 
         A ValueError says that an image's tokens are not there.
         """
-        tokenizer = self.processor.tokenizer
-        placeholder = tokenizer.convert_tokens_to_ids(self.placeholder)
+        placeholder = self.processor.tokenizer.convert_tokens_to_ids(self.placeholder)
         collapsed: list[int] = []
         rest = list(ids)
-        for number, image in enumerate(images, start=1):
-            tokens = tokenizer(self._tokens_of(image), add_special_tokens=False)["input_ids"]
+        for number, ref in enumerate(refs, start=1):
+            tokens = self._layout_of(ref).ids
             starts = (n for n, token in enumerate(rest) if token == tokens[0])
             start = next((n for n in starts if rest[n : n + len(tokens)] == tokens), None)
             if start is None:
@@ -121,34 +151,49 @@ class ImageReader:
 
     def num_tokens(self, ref: ImageRef) -> int:
         """Return the number of tokens at which the model reads features of the image."""
-        return int(self._inputs_of(ref)[NUM_TOKENS])
+        return self._layout_of(ref).num_tokens
 
-    def _inputs_of(self, ref: ImageRef) -> dict[str, Tensor]:
-        """Return the tensors of one image, processed once while they are in the cache."""
-        inputs = self._inputs.get(ref.sha)
-        if inputs is None:
-            processed, (text,) = self._process(opened(ref))
-            unused = {*self.processor.unused_input_names, "num_patches", "rows", "cols"}
-            inputs = {
-                name: torch.as_tensor(v) for name, v in processed.items() if name not in unused
-            }
-            if "pixel_attention_mask" in inputs:  # [1, tiles, ...] becomes [tiles, 1, ...]
-                inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
-            ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-            inputs[NUM_TOKENS] = torch.tensor(ids.count(self.token_id))
-            self._inputs[ref.sha] = inputs
-            size = sum(_num_bytes(kept) for kept in self._inputs.values())
-            while size > CACHE_BYTES and len(self._inputs) > 1:
-                size -= _num_bytes(self._inputs.popitem(last=False)[1])
-        else:
-            self._inputs.move_to_end(ref.sha)
-        return inputs
+    def load(self, refs: Iterable[Sequence[Any]]) -> None:
+        """Process images in threads, as long as the cache has room for them."""
+        distinct = {ref.sha: ref for ref in map(ImageRef._make, refs)}
+        missing = [ref for sha, ref in distinct.items() if sha not in self._inputs]
+        if not missing:
+            return
+        added, cores = 0, usable_cores()
+        with ThreadPoolExecutor(cores) as threads:
+            for start in range(0, len(missing), 4 * cores):
+                group = missing[start : start + 4 * cores]
+                for ref, inputs in zip(group, threads.map(self._opened, group), strict=True):
+                    self._inputs[ref.sha] = inputs
+                    added += _num_bytes(inputs)
+                if added > CACHE_BYTES:
+                    break
+        self._shrink()
+
+    def _opened(self, ref: ImageRef) -> dict[str, Tensor]:
+        return self._process(opened(ref))
+
+    def _shrink(self) -> None:
+        """Remove the images that were used first from a cache that is too large."""
+        size = sum(map(_num_bytes, self._inputs.values()))
+        while size > CACHE_BYTES and len(self._inputs) > 1:
+            size -= _num_bytes(self._inputs.popitem(last=False)[1])
 
     def inputs(self, refs: Sequence[ImageRef]) -> dict[str, Tensor]:
         """Return the tensors of the images as one batch, in order."""
-        parts = [self._inputs_of(ref) for ref in refs]
-        names = [name for name in parts[0] if name != NUM_TOKENS]
-        return {name: _joined([part[name] for part in parts]) for name in names}
+        parts = []
+        for ref in refs:
+            if ref.sha not in self._inputs:
+                self._inputs[ref.sha] = self._opened(ref)
+            self._inputs.move_to_end(ref.sha)
+            parts.append(self._inputs[ref.sha])
+        self._shrink()
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+    def grids(self, refs: Sequence[ImageRef]) -> dict[str, Tensor]:
+        """Return those of the images' tensors that positions depend on."""
+        parts = [self._layout_of(ref).grids for ref in refs]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def places(self, ids: Tensor, refs: Sequence[ImageRef], name: str) -> Tensor:
         """Return 1 + the number of the image that each token of a row belongs to, 0 for text.
@@ -184,9 +229,6 @@ class ImageReader:
             refs.append(self.refs[numbers[done] - 1])
             done += self.num_tokens(refs[-1])
         return refs
-
-
-NUM_TOKENS = "num_tokens"
 
 
 def image_token_id(config: Any) -> int:

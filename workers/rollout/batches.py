@@ -57,7 +57,7 @@ def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Samp
     for row, prompt in enumerate(prompts[: data.num_real_rows]):
         uid, index = str(uids[row]), indices[row]
         name = f"uid {uid} sample {index}"
-        refs = tuple((path, sha) for path, sha in images[row])
+        refs = tuple(tuple(ref) for ref in images[row])
         seed = seed_of(uid, index)
         samples.append(Sample(prompt.tolist(), seed, name, end_at=ends[row], images=refs))
     return samples
@@ -209,11 +209,11 @@ def _hash(
     tokens: np.ndarray,
     versions: np.ndarray,
     segments: Sequence[int],
-    images: Sequence[tuple[str, str]],
+    images: Sequence[Sequence[Any]],
 ) -> int:
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=8)
     for part in (prompt, tokens, versions, segments):
         digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
-    for _, sha in images:
+    for _, sha, *_ in images:
         digest.update(bytes.fromhex(sha))
     return int.from_bytes(digest.digest(), "little", signed=True)

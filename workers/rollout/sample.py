@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from workers.images import ImageRef
 
 LENGTH_LIMIT = "length"
 """The `finish_reason` of a sample that reached its length limit before a stop token."""
@@ -72,7 +76,7 @@ class Sample:
             layers, choices]. If new weights have read a token again, it has their choices, which
             match its keys and values.
         cached: keys and values for the next turn; the engine fills an empty `CachedStates`.
-        images: paths and hashes of the prompt's images (`workers.images.ImageRef`).
+        images: references to the prompt's images.
     """
 
     prompt: Sequence[int]
@@ -88,7 +92,7 @@ class Sample:
     segments: tuple[int, ...] = ()
     routed_experts: Tensor | None = None
     cached: CachedStates | None = None
-    images: tuple[tuple[str, str], ...] = ()
+    images: tuple[ImageRef, ...] = ()
 
     def with_response(
         self,

@@ -67,10 +67,22 @@ def test_images_have_the_tokens_and_pixels_of_transformers(
         theirs["input_ids"][0].tolist()
     )
     refs = batch.non_tensor_batch["images"][0]
-    assert [Path(path).name for path, _ in refs] == images
+    assert [Path(path).name for path, *_ in refs] == images
     ours = ImageReader(f"{folder}/model").inputs([ImageRef(*ref) for ref in refs])
     assert ours["pixel_values"].equal(theirs["pixel_values"])
     assert ours["image_grid_thw"].equal(theirs["image_grid_thw"])
+
+
+def test_the_driver_reads_the_size_of_an_image_from_its_check(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(ref: ImageRef) -> None:
+        raise AssertionError(f"{ref.path} is decoded again")
+
+    monkeypatch.setattr("workers.models.images.opened", opened)
+    row = {"prompt": [{"role": "user", "content": "<image><image>?"}], "images": ["0.png", "2.png"]}
+    (batch,) = prompts_of(folder, tmp_path / "rows.jsonl", row, max_prompt_length=256).in_order()
+    assert [ref[2:] for ref in batch.non_tensor_batch["images"][0]] == [SIZES[0], SIZES[2]]
 
 
 @pytest.mark.parametrize("truncation", ["error", "left", "right"])

@@ -263,6 +263,7 @@ class Scheduler:
         if not any(images for _, images in rows):
             return []
         of_row = self.engine.images.of_row
+        self.engine.images.reader.load(ref for _, images in rows for ref in images)
         return [of_row(torch.tensor(text), images, "a prompt") for text, images in rows]
 
     def _decode(self) -> dict[int, Sample]:

@@ -153,7 +153,7 @@ class InProcessVllm:
         refs = [ImageRef(*ref) for ref in request.images]
         images = [_opened(ref) for ref in refs]
         try:
-            ids = image_reader(self.settings.model_path).collapsed(request.token_ids, images)
+            ids = image_reader(self.settings.model_path).collapsed(request.token_ids, refs)
         except ValueError as error:
             raise RolloutError(f"rollout: the prompt of {request.name}: {error}.") from error
         return {

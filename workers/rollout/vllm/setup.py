@@ -24,6 +24,7 @@ from workers.models.state import named_state
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
+    from workers.images import ImageRef
 
 TESTED = ("0.32", "0.33")
 """Supported vLLM versions: from the first (included) to the second (excluded)."""
@@ -178,8 +179,8 @@ class VllmRequest:
     params: dict[str, Any]
     """Arguments of vLLM's `SamplingParams`."""
     name: str = "sample"
-    images: tuple[tuple[str, str], ...] = ()
-    """Paths and hashes of the prompt's images."""
+    images: tuple[ImageRef, ...] = ()
+    """References to the prompt's images."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tests.workers.rollout.vllm.fakes import engine_on
 from tests.workers.rollout_engines import load, make_model
 from trainer import load_config, run
 from verl_like.errors import ConfigError, RolloutError
-from workers.images import opened
+from workers.images import image_ref
 from workers.models.images import ImageReader
 from workers.models.state import named_state
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
@@ -148,10 +148,10 @@ def test_collapsed_ids_have_one_placeholder_per_image(family: str, tmp_path: Pat
     case = make_case(family, tmp_path)
     tokenizer = case.reader.processor.tokenizer
     for ids, refs in zip(case.rows, case.refs, strict=True):
-        collapsed = case.reader.collapsed(ids, [opened(ref) for ref in refs])
+        collapsed = case.reader.collapsed(ids, refs)
         text = tokenizer.decode(collapsed)
         assert text.count(case.reader.placeholder) == len(refs)
         expanded = tokenizer(case.reader.expanded(text, refs), add_special_tokens=False)
         assert expanded["input_ids"] == ids
     with pytest.raises(ValueError, match="tokens of image 1 are not in it"):
-        case.reader.collapsed([3, 4], [picture(30, 40)])
+        case.reader.collapsed([3, 4], [image_ref(picture(30, 40))])
