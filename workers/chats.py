@@ -65,6 +65,13 @@ def text_of(content: Any, place: str = "the message") -> str:
     return "".join(part.get("text", "<image>") for part in read_parts(content, place))
 
 
+def texts_of(content: Any, image: str = "") -> list[str]:
+    """Return the texts in a content of an observation, and the text `image` for each image."""
+    if not isinstance(content, list):
+        return [str(content)]
+    return [part.get("text", image) for part in content]
+
+
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, int]]:
     """Return path, hash, width and height of each image in the messages."""
     return [

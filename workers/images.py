@@ -38,12 +38,32 @@ def image_ref(value: Any, folders: Sequence[Path] = (Path(),)) -> ImageRef:
     a dict with one of them under `bytes`, `path`, `image`, `url` or `image_url`. Images that are
     not files are written to the cache folder `images`.
     """
+    data, path, size = _read(value, folders)
+    if path is None:
+        return ImageRef(*_stored(data), *size)
+    return ImageRef(str(path.absolute()), hashlib.sha256(data).hexdigest(), *size)
+
+
+def image_url(value: Any) -> str:
+    """Return an image as a `data:` URL; a ValueError says what is wrong with it.
+
+    `value` is an image as in `image_ref`.
+    """
+    import base64
+
+    return f"data:;base64,{base64.b64encode(_read(value)[0]).decode()}"
+
+
+def _read(
+    value: Any, folders: Sequence[Path] = (Path(),)
+) -> tuple[bytes, Path | None, tuple[int, int]]:
+    """Return the bytes of an image, which is checked, the path of its file if any, and its size."""
     if isinstance(value, Mapping):
         keys = ("bytes", "path", "image", "url", "image_url")
         filled = [key for key in keys if value.get(key) is not None]
         if not filled:
             raise ValueError(f"an image has none of the keys {', '.join(keys)}: {value!r:.80}")
-        return image_ref(value[filled[0]], folders)
+        return _read(value[filled[0]], folders)
     if isinstance(value, str) and value.startswith("data:"):
         value = _bytes_of_url(value)
     elif isinstance(value, str) and "://" in value and not value.startswith("file://"):
@@ -56,14 +76,12 @@ def image_ref(value: Any, folders: Sequence[Path] = (Path(),)) -> ImageRef:
             data = path.read_bytes()
         except OSError as error:
             raise ValueError(f"the image {path} is not readable: {error.strerror}") from error
-        size = _checked_size(data, str(path))
-        return ImageRef(str(path.absolute()), hashlib.sha256(data).hexdigest(), *size)
+        return data, path, _checked_size(data, str(path))
     if is_picture(value):
         value = as_png(value)
     if not isinstance(value, bytes):
         raise ValueError(f"an image is {value!r:.80}, not a path, bytes or an image of PIL")
-    size = _checked_size(value, "an image in the row")
-    return ImageRef(*_stored(value), *size)
+    return value, None, _checked_size(value, "an image in the row")
 
 
 def is_picture(value: Any) -> bool:

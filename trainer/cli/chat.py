@@ -41,7 +41,7 @@ from trainer.run_folder.saved_model import find_loadable
 from verl_like.errors import ConfigError
 from verl_like.terminal import usage_of
 from workers.agents.calls import forms_of
-from workers.agents.chat import TurnRenderer, with_observation
+from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec, in_full
 from workers.chats import images_of
@@ -153,10 +153,11 @@ class Chat:
             raise ConfigError(f"{self.tokenizer.name_or_path}: {error}") from error
         inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
         if refs := images_of(self.messages):
-            inputs.update(self._image_inputs(inputs["input_ids"], refs))
+            inputs.update(self.image_inputs(inputs["input_ids"], refs))
         return inputs
 
-    def _image_inputs(self, ids: Any, refs: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    def image_inputs(self, ids: Any, refs: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Return the arguments of `generate` for the images among these tokens."""
         from workers.models.image_input import ImageInput
         from workers.models.images import image_reader
 
@@ -293,14 +294,15 @@ class ChatTrajectory:
         self._chat, self._host = chat, host
         self._renderer = TurnRenderer(chat.tokenizer, host.tools, self._stops)
         self._ids: list[int] = []
+        self._images: list[Any] = []
         self._most: dict[str, int] = {}
         """The token limit of a turn, if an agent sets it."""
         if "messages" in first:
             self._observe(None, first)
             return
-        text = first["text"]
+        text = with_refs(first["text"])
         observed = None if text is None else self._renderer.template.safe(text)
-        self._ids = self._renderer.prompt(with_observation(prompt, observed))
+        self._begin(with_observation(prompt, observed))
 
     def turn(self) -> Answer | None:
         """Return the environment's reply to the next turn, or None if the user ends the chat."""
@@ -332,16 +334,22 @@ class ChatTrajectory:
             most, limit = self._chat.sampling["max_new_tokens"], request["max_tokens"]
             self._most = {"max_new_tokens": min(most, limit or most)}
         if request["extends"]:
-            self._ids += self._renderer.between(last, answer["messages"])
+            messages = with_refs(answer["messages"])
+            self._ids += self._renderer.between(last, messages)
+            self._images += images_of(messages)
         else:
-            self._ids = self._renderer.prompt(self._renderer.template.safe(request["chat"]))
+            self._begin(self._renderer.template.safe(with_refs(request["chat"])))
+
+    def _begin(self, messages: Sequence[Message]) -> None:
+        self._ids, self._images = self._renderer.prompt(messages), images_of(messages)
 
     def _inputs(self) -> Any:
         import torch
         from transformers import BatchEncoding
 
         ids = torch.tensor([self._ids])
-        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        images = self._chat.image_inputs(ids, self._images) if self._images else {}
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids), **images})
 
 
 def _user_turn() -> str | None:

@@ -32,6 +32,7 @@ from verl_like.files import parse_json
 from verl_like.terminal import usage_of
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec, in_full
+from workers.chats import texts_of
 
 
 @dataclass
@@ -185,6 +186,10 @@ def reject_ids(request: Mapping[str, Any]) -> None:
         )
 
 
+def _shown(content: Any) -> str:
+    return repr("".join(texts_of(content, "<image>")))
+
+
 def heard(answer: dict[str, Any]) -> str:
     """Describe an environment's reply."""
     if "failed" in answer:
@@ -192,11 +197,11 @@ def heard(answer: dict[str, Any]) -> str:
     if "players" in answer:
         return "; ".join(f"{name}: {heard(reply)}" for name, reply in answer["players"].items())
     if "text" in answer:
-        return "only the prompt" if answer["text"] is None else repr(answer["text"])
+        return "only the prompt" if answer["text"] is None else _shown(answer["text"])
     reward = f"reward {answer['reward']:g}"
     if answer.get("end"):
         return f"{'cut' if answer.get('truncated') else 'end'}, {reward}"
-    return ", ".join([*(repr(message["content"]) for message in answer["messages"]), reward])
+    return ", ".join([*(_shown(message["content"]) for message in answer["messages"]), reward])
 
 
 def _above_0(text: str) -> float:

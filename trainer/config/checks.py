@@ -158,8 +158,8 @@ def check_reads_images(models: Mapping[str, RoleModelSpec]) -> None:
         if not has_vision(config):
             raise ConfigError(
                 f"role {role!r}: {model.key}={path} ({config.model_type}) does not read images, "
-                "but the rows of this run have images. Use a vision-language model with the "
-                "policy's tokenizer, or remove the images from the rows."
+                "but the rows of this run have images, or environment.images=true. Use a "
+                "vision-language model with the policy's tokenizer, or remove the images."
             )
         if model.head != "token" and not body_reads_images(model.meta_module):
             raise ConfigError(

@@ -54,11 +54,9 @@ def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) 
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise ValueError(f"the chat template rejects it: {error}") from error
     if refs := images_of(messages):
-        from workers.images import ImageRef
-        from workers.models.images import image_reader
+        from workers.models.images import with_image_tokens
 
-        reader = image_reader(tokenizer.name_or_path)
-        text = reader.expanded(text, [ImageRef(*ref) for ref in refs])
+        text = with_image_tokens(tokenizer, text, refs)
     check_length(text)
     return text
 

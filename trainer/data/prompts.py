@@ -91,6 +91,8 @@ class PromptSet:
                 "this limit, or set data.filter_overlong_prompts=true."
             )
         self.columns = self._table.columns
+        self.has_images = self._table.has_images
+        """True if any row has images, or if its environment may add some."""
         self.players_of: Callable[[dict[str, Any]], list[str]] | None = None
         """Returns the players of a row's environment, if a run has several players."""
         longest = max(lengths, default=0)
@@ -104,11 +106,6 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def has_images(self) -> bool:
-        """True if any row has images."""
-        return self._table.has_images
 
     @property
     def data_sources(self) -> set[str]:
@@ -198,7 +195,7 @@ class PromptSet:
                 "reward_model": [row["reward_model"] for row in rows],
                 "extra_info": [row.get("extra_info") or {} for row in rows],
                 **({"row_columns": others} if self.columns else {}),
-                **({IMAGES: list(map(_refs_of, rows))} if self._table.has_images else {}),
+                **({IMAGES: list(map(_refs_of, rows))} if self.has_images else {}),
                 **({PLAYERS: list(map(self.players_of, others))} if self.players_of else {}),
             },
             meta_info={

@@ -52,6 +52,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     loader = PromptLoader(config, tokenizer, scores_by_rule(config), config.steps_per_batch)
     preflight.check_row_columns(kinds, loader.prompts.columns)
     preflight.note_players(kinds, loader.prompts, loader.validation)
+    preflight.note_images(config, loader.prompts, loader.validation)
     preflight.check_images(config, loader.has_images)
     rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))

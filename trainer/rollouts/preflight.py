@@ -153,6 +153,13 @@ def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> N
             prompts.players_of = lambda row: kinds[name_of(kinds, row)].players
 
 
+def note_images(config: Any, *prompt_sets: PromptSet | None) -> None:
+    """Tell the prompt sets if environments may add images to their rows."""
+    for prompts in prompt_sets:
+        if prompts is not None and has_environment(config) and config.environment.images:
+            prompts.has_images = True
+
+
 def with_full_paths(config: Any) -> Any:
     """Make the paths of environment files absolute in the configuration.
 

@@ -167,7 +167,8 @@ def rollout_arguments(groups: WorkerGroups, role: str, has_images: bool) -> dict
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """Combine prompt rows with the rollout's samples."""
-    of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}
+    of_samples = {*samples.columns, *samples.non_tensor_batch}
+    of_others = {*PROMPT_COLUMNS, *of_samples, RESPONSE_TEXT, "finish_reason"}
     others = batch.select(
         [name for name in batch.columns if name not in of_others],
         [name for name in batch.non_tensor_batch if name not in of_others],

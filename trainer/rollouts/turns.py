@@ -9,6 +9,7 @@ import numpy as np
 
 from verl_like.batch.protocol import DataProto
 from workers.agents.chat import Message, with_observation
+from workers.chats import texts_of
 from workers.columns import sample_scores, token_rows
 from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
@@ -127,7 +128,8 @@ def _with_answer(turn: Turn, info: Mapping[str, Any]) -> list[Turn]:
         turn["reward"] = answer.get("reward")
         turn |= {name: answer[name] for name in ("calls", "errors") if name in answer}
         for message in answer.get("messages", ()):
-            observed.append({"role": message["role"], "text": message["content"], "reward": None})
+            text = "".join(texts_of(message["content"], "<image>"))
+            observed.append({"role": message["role"], "text": text, "reward": None})
     return [turn, *observed]
 
 

@@ -74,6 +74,7 @@ class SamplingOnlyTrainer(Trainer):
             raise ConfigError(f"{prompts.story}: no prompt is left. {way_out}")
         logger.info("%s", prompts.story)
         preflight.note_players(kinds, prompts)
+        preflight.note_images(config, prompts)
         preflight.check_images(config, prompts.has_images)
 
         rewards = make_rewards(config, tokenizer, prompts)

@@ -19,7 +19,7 @@ from typing import Any
 
 from workers.agents.calls import forms_of, parse
 from workers.agents.template import ChatTemplate, Message, with_calls
-from workers.chats import text_of
+from workers.chats import images_of, text_of
 from workers.thoughts import REASONING, ThoughtReader, split_thoughts
 
 
@@ -64,7 +64,17 @@ class TurnRenderer:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a chat, up to the start of the response."""
-        return self.ids_of([self.template.written(messages)])[0]
+        text = self.template.written(messages)
+        return self.ids_of([self.with_images(text, messages)])[0]
+
+    def with_images(self, text: str, messages: Sequence[Message]) -> str:
+        """Return the rendered text of these messages, with the tokens of their images."""
+        refs = images_of(messages)
+        if not refs:
+            return text
+        from workers.models.images import with_image_tokens
+
+        return with_image_tokens(self._tokenizer, text, refs)
 
     def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts that the template rendered; many at once are faster."""
@@ -80,6 +90,7 @@ class TurnRenderer:
         """
         messages = [self._for_history(message) for message in messages]
         text, read = self.template.written(self.template.safe(messages)), ""
+        text = self.with_images(text, messages)
         if before:
             read = self._tokenizer.decode(before)
         begins = text.startswith(read)
@@ -90,7 +101,8 @@ class TurnRenderer:
 
         `last` is the stop token that ended the turn, or None without one.
         """
-        return self.ids_of([self.text_between(last, observations)])[0]
+        text = self.text_between(last, observations)
+        return self.ids_of([self.with_images(text, observations)])[0]
 
     def text_between(self, last: int | None, observations: Sequence[Message]) -> str:
         """Return the text that the template renders between two turns."""
@@ -139,14 +151,35 @@ class TurnRenderer:
         return text
 
 
-def with_observation(prompt: Any, text: str | None) -> list[Message]:
-    """Return a row's prompt (a text or a chat) as messages, plus the first observation, if any."""
+def with_refs(value: Any) -> Any:
+    """Return contents, messages or a request with references to images instead of their URLs."""
+    if isinstance(value, list):
+        return [with_refs(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("type") == "image" and "url" in value:
+        from workers.images import image_ref
+
+        return {"type": "image", **image_ref(value["url"])._asdict()}
+    names = {"content", "chat"} & value.keys()
+    return {**value, **{name: with_refs(value[name]) for name in names}}
+
+
+def with_observation(prompt: Any, content: Any) -> list[Message]:
+    """Return a row's prompt (a text or a chat) as messages, plus the first observation, if any.
+
+    The observation is a text, or a list of parts if it has images.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if text is None:
+    if content is None:
         return messages
-    if messages and messages[-1]["role"] == "user":
-        last = messages[-1]
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": content}]
+    *others, last = messages
+    if isinstance(content, str) and not images_of([last]):
         before = text_of(last["content"])
-        joined = f"{before}\n{text}" if before else text
-        return [*messages[:-1], {**last, "content": joined}]
-    return [*messages, {"role": "user", "content": text}]
+        return [*others, {**last, "content": f"{before}\n{content}" if before else content}]
+    parts: list[Any] = []
+    for side in (last["content"], "\n", content):
+        parts += [{"type": "text", "text": side}] if isinstance(side, str) else side or []
+    return [*others, {**last, "content": parts if last["content"] else content}]

@@ -30,6 +30,9 @@ import numpy.random  # numpy would load it lazily, and so in every forked proces
 from verl_like.registry import Registry
 from workers.agents.tools import Tool
 
+IMAGE_MARK = "<image>"
+"""The place of an image in an observation's text."""
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -38,15 +41,38 @@ class Observation:
     Args:
         text: the observation that the policy reads next.
         reward: reward of the policy's last text.
+        images: paths, bytes or images of PIL, in the places `<image>` of the text, or before it.
     """
 
     text: str
     reward: float = 0.0
+    images: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"the text of an Observation is {shown(self.text)}, not a string")
         finite_reward(self.reward)
+        _ = self.content  # an error is raised here, in the environment's code
+
+    @cached_property
+    def content(self) -> str | list[dict[str, str]]:
+        """The content of a message: the text, or parts of text and images as `data:` URLs."""
+        if not len(self.images):
+            return self.text
+        from workers.images import image_url
+
+        texts = self.text.split(IMAGE_MARK)
+        if len(texts) == 1:
+            texts = ["" for _ in self.images] + texts
+        if len(texts) - 1 != len(self.images):
+            raise ValueError(
+                f"an Observation has {len(self.images)} images, and {len(texts) - 1} places for "
+                f"them ({IMAGE_MARK}) in its text"
+            )
+        parts = [{"type": "text", "text": texts[0]}]
+        for image, text in zip(self.images, texts[1:], strict=True):
+            parts += [{"type": "image", "url": image_url(image)}, {"type": "text", "text": text}]
+        return [part for part in parts if part.get("text") != ""]
 
 
 @dataclass(frozen=True)
@@ -110,8 +136,9 @@ class Environment:
     def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
         """Start a trajectory; return the first observation, or None to add nothing to the prompt.
 
-        With several players, return a dict that maps players to their first observations. These
-        players take the first turns. Parameters with names of columns get the row's values.
+        It is a text, or an `Observation` if it has images. With several players, return a dict that
+        maps players to their first observations. These players take the first turns. Parameters
+        with names of columns get the row's values.
 
         Args:
             row: the row of the data, with all its columns.

@@ -96,10 +96,14 @@ class Episode:
             return self._of_players("reset", text, self._first)
         return self._first(text)
 
-    def _first(self, text: Any) -> dict[str, Any]:
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"reset returned {shown(text)}, not a text or None")
-        return {"text": text}
+    def _first(self, answer: Any) -> dict[str, Any]:
+        if isinstance(answer, Observation):
+            if answer.reward:
+                raise ValueError("reset returned a reward, before the first turn")
+            answer = answer.content
+        elif answer is not None and not isinstance(answer, str):
+            raise TypeError(f"reset returned {shown(answer)}, not a text, an Observation or None")
+        return {"text": answer}
 
     def _of_players(
         self, method: str, answers: Any, read: Callable[[Any], dict[str, Any]]
@@ -128,7 +132,7 @@ class Episode:
             if "messages" in replies[player]:
                 if answers[player].reward:
                     raise ValueError(f"{method} rewards {player!r} before its first turn")
-                replies[player] = {"text": answers[player].text}
+                replies[player] = {"text": answers[player].content}
         self._silent -= {*replies}
         return {"players": replies}
 
@@ -175,7 +179,7 @@ class Episode:
             return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
         if not isinstance(answer, Observation):
             raise TypeError(f"step returned {shown(answer)}, not an Observation or a TrajectoryEnd")
-        message = {"role": "user", "content": answer.text}
+        message = {"role": "user", "content": answer.content}
         return {"messages": [message], "reward": finite_reward(answer.reward)}
 
 

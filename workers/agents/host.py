@@ -46,7 +46,7 @@ START_S = 60.0
 """Time limit for loading the code."""
 TO_JSON = json.JSONEncoder(default=str).encode
 """Encodes messages as JSON; values that JSON cannot represent are sent as their `str`."""
-LONGEST_LINE = 2**22
+LONGEST_LINE = 2**24
 """Maximum bytes of an answer."""
 ENDED_S = 0.5
 """Seconds until the end of an environment's process is reported as a failure."""
@@ -416,20 +416,12 @@ class RecordedHost:
         self._left: dict[int, Iterator[Mapping[str, Any]]] = {}
         self._requested: list[int] = []
 
-    def open(
-        self,
-        number: int,
-        seeds: tuple[int, int],
-        row: Mapping[str, Any],
-        step_timeout_s: float | None = None,
-    ) -> None:
+    def open(self, number: int, seeds: Any, row: Mapping[str, Any], *_: Any) -> None:
         """Start a trajectory, and request its first answer."""
         self._left[number] = iter(row[RECORDED])
         self._requested.append(number)
 
-    def say(
-        self, number: int, text: str, player: str = "", delay_s: float = 0.0, **details: Any
-    ) -> None:
+    def say(self, number: int, *_: Any, **__: Any) -> None:
         """Request the next answer, whatever the policy's text."""
         self._requested.append(number)
 

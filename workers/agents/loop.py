@@ -83,15 +83,23 @@ class TurnLoop:
         return [ended[number] for number in numbers]
 
     def submit(
-        self, starts: Sequence[TrajectoryStart], sampling: SamplingParams, num_open: int
+        self,
+        starts: Sequence[TrajectoryStart],
+        sampling: SamplingParams,
+        num_open: int,
+        image_token: int | None = None,
     ) -> list[int]:
-        """Start these trajectories, in addition to running ones; return their numbers."""
+        """Start these trajectories, in addition to running ones; return their numbers.
+
+        `image_token` is the token that images are read at, if the trajectories may have images.
+        """
         if self._trajectories and sampling != self._setting.sampling:
             raise RolloutError(
                 f"rollout: {self.num_running} trajectories are running with other sampling "
                 "settings. Take or abort them first."
             )
-        self._setting = Setting(self._host, self._chat, self._config, sampling, self._engine)
+        host, chat, config = self._host, self._chat, self._config
+        self._setting = Setting(host, chat, config, sampling, self._engine, image_token)
         configs = {name: self._config.of(name) for name in self._config.by_name}
         settings = {name: replace(self._setting, config=configs[name]) for name in configs}
         self._num_open = num_open

@@ -21,7 +21,7 @@ from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, n
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
-from workers.columns import PLAYERS, require, split_player_uid
+from workers.columns import IMAGES, PLAYERS, require, split_player_uid
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import SeedOf
 
@@ -103,7 +103,8 @@ class Players:
             self._loop = TurnLoop(engine, host, chat, self._config)
         faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
         starts = _starts(data, seed_of, faults, self._kinds)
-        return self._loop.submit(starts, sampling, MOST_OPEN)
+        image_token = engine.image_reader.token_id if IMAGES in data.non_tensor_batch else None
+        return self._loop.submit(starts, sampling, MOST_OPEN, image_token)
 
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS
-from workers.chats import TEMPLATE_ERRORS, render_chat
+from workers.chats import TEMPLATE_ERRORS, render_chat, texts_of
 from workers.thoughts import REASONING
 
 PLACEHOLDER = "\u241f"
@@ -125,8 +125,11 @@ class ChatTemplate:
 
     def check_inside(self, observations: Sequence[Message], text: str) -> None:
         """Reject a rendered text that lacks an observation, both literally and as JSON."""
-        for message in observations:
-            content = str(message["content"]).strip()
+        parts = [
+            (message, part) for message in observations for part in texts_of(message["content"])
+        ]
+        for message, part in parts:
+            content = part.strip()
             in_json = [json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
             is_written = any(form in text for form in (content, *in_json))
             if not is_written and not message.get("tool_calls"):

@@ -22,10 +22,11 @@ import torch
 
 from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
-from workers.agents.chat import Message, TurnRenderer, with_observation
+from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
 from workers.agents.host import BROKEN, COLUMN, EnvironmentHost, RecordedHost
 from workers.agents.requests import RejectedRequest, overridden, stop_strings
+from workers.chats import images_of
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.sample import LENGTH_LIMIT, CachedStates, Sample
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 TERMINATED, MAX_TURNS = "terminated", "max_turns"
 GIVEN_UP = "in an environment that failed"
 """The reason under which the sampled tokens of a restarted trajectory are counted as dropped."""
+READ = {"text", "messages"}
+"""Keys of an answer with contents that the policy reads."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's error code for a request with too many tokens."""
 
@@ -83,6 +86,8 @@ class Setting:
     config: EnvironmentConfig
     sampling: SamplingParams
     engine: RolloutEngine
+    image_token: int | None = None
+    """The token that images are read at; None if the rows of this run have no images."""
 
     @property
     def reads_sampled(self) -> bool:
@@ -123,6 +128,8 @@ class Trajectory:
     """The sample's number in the engine, while the engine generates."""
     observation: tuple[str, bool] = "", False
     """The text to read next, and True if it replaces everything that was read before."""
+    observed_images: Sequence[Any] = ()
+    """Path and hash of each image in the observation."""
     num_sampled_in_take: int = 0
     """Tokens that the loop's current `take` has sampled."""
     chat: list[Message] = field(default_factory=list)
@@ -218,6 +225,11 @@ class Trajectory:
         if "request" in answer:
             self._on_request(answer)
             return
+        try:
+            answer = {**answer, **{name: with_refs(answer[name]) for name in READ & {*answer}}}
+        except ValueError as error:
+            self.end(BROKEN, str(error))
+            return
         is_cut = "end" in answer and self.cut
         self.answers.append({**answer, "cut": self.cut} if is_cut else answer)
         if "text" in answer:
@@ -226,10 +238,7 @@ class Trajectory:
             self.chat = with_observation(
                 self.start.prompt, None if text is None else chat.template.safe(text)
             )
-            self.state, self.observation = (
-                TrajectoryState.OBSERVED,
-                (chat.template.written(self.chat), True),
-            )
+            self._observe(chat.template.written(self.chat), self.chat, True)
             return
         self.rewards.append((len(self.sample.tokens) - 1, answer["reward"]))
         if answer.get("end"):
@@ -239,14 +248,50 @@ class Trajectory:
             ]
             by_environment = MAX_TURNS if answer.get("truncated") else TERMINATED
             self.end(self.cut or answer.get("cut") or by_environment)
-        elif self.num_turns == self.setting.config.max_turns:
+        elif self.num_turns == self.setting.config.max_turns or self._ends_with_image_token:
             self.end(MAX_TURNS)
         else:
             try:
-                text_and_kind = self._next_text(answer["messages"])
-                self.state, self.observation = TrajectoryState.OBSERVED, text_and_kind
+                observed = self._next_text(answer["messages"])
             except ConfigError as error:  # the template rejects a sampled or observed message
                 self.end(BROKEN, str(error))
+            else:
+                self._observe(*observed)
+
+    def _note_images(self, images: Sequence[Any]) -> None:
+        """Keep the images of an observation; reject them if this run or its model reads none."""
+        self.observed_images = images
+        if not images:
+            return
+        where = f"environment {self.environment_name}".strip()
+        where += f", turn {self.num_turns + 1} of {self.start.name}: it has images, but"
+        try:
+            _ = self.setting.engine.image_reader
+        except ConfigError as error:
+            raise ConfigError(f"{where} {error}") from error
+        if self.setting.image_token is None:
+            raise ConfigError(
+                f"{where} the rows of this run have none, so its rollout may not read them. Set "
+                "environment.images=true."
+            )
+
+    def _observe(self, text: str, messages: Sequence[Message], is_whole: bool) -> None:
+        """Wait until this text is tokenized; it is rendered from the messages."""
+        self._note_images(images_of(messages))
+        try:
+            text = self.renderer.with_images(text, messages)
+        except ValueError as error:  # the template writes no places for images
+            raise ConfigError(f"environment: the chat template and its images: {error}") from error
+        self.state, self.observation = TrajectoryState.OBSERVED, (text, is_whole)
+
+    @property
+    def _ends_with_image_token(self) -> bool:
+        """True if the policy has sampled an image token, after which no turn can follow.
+
+        The model would look for the image of this token.
+        """
+        token = self.setting.image_token
+        return token is not None and self.num_turns > 0 and self.sample.stop_token == token
 
     def note_time(self, busy_s: float) -> None:
         """Record that an answer has arrived, on which the environment worked for `busy_s`."""
@@ -306,8 +351,8 @@ class Trajectory:
             prompt = self.renderer.prompt(with_observation(self.start.prompt, None))
             self.sample = replace(self.sample, prompt=prompt)
 
-    def _next_text(self, messages: Sequence[Message]) -> tuple[str, bool]:
-        """Return the text to read before the next turn, and True if it is the whole chat."""
+    def _next_text(self, messages: Sequence[Message]) -> tuple[str, Sequence[Message], bool]:
+        """Return the text to read before the next turn, its messages, and True if they are all."""
         chat, stop = self.renderer, self.sample.stop_token
         if not self.setting.reads_sampled:
             sampled_ids = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
@@ -315,8 +360,8 @@ class Trajectory:
             rewritten = chat.rewritten(self.chat, turn, stop)
             self.chat += turn
             if rewritten is not None:
-                return rewritten, True
-        return chat.text_between(stop, messages), False
+                return rewritten, self.chat, True
+        return chat.text_between(stop, messages), messages, False
 
     def _left_in_segment(self, ids: Sequence[int], begins_segment: bool = False) -> float:
         """Return the number of tokens that the segment may have after these ids."""
@@ -334,28 +379,32 @@ class Trajectory:
             bounds.append(int(left))
         length = len(self.sample.tokens) + len(ids) if self.num_turns else 0
         end_at = length + min(bounds) if bounds else None
+        images = tuple(self.observed_images)
         if self.num_turns:
-            self.sample = self.sample.with_observed(ids, begins_segment, end_at)
+            self.sample = self.sample.with_observed(ids, begins_segment, end_at, images)
             self.turns += [self.num_turns - 1] * len(ids)
         else:
             key, name = self.start.key, self.start.name
-            self.sample = Sample(ids, key, name, end_at=end_at, cached=CachedStates())
+            cached = CachedStates()
+            self.sample = Sample(ids, key, name, end_at=end_at, cached=cached, images=images)
         self.state = TrajectoryState.READY
 
     def _on_request(self, answer: Mapping[str, Any]) -> None:
         """Handle an agent's request: start a turn, or return an error that the agent can handle."""
-        request = self.request = answer["request"]
+        request, messages = answer["request"], answer["messages"]
+        if request["extends"] and self.setting.reads_sampled:
+            request = {**request, "chat": []}  # only the new messages are read
+        self.request = request
         try:
-            self._start_turn(request, answer["messages"])
+            messages, request = with_refs(messages), with_refs(request)
+            self._start_turn(request, messages)
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
             refusal: dict[str, Any] = {"rejected": problem.fields, "is_cut": bool(self.cut)}
             self.setting.host.say(self.environment_id, "", self.start.player, **refusal)
             return
-        if request["extends"] and self.setting.reads_sampled:
-            request = {**request, "chat": []}  # a replay needs only the new messages
-        self.answers.append({**answer, "request": request})
+        self.answers.append({**answer, "messages": messages, "request": request})
 
     def _start_turn(self, request: Mapping[str, Any], messages: Sequence[Message]) -> None:
         """Append the request's new ids, so that a turn can start; reject it if they do not fit."""
@@ -365,6 +414,11 @@ class Trajectory:
         ids, is_whole = ids_to_read(
             self.sample, request, messages, chat, self.setting.reads_sampled
         )
+        read = messages if request["extends"] and self.setting.reads_sampled else request["chat"]
+        # if earlier messages are among them, their images are known
+        is_part = read is not messages and not is_whole
+        num_read = len(self.sample.images) - self.sample.first_image if is_part else 0
+        self._note_images(images_of(read)[num_read:])
         if ids and not 0 <= min(ids) <= max(ids) < engine.vocab_size:
             words = f"a token id is {engine.vocab_size} or more, or negative"
             raise RejectedRequest(words, "token_ids")
@@ -374,6 +428,9 @@ class Trajectory:
                 words = f"{len(ids)} tokens, but data.max_prompt_length is {width}"
                 raise RejectedRequest(f"the first request has {words}", "messages", TOO_LONG)
             self._append(ids)
+        elif self._ends_with_image_token:
+            self.cut = MAX_TURNS
+            raise RejectedRequest("the last response ends with an image token, without an image")
         elif self.num_turns == self.setting.config.max_turns:
             self.cut = MAX_TURNS
             raise RejectedRequest(f"all environment.max_turns={self.num_turns} turns are used up")

@@ -82,6 +82,10 @@ class EnvironmentConfig(Section):
     repeated_requests: str = config_field("sample", choices=("sample", "reuse"))
     """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.
     """
+    images: bool = config_field(False)
+    """Observations and agents' requests may have images, which the model must then read; not needed
+    if the rows have images.
+    """
     max_turns: int = config_field(8, above=0)
     """Maximum turns per trajectory."""
     max_tokens_per_turn: int | None = config_field(

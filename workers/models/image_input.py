@@ -42,15 +42,28 @@ class ImageInput:
         """True if the tokens of an image attend to later ones, so that rows cannot be packed."""
 
     def of_rows(
-        self, ids: RaggedTensor, images: Sequence[Sequence[Any]], names: Sequence[str]
+        self,
+        columns: Mapping[str, RaggedTensor],
+        images: Sequence[Sequence[Any]],
+        names: Sequence[str],
     ) -> RaggedTensor:
-        """Return the numbers of all tokens; `images` has the references of each row, or pair."""
+        """Return the numbers of all tokens; `images` has the references of each row, or pair.
+
+        `columns` has input_ids and position_ids. Where these begin at 0 again, a trajectory has a
+        new segment, in which the positions of images begin at 0, too.
+        """
         self.reader.load(ref for refs in images for ref in refs or ())
+        ids = columns["input_ids"]
         sides = ids.lengths[0].numel() if len(ids) else 1
         numbers = [torch.zeros(0, 1 if self.rope is None else 4, dtype=torch.int64)]
-        for place, row in enumerate(ids.flatten().rows()):
+        rows = zip(ids.flatten().rows(), columns["position_ids"].flatten().rows(), strict=True)
+        for place, (row, positions) in enumerate(rows):
             images_of_row = images[place // sides] or ()
-            numbers.append(self.of_row(row, images_of_row, names[place // sides]))
+            of_row = self.of_row(row, images_of_row, names[place // sides])
+            begins = (positions == 0).nonzero().squeeze(1)
+            if len(begins) > 1:
+                of_row[:, 1:] -= of_row[begins, 1:][(positions == 0).cumsum(0) - 1]
+            numbers.append(of_row)
         return ids.with_values(torch.cat(numbers))
 
     def of_row(self, ids: Tensor, images: Sequence[Any], name: str) -> Tensor:

@@ -55,6 +55,12 @@ def image_reader(folder: str) -> ImageReader:
     return ImageReader(folder)
 
 
+def with_image_tokens(tokenizer: Any, text: str, refs: Sequence[Sequence[Any]]) -> str:
+    """Return a text that a chat template has written, with the tokens of its images."""
+    reader = image_reader(tokenizer.name_or_path)
+    return reader.expanded(text, [ImageRef(*ref) for ref in refs])
+
+
 class ImageReader:
     """Turns images into tokens and tensors, with the processor of a model's folder."""
 

@@ -27,7 +27,7 @@ SAMPLE_FIELDS = {
     "raw_prompt": "the prompt as the row has it: text, or a conversation",
     "uid": "ROW-EPOCH of the prompt",
     "num_tokens": "tokens of the response",
-    IMAGES: "the images of the prompt, as a list of PIL images",
+    IMAGES: "the images of the sample, as a list of PIL images",
 }
 """By parameter of a reward function: its value. Plural names get lists over the whole batch."""
 SPLIT_FIELDS = {

@@ -40,6 +40,7 @@ One call of an `async` batch function has the timeout of a sample.
 """
 NOT_THE_USERS = (
     "<frozen",
+    "<string>",  # methods that dataclasses generate
     *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
     *(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("verl_like", "workers")),
 )

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import (
     Dispatch,
@@ -196,6 +197,7 @@ class RolloutWorker(WeightReceiver, Worker):
         else:
             numbers = self.players.submit(data, self.engine, sampling, seed_of)
         self._sampling, self._pad = sampling, int(pad)
+        self._has_images = IMAGES in data.non_tensor_batch
         return numbers
 
     def _batch_of(self, results: Sequence[Sample | Trajectory], num_rows: int) -> DataProto:
@@ -212,7 +214,12 @@ class RolloutWorker(WeightReceiver, Worker):
             sampling.truncated_log_probs,
             self.engine.no_choices() if sampling.routed_experts else None,
         )
-        return batch if self.players is None else batch.union(trajectory_columns(batch, played))
+        if self.players is None:
+            return batch
+        if self._has_images:
+            images = object_rows([sample.images for sample in samples])
+            batch = batch.union(DataProto.from_dict({}, {IMAGES: images}))
+        return batch.union(trajectory_columns(batch, played))
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
         """Return the sampling settings of the config, overridden by those of the batch.

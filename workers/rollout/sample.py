@@ -51,6 +51,8 @@ class CachedStates:
     """The tokens whose keys and values are stored: the prompt, and the start of the response."""
     version: int | None = None
     """The version of the weights that computed them."""
+    shift: int = 0
+    """How far images among the tokens shift the positions after them (Qwen-VL)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Sample:
             layers, choices]. If new weights have read a token again, it has their choices, which
             match its keys and values.
         cached: keys and values for the next turn; the engine fills an empty `CachedStates`.
-        images: references to the prompt's images.
+        images: references to the images, in order.
+        first_image: the number of the last segment's first image.
     """
 
     prompt: Sequence[int]
@@ -93,6 +96,7 @@ class Sample:
     routed_experts: Tensor | None = None
     cached: CachedStates | None = None
     images: tuple[ImageRef, ...] = ()
+    first_image: int = 0
 
     def with_response(
         self,
@@ -133,10 +137,17 @@ class Sample:
         """The last token of a response that stopped, also at a stop string; otherwise None."""
         return int(self.tokens[-1]) if self.finish_reason == "stop" else None
 
-    def with_observed(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> Sample:
+    def with_observed(
+        self,
+        ids: Sequence[int],
+        begins_segment: bool,
+        end_at: int | None,
+        images: Sequence[ImageRef] = (),
+    ) -> Sample:
         """Return the sample with these observed tokens appended, so that an engine can continue it.
 
         With `begins_segment`, they begin a new segment. The response can grow to `end_at` tokens.
+        `images` are the images among the tokens.
         """
         gaps = torch.full((len(ids),), torch.nan)
         observed = Sample(
@@ -146,9 +157,16 @@ class Sample:
             versions=torch.full((len(ids),), OBSERVED, dtype=torch.int32),
             truncated_log_probs=gaps,
         )
-        segments = (*self.segments, len(self.tokens)) if begins_segment else self.segments
-        extended = self._followed_by(observed)
-        return replace(extended, finish_reason=UNFINISHED, end_at=end_at, segments=segments)
+        extended = replace(
+            self._followed_by(observed),
+            finish_reason=UNFINISHED,
+            end_at=end_at,
+            images=(*self.images, *images),
+        )
+        if not begins_segment:
+            return extended
+        segments = (*self.segments, len(self.tokens))
+        return replace(extended, segments=segments, first_image=len(self.images))
 
     def last_segment(self, max_tokens: int) -> Sample:
         """Return the last segment as a separate sample, which an engine can continue."""
@@ -162,6 +180,8 @@ class Sample:
             routed_experts=None if routed is None else routed[len(self.prompt) + begin :],
             end_at=self.longest(max_tokens) - begin - 1,
             segments=(),
+            images=self.images[self.first_image :],
+            first_image=0,
         )
 
     def with_last_segment(self, segment: Sample) -> Sample:
@@ -241,19 +261,20 @@ def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
     return 0
 
 
-def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
+def num_read_at_once(versions: Sequence[int], version: int | None, end_of_images: int = 0) -> int:
     """Count the response tokens that the native engine reads in one pass with the prompt.
 
-    They are the tokens up to the last one that older weights sampled or that belongs to a long
-    observation, and the observed tokens right after it. Observed tokens at the start of the
-    response also count. Later tokens, including observed ones, are read one by one. So keys and
-    values have the same bits whether they were stored between two turns or are computed again.
+    They are the tokens up to the last one that older weights sampled, or that belongs to a long
+    observation or to an image (all images are before `end_of_images`), and the observed tokens
+    right after it. Observed tokens at the start of the response also count. Later tokens, including
+    observed ones, are read one by one. So keys and values have the same bits whether they were
+    stored between two turns or are computed again.
     """
-    end = observed = 0
+    end, observed = end_of_images, 0
     for count, token_version in enumerate(versions, start=1):
         observed = observed + 1 if token_version < 0 else 0
         if observed > LONG_OBSERVATION or (not observed and token_version != version):
-            end = count
+            end = max(end, count)
     while end < len(versions) and versions[end] < 0:
         end += 1
     return end

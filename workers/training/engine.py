@@ -292,8 +292,7 @@ class TrainEngine(Model):
             part.check_rows(rows.columns)
         if IMAGES in data.non_tensor_batch:
             images = list(data.non_tensor_batch[IMAGES][: len(rows)])
-            ids = rows.columns["input_ids"]
-            rows.columns[IMAGES] = self.image_input.of_rows(ids, images, rows.names)
+            rows.columns[IMAGES] = self.image_input.of_rows(rows.columns, images, rows.names)
         return rows
 
 

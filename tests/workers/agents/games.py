@@ -141,13 +141,13 @@ class Dies(Environment):
 
 
 class Says(Environment):
-    """Replies with the configured text."""
+    """Replies with the configured text and images."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, images=()) -> None:
+        self.text, self.images = text, images
 
     def step(self, text):
-        return Observation(self.text)
+        return Observation(self.text, images=self.images)
 
 
 class Long(Environment):
@@ -418,3 +418,19 @@ class Echo(Environment):
 
     def step(self, text: str) -> Observation:
         return Observation(text)
+
+
+class Shows(Environment):
+    """Shows the images of the turn in each observation, with as many places as images."""
+
+    def __init__(self, turns) -> None:
+        self.turns = list(turns)
+
+    def reset(self, row, rng):
+        return Observation("look", images=self.turns.pop(0))
+
+    def step(self, text):
+        if not self.turns:
+            return TrajectoryEnd(1.0)
+        images = self.turns.pop(0)
+        return Observation("then <image>" * len(images) + "?", images=images)

@@ -220,7 +220,7 @@ def test_a_trajectory_whose_process_ends_fails(play: Play) -> None:
 
 def test_an_invalid_reply_of_an_environment_is_a_failure(play: Play) -> None:
     words = {
-        "reset": "reset returned int 7, not a text or None",
+        "reset": "reset returned int 7, not a text, an Observation or None",
         "number": "step returned int 3, not an Observation or a TrajectoryEnd",
         "pair": "step returned tuple ('hm', 1.0), not an Observation or a TrajectoryEnd",
         "nan": "the reward is nan, not a finite number",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Case:
     refs: list[list[ImageRef]]
     starts: list[int]
     """The first token of each row whose logits are read."""
+    begins: Sequence[Sequence[int]] = ()
+    """Where the segments of each row begin; by default, each row is one segment."""
 
     def passes(self, kind: str, rows: list[int], shares: bool = False) -> Tensor:
         """Return the logits at the read tokens of these rows, of one pass."""
@@ -47,14 +50,23 @@ class Case:
         ]
         columns = {
             "input_ids": ids,
-            "position_ids": ids.with_values(torch.cat([torch.arange(len(t)) for t in tokens])),
-            IMAGES: images.of_rows(ids, [self.refs[row] for row in rows], [""] * len(rows)),
+            "position_ids": ids.with_values(torch.cat([self.positions(row) for row in rows])),
         }
+        refs = [self.refs[row] for row in rows]
+        columns[IMAGES] = images.of_rows(columns, refs, [""] * len(rows))
         passes = RowPasses(kind, shares=shares)
         feed = passes.feed(columns, ids.with_values(torch.cat(marks)), torch.device("cpu"))
         assert feed.images is not None
         feed.inputs.update(images.arguments(feed.inputs, feed.images, torch.device("cpu")))
         return read(self.module, feed)
+
+    def positions(self, row: int) -> Tensor:
+        """Return the position of each token of a row in its segment."""
+        begins = self.begins[row] if self.begins else [0]
+        ends = [*begins[1:], len(self.rows[row])]
+        return torch.cat(
+            [torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)]
+        )
 
     def of_transformers(self, row: int) -> Tensor:
         """Return the same logits as the processor and the class of transformers compute them."""

@@ -22,8 +22,10 @@ NATIVE = (
 HF = ("gemma3", "qwen3_5", "gemma4", "gemma4_large", "llama4")
 
 
-def engine_of(name: str, module: Any, folder: Path) -> RolloutEngine:
-    limits = EngineLimits(prompt_width=448, response_width=12, max_num_seqs=4, kv_cache_gib=1.0)
+def engine_of(name: str, module: Any, folder: Path, response_width: int = 12) -> RolloutEngine:
+    limits = EngineLimits(
+        prompt_width=448, response_width=response_width, max_num_seqs=4, kv_cache_gib=1.0
+    )
     engine: RolloutEngine
     if name == "hf":
         engine = HFRolloutEngine(module, limits)

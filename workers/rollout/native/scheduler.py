@@ -119,7 +119,8 @@ class Scheduler:
         """
         added = []
         for number, sample in samples.items():
-            at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
+            versions, end_of_images = sample.versions.tolist(), self._end_of_images(sample)
+            at_once = num_read_at_once(versions, self.engine.version, end_of_images)
             entry = Waiting(number, sample, at_once)
             entry = with_states(entry, self.engine.version, self.routers is not None)
             if entry.cached is None:
@@ -127,6 +128,13 @@ class Scheduler:
             else:
                 self.waiting.appendleft(entry)
         self.waiting.extend(sorted(added, key=lambda entry: entry.read_at_once == 0))
+
+    def _end_of_images(self, sample: Sample) -> int:
+        """Return the position in a response after its last image; 0 without images there."""
+        if not sample.images or not len(sample.tokens):
+            return 0
+        is_image = (sample.tokens == self.engine.image_reader.token_id) & ~sample.is_sampled
+        return int((is_image * torch.arange(1, len(is_image) + 1)).max())
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
         """Remove these samples; return them as unfinished, with their tokens so far."""
@@ -203,7 +211,8 @@ class Scheduler:
     def _next_group(self) -> list[Waiting]:
         """Return the next samples to prefill; none while slots for `MIN_ROWS` of them are missing.
 
-        If fewer samples wait, or fewer can be active, fewer slots suffice.
+        If fewer samples wait, or fewer can be active, fewer slots suffice. A row with images is
+        read alone, because a vision tower computes other bits in a larger batch.
         """
         count = min(len(self.waiting), self.max_active - self.num_active)
         if not self.waiting or count < min(MIN_ROWS, len(self.waiting), self.max_active):
@@ -216,7 +225,10 @@ class Scheduler:
         while self.waiting and len(group) < count:
             if (self.waiting[0].read_at_once > 0) != reads_responses:
                 break
-            distinct.add(self.waiting[0].row)
+            row = self.waiting[0].row
+            if group and row not in distinct and any(images for _, images in (*distinct, row)):
+                break
+            distinct.add(row)
             num_tokens = len(distinct) * max(len(text) for text, _ in distinct)
             if group and (len(distinct) > PREFILL_PROMPTS or num_tokens > most_tokens):
                 break

@@ -45,7 +45,8 @@ class TurnCache:
         for row, (slot, count) in enumerate(zip(fitting, counts.tolist(), strict=False)):
             prompt = table.samples[slot].prompt
             read = [*prompt, *table.tokens[slot, : count - len(prompt)].tolist()]
-            states_of_slots[slot] = CachedStates(states, row, read, version)
+            shift = int(table.shifts[slot])
+            states_of_slots[slot] = CachedStates(states, row, read, version, shift)
         return states_of_slots
 
     def _forget(self, num_bytes: int) -> None:
@@ -81,6 +82,7 @@ def restore(group: Sequence[Waiting], table: SlotTable, cache: SlotCache, first:
                 layer.fill(first, *keys_and_values, rows, longest)
         for slot, (cached, entry) in enumerate(together, start=first):
             table.put(slot, entry, entry.read_at_once + 1)
+            table.shifts[slot] = cached.shift
             if entry.sample.routed_experts is not None:
                 table.routed[slot] = [entry.sample.routed_experts[: len(cached.read)]]
             cached.states = None
